@@ -1,0 +1,57 @@
+# README's two commands are `make train` and `make test`; each sets up .venv on first use.
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint docs bench faults constraints
+
+# ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
+# GPUs. ci/matrix.py sets the others, for venvs of other JAX versions.
+ARGS :=
+EXTRA :=
+VENV := .venv
+JAX :=
+GROUP := dev
+WITH :=
+
+BIN := $(VENV)/bin
+UV := $(BIN)/python -m uv pip
+PROJECTS := packages/core packages/ep packages/flax_moe
+EDITABLE := -e packages/core$(EXTRA:%=[%]) -e packages/ep -e packages/flax_moe[train]
+PINS := $(VENV)/constraints.txt
+DONE := $(VENV)/.done$(EXTRA:%=-%)
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
+
+$(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml)
+	test -x $(BIN)/python || { python=$$(ci/find-python) && "$$python" -m venv $(VENV); }
+	sed '$(if $(JAX),s/^\(jax\|jaxlib\)==.*/\1==$(JAX)/)' ci/constraints.txt > $(PINS)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(PINS) uv
+	$(UV) install -q --python $(BIN)/python -c $(PINS) $(EDITABLE) --group $(GROUP) $(WITH)
+	touch $@
+
+setup: $(DONE)  ## create .venv
+
+train: $(DONE)  ## the main job: train a small byte-level MoE language model
+	$(BIN)/python -m expertmesh.flax_moe.train $(ARGS)
+
+test: $(DONE)  ## run every CPU test
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+lint: $(DONE)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(DONE)  ## build docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+bench: $(DONE)  ## run every benchmark; JSON into runs/bench/
+	$(BIN)/python -m benchmarks $(ARGS)
+
+faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
+	$(BIN)/python tests/faults/run.py $(ARGS)
+
+constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in and what is newest
+	$(UV) compile -q --universal --python-version 3.12 --no-header --no-annotate \
+	  --no-emit-index-url --no-emit-find-links --upgrade --group dev pyproject.toml -c ci/pins.in \
+	  | grep -v '^-e ' > ci/constraints.tmp
+	mv ci/constraints.tmp ci/constraints.txt

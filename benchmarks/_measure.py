@@ -1,0 +1,83 @@
+"""Timing and records that the benchmarks share."""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+
+
+def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Callable[[], float]:
+    """Measures the device time of a call: several run one after the other inside one jitted program."""
+
+    def run(steps):
+        @jax.jit
+        def repeat(*operands):
+            def step(_, before):
+                # Each call waits for the one before; none is hoisted or merged.
+                return function(*jax.lax.optimization_barrier((operands, before))[0])
+
+            return jax.lax.fori_loop(0, steps, step, function(*operands))
+
+        jax.block_until_ready(repeat(*operands))
+
+        def once():
+            start = time.perf_counter()
+            jax.block_until_ready(repeat(*operands))
+            return (time.perf_counter() - start) / (steps + 1)
+
+        return once
+
+    return run(max(1, min(50, int(seconds / run(1)()))))
+
+
+def alternate(
+    ours: tuple[Callable, tuple], reference: tuple[Callable, tuple], pairs: int = 10
+) -> tuple[float, float, float]:
+    """Median seconds of two (function, operands), and the median of the ratios reference / ours of pairs."""
+    a, b = program(*ours), program(*reference)
+    a(), b()
+    timed = [(a(), b()) for _ in range(pairs)]
+    mine, theirs = (statistics.median(times) for times in zip(*timed, strict=True))
+    return mine, theirs, statistics.median(other / own for own, other in timed)
+
+
+def row(**measured) -> dict:
+    """A row of a results file: what was measured, and where."""
+    packages = ("jax", "jaxlib", "jax-triton", "triton", "expertmesh-core")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        **measured,
+        "value": round(measured["value"], 3),
+        "ratio": round(measured["ratio"], 4),
+        "gpus": jax.device_count() if jax.default_backend() == "gpu" else 0,
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version for name in packages if (version := _version(name))},
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write(path: pathlib.Path | None, rows: Iterable[dict]) -> None:
+    """Prints each row when it is there; writes all of them as a JSON list."""
+    done = []
+    for one in rows:
+        print(
+            f"{one['case']}: {one['value']:.4g} {one['unit']}, {one['ratio']:.3f} of {one['reference']}",
+            flush=True,
+        )
+        done.append(one)
+    if path:
+        path.write_text(json.dumps(done, indent=1) + "\n")

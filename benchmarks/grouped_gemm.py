@@ -1,0 +1,141 @@
+"""Grouped GEMM, each pass, against one dense GEMM of the same rows, contraction and width.
+
+Kernel and reference alternate in one process; a ratio is the median of the ratios of pairs, higher is better.
+`ragged_dot` (forward only) is timed beside them with `--ragged`.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _measure
+from expertmesh.core.ops.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
+from expertmesh.core.testing import relative_error
+
+# rows, contraction, width, groups
+GPU = {
+    "mixtral w13": (16384, 4096, 28672, 8),
+    "mixtral w2": (16384, 14336, 4096, 8),
+    "tutorial w13": (8192, 1024, 8192, 4),
+    "dsv3 w13": (32768, 7168, 4096, 32),
+    "dsv3 w2": (32768, 2048, 7168, 32),
+    "qwen3-30b w13": (32768, 2048, 1536, 32),
+}
+CPU = {"small": (1024, 256, 512, 8), "fine": (1024, 256, 512, 64)}
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def group_sizes(rows: int, groups: int) -> np.ndarray:
+    """Unequal and unaligned: a Dirichlet(5) draw."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(rows, rng.dirichlet([5.0] * groups)).astype(np.int32)
+
+
+def operands(shape, dtype):
+    rows, k, n, groups = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    lhs = jax.random.normal(keys[0], (1, rows, k), dtype)
+    dy = jax.random.normal(keys[1], (1, rows, n), dtype)
+    rhs = jax.random.normal(keys[2], (groups, k, n), dtype) * k**-0.5
+    return lhs, dy, rhs, jnp.asarray(group_sizes(rows, groups))[None]
+
+
+def passes(lhs, dy, rhs, sizes):
+    """pass -> (grouped function, its operands), (dense function, its operands)."""
+    to = {"out_dtype": lhs.dtype, "implementation": "triton" if on_gpu() else "reference"}
+    groups = rhs.shape[0]
+
+    def dot(a_dim, b_dim):
+        dims = (((a_dim,), (b_dim,)), ((), ()))
+        return lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=lhs.dtype)
+
+    return {
+        "fprop": (
+            (lambda a, b, s: grouped_gemm_op(a, b, s, **to), (lhs, rhs, sizes)),
+            (dot(1, 0), (lhs[0], rhs[0])),
+        ),
+        "dgrad": (
+            (lambda a, b, s: grouped_gemm_dgrad_op(a, b, s, **to), (dy, rhs, sizes)),
+            (dot(1, 1), (dy[0], rhs[0])),
+        ),
+        "wgrad": (
+            (
+                lambda a, b, s: grouped_gemm_wgrad_op(a, b, s, num_experts=groups, **to),
+                (lhs, dy, sizes),
+            ),
+            (dot(0, 0), (lhs[0], dy[0])),
+        ),
+    }
+
+
+def check(lhs, dy, rhs, sizes):
+    """A kernel that is wrong is not timed: the first rows of each group, and a corner of each gradient."""
+    grouped = {name: jax.jit(f)(*x) for name, ((f, x), _) in passes(lhs, dy, rhs, sizes).items()}
+    ends = np.cumsum(sizes[0])
+    for group, (start, end) in enumerate(zip(ends - sizes[0], ends, strict=True)):
+        part = slice(start, min(start + 4, end))
+        a, d, w = (np.asarray(x, np.float64) for x in (lhs[0, part], dy[0, part], rhs[group]))
+        if part.stop > part.start:
+            assert relative_error(grouped["fprop"][0, part], a @ w) < 1e-2
+            assert relative_error(grouped["dgrad"][0, part], d @ w.T) < 1e-2
+        a, d = (np.asarray(x[0, start:end, :8], np.float64) for x in (lhs, dy))
+        assert relative_error(grouped["wgrad"][group, :8, :8], a.T @ d) < 1e-2
+
+
+def rows_of(name, shape, dtype, ragged):
+    rows, k, n, _ = shape
+    flops = 2 * rows * k * n
+    arrays = operands(shape, dtype)
+    check(*arrays)
+    for which, (grouped, dense) in passes(*arrays).items():
+        ours, theirs, ratio = _measure.alternate(grouped, dense)
+        case = f"{jnp.dtype(dtype).name} {which} {name} {rows}x{k}x{n}, {shape[3]} groups"
+        yield _measure.row(
+            bench="grouped_gemm",
+            case=case,
+            metric="rate",
+            value=flops / ours / 1e12,
+            unit="TFLOP/s",
+            reference=f"dense XLA GEMM, {flops / theirs / 1e12:.0f} TFLOP/s",
+            ratio=ratio,
+        )
+    if ragged:
+        lhs, _, rhs, sizes = arrays
+        ours, theirs, ratio = _measure.alternate(
+            passes(*arrays)["fprop"][0], (jax.lax.ragged_dot, (lhs[0], rhs, sizes[0])), pairs=3
+        )
+        yield _measure.row(
+            bench="grouped_gemm",
+            case=f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} against ragged_dot",
+            metric="rate",
+            value=flops / ours / 1e12,
+            unit="TFLOP/s",
+            reference=f"lax.ragged_dot, {flops / theirs / 1e12:.0f} TFLOP/s",
+            ratio=ratio,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
+    options = parser.parse_args()
+    shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
+    found = (
+        row for name, shape in shapes.items() for row in rows_of(name, shape, dtype, options.ragged)
+    )
+    _measure.write(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The op abstraction, mesh roles, and the ops of a Mixture-of-Experts block."""
+
+__version__ = "0.1.0"
+
+from expertmesh.core import specs
+from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
+from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
+from expertmesh.core.ops.expert_bias import (
+    quantile_expert_bias,
+    required_bias_histogram,
+    update_expert_bias,
+)
+from expertmesh.core.ops.gemm import gemm
+from expertmesh.core.ops.grouped_gemm import grouped_gemm
+from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
+from expertmesh.core.ops.permute import (
+    PermutePlan,
+    choices_to_rows,
+    padded_rows,
+    padded_rows_sharded,
+    permute,
+    plan_permute,
+    rows_to_choices,
+    shard_rows,
+    unpermute,
+)
+from expertmesh.core.ops.permute_map import plan_permute_map
+from expertmesh.core.ops.ragged_params import (
+    RaggedParams,
+    local_permute_after_a2a,
+    local_unpermute_before_a2a,
+    missing_rows,
+    ragged_params,
+)
+from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig, Routing, route
+from expertmesh.core.ops.router_statistics import RouterStatistics, router_statistics
+from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
+from expertmesh.core.ops.sequence_balance import sequence_balance_loss
+from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
+from expertmesh.core.ops.topk_map import (
+    probs_to_topk_weights,
+    routing_map_to_topk_idx,
+    topk_idx_to_routing_map,
+    topk_weights_to_probs,
+)
+from expertmesh.core.support import is_supported
+from expertmesh.core.vjp import differentiable
+
+__all__ = [
+    "ACTIVATIONS",
+    "ChunkPlan",
+    "Kernel",
+    "MeshResource",
+    "Op",
+    "PermutePlan",
+    "Plan",
+    "Query",
+    "ROUTING_MAP_FORMATS",
+    "RaggedParams",
+    "RouterConfig",
+    "RouterStatistics",
+    "Routing",
+    "SCORE_FUNCTIONS",
+    "choices_to_rows",
+    "current_resource",
+    "differentiable",
+    "expert_counts",
+    "from_routing_map",
+    "gated_activation",
+    "gemm",
+    "global_shard_guard",
+    "grouped_gemm",
+    "is_supported",
+    "load_balance_loss",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
+    "missing_rows",
+    "move_chunks",
+    "padded_rows",
+    "padded_rows_sharded",
+    "permute",
+    "plan_chunks",
+    "plan_permute",
+    "plan_permute_map",
+    "probs_to_topk_weights",
+    "quantile_expert_bias",
+    "ragged_params",
+    "required_bias_histogram",
+    "route",
+    "router_statistics",
+    "router_z_loss",
+    "routing_map_to_topk_idx",
+    "rows_to_choices",
+    "sequence_balance_loss",
+    "shard_rows",
+    "sort_chunks",
+    "specs",
+    "to_routing_map",
+    "topk_idx_to_routing_map",
+    "topk_weights_to_probs",
+    "unpermute",
+    "update_expert_bias",
+]

@@ -1,0 +1,82 @@
+"""Every difference between the supported JAX versions, and every use of a JAX-private name."""
+
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+MIN_JAX = (0, 11, 2)
+if jax.version.__version_info__ < MIN_JAX:
+    raise ImportError(
+        f"expertmesh.core: jax must be >= {'.'.join(map(str, MIN_JAX))}; got jax={jax.__version__}; "
+        "upgrade with `pip install -U jax`"
+    )
+
+
+def varying_axes(x) -> frozenset[str]:
+    """Manual mesh axes over which `x` differs from device to device (shard_map's check_vma)."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def match_varying(operands, axes: frozenset[str] = frozenset()):
+    """Casts every array of a pytree to vary over `axes` and over all axes that any of them varies over."""
+    leaves, tree = jax.tree.flatten(operands)
+    union = axes.union(*map(varying_axes, leaves))
+    leaves = [_vary(x, union - varying_axes(x)) for x in leaves]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _vary(x, axes):
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def operand_mesh(operands) -> AbstractMesh:
+    """The mesh in the operands' types, else the mesh in context; empty where there is none."""
+    for x in operands:
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh
+    return jax.sharding.get_abstract_mesh()
+
+
+def platform(operands) -> str:
+    """JAX's lowering platform of the devices that the operands' mesh consists of, else of the default ones."""
+    device = operand_mesh(operands).abstract_device
+    name = device.platform if device is not None else jax.default_backend()
+    return "cuda" if name == "gpu" else name
+
+
+def compute_capability() -> float | None:
+    """Of this process' first NVIDIA GPU; None where it has none, as when compiling ahead of time."""
+    try:
+        return float(jax.local_devices(backend="cuda")[0].compute_capability)
+    except RuntimeError:
+        return None
+
+
+def manual_mesh(mesh) -> AbstractMesh:
+    """The same axes, all Manual: what code on one device's shards must see as its context."""
+    abstract = getattr(mesh, "abstract_mesh", mesh)
+    return AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Manual,) * len(mesh.axis_names),
+        abstract_device=abstract.abstract_device,
+    )
+
+
+def operand_types(operands):
+    """Types that a cotangent must have; None where an operand is absent."""
+    return jax.tree.map(jax.typeof, operands)
+
+
+def explicit_spec(x) -> PartitionSpec | None:
+    """The spec in the operand's type, or None where no axis of its mesh is Explicit."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def shardy_rule(operands: Any, results: Any) -> SdyShardingRule:
+    """The compiler's form of a rule; its mapping type is not public, tuples of names are what it holds."""
+    return SdyShardingRule(operands, results)

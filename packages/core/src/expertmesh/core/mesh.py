@@ -1,0 +1,118 @@
+"""Which mesh axes play which role: MeshResource, and the resource in context."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from expertmesh.core.specs import Entry, entry_axes, make_entry
+
+# A user context is part of jit's key: a function traced under one resource is traced again under another.
+_context = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshResource:
+    """Names the mesh axes of each role; each field is an axis name, a tuple of names (major first) or None.
+
+    Attributes:
+      dp_resource: data parallelism; weights replicated.
+      fsdp_resource: data parallelism; weights sharded and gathered for use.
+      tp_resource: tensor parallelism.
+      tpsp_resource: tensor parallelism whose axis also shards the sequence between layers.
+      ep_resource: expert parallelism; also shards the tokens, innermost.
+      pp_resource: pipeline stages; never used by an op.
+      cp_resource: context (sequence) parallelism.
+
+    Field names and meaning are Transformer Engine's.
+
+    Raises:
+      ValueError: an axis appears in two roles.
+      TypeError: a field is neither None, a string nor a tuple of strings.
+    """
+
+    dp_resource: Entry = None
+    fsdp_resource: Entry = None
+    tp_resource: Entry = None
+    tpsp_resource: Entry = None
+    ep_resource: Entry = None
+    pp_resource: Entry = None
+    cp_resource: Entry = None
+
+    def __post_init__(self):
+        owner: dict[str, str] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (value is None or isinstance(value, str | tuple)) or not all(
+                isinstance(axis, str) for axis in entry_axes(value)
+            ):
+                raise TypeError(
+                    f"MeshResource: a role must be an axis name, a tuple of names or None; "
+                    f"got {field.name}={value!r}; write for example {field.name}='{field.name[:2]}'"
+                )
+            for axis in entry_axes(value):
+                if owner.setdefault(axis, field.name) != field.name:
+                    raise ValueError(
+                        f"MeshResource: an axis must play one role; got axis {axis!r} in {owner[axis]} "
+                        f"and {field.name}; give each role its own axis"
+                    )
+
+    @classmethod
+    def of(cls, resource) -> "MeshResource":
+        """Accepts a MeshResource or any object with (some of) its attributes, such as Transformer Engine's."""
+        if isinstance(resource, cls):
+            return resource
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not any(hasattr(resource, name) for name in names):
+            raise TypeError(
+                f"MeshResource: a resource must have at least one of {', '.join(names)}; "
+                f"got {resource!r}; pass expertmesh.core.MeshResource(...)"
+            )
+        return cls(**{name: getattr(resource, name, None) for name in names})
+
+    def axes(self, role: str) -> tuple[str, ...]:
+        """Mesh axes of a role of an array dimension: tokens, experts, fsdp, tp, sequence, or '.' for none.
+
+        Tokens are sharded over (dp, fsdp, ep), so that the EP axis is innermost.
+        """
+        ep = entry_axes(self.ep_resource)
+        fsdp = entry_axes(self.fsdp_resource)
+        roles = {
+            ".": (),
+            "tokens": entry_axes(self.dp_resource) + fsdp + ep,
+            "experts": ep,
+            "fsdp": fsdp,
+            "tp": entry_axes(self.tp_resource) + entry_axes(self.tpsp_resource),
+            "sequence": entry_axes(self.cp_resource),
+        }
+        if role not in roles:
+            raise ValueError(
+                f"MeshResource.axes: role must be one of {', '.join(roles)}; got role={role!r}"
+            )
+        return roles[role]
+
+    def entry(self, role: str) -> Entry:
+        """`axes(role)` as an entry of a PartitionSpec."""
+        return make_entry(self.axes(role))
+
+    def all_axes(self) -> tuple[str, ...]:
+        """Every axis that plays a role."""
+        return tuple(
+            axis
+            for field in dataclasses.fields(self)
+            for axis in entry_axes(getattr(self, field.name))
+        )
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource) -> Iterator[MeshResource | None]:
+    """Makes `resource` (ours, Transformer Engine's, or None) the one in context; restores the former on exit."""
+    resource = None if resource is None else MeshResource.of(resource)
+    with _context(resource):
+        yield resource
+
+
+def current_resource() -> MeshResource | None:
+    """The MeshResource of the innermost `global_shard_guard`, or None."""
+    return _context.value

@@ -1,0 +1,512 @@
+"""Op: one operation, with everything that JAX needs to know of it derived from a reference and a sharding rule.
+
+This is the only module that knows mesh axis types, `shard_map` and `custom_partitioning`. How a call runs:
+
+| axes of the mesh | how |
+|---|---|
+| none, or all Manual | the local function: the operands are the shards |
+| some Explicit, or Auto with a MeshResource | `shard_map` over all that is not Manual; layouts from types or roles |
+| all Auto, no resource | `custom_partitioning`: layouts from the compiler's propagation |
+| some Manual, others Auto, no resource | an error: the compiler's hand-over loses the device order there |
+"""
+
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core import _jax
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
+from expertmesh.core.specs import (
+    common_axes,
+    filter_axes,
+    local_shape,
+    merge_dim,
+    pad_spec,
+    spec_axes,
+)
+
+__all__ = ["Kernel", "Op", "Plan", "Query"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A faster implementation of an op on one platform.
+
+    Attributes:
+      name: what `implementation=` calls it.
+      platform: "cuda" or "cpu": JAX's platform name at lowering.
+      launch: same signature and results as the op's reference; imports its optional package when called.
+      requires: module that must be importable, or None.
+      install: the pip command that brings it.
+      supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
+      automatic: whether `implementation="auto"` may take it; else only its name does.
+    """
+
+    name: str
+    platform: str
+    launch: Callable
+    requires: str | None = None
+    install: str = ""
+    supports: Callable[..., str | None] | None = None
+    automatic: bool = True
+
+    def missing(self) -> str | None:
+        """Why the kernel cannot run in this installation, or None."""
+        if self.requires is None or importlib.util.find_spec(self.requires) is not None:
+            return None
+        return f"the package {self.requires} is not installed (`{self.install}`)"
+
+    def refuses(self, operands, options, platform: str) -> str | None:
+        """Why the kernel cannot take these operands on this platform, or None."""
+        if platform != self.platform:
+            return f"it runs on {self.platform}, and the operands are on {platform}"
+        if self.supports is None:
+            return None
+        return self.supports(*map(jax.typeof, operands), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An operation on arrays.
+
+    Attributes:
+      name: for messages and profiles.
+      reference: `reference(*operands, **options) -> array or tuple of arrays`, pure JAX: the definition, the CPU path,
+        the shape rule, the vmap rule, and, unless a kernel replaces it, the function that runs on each shard.
+      sharding: a rule of `expertmesh.core.rule`.
+      summed, whole: factors of the rule that are not free.
+      roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
+      plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
+      kernels: faster implementations.
+    """
+
+    name: str
+    reference: Callable
+    sharding: str
+    summed: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    roles: str = ""
+    plan: Callable[[Query], Plan] | None = None
+    kernels: tuple[Kernel, ...] = ()
+
+    def __call__(
+        self, *operands, implementation="auto", operand_specs=None, result_specs=None, **options
+    ):
+        """Applies the op to global arrays, or to shards inside `shard_map`.
+
+        Args:
+          operands: arrays.
+          implementation: "auto", "reference" or the name of a kernel.
+          operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
+            result is wanted, if types and roles do not say so.
+          options: passed to the reference; hashable.
+
+        Raises:
+          ValueError: unknown implementation, ranks that do not fit the rule, axes that are not in the mesh.
+          ImportError: the named kernel's package is missing.
+          NotImplementedError: Auto axes inside a partly Manual region without a MeshResource.
+        """
+        names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
+        if implementation not in names:
+            raise ValueError(
+                f"{self.name}: implementation must be one of {', '.join(names)}; got implementation={implementation!r}"
+            )
+        call = _Call(
+            self,
+            implementation,
+            None if operand_specs is None else tuple(operand_specs),
+            None if result_specs is None else tuple(result_specs),
+            tuple(sorted(options.items())),
+        )
+        return _run(call, *operands)
+
+    def make_plan(self, query: Query) -> Plan:
+        """The plan for what is known; pure, needs no devices."""
+        if self.plan is not None:
+            return self.plan(query)
+        rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
+        return plan_by_rule(query, rule, rule.expand(self.whole), rule.expand(self.summed))
+
+    def batched(self, in_batched: tuple[bool, ...]) -> "Op":
+        """The op over one more leading dimension of the operands for which `in_batched` holds, and of all results."""
+
+        def lead(text: str, name: str) -> str:
+            left, right = map(parse_terms, text.split("->"))
+            left = tuple(
+                (name,) * batched + term for batched, term in zip(in_batched, left, strict=True)
+            )
+            sides = (left, tuple((name, *term) for term in right))
+            return " -> ".join(", ".join(" ".join(term) or "()" for term in side) for side in sides)
+
+        return Op(
+            name=f"{self.name}_batched",
+            reference=_BatchedReference(self.reference, in_batched),
+            sharding=lead(self.sharding, _fresh(self.sharding)),
+            summed=self.summed,
+            whole=self.whole,
+            roles=self.roles and lead(self.roles, "."),
+            plan=self.plan and _BatchedPlan(self.plan, in_batched),
+        )
+
+
+def _fresh(sharding: str) -> str:
+    """A factor name that the rule does not use; vmap may be nested."""
+    used = {name for side in sharding.split("->") for term in parse_terms(side) for name in term}
+    return next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BatchedReference:
+    """A reference under vmap; equal for equal arguments, so that a repeated vmap is not traced again."""
+
+    reference: Callable
+    in_batched: tuple[bool, ...]
+
+    def __call__(self, *operands, **options):
+        in_axes = tuple(0 if batched else None for batched in self.in_batched)
+        return jax.vmap(partial(self.reference, **options), in_axes=in_axes)(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BatchedPlan:
+    """A plan under vmap: the batch dimension stays whole."""
+
+    plan: Callable[[Query], Plan]
+    in_batched: tuple[bool, ...]
+
+    def __call__(self, query: Query) -> Plan:
+        def inner(values):
+            return tuple(
+                tuple(v)[1:] if b else tuple(v)
+                for v, b in zip(values, self.in_batched, strict=True)
+            )
+
+        wanted = query.result_specs
+        plan = self.plan(
+            dataclasses.replace(
+                query,
+                operand_specs=tuple(PartitionSpec(*spec) for spec in inner(query.operand_specs)),
+                shapes=inner(query.shapes),
+                result_specs=wanted and tuple(PartitionSpec(*tuple(spec)[1:]) for spec in wanted),
+            )
+        )
+        return dataclasses.replace(
+            plan,
+            operand_specs=tuple(
+                PartitionSpec(None, *spec) if batched else spec
+                for spec, batched in zip(plan.operand_specs, self.in_batched, strict=True)
+            ),
+            result_specs=tuple(PartitionSpec(None, *spec) for spec in plan.result_specs),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static half of a call: part of jit's key."""
+
+    op: Op
+    implementation: str
+    operand_specs: tuple[PartitionSpec | None, ...] | None
+    result_specs: tuple[PartitionSpec | None, ...] | None
+    options: tuple[tuple[str, object], ...]
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(call: _Call, *operands):
+    @custom_vmap
+    def run(*operands):
+        return _dispatch(call, operands)
+
+    @run.def_vmap
+    def run_batched(axis_size, in_batched, *operands):
+        del axis_size
+        in_batched = tuple(in_batched)
+        lead = [PartitionSpec(None, *(spec or ())) for spec in call.result_specs or ()]
+        batched_call = _Call(
+            op=call.op.batched(in_batched),
+            implementation="auto",
+            operand_specs=call.operand_specs
+            and tuple(
+                PartitionSpec(None, *spec) if batched and spec is not None else spec
+                for spec, batched in zip(call.operand_specs, in_batched, strict=True)
+            ),
+            result_specs=tuple(lead) or None,
+            options=call.options,
+        )
+        out = _run(batched_call, *operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run(*operands)
+
+
+def _dispatch(call: _Call, operands):
+    mesh = _jax.operand_mesh(operands)
+    kinds = {
+        kind: frozenset(
+            a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == kind
+        )
+        for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
+    }
+    resource = current_resource()
+    if not mesh.empty and len(kinds[AxisType.Manual]) == len(mesh.axis_names):
+        return _local(call, operands)
+    if kinds[AxisType.Explicit] or resource is not None and not mesh.empty:
+        return _on_shards(call, operands, mesh, kinds, resource)
+    if kinds[AxisType.Manual]:
+        raise NotImplementedError(
+            f"{call.op.name}: inside a shard_map over some axes, the other axes must be Explicit or named by a "
+            f"MeshResource; got Manual {sorted(kinds[AxisType.Manual])} and Auto {sorted(kinds[AxisType.Auto])}; "
+            "call it under global_shard_guard(MeshResource(...)), or make the axes Explicit or all of them Manual"
+        )
+    return _partitioned(call, operands)
+
+
+def _local(call: _Call, operands, overrides=()):
+    """The op on what the operands hold: everything, or one device's shards."""
+    options = dict(call.options) | dict(overrides)
+    return _implement(call, operands, options)
+
+
+def _implement(call: _Call, operands, options):
+    reference = partial(call.op.reference, **options)
+    usable: dict[str, Callable] = {}
+    platform = _jax.platform(operands)
+    for kernel in call.op.kernels:
+        named = call.implementation == kernel.name
+        # A kernel of another platform is not even traced, so that its package is not imported.
+        chosen = call.implementation == "auto" and kernel.automatic and kernel.platform == platform
+        if not named and not chosen:
+            continue
+        missing = kernel.missing()
+        reason = missing or kernel.refuses(operands, options, platform)
+        if reason is None:
+            usable.setdefault(kernel.platform, partial(_launch, kernel, tuple(options.items())))
+        elif named:
+            raise (ImportError if missing else ValueError)(
+                f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"
+            )
+        elif missing:
+            warnings.warn(f"{call.op.name}: using the reference: {reason}", stacklevel=2)
+    if not usable:
+        return reference(*operands)
+    return jax.lax.platform_dependent(*operands, default=reference, **usable)
+
+
+def _launch(kernel: Kernel, options, *operands):
+    # A custom call's results would lose the axes over which the operands vary.
+    axes = frozenset().union(*map(_jax.varying_axes, operands))
+    return _jax.match_varying(kernel.launch(*operands, **dict(options)), axes)
+
+
+def _shard_function(call: _Call, plan: Plan):
+    """What runs on each device: the local op, then the sums of its partial results.
+
+    An op that rounds its result has an `out_dtype`; partial sums are made and added in float32 and rounded once.
+    """
+    options = dict(call.options)
+    wide = "out_dtype" in options and any(plan.summed_axes)
+
+    def local(*shards):
+        overrides = {**plan.options, **({"out_dtype": jnp.dtype("float32")} if wide else {})}
+        out = _reduce(plan, _local(call, shards, overrides))
+        return jax.tree.map(lambda x: x.astype(options["out_dtype"]), out) if wide else out
+
+    return local
+
+
+def _reduce(plan: Plan, out):
+    """Sums the local results over the plan's axes: scattered where the result's spec has the axis, else to all."""
+    single = not isinstance(out, tuple)
+    results = []
+    summed = plan.summed_axes or ((),) * len(plan.result_specs)
+    for x, spec, axes in zip((out,) if single else out, plan.result_specs, summed, strict=True):
+        for dim, entry in enumerate(spec):
+            scatter = common_axes(entry, axes)
+            if scatter:
+                x = jax.lax.psum_scatter(x, scatter, scatter_dimension=dim, tiled=True)
+        rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
+        results.append(jax.lax.psum(x, rest) if rest else x)
+    return results[0] if single else tuple(results)
+
+
+def _on_shards(call: _Call, operands, mesh, kinds, resource):
+    """Inside a shard_map over every axis that is not Manual."""
+    rule = parse_rule(call.op.sharding, [x.ndim for x in operands])
+    explicit, auto = kinds[AxisType.Explicit], kinds[AxisType.Auto]
+    mesh_shape = {axis: size for axis, size in mesh.shape.items() if axis in explicit | auto}
+    _check_resource(call.op.name, mesh, kinds, resource)
+    operand_roles, result_roles = role_names(call.op.roles, call.op.sharding, rule)
+    by_role = [_role_spec(roles, resource, auto) for roles in operand_roles]
+    given = call.operand_specs or (None,) * len(operands)
+    specs = [
+        _merge(
+            filter_axes(jax.typeof(x).sharding.spec, explicit),
+            role if want is None else want,
+            auto,
+            x.ndim,
+        )
+        for x, role, want in zip(operands, by_role, given, strict=True)
+    ]
+    wanted = call.result_specs or (None,) * len(rule.results)
+    result_specs = [
+        pad_spec(want, len(roles)) if want is not None else _role_spec(roles, resource, auto)
+        for want, roles in zip(wanted, result_roles, strict=True)
+    ]
+    plan = call.op.make_plan(
+        Query(
+            operand_specs=tuple(specs),
+            shapes=tuple(x.shape for x in operands),
+            result_specs=tuple(result_specs),
+            mesh_shape=mesh_shape,
+            options=dict(call.options),
+            resource=resource,
+        )
+    )
+
+    placed = [
+        _reshard(x, mesh, filter_axes(spec, explicit))
+        for x, spec in zip(operands, plan.operand_specs, strict=True)
+    ]
+    held = [i for i, x in enumerate(placed) if x.size]
+    function = _with_empty(_shard_function(call, plan), placed, plan.operand_specs, mesh_shape)
+    single = len(plan.result_specs) == 1
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        axis_names=explicit | auto,
+        in_specs=tuple(plan.operand_specs[i] for i in held),
+        out_specs=plan.result_specs[0] if single else plan.result_specs,
+        check_vma=False,
+    )(*(placed[i] for i in held))
+
+
+def _with_empty(function, operands, specs, mesh_shape):
+    """`function` of the operands that hold something; XLA crashes on empty buffers that enter a shard_map."""
+    shapes = [
+        local_shape(x.shape, spec, mesh_shape) for x, spec in zip(operands, specs, strict=True)
+    ]
+
+    def local(*shards):
+        remaining = iter(shards)
+        return function(
+            *(
+                next(remaining) if x.size else jnp.zeros(shape, x.dtype)
+                for x, shape in zip(operands, shapes, strict=True)
+            )
+        )
+
+    return local
+
+
+def _check_resource(name: str, mesh, kinds, resource) -> None:
+    if resource is None:
+        stray = [axis for axis in kinds[AxisType.Auto] if mesh.shape[axis] > 1]
+        if stray:
+            raise NotImplementedError(
+                f"{name}: on a mesh with Explicit axes, Auto axes must be named by a MeshResource; got Auto "
+                f"{sorted(stray)}; call it under global_shard_guard(MeshResource(...)), or make every axis Explicit"
+            )
+        return
+    missing = [axis for axis in resource.all_axes() if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{name}: a MeshResource must name axes of the mesh; got {missing}, mesh axes {mesh.axis_names}; "
+            "rename them or build the mesh with them"
+        )
+
+
+def _role_spec(roles, resource, axes) -> PartitionSpec:
+    if resource is None:
+        return PartitionSpec(*[None] * len(roles))
+    return filter_axes([resource.entry(role) for role in roles], axes)
+
+
+def _merge(explicit: PartitionSpec, other, auto, ndim: int) -> PartitionSpec:
+    """The type's axes, then the Auto axes of a role or a given spec."""
+    other = filter_axes(pad_spec(other, ndim), auto)
+    return PartitionSpec(*map(merge_dim, pad_spec(explicit, ndim), other))
+
+
+def _reshard(x, mesh, spec):
+    if (
+        AxisType.Explicit not in mesh.axis_types
+        or pad_spec(jax.typeof(x).sharding.spec, x.ndim) == spec
+    ):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _partitioned(call: _Call, operands):
+    """Under the compiler's own propagation, which asks for a plan when it has chosen the layouts."""
+    rule = parse_rule(call.op.sharding, [x.ndim for x in operands])
+
+    def plan_of(mesh, operand_infos, result_infos):
+        results = jax.tree.leaves(result_infos)
+        return call.op.make_plan(
+            Query(
+                operand_specs=tuple(_info_spec(info) for info in operand_infos),
+                shapes=tuple(info.shape for info in operand_infos),
+                result_specs=tuple(map(_info_spec, results)) if _known(results) else None,
+                mesh_shape=dict(mesh.shape),
+                options=dict(call.options),
+                results_decided=_known(results),
+            )
+        )
+
+    def shardings(mesh, specs):
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    def result_shardings(mesh, plan):
+        results = shardings(mesh, plan.result_specs)
+        return results[0] if len(results) == 1 else results
+
+    def partition(mesh, operand_infos, result_infos):
+        plan = plan_of(mesh, operand_infos, result_infos)
+        function = _shard_function(call, plan)
+
+        def local(*shards):
+            # Ops that the local function calls must see shards, whatever the ambient mesh is.
+            with jax.sharding.use_abstract_mesh(_jax.manual_mesh(mesh)):
+                return function(*shards)
+
+        return mesh, local, result_shardings(mesh, plan), shardings(mesh, plan.operand_specs)
+
+    def infer(mesh, operand_infos, result_infos):
+        plan = plan_of(mesh, operand_infos, jax.tree.map(lambda _: None, result_infos))
+        return result_shardings(mesh, plan)
+
+    def whole_program(*operands):
+        return _local(call, operands)
+
+    function = custom_partitioning(whole_program)
+    function.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=_jax.shardy_rule(rule.operands, rule.results),
+    )
+    return jax.tree.map(_shield, function(*operands))
+
+
+def _shield(x):
+    """Keeps integers off XLA:GPU's division rewrite: it copies the call's rule to ops that the rule does not fit."""
+    return jax.lax.optimization_barrier(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def _known(result_infos) -> bool:
+    return bool(result_infos) and all(
+        getattr(info, "sharding", None) is not None for info in result_infos
+    )
+
+
+def _info_spec(info) -> PartitionSpec:
+    spec = getattr(info.sharding, "spec", PartitionSpec())
+    return pad_spec(spec, len(info.shape))

@@ -1,0 +1,1 @@
+"""One file per operation: formula, reference, sharding rule, public function, VJP."""

@@ -1,0 +1,149 @@
+"""Gathers by index, the one way in which rows move inside a shard.
+
+    gather_rows:   out[p, n] = sum_k weight[p, n, k] * src[p, index[p, n, k]]
+    gather_values: out[p, *n] = values[p].ravel()[index[p, *n]]
+
+Dimension key: P token groups, S source rows, N output rows, K terms per output row, D features.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+
+MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
+
+
+def select_rows(src_SD, index_N):
+    """Rows of src; zeros by select where there is no such row, so that nothing of src leaks there."""
+    num_src = src_SD.shape[0]
+    exists_N = (index_N >= 0) & (index_N < num_src)
+    if num_src == 0:  # a gather needs a row to read
+        src_SD = jnp.pad(src_SD, [(0, 1)] + [(0, 0)] * (src_SD.ndim - 1))
+    rows_ND = jnp.take(src_SD, jnp.where(exists_N, index_N, 0), axis=0, mode="clip")
+    exists_N = exists_N.reshape(index_N.shape + (1,) * (src_SD.ndim - 1))
+    return jnp.where(exists_N, rows_ND, _zeros_like(rows_ND))
+
+
+def _zeros_like(x):
+    """Zeros; 2^-127 in float8_e8m0fnu, whose zero would be NaN and make NaN of zero data."""
+    if x.dtype == jnp.float8_e8m0fnu:
+        return jax.lax.bitcast_convert_type(jnp.zeros(x.shape, jnp.uint8), x.dtype)
+    return jnp.zeros_like(x)
+
+
+@jax.vmap
+def _reference(src_SD, index_NK):
+    if index_NK.shape[1] == 1:  # a copy, for every dtype
+        return select_rows(src_SD, index_NK[:, 0])
+    return _weighted_sum(src_SD, index_NK, None)
+
+
+@jax.vmap
+def _weighted_reference(src_SD, index_NK, weight_NK):
+    return _weighted_sum(src_SD, index_NK, weight_NK)
+
+
+def _weighted_sum(src_SD, index_NK, weight_NK):
+    """One gather per term, so that memory is O(N * D) and not O(N * K * D)."""
+    wide = accumulator_dtype(src_SD.dtype)
+    num_out, num_terms = index_NK.shape
+    if num_terms > MAX_UNROLLED:
+        index_NK, weight_NK = _existing_first(index_NK, weight_NK, src_SD.shape[0])
+
+    def add(k, out_ND):
+        row_ND = select_rows(src_SD, index_NK[:, k]).astype(wide)
+        if weight_NK is not None:
+            # Select again: a weight without a row may be NaN.
+            exists_N1 = (index_NK[:, k] >= 0) & (index_NK[:, k] < src_SD.shape[0])
+            weight_N1 = weight_NK[:, k].astype(wide)[:, None]
+            row_ND = jnp.where(exists_N1[:, None], weight_N1 * row_ND, jnp.zeros_like(row_ND))
+        out_ND = out_ND + row_ND
+        return out_ND
+
+    out_ND = jnp.zeros((num_out, src_SD.shape[1]), wide)
+    for k in range(min(num_terms, MAX_UNROLLED)):
+        out_ND = add(k, out_ND)
+    if num_terms > MAX_UNROLLED:
+        fullest = jnp.max(jnp.sum(index_NK >= 0, axis=1, dtype=jnp.int32), initial=0)
+        out_ND = jax.lax.fori_loop(MAX_UNROLLED, fullest, add, out_ND)
+    return out_ND.astype(src_SD.dtype)
+
+
+def _existing_first(index_NK, weight_NK, num_src):
+    """Moves the terms without a row, now -1, behind the others, whose order stays."""
+    index_NK = jnp.where(index_NK < num_src, jnp.maximum(index_NK, -1), -1)
+    order_NK = jnp.argsort(index_NK < 0, axis=1, stable=True)
+    index_NK = jnp.take_along_axis(index_NK, order_NK, axis=1)
+    if weight_NK is not None:
+        weight_NK = jnp.take_along_axis(weight_NK, order_NK, axis=1)
+    return index_NK, weight_NK
+
+
+def accumulator_dtype(dtype) -> jnp.dtype:
+    """The dtype in which sums over rows of `dtype` are accumulated: float32, or float64 for float64."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+@jax.vmap
+def _values_reference(values_S, index_N):
+    return select_rows(values_S.reshape(-1), index_N)
+
+
+_gather = Op("gather_rows", _reference, "p s d, p n k -> p n d", whole=("s", "k"))
+_gather_weighted = Op(
+    "gather_rows", _weighted_reference, "p s d, p n k, p n k -> p n d", whole=("s", "k")
+)
+_gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
+
+
+def gather_rows(src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array | None = None):
+    """out[p, n] = sum_k weight[p, n, k] * src[p, index[p, n, k]].
+
+    Args:
+      src_PSD: [P, S, D]; any dtype if K is 1 and there is no weight, else floating.
+      index_PNK: int32[P, N, K]; an index outside [0, S) contributes nothing, whatever src and weight hold.
+      weight_PNK: float[P, N, K], or None for ones.
+
+    Returns:
+      [P, N, D] in src's dtype, accumulated in float32 in the order of k. Time is that of as many terms as the fullest
+      output row has, if those are more than `MAX_UNROLLED`.
+
+    Raises:
+      ValueError: ranks or sizes that do not fit.
+
+    Not differentiable by itself: the transpose of a gather is a scatter, unless the inverse index is known, as
+    `permute` and `unpermute` do. Costs no communication when P, N or D is sharded; S and K are held whole.
+    """
+    _check_fit(src_PSD, index_PNK, weight_PNK)
+    if weight_PNK is None:
+        return _gather(src_PSD, index_PNK)
+    return _gather_weighted(src_PSD, index_PNK, weight_PNK)
+
+
+def gather_values(values: jax.Array, index: jax.Array):
+    """out[p, *n] = values[p].ravel()[index[p, *n]]: one number per output element.
+
+    Args:
+      values: [P, *S].
+      index: int32[P, *N]; an index outside [0, prod(S)) gives 0.
+
+    Returns:
+      [P, *N] in the dtype of values.
+
+    Costs no communication when P or N is sharded; S is held whole.
+    """
+    return _gather_values(values, index)
+
+
+def _check_fit(src, index, weight):
+    if src.ndim != 3 or index.ndim != 3 or src.shape[0] != index.shape[0]:
+        raise ValueError(
+            "gather_rows: src and index must be [P, S, D] and [P, N, K] with the same P; "
+            f"got src.shape={src.shape}, index.shape={index.shape}; add the missing dimension"
+        )
+    if weight is not None and weight.shape != index.shape:
+        raise ValueError(
+            "gather_rows: weight must have the shape of index; "
+            f"got weight.shape={weight.shape}, index.shape={index.shape}; pass one weight per index"
+        )

@@ -1,0 +1,449 @@
+"""Grouped GEMM: row r of group g of participant p is multiplied with its group's weight.
+
+    out[p, r] = lhs[p, r] @ rhs[expert(p, g)] + bias[expert(p, g)],   expert(p, g) = (p % R) * G + g,   R = E // G
+
+Rows are contiguous by group: group g of p owns the `group_sizes[p, g]` rows after those of the groups before it. Rows
+after the last group are zeros. Dimension key: P participants, C rows per participant, K contraction, N output
+dimensions (any number), E experts (weights), G groups per participant, R participants that share one set of weights.
+"""
+
+import dataclasses
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core import _jax
+from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.rule import Split, factor_sizes, parse_rule, scatter_sums
+from expertmesh.core.specs import axis_size, dividing_axes, entry_axes
+from expertmesh.core.vjp import differentiable
+
+_MAX_BLOCK = 128
+
+
+def _block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows per step of the reference: near the mean group, so that few rows of a step belong to no group."""
+    mean = max(num_rows // max(num_groups, 1), 8)
+    return min(1 << (mean - 1).bit_length(), _MAX_BLOCK)
+
+
+def _blocks(group_sizes_G, block):
+    """Number of steps, and a function from a step to (group, first row, rows that belong to the group)."""
+    ends_G = jnp.cumsum(group_sizes_G)
+    steps_G = (group_sizes_G + block - 1) // block
+    last_step_G = jnp.cumsum(steps_G)
+
+    def locate(step):
+        group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
+        first = (
+            ends_G[group]
+            - group_sizes_G[group]
+            + (step - last_step_G[group] + steps_G[group]) * block
+        )
+        return group, first, ends_G[group] - first
+
+    return last_step_G[-1], locate
+
+
+def _rows(x_CD, first, block):
+    return jax.lax.dynamic_slice_in_dim(x_CD, first, block)
+
+
+def _multiply(lhs_CK, rhs_GKN, group_sizes_G, *, contract_rhs, out_dtype):
+    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared."""
+    C, G = lhs_CK.shape[0], rhs_GKN.shape[0]
+    width = rhs_GKN.shape[2 if contract_rhs == 1 else 1]
+    block = _block_rows(C, G)
+    lhs_CK = jnp.pad(lhs_CK, ((0, block), (0, 0)))
+    num_steps, locate = _blocks(group_sizes_G, block)
+
+    def body(step, out_CN):
+        group, first, _ = locate(step)
+        rhs_KN = jax.lax.dynamic_index_in_dim(rhs_GKN, group, keepdims=False)
+        dims = (((1,), (contract_rhs - 1,)), ((), ()))
+        y = jax.lax.dot_general(
+            _rows(lhs_CK, first, block), rhs_KN, dims, preferred_element_type=jnp.float32
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
+
+    out_CN = jnp.zeros((C + block, width), out_dtype)
+    out_CN = jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((out_CN, lhs_CK, rhs_GKN))[0])
+    live_C = jnp.arange(C) < jnp.sum(group_sizes_G)
+    return jnp.where(live_C[:, None], out_CN[:C], 0)
+
+
+def _accumulate(lhs_CK, dy_CN, group_sizes_G):
+    """One participant's weight gradients, float32[G, K, N]."""
+    C, G = lhs_CK.shape[0], group_sizes_G.shape[0]
+    block = _block_rows(C, G)
+    lhs_CK, dy_CN = (jnp.pad(x, ((0, block), (0, 0))) for x in (lhs_CK, dy_CN))
+    num_steps, locate = _blocks(group_sizes_G, block)
+
+    def body(step, dw_GKN):
+        group, first, count = locate(step)
+        live = (jnp.arange(block) < count)[:, None]
+        x, dy = (jnp.where(live, _rows(a, first, block), 0) for a in (lhs_CK, dy_CN))
+        dims = (((0,), (0,)), ((), ()))
+        dw_KN = jax.lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
+        old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
+
+    dw_GKN = jnp.zeros((G, lhs_CK.shape[1], dy_CN.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((dw_GKN, lhs_CK, dy_CN))[0])
+
+
+def _per_participant(function, num_sets, *operands):
+    """Calls `function(set, *operands[p])` for each participant p, one after the other; set = p % num_sets."""
+    P = operands[0].shape[0]
+    if P == 1:
+        return function(0, *(x[0] for x in operands))[None]
+    return jax.lax.map(lambda args: function(*args), (jnp.arange(P) % num_sets, *operands))
+
+
+def _flat(x, keep):
+    """Merges all dimensions after the first `keep`."""
+    return x.reshape(*x.shape[:keep], prod(x.shape[keep:]))
+
+
+def _grouped(lhs_PCK, rhs_EKN, group_sizes_PG, contract_rhs, out_dtype):
+    G = group_sizes_PG.shape[1]
+    num_sets = rhs_EKN.shape[0] // max(G, 1)
+    rhs_RGKN = rhs_EKN.reshape(num_sets, G, *rhs_EKN.shape[1:])
+
+    def one(r, lhs_CK, group_sizes_G):
+        rhs_GKN = rhs_RGKN[0] if num_sets == 1 else rhs_RGKN[r]
+        return _multiply(
+            lhs_CK, rhs_GKN, group_sizes_G, contract_rhs=contract_rhs, out_dtype=out_dtype
+        )
+
+    return _per_participant(one, num_sets, lhs_PCK, group_sizes_PG)
+
+
+def _empty(shape, dtype, *operands):
+    """The zeros that an op on empty operands returns; XLA:CPU crashes on loops over empty buffers."""
+    return _jax.match_varying((jnp.zeros(shape, dtype), *operands))[0]
+
+
+def _fprop_reference(lhs, rhs, group_sizes, *, out_dtype):
+    shape = (*lhs.shape[:2], *rhs.shape[2:])
+    if lhs.size == 0 or rhs.size == 0:
+        return _empty(shape, out_dtype, lhs, rhs)
+    return _grouped(lhs, _flat(rhs, 2), group_sizes, 1, out_dtype).reshape(shape)
+
+
+def _dgrad_reference(dy, rhs, group_sizes, *, out_dtype):
+    if dy.size == 0 or rhs.size == 0:
+        return _empty((*dy.shape[:2], rhs.shape[1]), out_dtype, dy, rhs)
+    return _grouped(_flat(dy, 2), _flat(rhs, 2), group_sizes, 2, out_dtype)
+
+
+def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
+    shape = (num_experts, lhs.shape[2], *dy.shape[2:])
+    if lhs.size == 0 or dy.size == 0:
+        return _empty(shape, out_dtype, lhs, dy)
+
+    def one(_, lhs_CK, dy_CN, group_sizes_G):
+        return _accumulate(lhs_CK, dy_CN, group_sizes_G)
+
+    num_sets = num_experts // group_sizes.shape[1]
+    dw_PGKN = _per_participant(one, num_sets, lhs, _flat(dy, 2), group_sizes)
+    return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
+
+
+def _row_groups(num_rows, group_sizes_PG):
+    """[P, C] group of each row; G past the last group."""
+    rows_C = jnp.arange(num_rows)
+    return jax.vmap(lambda ends: jnp.searchsorted(ends, rows_C, side="right"))(
+        jnp.cumsum(group_sizes_PG, axis=1)
+    )
+
+
+def _add_bias_reference(y, bias, group_sizes):
+    if y.size == 0:
+        return y
+    P, G = group_sizes.shape
+    num_sets = bias.shape[0] // max(G, 1)
+    bias_PGN = jnp.tile(
+        bias.reshape(num_sets, G, *bias.shape[1:]), (P // num_sets, *[1] * bias.ndim)
+    )
+    bias_PGN = bias_PGN.reshape(P, G, *bias.shape[1:]).astype(jnp.float32)
+    groups_PC = _row_groups(y.shape[1], group_sizes)
+    added = jax.vmap(lambda b, g: jnp.take(b, g, axis=0, mode="fill", fill_value=0))(
+        bias_PGN, groups_PC
+    )
+    return (y.astype(jnp.float32) + added).astype(y.dtype)
+
+
+def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
+    if dy.size == 0:
+        return _empty((num_experts, *dy.shape[2:]), out_dtype, dy)
+    P, G = group_sizes.shape
+    groups_PC = _row_groups(dy.shape[1], group_sizes)
+    db_PGN = jax.vmap(lambda d, g: jax.ops.segment_sum(d, g, num_segments=G))(
+        dy.astype(jnp.float32), groups_PC
+    )
+    return db_PGN.reshape(-1, num_experts, *dy.shape[2:]).sum(axis=0).astype(out_dtype)
+
+
+def expert_axes(
+    participant_axes: tuple[str, ...], num_participants: int, num_sets: int, mesh_shape
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which axes may shard the participants, and which of them then shard the experts.
+
+    Participants are sharded over `participant_axes` (major first) and share weights modulo `num_sets`. The experts
+    follow the innermost of these axes, as many as make one shard of experts belong to one shard of participants.
+    """
+    axes = dividing_axes(participant_axes, [num_participants], mesh_shape)
+    for end in range(len(axes), -1, -1):
+        kept = axes[:end]
+        local = num_participants // axis_size(mesh_shape, kept)
+        if local and local % num_sets == 0:
+            return kept, ()
+        for start in range(end - 1, -1, -1):
+            if axis_size(mesh_shape, kept[start:]) * local == num_sets:
+                return kept, kept[start:]
+    return (), ()
+
+
+def _plan(sharding: str, summed: str = ""):
+    """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
+
+    def plan(query: Query) -> Plan:
+        rule = parse_rule(sharding, [len(shape) for shape in query.shapes])
+        sizes = factor_sizes(rule, query.shapes)
+        num_experts = query.options.get("num_experts") or sizes["e"][0]
+        p_axes, e_axes = expert_axes(
+            entry_axes(query.operand_specs[0][0]),
+            query.shapes[0][0],
+            num_experts // max(sizes["g"][0], 1),
+            query.mesh_shape,
+        )
+        split = Split(query, sizes)
+        split.axes |= {"p": p_axes, "e": e_axes}
+        free = rule.expand(("k", "n..."))
+        split.add(rule.operands[0], query.operand_specs[0], free)
+        for names, spec in zip(rule.results, query.result_specs or (), strict=False):
+            split.add(names, spec, free)
+        for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
+            contracted = frozenset(n for n in names if n not in rule.results[0])
+            split.add(names, spec, frozenset() if query.results_decided else free - contracted)
+        in_result = set(rule.results[0])
+        partial = [
+            a for n in sorted(rule.expand((summed,)) - in_result) for a in split.axes.get(n, ())
+        ]
+        if "p" not in in_result:
+            partial = [a for a in p_axes if a not in e_axes]
+        specs = tuple(map(split.spec, rule.operands))
+        result = scatter_sums(query, rule, split, specs, [tuple(partial)])
+        if "num_experts" not in query.options:
+            return result
+        local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
+        return dataclasses.replace(result, options=local)
+
+    return plan
+
+
+def _triton(function: str, supports) -> tuple[Kernel, ...]:
+    """A kernel of kernels/grouped_gemm.py, which imports Triton."""
+
+    def launch(*operands, **options):
+        from expertmesh.core.kernels import grouped_gemm as kernels
+
+        return getattr(kernels, function)(*operands, **options)
+
+    install = "pip install 'expertmesh-core[cuda13]'"
+    # Not automatic: inside a scan, XLA's command buffers cannot hold the call (docs/dev/performance-log.md).
+    return (Kernel("triton", "cuda", launch, "jax_triton", install, supports, automatic=False),)
+
+
+def _rows_supported(x, rhs, group_sizes, **options) -> str | None:
+    """For the forward (x = lhs) and the input gradient (x = dy)."""
+    del options
+    return _why_not(x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:])))
+
+
+def _weights_supported(lhs, dy, group_sizes, *, num_experts, **options) -> str | None:
+    del options
+    return _why_not(lhs, dy, group_sizes, num_experts, (lhs.shape[2], prod(dy.shape[2:])))
+
+
+def _why_not(a, b, group_sizes, num_experts, widths) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    capability = _jax.compute_capability()
+    if capability is not None and capability < 9.0:
+        return f"the kernels load through TMA, from compute capability 9.0 on; this GPU has {capability}"
+    if group_sizes.shape != (1, num_experts):
+        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+    if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"operands must both be bfloat16 or float16; they are {a.dtype} and {b.dtype}"
+    if a.size == 0 or any(width == 0 or width % 8 for width in widths):
+        return f"there must be rows, and widths that are multiples of 8; widths are {widths}"
+    return None
+
+
+_FPROP = "p c k, e k n..., p g -> p c n..."
+_DGRAD = "p c n..., e k n..., p g -> p c k"
+_WGRAD = "p c k, p c n..., p g -> e k n..."
+_ADD_BIAS = "p c n..., e n..., p g -> p c n..."
+_BIAS_GRAD = "p c n..., p g -> e n..."
+_TOKENS_WEIGHT = "tokens . ., experts fsdp ., tokens . -> tokens . ."
+
+grouped_gemm_op = Op(
+    "grouped_gemm",
+    _fprop_reference,
+    _FPROP,
+    roles=_TOKENS_WEIGHT,
+    plan=_plan(_FPROP, "k"),
+    kernels=_triton("rows", _rows_supported),
+)
+grouped_gemm_dgrad_op = Op(
+    "grouped_gemm_dgrad",
+    _dgrad_reference,
+    _DGRAD,
+    roles=_TOKENS_WEIGHT,
+    plan=_plan(_DGRAD, "n..."),
+    kernels=_triton("rows_dgrad", _rows_supported),
+)
+grouped_gemm_wgrad_op = Op(
+    "grouped_gemm_wgrad",
+    _wgrad_reference,
+    _WGRAD,
+    roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
+    plan=_plan(_WGRAD),
+    kernels=_triton("weights", _weights_supported),
+)
+group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan(_ADD_BIAS))
+group_bias_grad_op = Op("group_bias_grad", _bias_grad_reference, _BIAS_GRAD, plan=_plan(_BIAS_GRAD))
+
+
+def grouped_gemm(
+    lhs, rhs, group_sizes, bias=None, *, out_dtype=None, rhs_spec: PartitionSpec | None = None
+):
+    """Multiplies each group of rows with the weight of its expert.
+
+    For P = 1 equivalent to `jax.lax.ragged_dot(lhs[0], rhs, group_sizes[0])` with zeros after the last group, in memory
+    O(C * N).
+
+    Args:
+      lhs: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
+      rhs: float[E, K, *N]; cast to the dtype of `lhs`, its gradient is accumulated and returned in its own.
+      group_sizes: int32[P, G], rows of each group, sum at most C; E is a multiple of G and P of E / G: participant p
+        uses the experts `(p % (E // G)) * G + g`.
+      bias: float[E, *N] or None; added to the rows of the groups only.
+      out_dtype: dtype of the result; None: that of `lhs`.
+      rhs_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
+
+    Returns:
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
+      `lhs` holds there.
+
+    Raises:
+      ValueError: ranks, K, group counts or the bias' shape do not fit.
+      TypeError: `group_sizes` are not integers.
+
+    Differentiable in `lhs`, `rhs` and `bias`; empty groups have zero weight gradients, rows after the last group zero
+    input gradients. Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing),
+    the weight is gathered over all other axes that shard the tokens, and its gradient is reduce-scattered into its own
+    spec.
+    """
+    _check(lhs, rhs, group_sizes, bias)
+    flat = lhs.ndim == 2
+    if flat:
+        lhs, group_sizes = lhs[None], group_sizes[None]
+    out = _grouped_gemm(
+        lhs,
+        rhs,
+        group_sizes,
+        bias,
+        out_dtype=jnp.dtype(out_dtype or lhs.dtype),
+        rhs_dtype=rhs.dtype,
+        rhs_spec=rhs_spec,
+    )
+    return out[0] if flat else out
+
+
+def _check(lhs, rhs, group_sizes, bias):
+    def require(ok, what, remedy):
+        if not ok:
+            shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
+            raise ValueError(f"grouped_gemm: {what}; got {shapes}; {remedy}")
+
+    require(
+        (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
+        "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
+        "reshape the operand that has another rank",
+    )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"grouped_gemm: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
+        )
+    require(
+        lhs.shape[-1] == rhs.shape[1],
+        "the last dimension of lhs must equal rhs' second",
+        "transpose rhs",
+    )
+    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
+    require(
+        num_groups and num_experts % num_groups == 0,
+        "the number of experts (rhs) must be a multiple of the number of groups",
+        "pass the group sizes of the experts that a participant holds",
+    )
+    if lhs.ndim == 3:
+        require(
+            lhs.shape[0] == group_sizes.shape[0]
+            and lhs.shape[0] % (num_experts // num_groups) == 0,
+            "lhs and group_sizes must have one P, a multiple of experts / groups",
+            "pass one row of group sizes per participant",
+        )
+    else:
+        require(num_groups == num_experts, "without P there must be one group per expert", "add P")
+    if bias is not None and bias.shape != (num_experts, *rhs.shape[2:]):
+        raise ValueError(
+            f"grouped_gemm: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
+        )
+
+
+def _specs(rhs_spec, rhs):
+    spec = _jax.explicit_spec(rhs) if rhs_spec is None else rhs_spec
+    return (None if rhs_spec is None else (None, rhs_spec, None)), (
+        None if spec is None else (spec,)
+    )
+
+
+def _grouped_gemm_fwd(lhs, rhs, group_sizes, bias, *, out_dtype, rhs_dtype, rhs_spec):
+    del rhs_dtype
+    rhs = rhs.astype(
+        lhs.dtype
+    )  # before the op, so that the narrow copy is what is gathered and saved
+    operands, _ = _specs(rhs_spec, rhs)
+    out = grouped_gemm_op(lhs, rhs, group_sizes, out_dtype=out_dtype, operand_specs=operands)
+    if bias is not None:
+        out = group_bias_op(out, bias, group_sizes)
+    return out, (lhs, rhs, group_sizes, bias)
+
+
+def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, rhs_spec):
+    del out_dtype
+    lhs, rhs, group_sizes, bias = residuals
+    operands, results = _specs(rhs_spec, rhs)
+    num_experts = rhs.shape[0]
+    dlhs = grouped_gemm_dgrad_op(dy, rhs, group_sizes, out_dtype=lhs.dtype, operand_specs=operands)
+    drhs = grouped_gemm_wgrad_op(
+        lhs, dy, group_sizes, num_experts=num_experts, out_dtype=rhs_dtype, result_specs=results
+    )
+    if bias is None:
+        return dlhs, drhs, None, None
+    spec = _jax.explicit_spec(bias)
+    db = group_bias_grad_op(
+        dy,
+        group_sizes,
+        num_experts=num_experts,
+        out_dtype=bias.dtype,
+        result_specs=None if spec is None else (spec,),
+    )
+    return dlhs, drhs, None, db
+
+
+_grouped_gemm = differentiable(_grouped_gemm_fwd, _grouped_gemm_bwd)

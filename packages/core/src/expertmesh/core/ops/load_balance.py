@@ -1,0 +1,267 @@
+"""Losses that keep a router balanced and its logits small, and the count of each expert's tokens.
+
+    load balance: coeff * E / (K T^2) * sum_e P_e n_e,  P_e = sum_t q_te,  n_e = #{(t, k): idx_tk = e}
+    z:            coeff / T * sum_t logsumexp(logits_t)^2
+
+with q the scores of a token normalised over all experts (see scores.py). Each is computed from sums over tokens:
+vectors of E elements or scalars, which are all that ever crosses devices.
+
+Dimension key: `...` tokens (T in all), E experts, K choices per token.
+"""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
+from expertmesh.core.ops.token_mask import check_token_mask, count_tokens, masked
+from expertmesh.core.vjp import differentiable
+
+__all__ = ["expert_counts", "load_balance_loss", "router_z_loss"]
+
+
+def load_balance_loss(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    coeff: float,
+    score_function: str = "softmax",
+    token_mask: jax.Array | None = None,
+    tokens_per_expert: jax.Array | None = None,
+) -> jax.Array:
+    """coeff * E / (K T^2) * sum_e P_e n_e: smallest when choices and probabilities are spread evenly, then `coeff`.
+
+    Args:
+      logits: float[..., E].
+      topk_idx: int[..., K]; values outside [0, E), such as -1 for "not routed", are not counted.
+      coeff: Python number.
+      score_function: of the scores q in P: softmax over all experts, or sigmoid or sqrtsoftplus divided by the sum over
+        all experts + 1e-20, whatever K. Bias, groups, scaling factor and the order of softmax and choice play no part.
+      token_mask: bool[...]; tokens for which it is False are in neither P, n nor T.
+      tokens_per_expert: number[E] in place of n, in units of this call's T tokens: for a loss over a global batch, the
+        mean of `expert_counts` over its steps or data ranks. A constant, like n.
+
+    Returns:
+      float32[], the same for every sharding; 0 for no tokens. Differentiable in `logits`; the counts n are constants.
+
+    Raises:
+      ValueError: leading dimensions differ, an unknown score function, a mask or counts of the wrong shape.
+      TypeError: `topk_idx` is not of integers, `logits` not of floats, the mask not bool.
+
+    Costs all-reduces of two [E] vectors over the axes that shard tokens, and of one integer with a mask; none in the
+    backward. Without a mask T is read from the shape: inside your own `shard_map` the result is that of the shard's
+    tokens alone. The loss is that of Switch Transformers (arXiv:2101.03961, eq. 4-6), extended to K choices.
+    """
+    check_balance_operands("load_balance_loss", logits, topk_idx, score_function, token_mask)
+    if tokens_per_expert is not None and tokens_per_expert.shape != logits.shape[-1:]:
+        raise ValueError(
+            "load_balance_loss: tokens_per_expert must be [E]; "
+            f"got tokens_per_expert.shape={tokens_per_expert.shape}, logits.shape={logits.shape}; "
+            "pass one count per expert"
+        )
+    return _load_balance(
+        logits,
+        topk_idx,
+        token_mask,
+        tokens_per_expert,
+        coeff=float(coeff),
+        score_function=score_function,
+    )
+
+
+def router_z_loss(
+    logits: jax.Array, *, coeff: float, token_mask: jax.Array | None = None
+) -> jax.Array:
+    """coeff * mean_t logsumexp(logits_t)^2: keeps the logits small.
+
+    Args:
+      logits: float[..., E].
+      coeff: Python number.
+      token_mask: bool[...]; the mean is over the tokens for which it is True.
+
+    Returns:
+      float32[], the same for every sharding; 0 for no tokens. Differentiable.
+
+    Raises:
+      ValueError: a mask of the wrong shape.
+      TypeError: `logits` is not of floats, the mask not bool.
+
+    Costs an all-reduce of one scalar over the axes that shard tokens (two with a mask); none in the backward. Inside
+    your own `shard_map` the result is that of the shard's tokens alone. The loss is that of ST-MoE (arXiv:2202.08906,
+    eq. 5).
+    """
+    _check_logits("router_z_loss", logits)
+    check_token_mask("router_z_loss", token_mask, logits.shape[:-1])
+    return _z_loss(logits, token_mask, coeff=float(coeff))
+
+
+def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
+    """Number of choices of each expert: `jnp.bincount` over the values in [0, num_experts).
+
+    Args:
+      topk_idx: int[..., K]; other values, such as -1 for "not routed", are not counted.
+      num_experts: E.
+
+    Returns:
+      int32[E], over all tokens of all shards.
+
+    Raises:
+      TypeError: `topk_idx` is not of integers.
+
+    Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
+    """
+    _check_indices("expert_counts", topk_idx)
+    return _counts_op(topk_idx, num_experts=num_experts)
+
+
+def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -> None:
+    """What every balance loss refuses."""
+    _check_logits(name, logits)
+    _check_indices(name, topk_idx)
+    check_score_function(name, score_function)
+    if logits.shape[:-1] != topk_idx.shape[:-1]:
+        raise ValueError(
+            f"{name}: logits and topk_idx must have equal leading dimensions; "
+            f"got logits.shape={logits.shape}, topk_idx.shape={topk_idx.shape}; pass those of the same tokens"
+        )
+    check_token_mask(name, token_mask, logits.shape[:-1])
+
+
+def _check_logits(name, logits):
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"{name}: logits must be floating point; got dtype={logits.dtype}; cast them to float32"
+        )
+
+
+def _check_indices(name, topk_idx):
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            f"{name}: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
+        )
+
+
+def _counts(topk_idx, token_mask=None, *, num_experts):
+    if token_mask is not None:
+        topk_idx = jnp.where(token_mask[..., None], topk_idx, -1)
+    # A negative index would count from the end.
+    idx = jnp.where(topk_idx < 0, num_experts, topk_idx).reshape(-1)
+    return jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")
+
+
+def _prob_sums(logits, token_mask=None, *, score_function):
+    """P, float32[E]."""
+    probs = expert_scores(logits, score_function)
+    if token_mask is not None:
+        probs = jnp.where(token_mask[..., None], probs, 0.0)
+    return jnp.sum(probs.reshape(-1, logits.shape[-1]), axis=0)
+
+
+def _prob_sums_grad(logits, d_sums_E, token_mask=None, *, score_function):
+    """The cotangent of the logits for that of P."""
+    d_logits = expert_scores_grad(logits, d_sums_E, score_function)
+    return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
+
+
+def _z_sum(logits, token_mask=None):
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    return jnp.sum(squares if token_mask is None else jnp.where(token_mask, squares, 0.0))
+
+
+def _z_sum_grad(logits, d_sum, token_mask=None):
+    logits = logits.astype(jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    d_logits = 2 * d_sum * lse * jnp.exp(logits - lse)
+    return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
+
+
+# Roles are given because the experts of these vectors are never split, on whatever axis the weights' experts are.
+_counts_op = Op(
+    "expert_counts", _counts, "... k -> e", summed=("...",), whole=("k", "e"), roles="tokens . -> ."
+)
+_prob_sums_op = Op(
+    "load_balance_sums",
+    _prob_sums,
+    "... e -> e",
+    summed=("...",),
+    whole=("e",),
+    roles="tokens . -> .",
+)
+_prob_sums_grad_op = Op(
+    "load_balance_grad",
+    _prob_sums_grad,
+    "... e, e -> ... e",
+    whole=("e",),
+    roles="tokens ., . -> tokens .",
+)
+_z_sum_op = Op(
+    "z_loss_sum", _z_sum, "... e -> ()", summed=("...",), whole=("e",), roles="tokens . -> ()"
+)
+_z_sum_grad_op = Op(
+    "z_loss_grad", _z_sum_grad, "... e, () -> ... e", whole=("e",), roles="tokens ., () -> tokens ."
+)
+_masked_counts_op = masked(_counts_op)
+_masked_prob_sums_op = masked(_prob_sums_op)
+_masked_prob_sums_grad_op = masked(_prob_sums_grad_op)
+_masked_z_sum_op = masked(_z_sum_op)
+_masked_z_sum_grad_op = masked(_z_sum_grad_op)
+
+
+def _load_balance_fwd(logits, topk_idx, token_mask, count_E, *, coeff, score_function):
+    num_experts, top_k = logits.shape[-1], max(topk_idx.shape[-1], 1)
+    if token_mask is None:
+        prob_E = _prob_sums_op(logits, score_function=score_function)
+    else:
+        prob_E = _masked_prob_sums_op(logits, token_mask, score_function=score_function)
+    if count_E is None:
+        count_E = _count(topk_idx, token_mask, num_experts)
+    num_tokens = _num_tokens(logits, token_mask)
+    # One division at a time: T^2 and its product with K may exceed what float32 holds exactly.
+    weight_E = coeff * num_experts / top_k * count_E.astype(jnp.float32) / num_tokens / num_tokens
+    return jnp.sum(prob_E * weight_E), (logits, token_mask, weight_E)
+
+
+def _count(topk_idx, token_mask, num_experts):
+    if token_mask is None:
+        return _counts_op(topk_idx, num_experts=num_experts)
+    return _masked_counts_op(topk_idx, token_mask, num_experts=num_experts)
+
+
+def _load_balance_bwd(residuals, cotangent, *, coeff, score_function):
+    del coeff
+    logits, token_mask, weight_E = residuals
+    d_sums_E = cotangent * weight_E
+    if token_mask is None:
+        d_logits = _prob_sums_grad_op(logits, d_sums_E, score_function=score_function)
+    else:
+        d_logits = _masked_prob_sums_grad_op(
+            logits, d_sums_E, token_mask, score_function=score_function
+        )
+    return d_logits, None, None, None
+
+
+def _z_loss_fwd(logits, token_mask, *, coeff):
+    total = _z_sum_op(logits) if token_mask is None else _masked_z_sum_op(logits, token_mask)
+    scale = coeff / _num_tokens(logits, token_mask)
+    return scale * total, (logits, token_mask, scale)
+
+
+def _z_loss_bwd(residuals, cotangent, *, coeff):
+    del coeff
+    logits, token_mask, scale = residuals
+    if token_mask is None:
+        return _z_sum_grad_op(logits, scale * cotangent), None
+    return _masked_z_sum_grad_op(logits, scale * cotangent, token_mask), None
+
+
+def _num_tokens(logits, token_mask):
+    """T, at least 1."""
+    if token_mask is None:
+        return max(prod(logits.shape[:-1]), 1)
+    return jnp.maximum(count_tokens(token_mask), 1).astype(jnp.float32)
+
+
+_load_balance = differentiable(_load_balance_fwd, _load_balance_bwd)
+_z_loss = differentiable(_z_loss_fwd, _z_loss_bwd)

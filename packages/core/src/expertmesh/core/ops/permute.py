@@ -1,0 +1,539 @@
+"""Groups a shard's rows by expert (permute) and adds them up again per token (unpermute).
+
+Dimension key: P token groups, T tokens, K choices per token, N rows, E experts, D features; e experts of one rank, C
+rows of one rank. A choice is one (token, k) pair, numbered t * K + k. A row is a choice's copy of its token. Rows are
+ordered by expert, then token, then k.
+"""
+
+import dataclasses
+import operator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.gather_rows import (
+    accumulator_dtype,
+    gather_rows,
+    gather_values,
+    select_rows,
+)
+from expertmesh.core.vjp import differentiable
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PermutePlan:
+    """Where rows come from and go to. Made by `plan_permute`; without the P where topk_idx had none.
+
+    With `rank(t, k)` the number of choices of the same expert before (t, k), and
+    `offset[e] = sum_{e' < e} roundup(tokens_per_expert[e'], alignment)`:
+
+    A plan of a routing map (`plan_permute_map`) has K = E: choice e of a token is expert e.
+
+    Attributes:
+      row: int32[P, T, K]; `offset[topk_idx[t, k]] + rank(t, k)`; -1 if not routed, or if that is >= num_rows.
+      source: int32[P, N]; the choice t * K + k with row[t, k] = n; -1 where there is none (padding).
+      tokens_per_expert: int32[P, E]; number of choices of each expert, dropped ones included.
+      group_sizes: int32[P, E]; rows of each expert with its padding:
+        `min(offset[e + 1], num_rows) - min(offset[e], num_rows)`.
+    """
+
+    row: jax.Array
+    source: jax.Array
+    tokens_per_expert: jax.Array
+    group_sizes: jax.Array
+
+    @property
+    def token(self) -> jax.Array:
+        """int32[P, N]: the token of each row, -1 for padding."""
+        return jnp.where(self.source < 0, -1, self.source // max(self.row.shape[-1], 1))
+
+    @property
+    def group_offsets(self) -> jax.Array:
+        """int32[P, E]: the first row of each expert, in its own group p: `min(offset[e], num_rows)`."""
+        return jnp.cumsum(self.group_sizes, axis=-1, dtype=jnp.int32) - self.group_sizes
+
+    @property
+    def num_dropped(self) -> jax.Array:
+        """int32[P]: routed choices that have no row."""
+        held = jnp.sum(self.source >= 0, axis=-1, dtype=jnp.int32)
+        return jnp.sum(self.tokens_per_expert, axis=-1, dtype=jnp.int32) - held
+
+
+class RowPlan(NamedTuple):
+    """Rows of one rank among several that share the experts; see `plan_rows`."""
+
+    row_TK: jax.Array
+    source_C: jax.Array
+    tokens_per_expert_e: jax.Array
+    group_sizes_e: jax.Array
+    total: jax.Array
+    num_dropped: jax.Array
+
+
+def plan_rows(
+    topk_idx_TK: jax.Array,
+    *,
+    num_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    num_ranks: int = 1,
+    rank: int | jax.Array = 0,
+) -> RowPlan:
+    """Assigns each choice a row in the buffer of its expert's rank. Integers only; one sort; everything else gathers.
+
+    Args:
+      topk_idx_TK: int[T, K]; an id outside [0, num_experts) is not routed.
+      num_experts: E; rank r holds experts [r * e, (r + 1) * e) with e = E / num_ranks.
+      capacity: C, rows of each rank's buffer; rows at positions >= C are dropped.
+      alignment: each expert's rows are padded to a multiple of it.
+      num_ranks: how many ranks share the experts.
+      rank: the one whose rows are described; may be traced.
+
+    Returns:
+      row_TK: int32, the row of each choice in its own rank's buffer; -1 if not routed or dropped.
+      source_C: int32, the choice of each row of `rank`; -1 for padding.
+      tokens_per_expert_e, group_sizes_e: int32, of the experts of `rank`: choices; rows with padding, clipped to C.
+      total: int32, rows with padding that `rank` needs.
+      num_dropped: int32, choices of `rank`'s experts that have no row.
+    """
+    num_local = num_experts // num_ranks
+    ids_N = _expert_ids(topk_idx_TK, num_experts)
+    order_N = jnp.argsort(ids_N, stable=True)
+    start_E1 = jnp.searchsorted(ids_N[order_N], jnp.arange(num_experts + 1)).astype(jnp.int32)
+    count_E = jnp.diff(start_E1)
+    end_E = _cumsum_per_rank(-(-count_E // alignment) * alignment, num_ranks)
+    offset_E = end_E - -(-count_E // alignment) * alignment
+
+    def mine(x_E):
+        return jax.lax.dynamic_slice_in_dim(x_E, rank * num_local, num_local)
+
+    count_e, end_e, offset_e = mine(count_E), mine(end_E), mine(offset_E)
+    return RowPlan(
+        _rows_of_choices(ids_N, order_N, start_E1, offset_E, capacity).reshape(topk_idx_TK.shape),
+        choices_of_rows(order_N, mine(start_E1), count_e, offset_e, end_e, capacity),
+        count_e,
+        jnp.minimum(end_e, capacity) - jnp.minimum(offset_e, capacity),
+        end_e[-1],
+        jnp.sum(count_e - jnp.clip(capacity - offset_e, 0, count_e), dtype=jnp.int32),
+    )
+
+
+def _expert_ids(topk_idx_TK, num_experts):
+    """Flat int32 ids; one past the last expert stands for every choice that is not routed."""
+    routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
+    # Select before the cast: a wide id must not wrap around into the range.
+    return jnp.where(routed, topk_idx_TK, num_experts).astype(jnp.int32).reshape(-1)
+
+
+def _cumsum_per_rank(size_E, num_ranks):
+    return jnp.cumsum(size_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32).reshape(-1)
+
+
+def _rows_of_choices(ids_N, order_N, start_E1, offset_E, capacity):
+    """The inverse of the sort gives each choice its position; the expert's offset replaces its start."""
+    position_N = jnp.argsort(order_N).astype(jnp.int32)
+    shift_E1 = jnp.append(offset_E - start_E1[:-1], jnp.int32(capacity))  # the last: never routed
+    row_N = position_N + shift_E1[ids_N]
+    return jnp.where(row_N < capacity, row_N, -1)
+
+
+def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
+    """Each row asks which expert's zone it lies in, and how far: no scatter."""
+    row_C = jnp.arange(capacity, dtype=jnp.int32)
+    expert_C = jnp.searchsorted(end_e, row_C, side="right")
+    zone_C = jnp.minimum(expert_C, end_e.shape[0] - 1)
+    within_C = row_C - offset_e[zone_C]
+    real_C = (expert_C < end_e.shape[0]) & (within_C < count_e[zone_C])
+    padded_N1 = jnp.append(order_N.astype(jnp.int32), jnp.int32(-1))
+    return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
+
+
+def _plan_reference(topk_idx_PTK, *, num_experts, num_rows, alignment):
+    plan = partial(plan_rows, num_experts=num_experts, capacity=num_rows, alignment=alignment)
+    return jax.vmap(lambda topk_idx_TK: tuple(plan(topk_idx_TK)[:4]))(topk_idx_PTK)
+
+
+@jax.vmap
+def _dot_reference(dout_TD, y_ND, row_TK):
+    wide = accumulator_dtype(y_ND.dtype)
+    dots = []
+    for k in range(row_TK.shape[1]):
+        row_TD = select_rows(y_ND, row_TK[:, k])
+        dot_T = jnp.sum(dout_TD.astype(wide) * row_TD.astype(wide), axis=1)
+        # Select again: the cotangent of a token whose choice has no row may be NaN.
+        dots.append(jnp.where(row_TK[:, k] < 0, jnp.zeros_like(dot_T), dot_T))
+    return jnp.stack(dots, axis=1) if dots else jnp.zeros(row_TK.shape, wide)
+
+
+def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
+    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
+    ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
+    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
+
+
+@jax.vmap
+def _row_dot_reference(dout_TD, y_ND, token_N):
+    wide = accumulator_dtype(y_ND.dtype)
+    return jnp.sum(select_rows(dout_TD, token_N).astype(wide) * y_ND.astype(wide), axis=1)
+
+
+_plan = Op("plan_permute", _plan_reference, "p t k -> p t k, p n, p e, p e", whole=("t", "k"))
+dot_rows = Op(
+    "dot_rows", _dot_reference, "p t d, p n d, p t k -> p t k", whole=("n",), summed=("d",)
+)
+
+_roll = Op("roll_experts", _roll_reference, "p t k, p -> p t k")
+_row_dots = Op(
+    "row_dots", _row_dot_reference, "p t d, p n d, p n -> p n", whole=("t",), summed=("d",)
+)
+
+
+def padded_rows(num_choices: int, num_experts: int, alignment: int = 1) -> int:
+    """Rows that suffice for any routing: `((num_choices + E * (alignment - 1)) // alignment) * alignment`.
+
+    Raises:
+      ValueError: a negative number of choices, or an expert count or alignment below 1.
+    """
+    if num_choices < 0 or num_experts < 1 or alignment < 1:
+        raise ValueError(
+            "padded_rows: num_choices must be >= 0, num_experts and alignment >= 1; got "
+            f"num_choices={num_choices}, num_experts={num_experts}, alignment={alignment}; "
+            "alignment=1 means no padding"
+        )
+    return (num_choices + num_experts * (alignment - 1)) // alignment * alignment
+
+
+def padded_rows_sharded(
+    num_choices_local: int, num_experts: int, num_shards: int, alignment: int = 1
+) -> int:
+    """Rows of all shards together that suffice for any routing: `padded_rows` of one shard times `num_shards`.
+
+    Args:
+      num_choices_local: choices of one shard: its tokens times K.
+      num_experts: E; every shard pads every expert.
+      num_shards: shards that permute on their own (the P of `[P, T, D]`).
+      alignment: as for `plan_permute`.
+
+    Raises:
+      ValueError: as `padded_rows`, or num_shards below 1.
+    """
+    if num_shards < 1:
+        raise ValueError(
+            f"padded_rows_sharded: num_shards must be >= 1; got num_shards={num_shards}; pass the size of the mesh axes"
+        )
+    return num_shards * padded_rows(num_choices_local, num_experts, alignment)
+
+
+def shard_rows(
+    num_rows: int,
+    num_choices_local: int,
+    num_experts: int,
+    num_shards: int,
+    alignment: int = 1,
+    *,
+    drop: bool = False,
+) -> int:
+    """Each shard's part of `num_rows` rows: `num_rows / num_shards`, the num_rows of its `plan_permute`.
+
+    Args:
+      num_rows: rows of all shards together.
+      num_choices_local, num_experts, num_shards, alignment: as for `padded_rows_sharded`.
+      drop: allow fewer rows than any routing fits into.
+
+    Raises:
+      ValueError: num_rows is not divisible by num_shards, or is below `padded_rows_sharded` without drop.
+    """
+    worst = padded_rows_sharded(num_choices_local, num_experts, num_shards, alignment)
+    if num_rows % num_shards:
+        raise ValueError(
+            "shard_rows: num_rows must be divisible by num_shards; got "
+            f"num_rows={num_rows}, num_shards={num_shards}; padded_rows_sharded gives such a number"
+        )
+    if num_rows < worst and not drop:
+        raise ValueError(
+            f"shard_rows: num_rows must be at least {worst}, which any routing fits into; got num_rows={num_rows}; "
+            "use padded_rows_sharded, or pass drop=True to drop the last rows"
+        )
+    return num_rows // num_shards
+
+
+def plan_permute(
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    num_rows: int | None = None,
+    alignment: int = 1,
+    roll: int | jax.Array = 0,
+    drop: bool = False,
+) -> PermutePlan:
+    """Decides the row of every choice: experts ascend, inside an expert tokens, inside a token k.
+
+    Args:
+      topk_idx: int[P, T, K] or int[T, K]; an id outside [0, num_experts) (such as -1) is not routed. Equal ids of one
+        token are separate rows.
+      num_experts: E.
+      num_rows: N. Default: `padded_rows(T * K, E, alignment)`, which never drops.
+      alignment: each expert's rows are padded to a multiple of it; 1 means no padding.
+      roll: expert `(e + roll) % E` takes the place of expert e everywhere: in the order of rows, tokens_per_expert and
+        group_sizes. int or int32[] or int32[P] (one for each group; may be traced): a ring of experts.
+      drop: allow an N below the default. Rows at positions >= N are then dropped, so the highest experts (after the
+        roll) and latest tokens first; `num_dropped` of the plan counts them.
+
+    Returns:
+      PermutePlan. Groups p never mix. Rows and choices are int32: 2^31 of them in a group is an error. Their features
+      may be more: rows move by a gather along one dimension, never by a flat offset.
+
+    Raises:
+      TypeError: topk_idx is not an array of integers, roll is not an integer, or a size is not an integer.
+      ValueError: rank not 2 or 3, num_experts, num_rows or alignment below 1, num_rows below the default without drop,
+        roll not of rank 0 or [P], or more rows than int32 counts.
+
+    Costs no communication when P is sharded; T and K are held whole.
+    """
+    _check_topk_idx("plan_permute", topk_idx)
+    num_experts, alignment = operator.index(num_experts), operator.index(alignment)
+    num_choices = topk_idx.shape[-2] * topk_idx.shape[-1]
+    worst = padded_rows(num_choices, num_experts, alignment)
+    num_rows = check_rows("plan_permute", num_rows, worst, num_choices, drop)
+    group_PTK = _as_group(topk_idx, 3)
+    out = _plan(
+        _rolled(group_PTK, group_roll("plan_permute", roll, group_PTK.shape[0]), num_experts),
+        num_experts=num_experts,
+        num_rows=num_rows,
+        alignment=alignment,
+    )
+    return PermutePlan(*(out if topk_idx.ndim == 3 else (x[0] for x in out)))
+
+
+def check_rows(function, num_rows, worst, num_choices, drop) -> int:
+    """The number of rows of a plan: what the caller asks for, or `worst`, which never drops."""
+    num_rows = worst if num_rows is None else operator.index(num_rows)
+    if num_rows < 1 and worst > 0:
+        raise ValueError(
+            f"{function}: num_rows must be >= 1; got num_rows={num_rows}; "
+            "leave it out for the number that never drops"
+        )
+    if num_rows < worst and not drop:
+        raise ValueError(
+            f"{function}: num_rows must be at least {worst}, which any routing fits into; got num_rows={num_rows}; "
+            "leave it out, or pass drop=True to drop the last rows"
+        )
+    if max(worst, num_rows, num_choices) >= 2**31:
+        raise ValueError(
+            f"{function}: rows must be countable in int32; got {num_choices} choices, num_rows={num_rows}, "
+            f"of which any routing needs {worst}; split the tokens into groups P"
+        )
+    return num_rows
+
+
+def group_roll(function, roll, num_groups):
+    """`roll` as int32[P], or None for no roll."""
+    if isinstance(roll, int):
+        return jnp.full(num_groups, roll, jnp.int32) if roll else None
+    roll = jnp.asarray(roll)
+    if not jnp.issubdtype(roll.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: roll must be integers; got dtype={roll.dtype}; pass a number of experts"
+        )
+    if roll.shape not in ((), (num_groups,)):
+        raise ValueError(
+            f"{function}: roll must have rank 0 or one value per group; got roll.shape={roll.shape} for "
+            f"{num_groups} groups; broadcast it to [P]"
+        )
+    return jnp.broadcast_to(roll.astype(jnp.int32), (num_groups,))
+
+
+def _rolled(topk_idx_PTK, roll_P, num_experts):
+    return topk_idx_PTK if roll_P is None else _roll(topk_idx_PTK, roll_P, num_experts=num_experts)
+
+
+def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
+    """Copies each token to its rows: out[p, n] = x[p, source[p, n] // K], and 0 where source is -1.
+
+    Args:
+      x: [P, T, D], or [T, D] for a plan of [T, K]; any dtype (differentiable if floating).
+      plan: from plan_permute, with the same P and T.
+
+    Returns:
+      [P, N, D] (or [N, D]) in x's dtype. Padding rows are exactly 0 and have no gradient. The cotangent of a token is
+      the sum of its rows' cotangents, accumulated in float32.
+
+    Raises:
+      ValueError: x does not fit the plan.
+
+    Costs no communication when P or D is sharded; T is held whole.
+    """
+    _check_fit("permute", "x", x, plan.row, plan)
+    out_PND = _permute(_as_group(x, 3), *_maps(plan))
+    return out_PND if x.ndim == 3 else out_PND[0]
+
+
+def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = None) -> jax.Array:
+    """Adds up each token's rows: out[p, t] = sum_k weight[p, t, k] * y[p, row[p, t, k]].
+
+    Args:
+      y: float[P, N, D], or [N, D] for a plan of [T, K].
+      plan: from plan_permute, with the same P and N.
+      topk_weights: float[P, T, K] (or [T, K]), or None for ones.
+
+    Returns:
+      [P, T, D] (or [T, D]) in y's dtype, accumulated in float32. A token without rows is 0. The cotangent of padding
+      rows is exactly 0, that of a weight without a row is 0, any other weight's is <dout[t], y[row]> in float32.
+
+    Raises:
+      TypeError: topk_weights is not floating.
+      ValueError: y or topk_weights does not fit the plan.
+
+    Costs no communication when P or D is sharded, but that the weights' cotangent is summed over the axes of D; N is
+    held whole.
+    """
+    _check_fit("unpermute", "y", y, plan.source, plan)
+    y_PND = _as_group(y, 3)
+    if topk_weights is None:
+        out_PTD = _unpermute(y_PND, *_maps(plan))
+    else:
+        _check_choices("unpermute", topk_weights, plan)
+        out_PTD = _unpermute_weighted(y_PND, _as_group(topk_weights, 3), *_maps(plan))
+    return out_PTD if y.ndim == 3 else out_PTD[0]
+
+
+def choices_to_rows(values: jax.Array, plan: PermutePlan) -> jax.Array:
+    """Moves one number per choice to its row: out[p, n] = values[p].ravel()[source[p, n]], 0 for padding.
+
+    Args:
+      values: [P, T, K] or [T, K], such as routing weights.
+      plan: from plan_permute, with the same shape.
+
+    Returns:
+      [P, N] (or [N]) in the dtype of values. The cotangent is `rows_to_choices`.
+
+    Costs no communication when P is sharded; T and K are held whole.
+    """
+    _check_choices("choices_to_rows", values, plan, floating=False)
+    row, source, _ = _maps(plan)
+    out_PN = _choices_to_rows(_as_group(values, 3), row, source)
+    return out_PN if values.ndim == 3 else out_PN[0]
+
+
+def rows_to_choices(values: jax.Array, plan: PermutePlan) -> jax.Array:
+    """The inverse of `choices_to_rows`: out[p, t, k] = values[p, row[p, t, k]], 0 for a choice without a row.
+
+    Args:
+      values: [P, N] or [N].
+      plan: from plan_permute, with the same P and N.
+
+    Returns:
+      [P, T, K] (or [T, K]) in the dtype of values. The cotangent is `choices_to_rows`.
+
+    Costs no communication when P is sharded; N is held whole.
+    """
+    if values.shape != plan.source.shape:
+        raise ValueError(
+            "rows_to_choices: values must have the shape of plan.source; got "
+            f"values.shape={values.shape}, plan.source.shape={plan.source.shape}; use the plan that made the rows"
+        )
+    row, source, _ = _maps(plan)
+    out_PTK = _rows_to_choices(_as_group(values, 2), source, row)
+    return out_PTK if values.ndim == 2 else out_PTK[0]
+
+
+def _permute_fwd(x_PTD, row_PTK, source_PN, token_PN):
+    return gather_rows(x_PTD, token_PN[..., None]), row_PTK
+
+
+def _permute_bwd(row_PTK, dout_PND):
+    return gather_rows(dout_PND, row_PTK), None, None, None
+
+
+def _unpermute_fwd(y_PND, row_PTK, source_PN, token_PN):
+    return gather_rows(y_PND, row_PTK), token_PN
+
+
+def _unpermute_bwd(token_PN, dout_PTD):
+    return gather_rows(dout_PTD, token_PN[..., None]), None, None, None
+
+
+def _unpermute_weighted_fwd(y_PND, weight_PTK, row_PTK, source_PN, token_PN):
+    return gather_rows(y_PND, row_PTK, weight_PTK), (
+        y_PND,
+        weight_PTK,
+        row_PTK,
+        source_PN,
+        token_PN,
+    )
+
+
+def _unpermute_weighted_bwd(residuals, dout_PTD):
+    y_PND, weight_PTK, row_PTK, source_PN, token_PN = residuals
+    weight_PN1 = gather_values(weight_PTK, source_PN)[..., None]
+    dy_PND = gather_rows(dout_PTD, token_PN[..., None], weight_PN1)
+    return dy_PND, _weight_dots(dout_PTD, y_PND, row_PTK, token_PN), None, None, None
+
+
+def _weight_dots(dout_PTD, y_PND, row_PTK, token_PN):
+    """<dout[t], y[row]> for each choice: one dot for each choice or for each row, whichever are fewer."""
+    if row_PTK.shape[1] * row_PTK.shape[2] <= token_PN.shape[1]:
+        return dot_rows(dout_PTD, y_PND, row_PTK)
+    return gather_values(_row_dots(dout_PTD, y_PND, token_PN), row_PTK)
+
+
+def _values_fwd(values, to_source, to_target):
+    return gather_values(values, to_target), to_source
+
+
+def _values_bwd(to_source, dout):
+    return gather_values(dout, to_source), None, None
+
+
+_permute = differentiable(_permute_fwd, _permute_bwd)
+_unpermute = differentiable(_unpermute_fwd, _unpermute_bwd)
+_unpermute_weighted = differentiable(_unpermute_weighted_fwd, _unpermute_weighted_bwd)
+_choices_to_rows = _rows_to_choices = differentiable(_values_fwd, _values_bwd)
+
+
+def _as_group(x, ndim):
+    """Adds P = 1 where it is missing."""
+    return x if x.ndim == ndim else x[None]
+
+
+def _maps(plan: PermutePlan):
+    return _as_group(plan.row, 3), _as_group(plan.source, 2), _as_group(plan.token, 2)
+
+
+def _check_topk_idx(function, topk_idx):
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: topk_idx must be integers; got dtype={topk_idx.dtype}; "
+            "pass expert ids, not scores or a mask"
+        )
+    if topk_idx.ndim not in (2, 3):
+        raise ValueError(
+            f"{function}: topk_idx must be [P, T, K] or [T, K]; got shape={topk_idx.shape}; "
+            "reshape the leading dimensions into groups P"
+        )
+
+
+def _check_fit(function, name, x, like, plan):
+    """x is [*like's leading dims, D], where like is plan.row without K, or plan.source."""
+    leading = plan.source.shape if like is plan.source else plan.row.shape[:-1]
+    if x.ndim != len(leading) + 1 or x.shape[:-1] != leading:
+        raise ValueError(
+            f"{function}: {name} must have the leading dimensions of its plan; got {name}.shape={x.shape}, "
+            f"plan: {leading}; use the plan that was made for it"
+        )
+
+
+def _check_choices(function, values, plan, floating=True):
+    if values.shape != plan.row.shape:
+        raise ValueError(
+            f"{function}: one value per choice must be given; got shape={values.shape}, "
+            f"plan.row.shape={plan.row.shape}; use the plan made from the same topk_idx"
+        )
+    if floating and not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(
+            f"{function}: topk_weights must be floating; got dtype={values.dtype}; cast them to float32"
+        )

@@ -1,0 +1,230 @@
+"""Router: from each token's logits to its K experts and their weights.
+
+    softmax, post (default): idx = top_k(x);         w = softmax(x[idx])
+    softmax, pre:            idx = top_k(p);         w = p[idx],  p = softmax(x)
+    sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx] for K = 1
+
+all times `scaling_factor`; top_k is limited to the best groups where there are groups.
+
+Dimension key: `...` tokens, E experts, K choices per token.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.router_config import RouterConfig
+from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
+from expertmesh.core.ops.select_experts import select_experts
+from expertmesh.core.ops.token_mask import check_token_mask, masked
+from expertmesh.core.vjp import differentiable
+
+__all__ = ["SCORE_FUNCTIONS", "RouterConfig", "Routing", "route"]
+
+MAX_ELEMENTS = 2**31 - 1  # what an int32 can count
+
+
+class Routing(NamedTuple):
+    """The choices of each token, by descending score (forced ones: in the order given).
+
+    Attributes:
+      topk_idx: int32[..., K], in [0, E), distinct within a token; -1 for a choice that is not routed.
+      topk_weights: float32[..., K]; 0 where not routed.
+    """
+
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+
+
+def route(
+    logits: jax.Array,
+    config: RouterConfig,
+    *,
+    expert_bias: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+    topk_idx: jax.Array | None = None,
+) -> Routing:
+    """The K experts of each token and their weights, by the formulas at the top of this module.
+
+    Args:
+      logits: float[..., E]; computed with in float32, whatever the dtype.
+      config: see RouterConfig.
+      expert_bias: float[E], added to the scores by which experts and groups are chosen, and to nothing else: weights
+        are those of the unbiased scores, to the bit. Not for softmax.
+      token_mask: bool[...]; a token for which it is False gets no expert: indices -1, weights 0, gradient 0, whatever
+        its logits hold.
+      topk_idx: int[..., K]: these choices instead of the best ones, as for the replay of a recorded routing. Weights
+        and gradients are those of the logits at the indices. Values outside [0, E) are not routed: index -1, weight
+        0, no part in the normalisation.
+
+    Returns:
+      Routing, by descending biased score; of equal scores (0.0 and -0.0 are equal) the lower expert index comes first.
+      Experts with a logit of -inf come last and get weight 0. One NaN logit (of either sign) makes all weights of its
+      token NaN, while its choices stay in range: NaN is never masked (but by `token_mask`, and a NaN that a forced
+      choice does not read). Groups with a NaN come before the others.
+
+    Raises:
+      ValueError: top_k exceeds the number of experts; groups that do not fit it; a bias with softmax; operands whose
+        shapes do not fit the logits or top_k; more than 2^31 - 1 logits on one device.
+      TypeError: logits or bias are not floating point, the mask not bool, forced indices not integers.
+
+    Differentiable in `logits`; the bias gets gradient 0. No communication, however tokens are sharded; a sharded expert
+    dimension is gathered.
+    """
+    _check_logits(logits, config)
+    _check_operands(logits, config, expert_bias, topk_idx)
+    check_token_mask("route", token_mask, logits.shape[:-1])
+    return _route(logits, expert_bias, token_mask, topk_idx, config=config)
+
+
+def _check_logits(logits, config):
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"route: logits must be floating point; got dtype={logits.dtype}; cast them to float32"
+        )
+    if logits.ndim < 1 or config.top_k > logits.shape[-1]:
+        raise ValueError(
+            "route: top_k must be at most the number of experts, the last dimension of the logits; "
+            f"got top_k={config.top_k}, logits.shape={logits.shape}; lower top_k"
+        )
+    config.check_groups("route", logits.shape[-1])
+
+
+def _check_operands(logits, config, expert_bias, topk_idx):
+    if expert_bias is not None:
+        config.check_bias("route", expert_bias, logits.shape[-1])
+    if topk_idx is None:
+        return
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            f"route: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
+        )
+    if topk_idx.shape != (*logits.shape[:-1], config.top_k):
+        raise ValueError(
+            "route: topk_idx must be [..., K] for the tokens of the logits and K = top_k; "
+            f"got topk_idx.shape={topk_idx.shape}, logits.shape={logits.shape}, top_k={config.top_k}; "
+            "record and replay with the same top_k"
+        )
+
+
+def _select(logits, expert_bias=None, *, config):
+    if logits.size > MAX_ELEMENTS:
+        raise ValueError(
+            f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
+            "shard the tokens further"
+        )
+    scores = _scores(logits.astype(jnp.float32), config)
+    if expert_bias is not None:
+        scores = scores + expert_bias.astype(jnp.float32)
+    return select_experts(
+        scores,
+        top_k=config.top_k,
+        num_groups=config.num_groups,
+        group_topk=config.group_topk,
+    )
+
+
+def _scores(x, config):
+    """What experts are chosen by, but for the bias."""
+    if config.score_function != "softmax":
+        return pointwise_scores(x, config.score_function)
+    return jax.nn.softmax(x) if config.use_pre_softmax else x
+
+
+def _keep(topk_idx, token_mask=None, *, num_experts):
+    """int32 with -1 for what is not routed."""
+    routed = _is_routed(topk_idx, num_experts)
+    if token_mask is not None:
+        routed &= token_mask[..., None]
+    return jnp.where(routed, topk_idx, -1).astype(jnp.int32)
+
+
+def _is_routed(topk_idx, num_experts):
+    return (topk_idx >= 0) & (topk_idx < num_experts)
+
+
+def _weigh(logits, topk_idx, *, config):
+    """float32[..., K] before scaling."""
+    x = logits.astype(jnp.float32)
+    routed = topk_idx >= 0
+    if config.score_function == "softmax":
+        if config.use_pre_softmax:
+            weights = _pick(jax.nn.softmax(x), topk_idx)
+        else:
+            weights = jax.nn.softmax(jnp.where(routed, _pick(x, topk_idx), -jnp.inf))
+        return jnp.where(routed, weights, 0.0)
+    s = pointwise_scores(_pick(x, topk_idx), config.score_function)
+    s = jnp.where(routed, s, 0.0)
+    return s if config.top_k == 1 else s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
+
+
+def _weigh_grad(logits, topk_idx, weights, d_weights, *, config):
+    """The cotangent of the logits, float32[..., E], for that of the weights before scaling."""
+    num_experts = logits.shape[-1]
+    routed = topk_idx >= 0
+    x, d_weights = logits.astype(jnp.float32), jnp.where(routed, d_weights, 0.0)
+    mean = jnp.sum(d_weights * weights, axis=-1, keepdims=True)
+    if config.use_pre_softmax:
+        d_logits = jax.nn.softmax(x) * (_spread(d_weights, topk_idx, num_experts) - mean)
+        return jnp.where(jnp.any(routed, axis=-1, keepdims=True), d_logits, 0.0)
+    if config.score_function == "softmax":
+        d_chosen = weights * (d_weights - mean)
+    else:
+        d_chosen = _pointwise_grad(_pick(x, topk_idx), routed, d_weights, mean, config)
+    return _spread(jnp.where(routed, d_chosen, 0.0), topk_idx, num_experts)
+
+
+def _pointwise_grad(x, routed, d_weights, mean, config):
+    """Of the chosen logits. Divides by the sum of scores once: its square would underflow."""
+    slopes = pointwise_slopes(x, config.score_function)
+    if config.top_k == 1:
+        return d_weights * slopes
+    s = jnp.where(routed, pointwise_scores(x, config.score_function), 0.0)
+    return (d_weights - mean) * (slopes / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON))
+
+
+def _pick(values, topk_idx):
+    """[..., E] to [..., K]; anything where not routed."""
+    return jnp.take_along_axis(values, jnp.maximum(topk_idx, 0), axis=-1)
+
+
+def _spread(values, topk_idx, num_experts):
+    """[..., K] to [..., E]: each value at its expert, zero elsewhere. A select, so that no scatter is needed."""
+    hit = topk_idx[..., None] == jax.lax.broadcasted_iota(
+        jnp.int32, (*topk_idx.shape, num_experts), topk_idx.ndim
+    )
+    return jnp.sum(jnp.where(hit, values[..., None], jnp.float32(0)), axis=-2)
+
+
+_select_op = Op("route_select", _select, "... e -> ... k", whole=("e", "k"))
+_select_biased_op = Op("route_select_biased", _select, "... e, e -> ... k", whole=("e", "k"))
+_keep_op = Op("route_keep", _keep, "... k -> ... k", whole=("k",), roles="tokens . -> tokens .")
+_keep_masked_op = masked(_keep_op)
+_weigh_op = Op("route_weigh", _weigh, "... e, ... k -> ... k", whole=("e", "k"))
+_weigh_grad_op = Op(
+    "route_grad", _weigh_grad, "... e, ... k, ... k, ... k -> ... e", whole=("e", "k")
+)
+
+
+def _route_fwd(logits, expert_bias, token_mask, topk_idx, *, config):
+    num_experts = logits.shape[-1]
+    if topk_idx is not None:
+        topk_idx = _keep_op(topk_idx, num_experts=num_experts)
+    elif expert_bias is not None:
+        topk_idx = _select_biased_op(logits, expert_bias, config=config)
+    else:
+        topk_idx = _select_op(logits, config=config)
+    if token_mask is not None:
+        topk_idx = _keep_masked_op(topk_idx, token_mask, num_experts=num_experts)
+    weights = _weigh_op(logits, topk_idx, config=config)
+    return Routing(topk_idx, weights * config.scaling_factor), (logits, topk_idx, weights)
+
+
+def _route_bwd(residuals, cotangent, *, config):
+    d_weights = cotangent.topk_weights * config.scaling_factor
+    return _weigh_grad_op(*residuals, d_weights, config=config), None, None, None
+
+
+_route = differentiable(_route_fwd, _route_bwd)

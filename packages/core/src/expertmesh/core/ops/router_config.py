@@ -1,0 +1,129 @@
+"""How experts are chosen and weighted, as a value."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from expertmesh.core.ops.scores import check_score_function
+
+__all__ = ["RouterConfig"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How experts are chosen and weighted. A hashable value.
+
+    Attributes:
+      top_k: choices per token, at least 1 and at most the number of experts.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      use_pre_softmax: softmax over all experts before the choice, weights not renormalised; else softmax over the K
+        chosen logits, so that a token's weights sum to 1. Only for softmax.
+      num_groups: experts are cut into so many equal groups of neighbours; None: no groups.
+      group_topk: choices come from the best `group_topk` groups, by the sum of each one's top_k / group_topk greatest
+        (biased) scores. Given if and only if `num_groups` is.
+      scaling_factor: the weights are multiplied by it.
+
+    Raises:
+      ValueError: a value outside these, or a top_k that group_topk does not divide.
+      TypeError: a count that is not an int, a scaling_factor that is not a Python number.
+    """
+
+    top_k: int
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+
+    def __post_init__(self):
+        _check_count("top_k", self.top_k, "a token needs an expert")
+        check_score_function("RouterConfig", self.score_function)
+        if self.use_pre_softmax and self.score_function != "softmax":
+            raise ValueError(
+                "RouterConfig: use_pre_softmax must be False unless score_function is 'softmax'; "
+                f"got score_function={self.score_function!r}; leave it out"
+            )
+        self._check_own_groups()
+        _check_scaling_factor(self.scaling_factor)
+
+    def _check_own_groups(self):
+        if self.num_groups is None and self.group_topk is None:
+            return
+        got = f"got num_groups={self.num_groups}, group_topk={self.group_topk}, top_k={self.top_k}"
+        if self.num_groups is None or self.group_topk is None:
+            raise ValueError(
+                f"RouterConfig: num_groups and group_topk must be given together; {got}; pass both or none"
+            )
+        for name in ("num_groups", "group_topk"):
+            _check_count(name, getattr(self, name), "pass None for no groups")
+        if self.group_topk > self.num_groups:
+            raise ValueError(
+                f"RouterConfig: group_topk must be at most num_groups; {got}; lower group_topk"
+            )
+        if self.top_k % self.group_topk:
+            raise ValueError(
+                f"RouterConfig: top_k must be divisible by group_topk; {got}; change one of them"
+            )
+
+    def check_groups(self, function: str, num_experts: int) -> None:
+        """Refuses groups that do not fit the number of experts.
+
+        Raises:
+          ValueError: num_groups does not divide it, or a group holds fewer than top_k / group_topk experts.
+        """
+        if self.num_groups is None or self.group_topk is None:
+            return
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"{function}: the number of experts must be divisible by num_groups; "
+                f"got {num_experts} experts, num_groups={self.num_groups}; change num_groups"
+            )
+        if self.top_k // self.group_topk > num_experts // self.num_groups:
+            raise ValueError(
+                f"{function}: a group must hold at least top_k / group_topk experts; got top_k={self.top_k}, "
+                f"group_topk={self.group_topk}, num_groups={self.num_groups}, {num_experts} experts; raise group_topk"
+            )
+
+    def check_bias(self, function: str, expert_bias, num_experts: int) -> None:
+        """Refuses a bias that is not float[num_experts], or that the score function can't take.
+
+        Raises:
+          ValueError: softmax, or another shape.
+          TypeError: not floating point.
+        """
+        if self.score_function == "softmax":
+            raise ValueError(
+                f"{function}: expert_bias needs score_function 'sigmoid' or 'sqrtsoftplus'; "
+                "got score_function='softmax'; leave the bias out"
+            )
+        if not jnp.issubdtype(expert_bias.dtype, jnp.floating):
+            raise TypeError(
+                f"{function}: expert_bias must be floating point; got dtype={expert_bias.dtype}; cast it to float32"
+            )
+        if expert_bias.shape != (num_experts,):
+            raise ValueError(
+                f"{function}: expert_bias must be [E]; got expert_bias.shape={expert_bias.shape}, "
+                f"{num_experts} experts; pass one value per expert"
+            )
+
+
+def _check_count(name, value, advice):
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"RouterConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
+        )
+    if value < 1:
+        raise ValueError(f"RouterConfig: {name} must be at least 1; got {name}={value}; {advice}")
+
+
+def _check_scaling_factor(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(
+            f"RouterConfig: scaling_factor must be a Python number; got scaling_factor={value!r}; "
+            "pass a float, or multiply the weights yourself"
+        )
+    if not math.isfinite(value):
+        raise ValueError(
+            f"RouterConfig: scaling_factor must be finite; got scaling_factor={value}; pass a finite float"
+        )

@@ -1,0 +1,90 @@
+"""What a router did: counts, load, entropy. Numbers to watch; nothing here is differentiable.
+
+Dimension key: `...` tokens, E experts, K choices per token.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.load_balance import check_balance_operands
+from expertmesh.core.ops.scores import expert_scores
+
+__all__ = ["RouterStatistics", "router_statistics"]
+
+
+class RouterStatistics(NamedTuple):
+    """See `router_statistics`.
+
+    Attributes:
+      tokens_per_expert: int32[E], choices of each expert.
+      max_over_mean_load: float32[], max_e n_e / mean_e n_e: 1 for a balanced routing; 0 where nothing is routed.
+      entropy: float32[], in nats: the mean over routed tokens of -sum_e q_e log q_e; 0 where nothing is routed.
+      num_masked: int32[], tokens none of whose choices is routed.
+    """
+
+    tokens_per_expert: jax.Array
+    max_over_mean_load: jax.Array
+    entropy: jax.Array
+    num_masked: jax.Array
+
+
+def router_statistics(
+    logits: jax.Array, topk_idx: jax.Array, *, score_function: str = "softmax"
+) -> RouterStatistics:
+    """Statistics of a routing, over all tokens of all shards.
+
+    Args:
+      logits: float[..., E].
+      topk_idx: int[..., K], as `route` returns them: -1 (or any value outside [0, E)) is not routed.
+      score_function: of the scores q, normalised over all experts as in `load_balance_loss`.
+
+    Returns:
+      RouterStatistics; gradient 0.
+
+    Raises:
+      ValueError: leading dimensions differ, or an unknown score function.
+      TypeError: `topk_idx` is not of integers, or `logits` not of floats.
+
+    Costs all-reduces of one [E] vector and two scalars over the axes that shard tokens. Inside your own `shard_map`:
+    the shard's.
+    """
+    check_balance_operands("router_statistics", logits, topk_idx, score_function, None)
+    count_E, entropy, num_masked = _statistics_op(
+        jax.lax.stop_gradient(logits), topk_idx, score_function=score_function
+    )
+    load_E = count_E.astype(jnp.float32)
+    num_routed = jnp.maximum(prod(logits.shape[:-1]) - num_masked, 1).astype(jnp.float32)
+    mean = jnp.sum(load_E) / logits.shape[-1]
+    return RouterStatistics(
+        tokens_per_expert=count_E,
+        max_over_mean_load=jnp.max(load_E) / jnp.where(mean > 0, mean, 1.0),
+        entropy=entropy / num_routed,
+        num_masked=num_masked,
+    )
+
+
+def _statistics(logits, topk_idx, *, score_function):
+    """Counts, sum of the entropies of routed tokens, number of tokens that are not routed."""
+    num_experts = logits.shape[-1]
+    routed = (topk_idx >= 0) & (topk_idx < num_experts)
+    idx = jnp.where(routed, topk_idx, num_experts).reshape(-1)
+    count_E = jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")
+    q = expert_scores(logits, score_function)
+    # 0 log 0 = 0, and NaN stays NaN.
+    entropy = -jnp.sum(jnp.where(q == 0, 0.0, q * jnp.log(q)), axis=-1)
+    live = jnp.any(routed, axis=-1)
+    return count_E, jnp.sum(jnp.where(live, entropy, 0.0)), jnp.sum(~live, dtype=jnp.int32)
+
+
+_statistics_op = Op(
+    "router_statistics",
+    _statistics,
+    "... e, ... k -> e, (), ()",
+    summed=("...",),
+    whole=("e", "k"),
+    roles="tokens ., tokens . -> ., (), ()",
+)

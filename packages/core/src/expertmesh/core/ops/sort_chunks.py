@@ -1,0 +1,161 @@
+"""Moves chunks of consecutive rows into another order.
+
+    out = concatenate([chunk[order[0]], chunk[order[1]], ..., rest])
+    chunk[c] = x[start[c] : start[c] + split_sizes[c]],  start = exclusive cumsum of split_sizes
+
+Dimension key: P row groups, N rows, D features, c chunks.
+"""
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.gather_rows import gather_rows
+from expertmesh.core.vjp import differentiable
+
+__all__ = ["ChunkPlan", "move_chunks", "plan_chunks", "sort_chunks"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """Where rows come from and go to. Made by `plan_chunks`; without the P where split_sizes had none.
+
+    Attributes:
+      source: int32[P, N]; out[n] = x[source[n]].
+      row: int32[P, N]; x[m] goes to out[row[m]]: the inverse of source.
+    """
+
+    source: jax.Array
+    row: jax.Array
+
+    @property
+    def inverse(self) -> "ChunkPlan":
+        """The plan that moves the rows back."""
+        return ChunkPlan(source=self.row, row=self.source)
+
+
+def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> ChunkPlan:
+    """Decides where each row goes, for any number of payloads.
+
+    Args:
+      split_sizes: int[P, c] or int[c], rows of each chunk of the input, 0 too; negative ones count as 0. Their sum must
+        be countable in int32.
+      order: int of the same shape: order[i] is the chunk that comes i-th; a permutation of range(c), not checked.
+      num_rows: N; rows beyond sum(split_sizes) stay where they are. Rows that chunks have past N don't exist: where one
+        would come to lie before N there is 0, without a gradient.
+
+    Raises:
+      TypeError: split_sizes or order is not of integers, or num_rows is not an integer.
+      ValueError: shapes differ, rank not 1 or 2, or num_rows negative or more than int32 counts.
+
+    Costs no communication when P is sharded; chunks are held whole.
+    """
+    for name, x in (("split_sizes", split_sizes), ("order", order)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(
+                f"plan_chunks: {name} must be of integers; got dtype={x.dtype}; cast it to int32"
+            )
+    if split_sizes.shape != order.shape or split_sizes.ndim not in (1, 2):
+        raise ValueError(
+            "plan_chunks: split_sizes and order must both be [c] or [P, c]; got "
+            f"split_sizes.shape={split_sizes.shape}, order.shape={order.shape}; pass one place for each chunk"
+        )
+    if not 0 <= operator.index(num_rows) < 2**31:
+        raise ValueError(
+            f"plan_chunks: num_rows must be >= 0 and countable in int32; got num_rows={num_rows}; "
+            "split the rows into groups P"
+        )
+    grouped = split_sizes.ndim == 2
+    operands = (split_sizes, order) if grouped else (split_sizes[None], order[None])
+    out = _plan(*operands, num_rows=operator.index(num_rows))
+    return ChunkPlan(*(out if grouped else (x[0] for x in out)))
+
+
+def move_chunks(x: jax.Array, plan: ChunkPlan) -> jax.Array:
+    """out[p, n] = x[p, source[p, n]].
+
+    Args:
+      x: [P, N, D], or [N, D] for a plan without P; any dtype (differentiable if floating).
+      plan: from plan_chunks, with the same P and N, or its `inverse`.
+
+    Returns:
+      x's shape and dtype. The cotangent is moved by `plan.inverse`.
+
+    Raises:
+      ValueError: x does not fit the plan.
+
+    Costs no communication when P or D is sharded; N is held whole: gathered where it is sharded.
+    """
+    if x.ndim != plan.source.ndim + 1 or x.shape[:-1] != plan.source.shape:
+        raise ValueError(
+            f"move_chunks: x must have the rows of its plan, and features; got x.shape={x.shape}, "
+            f"plan: {plan.source.shape}; use the plan that was made for it"
+        )
+    if x.ndim == 3:
+        return _move(x, plan.source, plan.row)
+    return _move(x[None], plan.source[None], plan.row[None])[0]
+
+
+def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.Array:
+    """`move_chunks(x, plan_chunks(split_sizes, order, num_rows=N))`: the chunks of x in another order.
+
+    Args:
+      x: [P, N, D], or [N, D].
+      split_sizes, order: int[P, c], or int[c]; see `plan_chunks`.
+
+    Returns:
+      x's shape and dtype; rows beyond sum(split_sizes) stay where they are, forward and backward.
+
+    Raises:
+      TypeError, ValueError: see `plan_chunks` and `move_chunks`.
+
+    Costs no communication when P or D is sharded; N is held whole.
+    """
+    if x.ndim < 2:
+        raise ValueError(
+            f"sort_chunks: x must be [P, N, D] or [N, D]; got x.shape={x.shape}; add the missing dimension"
+        )
+    return move_chunks(x, plan_chunks(split_sizes, order, num_rows=x.shape[-2]))
+
+
+def _plan_reference(size_Pc, order_Pc, *, num_rows):
+    return jax.vmap(lambda size_c, order_c: _plan_group(size_c, order_c, num_rows))(
+        size_Pc, order_Pc
+    )
+
+
+def _plan_group(size_c, order_c, num_rows):
+    size_c = jnp.maximum(size_c, 0).astype(jnp.int32)
+    end_c = jnp.cumsum(size_c, dtype=jnp.int32)
+    new_end_c = jnp.cumsum(size_c[order_c], dtype=jnp.int32)
+    start_c, new_start_c = end_c - size_c, new_end_c - size_c[order_c]
+    place_c = jnp.argsort(order_c)
+    return (
+        _moved(new_end_c, start_c[order_c] - new_start_c, num_rows),
+        _moved(end_c, new_start_c[place_c] - start_c, num_rows),
+    )
+
+
+def _moved(end_c, shift_c, num_rows):
+    """Each row asks in which chunk it lies and adds its shift; rows beyond all chunks stay."""
+    row_N = jnp.arange(num_rows, dtype=jnp.int32)
+    chunk_N = jnp.searchsorted(end_c, row_N, side="right")
+    return row_N + jnp.append(shift_c, jnp.int32(0))[chunk_N]
+
+
+_plan = Op("plan_chunks", _plan_reference, "p c, p c -> p n, p n", whole=("c",))
+
+
+def _move_fwd(x_PND, source_PN, row_PN):
+    return gather_rows(x_PND, source_PN[..., None]), row_PN
+
+
+def _move_bwd(row_PN, dout_PND):
+    return gather_rows(dout_PND, row_PN[..., None]), None, None
+
+
+_move = differentiable(_move_fwd, _move_bwd)

@@ -1,0 +1,60 @@
+"""Token masks: which tokens take part. Shared by the router's ops.
+
+Dimension key: `...` tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+
+__all__: list[str] = []
+
+
+def check_token_mask(function: str, token_mask: jax.Array | None, tokens: tuple[int, ...]) -> None:
+    """Refuses a mask that is not bool[tokens].
+
+    Raises:
+      TypeError: not bool.
+      ValueError: another shape.
+    """
+    if token_mask is None:
+        return
+    if token_mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: token_mask must be bool; got dtype={token_mask.dtype}; compare it with 0"
+        )
+    if token_mask.shape != tokens:
+        raise ValueError(
+            f"{function}: token_mask must have one value per token; got token_mask.shape={token_mask.shape}, "
+            f"tokens {tokens}; pass the mask of these tokens"
+        )
+
+
+def masked(op: Op, term: str = "...", roles: str = "tokens") -> Op:
+    """The op with a token mask as one more operand."""
+
+    def extend(text, more):
+        left, right = text.split("->")
+        return f"{left.strip()}, {more} -> {right.strip()}"
+
+    return dataclasses.replace(
+        op,
+        name=f"{op.name}_masked",
+        sharding=extend(op.sharding, term),
+        roles=extend(op.roles, roles),
+    )
+
+
+def _num_tokens(token_mask):
+    return jnp.sum(token_mask, dtype=jnp.int32)
+
+
+_num_tokens_op = Op("num_tokens", _num_tokens, "... -> ()", summed=("...",), roles="tokens -> ()")
+
+
+def count_tokens(token_mask: jax.Array) -> jax.Array:
+    """Number of tokens that take part, over all shards: int32[]. An all-reduce of one integer."""
+    return _num_tokens_op(token_mask)

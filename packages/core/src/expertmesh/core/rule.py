@@ -1,0 +1,258 @@
+"""Sharding rules: one string of named factors, and the plan that follows from it. Pure; tested without devices.
+
+`"p t d, p n k -> p n d"` names each dimension of each operand and result. Equal names are equal factors. `...` stands
+for the same leading or trailing dimensions in every term that has it; `n...` is a second such group; `()` is a term of
+rank 0. A factor is *free* (it may be split; `f(shard(x)) == shard(f(x))` along it), *whole* (a shard must hold all of
+it) or *summed* (it may be split; results that lack it are sums over its shards).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.specs import (
+    Entry,
+    Spec,
+    common_axes,
+    dividing_axes,
+    entry_axes,
+    make_entry,
+    pad_spec,
+    spec_axes,
+)
+
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A parsed sharding string whose groups are expanded to the operands' ranks: one name per dimension."""
+
+    operands: tuple[Names, ...]
+    results: tuple[Names, ...]
+    groups: tuple[tuple[str, int], ...] = ()
+
+    def expand(self, names: Sequence[str]) -> frozenset[str]:
+        """`names`, which may hold groups, as names of dimensions."""
+        return frozenset(_expand(tuple(names), dict(self.groups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """What is known when an op is to be partitioned.
+
+    Attributes:
+      operand_specs: how each operand is sharded, one entry per dimension.
+      shapes: global shapes of the operands.
+      result_specs: where the results are wanted, one per result; None where nothing is known.
+      results_decided: the compiler has fixed `result_specs`; departing from them costs a reshard of a result.
+      mesh_shape: mesh axis -> size, of the axes that may be used.
+      options: the op's options.
+      resource: the MeshResource in context, or None.
+    """
+
+    operand_specs: tuple[PartitionSpec, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    result_specs: tuple[PartitionSpec, ...] | None
+    mesh_shape: Mapping[str, int]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    results_decided: bool = False
+    resource: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How an op runs on shards.
+
+    Attributes:
+      operand_specs: the layout in which each operand is handed to the local function; anything else of an
+        operand's sharding is gathered.
+      result_specs: the layout of each result.
+      summed_axes: per result, the mesh axes over which the local results are partial sums; () for none. An axis that
+        the result's spec names is reduce-scattered into that dimension, the others are all-reduced.
+      options: what replaces options of the op in the local call, such as axis names or local sizes.
+    """
+
+    operand_specs: tuple[PartitionSpec, ...]
+    result_specs: tuple[PartitionSpec, ...]
+    summed_axes: tuple[tuple[str, ...], ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse_terms(side: str) -> tuple[Names, ...]:
+    """`"p t d, ..."` to one tuple of names per term."""
+    return tuple(() if term.strip() == "()" else tuple(term.split()) for term in side.split(","))
+
+
+def parse_rule(sharding: str, ndims: Sequence[int]) -> Rule:
+    """The rule for operands of these ranks.
+
+    Raises:
+      ValueError: the string and the ranks do not fit.
+    """
+    left, arrow, right = sharding.partition("->")
+    terms, results = parse_terms(left), parse_terms(right)
+    if not arrow or len(terms) != len(ndims):
+        raise ValueError(
+            f"sharding rule: it must have one term per operand and '->'; got {sharding!r} for {len(ndims)} operands; "
+            "pass every operand of the op"
+        )
+    groups = _group_sizes(terms, ndims)
+    rule = Rule(
+        tuple(_expand(term, groups) for term in terms),
+        tuple(_expand(term, groups) for term in results),
+        tuple(groups.items()),
+    )
+    for names, ndim in zip(rule.operands, ndims, strict=True):
+        if len(names) != ndim:
+            raise ValueError(
+                f"sharding rule: operand ranks must fit {sharding!r}; got ranks {tuple(ndims)}; "
+                "reshape the operand that has another rank"
+            )
+    return rule
+
+
+def _group_sizes(terms: Sequence[Names], ndims: Sequence[int]) -> dict[str, int]:
+    """Number of dimensions of each group, from the terms in which it is the only unknown one."""
+    groups: dict[str, int] = {}
+    for _ in terms:
+        for term, ndim in zip(terms, ndims, strict=True):
+            unknown = {name for name in term if name.endswith("...")} - set(groups)
+            if len(unknown) == 1:
+                known = sum(groups.get(name, 0) if name.endswith("...") else 1 for name in term)
+                groups[unknown.pop()] = max(ndim - known, 0)
+    return groups
+
+
+def _expand(term: Names, groups: Mapping[str, int]) -> Names:
+    expanded: list[str] = []
+    for name in term:
+        # A group that no operand has is empty.
+        indices = range(groups.get(name, 0)) if name.endswith("...") else None
+        expanded += [name] if indices is None else [f"{name[:-3]}_{i}" for i in indices]
+    return tuple(expanded)
+
+
+_ROLES = {"...": "tokens", "t...": "tokens", "p": "tokens", "e": "experts"}
+
+
+def role_names(
+    roles: str, sharding: str, rule: Rule
+) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
+    """The role of every dimension of the operands and of the results (see `MeshResource.axes`).
+
+    Args:
+      roles: one role per name of `sharding`, in its form; "" for the default: `...`, `t...` and `p` are tokens, `e` is
+        experts, all else has none. The role of a group is that of its first dimension; if that is tokens, the second
+        is the sequence.
+      rule: `sharding`, parsed.
+    """
+    groups = dict(rule.groups)
+    sides = []
+    for i, side in enumerate(sharding.split("->")):
+        terms = parse_terms(side)
+        given = (
+            parse_terms(roles.split("->")[i])
+            if roles
+            else tuple(tuple(_ROLES.get(name, ".") for name in term) for term in terms)
+        )
+        sides.append(
+            tuple(
+                tuple(
+                    role
+                    for name, first in zip(names, firsts, strict=True)
+                    for role in _group_roles(
+                        first, groups.get(name, 0) if name.endswith("...") else 1
+                    )
+                )
+                for names, firsts in zip(terms, given, strict=True)
+            )
+        )
+    return sides[0], sides[1]
+
+
+def _group_roles(first: str, length: int) -> Names:
+    second = "sequence" if first == "tokens" else "."
+    return (first, second, *["."] * length)[:length]
+
+
+def factor_sizes(rule: Rule, shapes) -> dict[str, list[int]]:
+    """Every size with which a factor occurs in the operands."""
+    sizes: dict[str, list[int]] = {}
+    for names, shape in zip(rule.operands, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes.setdefault(name, []).append(size)
+    return sizes
+
+
+class Split:
+    """Factors and the mesh axes that split them, each axis at most once, each shard of equal size."""
+
+    def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]):
+        self._mesh_shape = query.mesh_shape
+        self._sizes = sizes
+        self.axes: dict[str, tuple[str, ...]] = {}
+
+    def used(self) -> set[str]:
+        return {axis for axes in self.axes.values() for axis in axes}
+
+    def add(self, names: Names, spec: Spec, allowed: frozenset[str]) -> None:
+        """Splits each allowed factor that nothing splits yet as `spec` says, where the axes are still free."""
+        for name, entry in zip(names, spec, strict=True):
+            if name in allowed and name in self._sizes and not self.axes.get(name):
+                free = [
+                    a for a in entry_axes(entry) if a in self._mesh_shape and a not in self.used()
+                ]
+                self.axes[name] = dividing_axes(free, self._sizes[name], self._mesh_shape)
+
+    def spec(self, names: Names) -> PartitionSpec:
+        return PartitionSpec(*(make_entry(self.axes.get(name, ())) for name in names))
+
+
+def plan_by_rule(query: Query, rule: Rule, whole: frozenset[str], summed: frozenset[str]) -> Plan:
+    """The plan of an op whose sharding string says everything.
+
+    The first operand leads: it keeps its layout wherever a factor may be split. Then wanted results, then (unless the
+    compiler has decided the results) the other operands, each as far as its axes are still free. A summed factor
+    follows the first operand that has it. An axis that does not cut a dimension into equal shards is dropped.
+    """
+    split = Split(query, factor_sizes(rule, query.shapes))
+    every = frozenset(name for names in rule.operands for name in names)
+    free = every - whole - summed
+    split.add(rule.operands[0], query.operand_specs[0], free | summed)
+    for names, spec in zip(rule.results, query.result_specs or (), strict=False):
+        split.add(names, spec, free)
+    for i, (names, spec) in enumerate(
+        zip(rule.operands[1:], query.operand_specs[1:], strict=True), 1
+    ):
+        first = frozenset(n for n in names if all(n not in term for term in rule.operands[:i]))
+        split.add(names, spec, (summed & first) | (frozenset() if query.results_decided else free))
+    operand_specs = tuple(map(split.spec, rule.operands))
+    partial = [
+        tuple(a for name in sorted(summed - set(names)) for a in split.axes.get(name, ()))
+        for names in rule.results
+    ]
+    return scatter_sums(query, rule, split, operand_specs, partial)
+
+
+def scatter_sums(query: Query, rule: Rule, split: Split, operand_specs, partial) -> Plan:
+    """Completes a plan: partial sums are scattered into the dimensions where the results are wanted so."""
+    wanted = query.result_specs or tuple(pad_spec((), len(names)) for names in rule.results)
+    sizes = factor_sizes(rule, query.shapes)
+    result_specs = []
+    for names, want, axes in zip(rule.results, wanted, partial, strict=True):
+        entries: list[Entry] = []
+        for name, entry in zip(names, want, strict=True):
+            kept = split.axes.get(name, ())
+            extra = [a for a in common_axes(entry, axes) if a not in spec_axes(entries)]
+            # A dimension of the results only has no known size: nothing more may cut it.
+            axes_of_dim = (
+                dividing_axes((*kept, *extra), sizes[name], query.mesh_shape)
+                if name in sizes
+                else kept
+            )
+            entries.append(make_entry(axes_of_dim))
+        result_specs.append(PartitionSpec(*entries))
+    return Plan(operand_specs, tuple(result_specs), tuple(map(tuple, partial)))

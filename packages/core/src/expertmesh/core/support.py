@@ -1,0 +1,34 @@
+"""What this installation and a device can do."""
+
+import importlib.util
+
+import jax
+
+FEATURES = ("reference", "triton")
+
+
+def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
+    """Whether a feature of core can be used on a device, and why not.
+
+    Args:
+      feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs.
+      device: None for the default device.
+
+    Returns:
+      (True, "") or (False, reason).
+
+    Raises:
+      ValueError: unknown feature.
+    """
+    if feature not in FEATURES:
+        raise ValueError(
+            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
+        )
+    if feature == "reference":
+        return True, ""
+    device = jax.devices()[0] if device is None else device
+    if device.platform != "gpu":
+        return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
+    if importlib.util.find_spec("jax_triton") is None:
+        return False, "jax_triton is not installed (`pip install 'expertmesh-core[cuda13]'`)"
+    return True, ""

@@ -1,0 +1,446 @@
+"""The contract that every op keeps, as one test: `check_op(case, setting)`.
+
+A *case* says what an op computes (an oracle in NumPy, by another route) and how its operands may be laid out. A
+*setting* says where and how it runs. `covering_settings` chooses settings so that every two values of different
+factors meet; `all_settings` is the full product.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core.mesh import MeshResource, global_shard_guard
+from expertmesh.core.specs import filter_axes
+
+AXES = ("a", "b")  # every layout is written with these two mesh axes
+
+FACTORS: Mapping[str, tuple] = {
+    "mode": (
+        "single",  # no mesh
+        "auto",  # Auto axes, the compiler propagates
+        "gspmd",  # the same with the older partitioner
+        "resource",  # Auto axes under a MeshResource
+        "explicit",  # Explicit axes
+        "explicit_set_mesh",  # the same with the mesh in context
+        "manual",  # inside the user's shard_map over all axes
+        "partial_explicit",  # inside a shard_map over "a"; "b" is Explicit
+        "partial_resource",  # inside a shard_map over "a"; "b" is Auto under a MeshResource
+    ),
+    "mesh": ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 1)),
+    "layout": ("one", "several", "tuple"),
+    "transform": ("jit", "grad", "vmap", "scan", "remat", "poison"),
+    "dtype": ("float32", "bfloat16"),
+    "size": ("regular", "odd", "empty"),
+}
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """What an op computes and how its operands may lie.
+
+    Attributes:
+      name: unique.
+      function: the public function of array operands only.
+      operands: `operands(rng, size, dtype) -> arrays`; size is "regular" (dimensions that layouts shard are multiples
+        of 8), "odd" (all other dimensions are primes) or "empty" (no rows).
+      oracle: float64 NumPy of the same operands, by another route than the reference.
+      wrt: operands in which the function is differentiable.
+      layouts: layout name -> one spec per operand, over the axes "a" (major) and "b".
+      independent: layout name -> one spec per result, for layouts in which the function of the shards is the shards of
+        the function.
+      exchanges: the function communicates even there, and takes the EP axis "b" from a MeshResource in every mode.
+      poison: operands with NaN wherever the result must not depend on the value, or None.
+    """
+
+    name: str
+    function: Callable
+    operands: Callable[[np.random.Generator, str, str], tuple]
+    oracle: Callable
+    wrt: tuple[int, ...] = ()
+    layouts: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    independent: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    exchanges: bool = False
+    poison: Callable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One value of each factor."""
+
+    mode: str
+    mesh: tuple[int, int]
+    layout: str
+    transform: str
+    dtype: str
+    size: str
+
+    def __str__(self):
+        return "-".join(map(str, dataclasses.astuple(self))).replace(" ", "")
+
+
+def is_valid(case: OpCase, setting: Setting) -> bool:
+    """Whether the setting makes sense for the case, and JAX has the devices."""
+    single = setting.mode == "single"
+    in_shard_map = setting.mode in ("manual", "partial_explicit", "partial_resource")
+    return (
+        setting.layout in case.layouts
+        and (not single or setting.mesh == (1, 1))
+        and setting.mesh[0] * setting.mesh[1] <= jax.device_count()
+        and not (in_shard_map and setting.layout not in case.independent)
+        and not (setting.transform in ("grad", "remat") and not case.wrt)
+        and not (setting.transform == "poison" and case.poison is None)
+        # Shardy and XLA:CPU fail or crash on gradients of, and loops over, buffers that are sharded and empty, and on a
+        # user's shard_map of nothing else.
+        and not (
+            setting.size == "empty"
+            and not single
+            and (
+                in_shard_map
+                or (setting.mode in ("auto", "gspmd") and setting.transform not in ("jit", "vmap"))
+            )
+        )
+        # JAX cannot differentiate a shard_map that replicates over a Manual axis of size 1 beside other axes.
+        and not (
+            setting.mode.startswith("partial")
+            and setting.mesh[0] == 1
+            and setting.transform in ("grad", "remat", "poison")
+        )
+        # XLA:CPU aborts on the bfloat16 all-reduce that JAX makes of any gradient of a replicated operand there.
+        and not (
+            setting.mode.startswith("partial")
+            and setting.dtype == "bfloat16"
+            and setting.transform in ("grad", "remat", "poison")
+        )
+    )
+
+
+def all_settings(case: OpCase) -> Iterator[Setting]:
+    """Every valid setting."""
+    for values in itertools.product(*FACTORS.values()):
+        if is_valid(case, setting := Setting(*values)):
+            yield setting
+
+
+def covering_settings(
+    cases: Sequence[OpCase], seed: int = 0, **only: tuple
+) -> list[tuple[OpCase, Setting]]:
+    """Few (case, setting) in which every two values of two factors meet, the case being one of the factors.
+
+    Args:
+      cases: of one package or of all.
+      seed: of the choice among equals.
+      only: factor -> the values to use, for cases that are too dear for all of them.
+    """
+    rng = random.Random(seed)
+    factors = [tuple(cases), *FACTORS.values()]
+    rows = [
+        (case, *dataclasses.astuple(setting))
+        for case in cases
+        for setting in all_settings(case)
+        if all(getattr(setting, factor) in values for factor, values in only.items())
+    ]
+    numbered = [
+        tuple(values.index(v) for values, v in zip(factors, row, strict=True)) for row in rows
+    ]
+    pairs_of = [set(itertools.combinations(enumerate(row), 2)) for row in numbered]
+    missing = set().union(*pairs_of)
+    chosen = []
+    while missing:
+        # The best of a sample: near the greedy optimum at a fraction of its cost.
+        target = min(missing)
+        holders = [i for i, pairs in enumerate(pairs_of) if target in pairs]
+        sample = rng.sample(holders, min(len(holders), 200))
+        best = max(sample, key=lambda i: len(pairs_of[i] & missing))
+        missing -= pairs_of[best]
+        chosen.append((rows[best][0], Setting(*rows[best][1:])))
+    return chosen
+
+
+def check_op(case: OpCase, setting: Setting, seed: int = 0) -> None:
+    """Raises AssertionError where the op breaks its contract in this setting."""
+    with _Run(case, setting, seed) as run:
+        {
+            "jit": run.check_value,
+            "grad": lambda: run.check_gradient(lambda f: f),
+            "remat": lambda: run.check_gradient(jax.checkpoint),
+            "vmap": lambda: run.check_stacked(jax.vmap),
+            "scan": lambda: run.check_stacked(_scan),
+            "poison": run.check_poison,
+        }[setting.transform]()
+
+
+def _scan(function):
+    def scanned(*stacked):
+        return jax.lax.scan(lambda _, operands: (0, function(*operands)), 0, stacked)[1]
+
+    return scanned
+
+
+class _Run(contextlib.ExitStack):
+    """A case in a setting: mesh, contexts, and operands laid out."""
+
+    def __init__(self, case: OpCase, setting: Setting, seed: int):
+        super().__init__()
+        self.case, self.setting = case, setting
+        self.rng = np.random.default_rng(seed)
+        self.mesh = None if setting.mode == "single" else _make_mesh(setting)
+        self.enter_context(jax.default_matmul_precision("highest"))  # no TF32 on GPUs
+        named = case.exchanges and setting.mode not in ("single", "auto", "gspmd")
+        if "resource" in setting.mode or named:
+            self.enter_context(global_shard_guard(MeshResource(fsdp_resource="a", ep_resource="b")))
+        # A program that reads none of its operands, as they are empty, learns its devices from the context only.
+        placeless = setting.mode == "explicit" and setting.size == "empty"
+        if setting.mode == "explicit_set_mesh" or placeless:
+            self.enter_context(jax.set_mesh(self.mesh))
+        if setting.mode == "gspmd":
+            self.enter_context(_config("jax_use_shardy_partitioner", False))
+        self.specs = case.layouts[setting.layout]
+        self.results = case.independent.get(setting.layout)
+
+    def operands(self):
+        return tuple(
+            map(np.asarray, self.case.operands(self.rng, self.setting.size, self.setting.dtype))
+        )
+
+    def put(self, operands, lead=()):
+        if self.mesh is None:
+            return tuple(map(jnp.asarray, operands))
+        return tuple(
+            _put(x, NamedSharding(self.mesh, PartitionSpec(*lead, *spec)))
+            for x, spec in zip(operands, self.specs, strict=True)
+        )
+
+    def function(self):
+        """The case's function, inside a shard_map where the mode asks for one."""
+        manual = {"manual": AXES, "partial_explicit": AXES[:1], "partial_resource": AXES[:1]}
+        axes = manual.get(self.setting.mode)
+        if axes is None:
+            return self.case.function
+        results = tuple(filter_axes(spec, axes) for spec in self.results or ())
+        return jax.shard_map(
+            self.case.function,
+            mesh=self.mesh,
+            in_specs=tuple(filter_axes(spec, axes) for spec in self.specs),
+            out_specs=results[0] if len(results) == 1 else results,
+            axis_names=set(axes),
+            # Replicated operands are made varying by the library; in a partly manual region JAX cannot check it.
+            check_vma=self.setting.mode == "manual",
+        )
+
+    def check_value(self):
+        """The result is the oracle's, a second call traces nothing, and independent shards communicate nothing."""
+        operands = self.operands()
+        inner, placed, traces = self.function(), self.put(operands), []
+
+        @jax.jit
+        def function(*operands):
+            traces.append(operands)
+            return inner(*operands)
+
+        out = function(*placed)
+        self.assert_close(out, self.case.oracle(*_float64(operands)))
+        self.assert_close(function(*placed), self.case.oracle(*_float64(operands)))
+        assert len(traces) == 1, f"{self.case.name}: the second call was traced again"
+        split = {a for a, n in zip(AXES, self.setting.mesh, strict=True) if n > 1}
+        # Elsewhere the compiler or the roles choose the layouts.
+        stated = self.setting.mode in (
+            "explicit",
+            "explicit_set_mesh",
+            "manual",
+            "partial_explicit",
+        )
+        if self.results is not None and split and stated and not self.case.exchanges:
+            found = collectives(function.lower(*placed).compile().as_text() or "")
+            assert not found, f"{self.case.name}: independent shards communicate: {found}"
+
+    def check_gradient(self, transform):
+        """Directional derivatives equal central differences of the oracle."""
+        operands = self.operands()
+        out = self.case.oracle(*_float64(operands))
+        cotangents = [self.rng.normal(size=np.shape(y)) for y in _leaves(out)]
+        wrt = self.case.wrt
+        function = transform(self.function())
+
+        def pull(*placed):
+            def of(*chosen):
+                full = list(placed)
+                for i, x in zip(wrt, chosen, strict=True):
+                    full[i] = x
+                return function(*full)
+
+            y, vjp = jax.vjp(of, *(placed[i] for i in wrt))
+            leaves, tree = jax.tree.flatten(y)
+            given = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
+            return vjp(jax.tree.unflatten(tree, given))
+
+        placed = self.put(operands)
+        gradients = jax.jit(pull)(*placed)
+        for i, gradient in zip(wrt, gradients, strict=True):
+            assert gradient.dtype == operands[i].dtype, (
+                f"{self.case.name}: dtype of the gradient of operand {i}"
+            )
+            self._check_direction(operands, cotangents, i, _whole(gradient))
+
+    def _check_direction(self, operands, cotangents, i, gradient):
+        scale = np.maximum(np.abs(_float64(operands)[i]), 1e-3)
+        for _ in range(2):
+            direction = self.rng.normal(size=gradient.shape) * scale
+            step = 1e-5
+
+            def at(t, direction=direction):
+                moved = list(_float64(operands))
+                moved[i] = moved[i] + t * direction
+                out = self.case.oracle(*moved)
+                return sum(np.vdot(c, y) for c, y in zip(cotangents, _leaves(out), strict=True))
+
+            want = (at(step) - at(-step)) / (2 * step)
+            got = np.vdot(gradient.astype(np.float64), direction)
+            size = np.linalg.norm(gradient.astype(np.float64) * direction) + 1e-12
+            assert (
+                np.isfinite(got)
+                and abs(got - want) <= GRADIENT_TOLERANCE[self.setting.dtype] * size
+            ), (
+                f"{self.case.name}: gradient of operand {i} along a direction: got {got}, want {want}"
+            )
+
+    def check_stacked(self, transform):
+        """Under vmap or scan the result is the stack of the results."""
+        sets = [self.operands() for _ in range(3)]
+        stacked = [np.stack(xs) for xs in zip(*sets, strict=True)]
+        out = jax.jit(transform(self.function()))(*self.put(stacked, lead=(None,)))
+        wants = [_leaves(self.case.oracle(*_float64(operands))) for operands in sets]
+        self.assert_close(out, tuple(np.stack(ys) for ys in zip(*wants, strict=True)))
+
+    def check_poison(self):
+        """Values that must not matter do not: NaN there changes no bit of the result or of the gradients."""
+        operands = self.operands()
+        assert self.case.poison is not None
+        poisoned = self.case.poison(*operands)
+        function = jax.jit(self._with_gradients())
+        for a, b in zip(
+            _leaves(function(*self.put(operands))),
+            _leaves(function(*self.put(poisoned))),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(_whole(a), _whole(b), err_msg=self.case.name)
+
+    def _with_gradients(self):
+        function, wrt = self.function(), self.case.wrt
+
+        def both(*operands):
+            def of(*chosen):
+                full = list(operands)
+                for i, x in zip(wrt, chosen, strict=True):
+                    full[i] = x
+                return function(*full)
+
+            y, vjp = jax.vjp(of, *(operands[i] for i in wrt))
+            ones = jax.tree.map(lambda leaf: _cotangent(np.ones(leaf.shape), leaf), y)
+            return y, vjp(ones)
+
+        return both if wrt else function
+
+    def assert_close(self, got, want):
+        for x, y in zip(_leaves(got), _leaves(want), strict=True):
+            x = _whole(x)
+            assert x.shape == np.shape(y), f"{self.case.name}: shape {x.shape}, want {np.shape(y)}"
+            error = relative_error(x, y)
+            exact = not np.issubdtype(np.asarray(y).dtype, np.inexact)
+            limit = 0 if exact else TOLERANCE[self.setting.dtype]
+            assert error <= limit, f"{self.case.name}: relative error {error:.2e} > {limit:.0e}"
+
+
+def relative_error(got, want) -> float:
+    """||got - want|| / ||want||, in float64; the norm of the difference where the norm of `want` is 0."""
+    got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
+    norm = np.linalg.norm(want.ravel())
+    error = np.linalg.norm((got - want).ravel())
+    return float(error / norm) if norm else float(error)
+
+
+def magnitudes(
+    rng: np.random.Generator, shape: Sequence[int], dtype: str = "float32"
+) -> np.ndarray:
+    """Normal numbers whose rows (all but the last dimension) differ in scale by up to 2^6."""
+    scale = 2.0 ** rng.integers(-3, 4, size=(*shape[:-1], 1))
+    return np.asarray(rng.normal(size=shape) * scale).astype(jnp.dtype(dtype))
+
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+def collectives(hlo: str) -> list[tuple[str, str]]:
+    """(kind, shape) of every collective in compiled HLO text; an asynchronous one counts once, by its start."""
+    kinds = "|".join(COLLECTIVES)
+    return [
+        (kind, shape) for shape, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", hlo)
+    ]
+
+
+def _make_mesh(setting: Setting):
+    kind = {
+        "explicit": AxisType.Explicit,
+        "explicit_set_mesh": AxisType.Explicit,
+        "partial_explicit": AxisType.Explicit,
+    }.get(setting.mode, AxisType.Auto)
+    devices = jax.devices()[: setting.mesh[0] * setting.mesh[1]]
+    return jax.make_mesh(setting.mesh, AXES, axis_types=(kind,) * 2, devices=devices)
+
+
+@contextlib.contextmanager
+def _config(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _put(x, sharding):
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _cotangent(value, like):
+    """`value` as a cotangent of the traced array `like`: its dtype, its layout."""
+    value, sharding = jnp.asarray(value, like.dtype), jax.typeof(like).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(value, sharding) if explicit else value
+
+
+def _leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+def _float64(operands):
+    return tuple(
+        x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in operands
+    )
+
+
+def _whole(x) -> np.ndarray:
+    """A global array's value, on every process."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

@@ -1,0 +1,68 @@
+"""Custom VJPs whose cotangents always have the dtype and the sharding of their primals."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+from expertmesh.core import _jax
+
+
+@jax.tree_util.register_static
+class _Types(tuple):
+    """Types of the primals: a static leaf of the residuals."""
+
+
+def differentiable(fwd: Callable, bwd: Callable) -> Callable:
+    """Makes one function of a forward and a backward rule. Call it at module level.
+
+    Args:
+      fwd: `fwd(*operands, **options) -> (out, residuals)`.
+      bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`; None where there is none
+        (integer operands, absent operands, pytrees of integers).
+
+    Returns:
+      `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
+      keyword-only. A repeated call with equal types and options is not traced again. Cotangents are cast to the
+      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Not differentiable twice.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(options, *operands):
+        return fwd(*operands, **dict(options))[0]
+
+    def call_fwd(options, *operands):
+        out, residuals = fwd(*operands, **dict(options))
+        return out, (residuals, _Types(map(_jax.operand_types, operands)))
+
+    def call_bwd(options, carried, cotangent):
+        residuals, types = carried
+        cotangents = bwd(residuals, cotangent, **dict(options))
+        return tuple(_like_primal(*pair) for pair in zip(cotangents, types, strict=True))
+
+    call.defvjp(call_fwd, call_bwd)
+    jitted = jax.jit(call, static_argnums=0)
+
+    def public(*operands, **options):
+        # Outside the custom VJP, so that the cast's transpose sums the cotangent of a replicated operand.
+        return jitted(tuple(sorted(options.items())), *_jax.match_varying(operands))
+
+    return public
+
+
+def _like_primal(cotangent, types):
+    if cotangent is None:
+        return None
+    return jax.tree.map(_cast, cotangent, types)
+
+
+def _cast(cotangent, primal):
+    if not jnp.issubdtype(primal.dtype, jnp.inexact):
+        return cotangent
+    cotangent = cotangent.astype(primal.dtype)
+    mesh = primal.sharding.mesh
+    if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
+        cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
+    return _jax.match_varying(cotangent, frozenset(primal.manual_axis_type.varying))

@@ -1,0 +1,72 @@
+"""How many rows a participant must be able to receive. Arithmetic on Python integers."""
+
+import math
+
+
+def recv_capacity(
+    num_experts: int,
+    top_k: int,
+    tokens_per_rank: int,
+    ep_size: int,
+    alignment: int = 1,
+    factor: float | None = None,
+) -> int:
+    """Receive rows per participant: the number that never drops, or a bound around the balanced load.
+
+    With e = num_experts / ep_size, T = ep_size * tokens_per_rank, a = T * min(top_k, e), A = alignment:
+
+        worst    = min(e * roundup(T, A), roundup(a + (A - 1) * min(e, a), A))
+        balanced = e * roundup(ceil(tokens_per_rank * top_k / e), A)
+        result   = worst if factor is None else min(worst, roundup(ceil(factor * balanced), A))
+
+    Args:
+      num_experts: E, over all ranks of the EP group.
+      top_k: choices per token; `worst` holds if they are different experts.
+      tokens_per_rank: tokens that one participant sends.
+      ep_size: ranks in the EP group.
+      alignment: rows of each expert are padded to a multiple of it.
+      factor: >= 1; how many times the balanced load is provided for. None: the worst case.
+
+    Returns:
+      A multiple of `alignment`.
+
+    Raises:
+      ValueError: a size below 1, num_experts not divisible by ep_size, factor not finite or below 1.
+    """
+    sizes = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "tokens_per_rank": tokens_per_rank,
+        "ep_size": ep_size,
+        "alignment": alignment,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(
+                f"recv_capacity: {name} must be >= 1; got {name}={value}; count from 1"
+            )
+    if num_experts % ep_size:
+        raise ValueError(
+            "recv_capacity: num_experts must be divisible by ep_size; got "
+            f"num_experts={num_experts}, ep_size={ep_size}; change one of them"
+        )
+    num_local, num_tokens = num_experts // ep_size, ep_size * tokens_per_rank
+    most = num_tokens * min(top_k, num_local)
+    worst = min(
+        num_local * roundup(num_tokens, alignment),
+        roundup(most + (alignment - 1) * min(num_local, most), alignment),
+    )
+    if factor is None:
+        return worst
+    if not (math.isfinite(factor) and factor >= 1):
+        raise ValueError(
+            f"recv_capacity: factor must be finite and >= 1; got factor={factor}; "
+            "use factor=1 for the balanced load or None for the worst case"
+        )
+    balanced = num_local * roundup(-(-tokens_per_rank * top_k // num_local), alignment)
+    return min(worst, roundup(math.ceil(factor * balanced), alignment))
+
+
+def roundup(value: int, multiple: int) -> int:
+    """The smallest multiple that is not less than value."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,68 @@
+"""What an expert-parallel exchange is: EpConfig."""
+
+import dataclasses
+
+TRANSPORTS = ("auto", "local", "ring", "all_to_all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """One exchange between tokens and experts. Hashable; pass it whole.
+
+    Attributes:
+      num_experts: E, over all ranks of the EP group; rank r holds experts [r * E / R, (r + 1) * E / R).
+      capacity: C, receive rows per participant, a multiple of `alignment`. None: `recv_capacity` of the call's
+        shapes, which never drops a row as long as each token's experts are different.
+      alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
+      transport: "local" (EP size 1), "ring" (all-gather tokens, reduce-scatter sums), "all_to_all" (one block per
+        peer), or "auto": the one that moves the fewest bytes.
+      axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
+        context, else no expert parallelism. (): no expert parallelism.
+
+    Raises:
+      ValueError, TypeError: a field that breaks its rule.
+    """
+
+    num_experts: int
+    capacity: int | None = None
+    alignment: int = 1
+    transport: str = "auto"
+    axis: str | tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        _check_size("num_experts", self.num_experts)
+        _check_size("alignment", self.alignment)
+        if self.alignment & (self.alignment - 1):
+            raise ValueError(
+                f"EpConfig: alignment must be a power of two; got alignment={self.alignment}; "
+                "use 1 for no padding"
+            )
+        if self.capacity is not None:
+            _check_size("capacity", self.capacity)
+            if self.capacity % self.alignment:
+                raise ValueError(
+                    f"EpConfig: capacity must be a multiple of alignment; got capacity={self.capacity}, "
+                    f"alignment={self.alignment}; round it up, as recv_capacity does"
+                )
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"EpConfig: transport must be one of {', '.join(TRANSPORTS)}; "
+                f"got transport={self.transport!r}; use 'auto'"
+            )
+        axis = (self.axis,) if isinstance(self.axis, str) else self.axis
+        if axis is not None and not (
+            isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
+        ):
+            raise TypeError(
+                f"EpConfig: axis must be a mesh axis name, a tuple of names or None; "
+                f"got axis={self.axis!r}; write for example axis='ep'"
+            )
+
+
+def _check_size(name, value):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"EpConfig: {name} must be an int; got {name}={value!r}; convert it with int()"
+        )
+    if value < 1:
+        raise ValueError(f"EpConfig: {name} must be >= 1; got {name}={value}; count from 1")

@@ -1,0 +1,304 @@
+"""prepare, dispatch, combine: tokens to the devices that hold their experts, and back.
+
+Dimension key: T tokens of a participant (its shard of the leading dimensions, flattened), K choices per token, D
+features, E experts, R ranks of the EP group, e = E / R experts per participant, P participants (outer axes x EP),
+C receive rows per participant, G = R * T tokens of an EP group. Participant p = (outer index) * R + r has rank r.
+
+Rows of a participant are ordered by expert, then source rank, then token, then k; each expert's rows are padded to a
+multiple of the alignment; rows at positions >= C are dropped, so the highest experts and latest arrivals first.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.op import Op
+from expertmesh.core.ops.gather_rows import gather_values
+from expertmesh.core.vjp import differentiable
+from expertmesh.ep import partition
+from expertmesh.ep.config import TRANSPORTS, EpConfig
+from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
+from expertmesh.ep.transports import choose
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """One exchange: where each row goes. A value; made by `prepare`.
+
+    With `n(s, t, k)` the position of choice k of token t of rank s among all rows of its expert's rank (padding
+    included), "here" = participant p of rank r, and choices numbered `c = (s * T + t) * K + k`:
+
+    Attributes:
+      slot: int32[..., K]; `(topk_idx // e) * C + n`, or -1 if not routed or n >= C. Sharded like topk_idx.
+      source: int32[P, C]; the c whose row is row n here, -1 for padding.
+      row: int32[P, G, K]; `row[p, s * T + t, k] = n` for choices whose expert is here, -1 for all others and dropped.
+      tokens_per_expert: int32[P, e]; number of choices of each expert here, dropped ones included.
+      group_sizes: int32[P, e]; `min(end[x], C) - min(end[x - 1], C)`, where
+        `end[x] = sum_{x' <= x} roundup(tokens_per_expert[x'], alignment)`.
+      total_recv: int32[P]; `end[e - 1]`: the capacity that would have dropped nothing here.
+      num_dropped: int32[P]; choices of experts here that have no row.
+      axis: the EP axes, major first; None where one participant holds everything (static).
+      transport: the config's (static).
+    """
+
+    slot: jax.Array
+    source: jax.Array
+    row: jax.Array
+    tokens_per_expert: jax.Array
+    group_sizes: jax.Array
+    total_recv: jax.Array
+    num_dropped: jax.Array
+    axis: Axis = dataclasses.field(metadata=dict(static=True))
+    transport: str = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def maps(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The operands of every transport."""
+        return self.slot, self.source, self.row
+
+
+def _route(slot, source_1C, row_1GK) -> Route:
+    return Route(flatten_leading(slot), source_1C[0], row_1GK[0])
+
+
+def _prepare_reference(topk_idx, *, num_experts, capacity, alignment, axis):
+    route, plan = make_route(
+        flatten_leading(topk_idx),
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        axis=axis,
+    )
+    each = (
+        route.source_C,
+        route.row_GK,
+        plan.tokens_per_expert_e,
+        plan.group_sizes_e,
+        plan.total,
+        plan.num_dropped,
+    )
+    return route.slot_TK.reshape(topk_idx.shape), *(x[None] for x in each)
+
+
+def _dispatch_reference(tokens, slot, source_1C, row_1GK, *, axis, transport):
+    route = _route(slot, source_1C, row_1GK)
+    move = choose(transport, route, tokens.dtype.itemsize, axis).dispatch
+    return move(flatten_leading(tokens), route, axis=axis)[None]
+
+
+def _combine_reference(rows_1CD, slot, source_1C, row_1GK, *, axis, transport):
+    route = _route(slot, source_1C, row_1GK)
+    move = choose(transport, route, rows_1CD.dtype.itemsize, axis).combine
+    tokens_TD = move(rows_1CD[0], route, axis=axis)
+    return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
+
+
+def _dispatch_values_reference(values, slot, source_1C, row_1GK, *, axis):
+    del slot, row_1GK
+    values_GK = all_gather(flatten_leading(values), axis)
+    return gather_values(values_GK[None], source_1C)
+
+
+def _combine_values_reference(values_1C, slot, source_1C, row_1GK, *, axis):
+    del source_1C
+    here_GK = gather_values(values_1C, row_1GK)[0]
+    # Each choice has a row on one rank only, so the sum is exact.
+    return sum_scatter(here_GK, axis).reshape(slot.shape)
+
+
+_prepare = Op(
+    "ep_prepare",
+    _prepare_reference,
+    "t... k -> t... k, p c, p g k, p e, p e, p, p",
+    plan=partition.plan_prepare,
+)
+_dispatch_rows = Op(
+    "ep_dispatch",
+    _dispatch_reference,
+    "t... d, t... k, p c, p g k -> p c d",
+    plan=partition.plan_dispatch,
+)
+_combine_rows = Op(
+    "ep_combine",
+    _combine_reference,
+    "p c d, t... k, p c, p g k -> t... d",
+    plan=partition.plan_combine,
+)
+_dispatch_values = Op(
+    "ep_dispatch_values",
+    _dispatch_values_reference,
+    "t... k, t... k, p c, p g k -> p c",
+    plan=partition.plan_dispatch_values,
+)
+_combine_values = Op(
+    "ep_combine_values",
+    _combine_values_reference,
+    "p c, t... k, p c, p g k -> t... k",
+    plan=partition.plan_combine_values,
+)
+
+
+def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
+    """Plans an exchange: which row of which participant each choice gets.
+
+    Args:
+      topk_idx: int[..., K] expert ids, at least one leading dimension, which axes may shard in any way; an id outside
+        [0, E) (such as -1) is not routed; equal ids of one token are separate rows.
+      config: EpConfig.
+
+    Returns:
+      Handle; its [P, ...] arrays are sharded over (outer axes..., EP axes...). P is the number of participants: 1
+      without a mesh, and over Auto axes without a MeshResource, where every device then holds everything.
+
+    Raises:
+      TypeError: topk_idx is not integer.
+      ValueError: no leading dimension; an EP axis that the mesh lacks; experts or tokens not divisible by the EP
+        size; more rows than int32 counts.
+
+    Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
+    """
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            f"prepare: topk_idx must be integers; got dtype={topk_idx.dtype}; pass expert ids, not scores"
+        )
+    if topk_idx.ndim < 2:
+        raise ValueError(
+            f"prepare: topk_idx must be [..., K] with a dimension of tokens; got shape={topk_idx.shape}; "
+            "add it with topk_idx[None]"
+        )
+    axis = partition.resolve_axis(config, topk_idx)
+    slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped = _prepare(
+        topk_idx,
+        num_experts=config.num_experts,
+        capacity=config.capacity,
+        alignment=config.alignment,
+        axis=axis,
+    )
+    return Handle(
+        slot=slot,
+        source=source,
+        row=row,
+        tokens_per_expert=tokens_per_expert,
+        group_sizes=group_sizes,
+        total_recv=total_recv,
+        num_dropped=num_dropped,
+        axis=axis,
+        transport=config.transport,
+    )
+
+
+def dispatch(handle: Handle, tokens: jax.Array, *, transport: str | None = None) -> jax.Array:
+    """Copies each token to its rows: rows[p, n] = the token of choice source[p, n], 0 for padding.
+
+    Args:
+      handle: from `prepare`.
+      tokens: [..., D], leading dimensions as in topk_idx; any dtype (differentiable if floating).
+      transport: overrides the config's.
+
+    Returns:
+      [P, C, D] in the tokens' dtype, sharded over (outer..., EP) and as D was. Padding rows are exactly 0. The
+      cotangent of tokens is `combine` of the rows' cotangent.
+
+    Raises:
+      ValueError: tokens do not fit the handle, or an unknown transport.
+
+    Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard.
+    """
+    _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
+    return _dispatch(tokens, handle, transport=_transport("dispatch", handle, transport))
+
+
+def combine(handle: Handle, rows: jax.Array, *, transport: str | None = None) -> jax.Array:
+    """Adds up each token's rows: out[t] = sum_k rows[participant and row of slot[t, k]], unweighted.
+
+    Args:
+      handle: from `prepare`.
+      rows: float[P, C, D], such as the experts' outputs times `dispatch_weights`. Padding rows are never read.
+      transport: overrides the config's.
+
+    Returns:
+      [..., D] in the rows' dtype, summed in float32; 0 for a token without rows. The cotangent of rows is `dispatch`
+      of the output's cotangent: exactly 0 for padding.
+
+    Raises:
+      ValueError: rows do not fit the handle, or an unknown transport.
+
+    Costs what the transport costs.
+    """
+    _check_shape("combine", "rows", rows.shape[:-1], handle.source.shape)
+    return _combine(rows, handle, transport=_transport("combine", handle, transport))
+
+
+def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
+    """Moves each choice's weight to its row: out[p, n] = topk_weights of choice source[p, n], 0 for padding.
+
+    Args:
+      handle: from `prepare`.
+      topk_weights: float[..., K], shaped like topk_idx; converted to float32.
+
+    Returns:
+      float32[P, C]. The cotangent of a weight is exactly its row's cotangent, 0 if it has no row.
+
+    Raises:
+      TypeError: topk_weights is not floating.
+      ValueError: topk_weights does not fit the handle.
+
+    Costs an all-gather of float32[T, K] over the EP axis, and its transpose a reduce-scatter.
+    """
+    _check_shape("dispatch_weights", "topk_weights", topk_weights.shape, handle.slot.shape)
+    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+        raise TypeError(
+            f"dispatch_weights: topk_weights must be floating; got dtype={topk_weights.dtype}; "
+            "cast them to float32"
+        )
+    return _dispatch_weights(topk_weights.astype(jnp.float32), handle)
+
+
+def _dispatch_fwd(tokens, handle, *, transport):
+    rows = _dispatch_rows(tokens, *handle.maps, axis=handle.axis, transport=transport)
+    return rows, handle
+
+
+def _dispatch_bwd(handle, d_rows, *, transport):
+    return _combine_fwd(d_rows, handle, transport=transport)[0], None
+
+
+def _combine_fwd(rows, handle, *, transport):
+    tokens = _combine_rows(rows, *handle.maps, axis=handle.axis, transport=transport)
+    return tokens, handle
+
+
+def _combine_bwd(handle, d_tokens, *, transport):
+    return _dispatch_fwd(d_tokens, handle, transport=transport)[0], None
+
+
+def _dispatch_weights_fwd(weights, handle):
+    return _dispatch_values(weights, *handle.maps, axis=handle.axis), handle
+
+
+def _dispatch_weights_bwd(handle, d_rows):
+    return _combine_values(d_rows, *handle.maps, axis=handle.axis), None
+
+
+_dispatch = differentiable(_dispatch_fwd, _dispatch_bwd)
+_combine = differentiable(_combine_fwd, _combine_bwd)
+_dispatch_weights = differentiable(_dispatch_weights_fwd, _dispatch_weights_bwd)
+
+
+def _transport(function, handle, name):
+    name = handle.transport if name is None else name
+    if name not in TRANSPORTS:
+        raise ValueError(
+            f"{function}: transport must be one of {', '.join(TRANSPORTS)}; got transport={name!r}; use 'auto'"
+        )
+    return name
+
+
+def _check_shape(function, name, shape, wanted):
+    if shape != wanted:
+        raise ValueError(
+            f"{function}: {name} must fit the handle; got leading dimensions {shape} of {name}, handle: {wanted}; "
+            "use the handle that was prepared for these tokens"
+        )

@@ -1,0 +1,162 @@
+"""How EP ops are laid out over a mesh. Pure functions of specs; tested without devices.
+
+Tokens `[..., D]` have leading dimensions (batch, sequence, ...) that any axes may shard. *Participants* are the shards
+of the leading dimensions once the EP axes are among their axes; per-participant arrays are sharded over
+`(outer..., ep...)`, ep innermost, where outer are the other axes of the leading dimensions in order of appearance.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.op import Plan, Query
+from expertmesh.core.specs import (
+    Entry,
+    axis_size,
+    dividing_axes,
+    entry_axes,
+    make_entry,
+)
+from expertmesh.ep.config import EpConfig
+from expertmesh.ep.route import Axis
+
+
+def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
+    """The EP axes of a call on x; None where the compiler alone knows layouts, so that one rank holds everything.
+
+    Raises:
+      ValueError: an axis that the mesh does not have, or a number of experts that the EP size does not divide.
+    """
+    resource = current_resource()
+    named = resource.ep_resource if config.axis is None and resource is not None else config.axis
+    mesh = jax.typeof(x).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    for name in entry_axes(named):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"prepare: the EP axis must be an axis of the mesh; got axis={name!r}, mesh axes={mesh.axis_names}; "
+                "call it under jax.set_mesh or on arrays placed on the mesh, or use EpConfig(axis=()) for no EP"
+            )
+    if resource is None and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return None
+    size = axis_size(mesh.shape, named)
+    if config.num_experts % size:
+        raise ValueError(
+            "prepare: num_experts must be divisible by the EP size; got "
+            f"num_experts={config.num_experts}, ep_size={size}, axis={named!r}; change one of them"
+        )
+    return entry_axes(named)
+
+
+class Layout(NamedTuple):
+    """Specs shared by all ops of one exchange."""
+
+    leading: tuple[Entry, ...]
+    participants: Entry
+
+
+def plan_layout(
+    spec: Sequence[Entry], sizes: Sequence[int], mesh_shape: Mapping[str, int], axis: Axis
+) -> Layout:
+    """Leading dimensions as `spec` has them, split over the EP axes too. Idempotent.
+
+    Args:
+      spec: one entry per leading dimension. Axes that do not cut a dimension into equal shards are dropped.
+      sizes: the leading dimensions.
+      mesh_shape: axis -> size of the axes that are not Manual.
+      axis: the EP axes; Manual ones split the tokens already. None: everything is whole.
+
+    Raises:
+      ValueError: tokens are not sharded over an EP axis and no leading dimension can be.
+    """
+    if axis is None:
+        return Layout((None,) * len(sizes), None)
+    axes = [
+        dividing_axes([a for a in entry_axes(entry) if a in mesh_shape], [size], mesh_shape)
+        for entry, size in zip(spec, sizes, strict=True)
+    ]
+    ep = tuple(a for a in axis if a in mesh_shape)
+    axes = _split_over(axes, sizes, [a for a in ep if a not in sum(axes, ())], mesh_shape)
+    outer = tuple(a for a in sum(axes, ()) if a not in ep)
+    return Layout(tuple(map(make_entry, axes)), make_entry(outer + ep))
+
+
+def _split_over(axes, sizes, missing, mesh_shape):
+    """Adds the missing axes, innermost, to the first dimension that they divide."""
+    if not missing:
+        return axes
+    for dim, size in enumerate(sizes):
+        wanted = (*axes[dim], *missing)
+        if size % prod(mesh_shape[a] for a in wanted) == 0:
+            return [*axes[:dim], wanted, *axes[dim + 1 :]]
+    raise ValueError(
+        f"prepare: tokens must be divisible over the EP axis; got leading dimensions {tuple(sizes)}, sharded over "
+        f"{[a for dim in axes for a in dim]}, and {missing} of {[mesh_shape[a] for a in missing]} shards to add; "
+        "pad the batch or use EpConfig(axis=()) for no EP"
+    )
+
+
+def _features(entry: Entry, size: int, layout: Layout, mesh_shape) -> Entry:
+    """Features stay as they are sharded, where the tokens do not use the axis."""
+    taken = entry_axes(layout.participants)
+    free = [a for a in entry_axes(entry) if a in mesh_shape and a not in taken]
+    return make_entry(dividing_axes(free, [size], mesh_shape))
+
+
+def _route_specs(layout: Layout) -> tuple[PartitionSpec, ...]:
+    """Specs of slot [..., K], source [P, C], row [P, G, K]."""
+    each = layout.participants
+    return (
+        PartitionSpec(*layout.leading, None),
+        PartitionSpec(each, None),
+        PartitionSpec(each, None, None),
+    )
+
+
+def _layout_like(query: Query, operand: int) -> Layout:
+    """The layout that operand [..., K] has."""
+    spec, sizes = query.operand_specs[operand], query.shapes[operand]
+    axis = query.options["axis"]
+    assert axis is None or isinstance(axis, tuple)
+    return plan_layout(tuple(spec)[:-1], sizes[:-1], query.mesh_shape, axis)
+
+
+def plan_prepare(query: Query) -> Plan:
+    """topk_idx[..., K] -> slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped."""
+    layout = _layout_like(query, 0)
+    maps = _route_specs(layout)
+    each = layout.participants
+    counts = (PartitionSpec(each, None),) * 2 + (PartitionSpec(each),) * 2
+    return Plan((maps[0],), (*maps, *counts))
+
+
+def plan_dispatch(query: Query) -> Plan:
+    """tokens[..., D], slot, source, row -> rows[P, C, D]. The handle's layout leads."""
+    layout = _layout_like(query, 1)
+    d = _features(query.operand_specs[0][-1], query.shapes[0][-1], layout, query.mesh_shape)
+    tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
+    return Plan((tokens, *_route_specs(layout)), (rows,))
+
+
+def plan_combine(query: Query) -> Plan:
+    """rows[P, C, D], slot, source, row -> tokens[..., D]. The handle's layout leads."""
+    layout = _layout_like(query, 1)
+    d = _features(query.operand_specs[0][-1], query.shapes[0][-1], layout, query.mesh_shape)
+    tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
+    return Plan((rows, *_route_specs(layout)), (tokens,))
+
+
+def plan_dispatch_values(query: Query) -> Plan:
+    """values[..., K], slot, source, row -> [P, C]."""
+    maps = _route_specs(_layout_like(query, 1))
+    return Plan((maps[0], *maps), (maps[1],))
+
+
+def plan_combine_values(query: Query) -> Plan:
+    """[P, C], slot, source, row -> values[..., K]."""
+    maps = _route_specs(_layout_like(query, 1))
+    return Plan((maps[1], *maps), (maps[0],))

@@ -1,0 +1,111 @@
+"""The integers of one exchange on one device: where each choice goes and where each row comes from.
+
+Dimension key: T tokens of this rank, K choices per token, G = R * T tokens of the EP group, R ranks in the EP group,
+C receive rows per rank, E experts, e experts per rank. A choice of the group is numbered (s * T + t) * K + k.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.ops.gather_rows import gather_rows
+from expertmesh.core.ops.permute import RowPlan, plan_rows
+from expertmesh.ep.capacity import recv_capacity
+
+Axis = tuple[str, ...] | None
+
+
+class Route(NamedTuple):
+    """What a transport needs to move rows; see Handle for the formulas."""
+
+    slot_TK: jax.Array
+    source_C: jax.Array
+    row_GK: jax.Array
+
+    @property
+    def token_C(self) -> jax.Array:
+        """The token s * T + t of each row, -1 for padding."""
+        return jnp.where(self.source_C < 0, -1, self.source_C // max(self.row_GK.shape[1], 1))
+
+
+def group_size(axis: Axis) -> int:
+    """R."""
+    return jax.lax.axis_size(axis) if axis else 1
+
+
+def group_rank(axis: Axis):
+    """This device's rank in its EP group."""
+    return jax.lax.axis_index(axis) if axis else 0
+
+
+def all_gather(x, axis: Axis):
+    """Concatenates the ranks' arrays, in rank order."""
+    return jax.lax.all_gather(x, axis, tiled=True) if axis and _moves(x) else x
+
+
+def sum_scatter(x, axis: Axis):
+    """Adds the ranks' arrays and leaves each rank its part."""
+    return jax.lax.psum_scatter(x, axis, tiled=True) if axis and _moves(x) else x
+
+
+def _moves(x) -> bool:
+    """StableHLO has no collective over a dimension of size 0, and without one the result is the same."""
+    return x.shape[0] > 0
+
+
+def take_rows(src_SD, index_NK):
+    """Row n is the sum over k of src[index[n, k]]; an index that is not in src adds nothing."""
+    return gather_rows(src_SD[None], index_NK[None])[0]
+
+
+def make_route(
+    topk_idx_TK, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
+) -> tuple[Route, RowPlan]:
+    """Plans the whole group's rows on every rank, from the ids alone: payloads then move without a handshake.
+
+    Costs an all-gather of int32[T, K] over the EP axis, and a sort of G * K integers.
+    """
+    size, rank = group_size(axis), group_rank(axis)
+    num_tokens, top_k = topk_idx_TK.shape
+    if capacity is None:
+        capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
+    _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
+    routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
+    ids_GK = all_gather(jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32), axis)
+    plan = plan_rows(
+        ids_GK,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        num_ranks=size,
+        rank=rank,
+    )
+    owner_GK = ids_GK // (num_experts // size)
+    slot_GK = jnp.where(plan.row_TK < 0, -1, owner_GK * capacity + plan.row_TK)
+    slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
+    row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
+    return Route(slot_TK, plan.source_C, row_GK), plan
+
+
+def worst_capacity(num_experts, top_k, num_tokens, ep_size, alignment) -> int:
+    """`recv_capacity`, and 0 where nothing can arrive."""
+    if num_tokens * top_k == 0:
+        return 0
+    return recv_capacity(num_experts, top_k, num_tokens, ep_size, alignment)
+
+
+def _check_countable(size, capacity, num_choices, num_experts, alignment):
+    most = max(size * capacity, size * num_choices + num_experts * (alignment - 1))
+    if most >= 2**31:
+        raise ValueError(
+            f"prepare: rows of an EP group must be countable in int32; got capacity={capacity}, ep_size={size}, "
+            f"{num_choices} choices per rank, alignment={alignment}; dispatch the tokens in chunks or lower capacity"
+        )
+
+
+def flatten_leading(x, num_trailing: int = 1):
+    """[..., *trailing] to [T, *trailing]."""
+    leading = x.shape[: x.ndim - num_trailing]
+    return x.reshape(prod(leading), *x.shape[x.ndim - num_trailing :])

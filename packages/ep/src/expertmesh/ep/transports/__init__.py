@@ -1,0 +1,46 @@
+"""Ways to move rows between the ranks of an EP group.
+
+A transport is a module with two functions on one device's shard, each the transpose of the other:
+`dispatch(tokens_TD, route, *, axis) -> rows_CD` and `combine(rows_CD, route, *, axis) -> tokens_TD`.
+"""
+
+from types import ModuleType
+
+from expertmesh.ep.route import Axis, Route, group_size
+from expertmesh.ep.transports import all_to_all, local, ring
+
+_BY_NAME = {"local": local, "ring": ring, "all_to_all": all_to_all}
+
+
+def choose(name: str, route: Route, itemsize: int, axis: Axis) -> ModuleType:
+    """The transport of that name; "auto" is `cheapest` for these shapes.
+
+    Raises:
+      ValueError: "local" where the EP group has more than one rank.
+    """
+    size = group_size(axis)
+    if name == "local" and size > 1:
+        raise ValueError(
+            f"dispatch: transport 'local' must have an EP group of 1 rank; got ep_size={size}, axis={axis}; "
+            "use transport='auto'"
+        )
+    if route.row_GK.size == 0:  # no rank has a token: nothing moves
+        name = "local"
+    if name == "auto":
+        (num_tokens, top_k), capacity = route.slot_TK.shape, route.source_C.shape[0]
+        name = cheapest(num_tokens, top_k, capacity, size, itemsize)
+    return _BY_NAME[name]
+
+
+def cheapest(num_tokens: int, top_k: int, capacity: int, ep_size: int, itemsize: int) -> str:
+    """The transport that receives the fewest bytes in one dispatch and one combine; "ring" at equal cost.
+
+    Per feature, ring: (R - 1) * T * (itemsize + 4); all_to_all: (R - 1) * B * (itemsize + back) with
+    B = min(T, C) and back = itemsize if K is 1, else 4.
+    """
+    if ep_size == 1:
+        return "local"
+    ring_bytes = num_tokens * (itemsize + 4)
+    block = all_to_all.block_rows(num_tokens, capacity)
+    block_bytes = block * (itemsize + (itemsize if top_k == 1 else 4))
+    return "all_to_all" if block_bytes < ring_bytes else "ring"

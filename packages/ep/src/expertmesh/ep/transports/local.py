@@ -1,0 +1,17 @@
+"""EP group of one rank: a permutation.
+
+dispatch: rows[n] = tokens[source[n] // K]
+combine:  tokens[t] = sum_k rows[slot[t, k]]
+"""
+
+from expertmesh.ep.route import Axis, Route, take_rows
+
+
+def dispatch(tokens_TD, route: Route, *, axis: Axis):
+    del axis
+    return take_rows(tokens_TD, route.token_C[:, None])
+
+
+def combine(rows_CD, route: Route, *, axis: Axis):
+    del axis
+    return take_rows(rows_CD, route.slot_TK)

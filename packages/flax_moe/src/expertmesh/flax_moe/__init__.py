@@ -1,0 +1,32 @@
+"""The MoE block for Flax (function, Linen, NNX), the native baseline, and the trainer."""
+
+__version__ = "0.1.0"
+
+from expertmesh.flax_moe import linen, nnx
+from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.moe import moe
+from expertmesh.flax_moe.native import NativeMoEBlock, native_moe
+from expertmesh.flax_moe.params import (
+    LogicalAxes,
+    init_params,
+    merge_wi,
+    param_shapes,
+    param_specs,
+    split_wi,
+)
+
+__all__ = [
+    "LogicalAxes",
+    "MoEConfig",
+    "MoEOutput",
+    "NativeMoEBlock",
+    "init_params",
+    "linen",
+    "merge_wi",
+    "moe",
+    "native_moe",
+    "nnx",
+    "param_shapes",
+    "param_specs",
+    "split_wi",
+]

@@ -1,0 +1,183 @@
+"""What a Mixture-of-Experts block is given and what it returns."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.ops.activation import check_activation
+from expertmesh.core.ops.router import RouterConfig
+from expertmesh.ep import EpConfig
+
+__all__ = ["MoEConfig", "MoEOutput"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One MoE block. A hashable value: pass it as a static argument, or close over it.
+
+    Attributes:
+      num_experts: E, over all devices.
+      top_k: K, experts per token; at most E.
+      expert_dim: F, width of an expert's hidden layer.
+      activation: one of `expertmesh.core.ops.activation.ACTIVATIONS`.
+      use_bias: whether `init_params` and the modules make the biases `wi_bias` and `wo_bias`.
+      score_function, use_pre_softmax: see `expertmesh.core.ops.router.RouterConfig`.
+      aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
+      z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
+      capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
+        buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
+      alignment: rows of each expert are padded to a multiple of it, a power of two.
+      transport: how tokens reach their experts; one of `expertmesh.ep`'s transports or "auto".
+      ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
+        there is one, else read from the types of the arrays.
+      dtype: of the experts' computation and of what is sent between devices. The router computes in float32.
+      param_dtype: of the parameters.
+      num_groups, group_topk, scaling_factor: see `expertmesh.core.ops.router.RouterConfig`.
+
+    Raises:
+      ValueError: a value outside its range.
+      TypeError: a value of the wrong type.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    activation: str = "silu"
+    use_bias: bool = False
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    capacity_factor: float | None = None
+    alignment: int = 1
+    transport: str = "auto"
+    ep_axis: str | tuple[str, ...] | None = None
+    dtype: Any = jnp.bfloat16
+    param_dtype: Any = jnp.float32
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "expert_dim", "alignment"):
+            _check_positive_int(name, getattr(self, name))
+        for name in ("aux_loss_coeff", "z_loss_coeff"):
+            _check_coefficient(name, getattr(self, name))
+        for name in ("dtype", "param_dtype"):
+            object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                "MoEConfig: top_k must be at most num_experts; "
+                f"got top_k={self.top_k}, num_experts={self.num_experts}; lower top_k"
+            )
+        _check_capacity_factor(self.capacity_factor)
+        _check_ep_axis(self.ep_axis)
+        check_activation("MoEConfig", self.activation)
+        # The parts refuse what is wrong with their own fields.
+        self.router.check_groups("MoEConfig", self.num_experts)
+        self.exchange(axis=())
+
+    @property
+    def router(self) -> RouterConfig:
+        """The router's part."""
+        return RouterConfig(
+            top_k=self.top_k,
+            score_function=self.score_function,
+            use_pre_softmax=self.use_pre_softmax,
+            num_groups=self.num_groups,
+            group_topk=self.group_topk,
+            scaling_factor=self.scaling_factor,
+        )
+
+    def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
+        """The expert-parallel part.
+
+        Args:
+          axis: mesh axes of the EP group.
+          capacity: receive rows per participant; None: the worst case.
+        """
+        return EpConfig(
+            num_experts=self.num_experts,
+            capacity=capacity,
+            alignment=self.alignment,
+            transport=self.transport,
+            axis=axis,
+        )
+
+
+class MoEOutput(NamedTuple):
+    """Result of a MoE block. Inside your own `shard_map`, all but `y` is about the shard's tokens alone.
+
+    Attributes:
+      y: [..., D] in the input's dtype.
+      aux_loss: float32[], coefficient included; 0 where `aux_loss_coeff` is 0.
+      z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
+      tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
+      num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
+    """
+
+    y: jax.Array
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    tokens_per_expert: jax.Array
+    num_dropped: jax.Array
+
+
+def _check_positive_int(name, value):
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"MoEConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
+        )
+    if value < 1:
+        raise ValueError(
+            f"MoEConfig: {name} must be at least 1; got {name}={value}; pass a positive int"
+        )
+
+
+def _check_coefficient(name, value):
+    if not isinstance(value, int | float):
+        raise TypeError(
+            f"MoEConfig: {name} must be a Python number; got {name}={value!r}; pass a float"
+        )
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(
+            f"MoEConfig: {name} must be finite and not negative; got {name}={value}; 0 turns it off"
+        )
+
+
+def _check_capacity_factor(value):
+    if value is None:
+        return
+    if not isinstance(value, int | float):
+        raise TypeError(
+            "MoEConfig: capacity_factor must be None or a Python number; "
+            f"got capacity_factor={value!r}; pass a float"
+        )
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(
+            "MoEConfig: capacity_factor must be finite and at least 1; "
+            f"got capacity_factor={value}; pass None for no dropping"
+        )
+
+
+def _check_ep_axis(value):
+    axes = (value,) if isinstance(value, str) else value
+    if axes is not None and not (
+        isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
+    ):
+        raise TypeError(
+            "MoEConfig: ep_axis must be an axis name, a tuple of names or None; "
+            f"got ep_axis={value!r}; write for example ep_axis='ep'"
+        )
+
+
+def _float_dtype(name, value):
+    dtype = jnp.dtype(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"MoEConfig: {name} must be a floating dtype; got {name}={value!r}; use jnp.bfloat16 or jnp.float32"
+        )
+    return dtype

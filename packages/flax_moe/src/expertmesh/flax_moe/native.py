@@ -1,0 +1,319 @@
+"""The same MoE block in plain JAX: top-k, sort, all-to-all, `ragged_dot`. The baseline of every comparison.
+
+Uses no op of `expertmesh.core` and nothing of `expertmesh.ep`. Never drops a token.
+
+    route -> sort choices by expert -> exchange over ep -> sort by local expert -> ragged_dot, activation, ragged_dot
+          -> unsort -> exchange back -> unsort -> weighted sum
+
+Dimension key, on one device: T tokens, K choices per token, E experts, R devices of the EP axis, e = E / R local
+experts, N = T K rows to send, C rows per pair of devices (padded exchange), M rows received, D model width, F expert
+width.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from math import prod
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.params import check_params, initializers, param_shapes
+
+__all__ = ["EXCHANGES", "NativeMoEBlock", "native_moe"]
+
+EXCHANGES = ("auto", "padded", "ragged")
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def native_moe(
+    params: Mapping[str, jax.Array],
+    x: jax.Array,
+    config: MoEConfig,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    *,
+    fsdp_axis: str = "fsdp",
+    exchange: str = "auto",
+) -> MoEOutput:
+    """`expertmesh.flax_moe.moe` in plain JAX.
+
+    Args:
+      params: the tree of `init_params`.
+      x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
+      config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor; `alignment`
+        and `transport` are not used.
+      mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
+        context, and without one a single device.
+      fsdp_axis: the axis that D of the expert weights is split over and gathered from.
+      exchange: "ragged" `ragged_all_to_all`; "padded" `all_to_all` of the worst case; "auto" ragged unless on CPU,
+        where XLA has no such collective.
+
+    Returns:
+      MoEOutput.
+
+    Raises:
+      ValueError: a parameter that is missing, unknown or of the wrong shape, a capacity factor, a router that it lacks,
+        an unknown exchange, a first dimension or E that the mesh does not divide, or neither axis in the mesh.
+
+    Costs per call two exchanges of T K rows over ep (padded: R min(T min(K, e)) of them per device), one gather of the
+    weights over fsdp, and all-reduces of [E] vectors.
+    """
+    if config.capacity_factor is not None:
+        raise ValueError(
+            "native_moe: capacity_factor must be None, it never drops; "
+            f"got capacity_factor={config.capacity_factor}; use moe"
+        )
+    if (config.score_function, config.num_groups, config.scaling_factor) != ("softmax", None, 1):
+        raise ValueError(
+            "native_moe: the router must be softmax without groups or scaling factor; "
+            f"got {config.router}; use moe"
+        )
+    if exchange not in EXCHANGES:
+        raise ValueError(
+            f"native_moe: exchange must be one of {', '.join(EXCHANGES)}; got exchange={exchange!r}; use 'auto'"
+        )
+    check_params("native_moe", params, x.shape[-1], config, config.num_experts)
+    mesh = _find_mesh(mesh, x)
+    if mesh is None:
+        return MoEOutput(
+            *_on_device(params, x, config=config, axes=(), ep_axis=None, fsdp_axis=None)
+        )
+    ep_axis = config.ep_axis or "ep"
+    axes = _token_axes(mesh, fsdp_axis, ep_axis)
+    _check_divisible(mesh, axes, ep_axis, x, config)
+    fsdp = fsdp_axis if fsdp_axis in axes and x.shape[-1] % mesh.shape[fsdp_axis] == 0 else None
+    ep = ep_axis if ep_axis in axes else None
+    specs = {
+        "gate_kernel": PartitionSpec(),
+        "wi": PartitionSpec(ep, fsdp),
+        "wo": PartitionSpec(ep, None, fsdp),
+        "wi_bias": PartitionSpec(ep),
+        "wo_bias": PartitionSpec(ep),
+    }
+    in_specs = ({name: specs[name] for name in params}, PartitionSpec(axes))
+    body = functools.partial(
+        _on_device,
+        config=config,
+        axes=axes,
+        ep_axis=ep,
+        fsdp_axis=fsdp,
+        ragged=exchange == "ragged" or exchange == "auto" and _platform(mesh) != "cpu",
+    )
+    shard = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(PartitionSpec(axes), *[PartitionSpec()] * 4),
+        check_vma=False,
+    )
+    return MoEOutput(*shard(*_place((params, x), in_specs, mesh)))
+
+
+def _find_mesh(mesh, x):
+    if mesh is None:
+        mesh = jax.typeof(x).sharding.mesh
+        mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh
+
+
+def _token_axes(mesh, fsdp_axis, ep_axis):
+    axes = tuple(axis for axis in (fsdp_axis, ep_axis) if axis in mesh.axis_names)
+    if not axes:
+        raise ValueError(
+            f"native_moe: the mesh must have an axis {fsdp_axis!r} or {ep_axis!r}; "
+            f"got mesh axes {mesh.axis_names}; rename them, or pass fsdp_axis and config.ep_axis"
+        )
+    return axes
+
+
+def _check_divisible(mesh, axes, ep_axis, x, config):
+    devices = prod(mesh.shape[axis] for axis in axes)
+    if x.ndim < 2 or x.shape[0] % devices:
+        raise ValueError(
+            f"native_moe: the first dimension of x must be divisible by the {devices} devices of {axes}; "
+            f"got x.shape={x.shape}; pad the batch"
+        )
+    ranks = mesh.shape.get(ep_axis, 1)
+    if config.num_experts % ranks:
+        raise ValueError(
+            f"native_moe: num_experts must be divisible by the size of {ep_axis!r}; "
+            f"got num_experts={config.num_experts}, size {ranks}; change one of them"
+        )
+
+
+def _platform(mesh):
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0].platform
+    return jax.default_backend()
+
+
+def _place(values, specs, mesh):
+    """Lays out the operands over Explicit axes, where shard_map does not reshard."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return values
+    return jax.tree.map(lambda v, s: jax.sharding.reshard(v, NamedSharding(mesh, s)), values, specs)
+
+
+def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
+    """The fields of MoEOutput, on one device's tokens and experts inside a shard_map over `axes` (none: on all)."""
+    x_TD = x.reshape(-1, x.shape[-1])
+    logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
+    weights_TK, idx_TK = _top_k(logits_TE, config)
+    experts = functools.partial(_experts, _gathered(params, config.dtype, fsdp_axis), config)
+    y_TD = _route_through(
+        experts, x_TD.astype(config.dtype), idx_TK, weights_TK, config.num_experts, ep_axis, ragged
+    )
+    counts_E = _psum(_histogram(idx_TK, config.num_experts), axes)
+    aux, z = _losses(logits_TE, counts_E, config, axes)
+    return y_TD.reshape(x.shape).astype(x.dtype), aux, z, counts_E, jnp.int32(0)
+
+
+def _top_k(logits_TE, config):
+    if config.use_pre_softmax:
+        return jax.lax.top_k(jax.nn.softmax(logits_TE), config.top_k)
+    top_TK, idx_TK = jax.lax.top_k(logits_TE, config.top_k)
+    return jax.nn.softmax(top_TK), idx_TK
+
+
+def _histogram(idx, size):
+    return jnp.zeros(size, jnp.int32).at[idx].add(1, mode="drop")
+
+
+def _psum(x, axes):
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _losses(logits_TE, counts_E, config, axes):
+    """The load-balancing loss and the z-loss over the tokens of all devices."""
+    T, E = logits_TE.shape
+    total = max(T * (jax.lax.axis_size(axes) if axes else 1), 1)
+    probs_E = _psum(jnp.sum(jax.nn.softmax(logits_TE), axis=0), axes)
+    balance = jnp.sum(probs_E * counts_E.astype(jnp.float32)) * E / (config.top_k * total**2)
+    z = _psum(jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2), axes) / total
+    return config.aux_loss_coeff * balance, config.z_loss_coeff * z
+
+
+def _gathered(params, dtype, fsdp_axis):
+    """Expert weights in the compute dtype, whole along D; the gather's transpose scatters the gradient."""
+    params = {name: w.astype(dtype) for name, w in params.items() if name != "gate_kernel"}
+    if fsdp_axis is not None:
+        for name, dim in (("wi", 1), ("wo", 2)):
+            params[name] = jax.lax.all_gather(params[name], fsdp_axis, axis=dim, tiled=True)
+    return params
+
+
+def _experts(params, config, x_MD, sizes_e):
+    """The experts' feed-forward on rows sorted by local expert."""
+    rows = x_MD.shape[0]
+    num_local, D, _, F = params["wi"].shape
+    wi = params["wi"].reshape(num_local, D, 2 * F)
+    h_M2F = jax.lax.ragged_dot(x_MD, wi, sizes_e).reshape(rows, 2, F)
+    expert_M = None
+    if "wi_bias" in params:
+        expert_M = jnp.repeat(jnp.arange(num_local), sizes_e, total_repeat_length=rows)
+        h_M2F += params["wi_bias"][expert_M]
+    h_M2F = h_M2F.astype(jnp.float32)
+    a_MF = (_ACTIVATIONS[config.activation](h_M2F[:, 0]) * h_M2F[:, 1]).astype(x_MD.dtype)
+    y_MD = jax.lax.ragged_dot(a_MF, params["wo"], sizes_e)
+    return y_MD if expert_M is None else y_MD + params["wo_bias"][expert_M]
+
+
+def _route_through(experts, x_TD, idx_TK, weights_TK, num_experts, ep_axis, ragged):
+    T, K = idx_TK.shape
+    order_N = jnp.argsort(idx_TK.reshape(-1), stable=True)
+    rows_ND = x_TD[order_N // K]
+    sizes_E = _histogram(idx_TK, num_experts)
+    if ep_axis is None:
+        y_ND = experts(rows_ND, sizes_E)
+    else:
+        exchange = _ragged if ragged else _padded
+        y_ND = exchange(experts, rows_ND, sizes_E, T, K, ep_axis)
+    y_TKD = y_ND[jnp.argsort(order_N)].reshape(T, K, -1)
+    return jnp.einsum("tk,tkd->td", weights_TK, y_TKD.astype(jnp.float32))
+
+
+def _by_expert(experts, rows_MD, expert_M, num_local):
+    """Sorts received rows by local expert (`num_local` for unused rows), computes, and restores their order."""
+    order_M = jnp.argsort(expert_M, stable=True)
+    y_MD = experts(rows_MD[order_M], _histogram(expert_M, num_local))
+    return y_MD[jnp.argsort(order_M)]
+
+
+def _starts(sizes):
+    return jnp.cumsum(sizes, axis=-1) - sizes
+
+
+def _padded(experts, rows_ND, sizes_E, T, K, ep_axis):
+    """One `all_to_all` each way, with room for the most rows that one device can send to another."""
+    R = jax.lax.axis_size(ep_axis)
+    sizes_Re = sizes_E.reshape(R, -1)
+    num_local = sizes_Re.shape[1]
+    C, N = T * min(K, num_local), rows_ND.shape[0]
+    sent_R = sizes_Re.sum(axis=1)
+    slot_C = jnp.arange(C)
+    row_RC = _starts(sent_R)[:, None] + slot_C
+    live_RC = slot_C < sent_R[:, None]
+    send_RCD = rows_ND.at[jnp.where(live_RC, row_RC, N)].get(mode="fill", fill_value=0)
+    recv_RCD = jax.lax.all_to_all(send_RCD, ep_axis, 0, 0, tiled=True)
+    got_Re = jax.lax.all_to_all(sizes_Re, ep_axis, 0, 0, tiled=True)
+    expert_RC = jnp.sum(slot_C[:, None] >= jnp.cumsum(got_Re, axis=1)[:, None], axis=2)
+    y_MD = _by_expert(experts, recv_RCD.reshape(R * C, -1), expert_RC.reshape(-1), num_local)
+    back_RCD = jax.lax.all_to_all(y_MD.reshape(R, C, -1), ep_axis, 0, 0, tiled=True)
+    rank_N = jnp.repeat(jnp.arange(R), sent_R, total_repeat_length=N)
+    return back_RCD[rank_N, jnp.arange(N) - _starts(sent_R)[rank_N]]
+
+
+def _ragged(experts, rows_ND, sizes_E, T, K, ep_axis):
+    """One `ragged_all_to_all` each way; what a device receives is packed by source."""
+    R, rank = jax.lax.axis_size(ep_axis), jax.lax.axis_index(ep_axis)
+    sizes_Re = sizes_E.reshape(R, -1)
+    num_local = sizes_Re.shape[1]
+    M = R * T * min(K, num_local)
+    counts_RRe = jax.lax.all_gather(sizes_Re, ep_axis)
+    pairs_RR = counts_RRe.sum(axis=2)  # rows from source i to destination j
+    sent_R, got_R = pairs_RR[rank], pairs_RR[:, rank]
+    send_at_R, recv_at_R = _starts(sent_R), _starts(got_R)
+    place_R = _starts(pairs_RR.T).T[rank]  # where this device's rows start at each destination
+    back_at_R = _starts(pairs_RR)[:, rank]  # where this device's rows start at each source
+    empty_MD = jnp.zeros((M, rows_ND.shape[1]), rows_ND.dtype)
+    recv_MD = jax.lax.ragged_all_to_all(
+        rows_ND, empty_MD, send_at_R, sent_R, place_R, got_R, axis_name=ep_axis
+    )
+    ends = jnp.cumsum(counts_RRe[:, rank].reshape(-1))
+    segment_M = jnp.searchsorted(ends, jnp.arange(M), side="right")
+    expert_M = jnp.where(segment_M < R * num_local, segment_M % num_local, num_local)
+    y_MD = _by_expert(experts, recv_MD, expert_M, num_local)
+    return jax.lax.ragged_all_to_all(
+        y_MD, jnp.zeros_like(rows_ND), recv_at_R, got_R, back_at_R, sent_R, axis_name=ep_axis
+    )
+
+
+class NativeMoEBlock(nn.Module):
+    """`native_moe` as a Linen module with the parameters of `linen.MoEBlock`.
+
+    Attributes:
+      config: see MoEConfig.
+      mesh: see `native_moe`.
+    """
+
+    config: MoEConfig
+    mesh: jax.sharding.Mesh | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> MoEOutput:
+        init = initializers()
+        params = {
+            name: self.param(name, init[name], shape, self.config.param_dtype)
+            for name, shape in param_shapes(x.shape[-1], self.config).items()
+        }
+        return native_moe(params, x, self.config, self.mesh)

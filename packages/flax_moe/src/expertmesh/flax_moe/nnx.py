@@ -1,0 +1,55 @@
+"""The MoE block as a Flax NNX module: parameters and their logical axes, nothing else."""
+
+import jax
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+
+from expertmesh.core.specs import spec_axes
+from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.moe import moe
+from expertmesh.flax_moe.params import LogicalAxes, initializers, param_names, param_shapes
+
+__all__ = ["MoEBlock"]
+
+
+class MoEBlock(nnx.Module):
+    """`expertmesh.flax_moe.moe` with one `nnx.Param` for each parameter of `init_params`, under its name."""
+
+    def __init__(
+        self,
+        model_dim: int,
+        config: MoEConfig,
+        *,
+        rngs: nnx.Rngs,
+        logical_axes: LogicalAxes | None = LogicalAxes(),  # noqa: B008  a frozen value
+    ):
+        """Draws the parameters from `rngs.params()`.
+
+        Args:
+          model_dim: D.
+          config: see MoEConfig.
+          rngs: source of keys.
+          logical_axes: names for each parameter's `out_sharding`; None: no such metadata. The parameter is laid out at
+            once where all its names are, or by `flax.core.spmd.logical_axis_rules` map to, axes of the mesh in context.
+        """
+        self.config = config
+        init = initializers()
+        for name, shape in param_shapes(model_dim, config).items():
+            metadata = {} if logical_axes is None else _metadata(logical_axes.of(name))
+            value = init[name](rngs.params(), shape, config.param_dtype)
+            setattr(self, name, nnx.Param(value, **metadata))
+
+    def __call__(self, x: jax.Array) -> MoEOutput:
+        """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
+        params = {name: getattr(self, name)[...] for name in param_names(self.config)}
+        return moe(params, x, self.config)
+
+
+def _metadata(names):
+    # Flax would raise where a name is not an axis of the mesh, or where there is no mesh.
+    rules = dict(get_logical_axis_rules())
+    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+    known = bool(mesh_axes) and all(
+        axis in mesh_axes for axis in spec_axes([rules.get(name, name) for name in names])
+    )
+    return {"out_sharding": names, "eager_sharding": known}

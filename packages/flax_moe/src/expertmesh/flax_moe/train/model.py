@@ -1,0 +1,196 @@
+"""A byte-level decoder language model: pre-norm causal attention and MoE layers, as pure functions.
+
+    x = sum_j shift(onehot(byte), j) @ embed[j]            the byte and the WINDOW - 1 before it
+    x = x + attention(norm(x));  x = x + moe(norm(x))      once per layer
+    logits = norm(x) @ head
+
+Dimension key: B sequences, S positions, D model width, H heads, d head width (D = H * d), V = 256 bytes,
+W = WINDOW bytes seen by the embedding, L layers, E experts, F expert width.
+
+The same code runs without a mesh, with Auto axes and with Explicit axes. Activations are split over
+B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
+the expert weights stay where `param_specs` puts them.
+
+Bytes are looked up by a product with one-hot rows: its gradient is a product as well, so it is
+deterministic on every platform, which the scatter-add of an indexed lookup is not on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core import MeshResource
+from expertmesh.flax_moe import MoEConfig, init_params, moe, param_specs
+from expertmesh.flax_moe.train.mesh import place
+
+VOCAB = 256
+WINDOW = 4
+ROPE_BASE = 10_000.0
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The decoder. `model_dim` is a multiple of `heads`, and each head is of even width."""
+
+    layers: int
+    model_dim: int
+    heads: int
+    moe: MoEConfig
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.heads
+
+
+class Output(NamedTuple):
+    """What a forward pass gives: `logits` float32[B, S, V]; the other fields follow `MoEOutput`."""
+
+    logits: jax.Array
+    aux_loss: jax.Array  # float32[], summed over the layers
+    z_loss: jax.Array  # float32[], summed over the layers
+    tokens_per_expert: jax.Array  # int32[L, E]
+    num_dropped: jax.Array  # int32[], summed over the layers
+
+
+def init(key: jax.Array, config: ModelConfig) -> Params:
+    """Parameters drawn from `key`; matrices have variance 1 / fan-in, the head starts at zero."""
+    embed_key, *layer_keys = jax.random.split(key, 1 + config.layers)
+    D = config.model_dim
+    return {
+        "embed": _normal(embed_key, (WINDOW, VOCAB, D), WINDOW),
+        "layers": [_init_layer(k, config) for k in layer_keys],
+        "norm": jnp.ones(D),
+        "head": jnp.zeros((D, VOCAB)),
+    }
+
+
+def _init_layer(key: jax.Array, config: ModelConfig) -> Params:
+    qkv_key, out_key, moe_key = jax.random.split(key, 3)
+    D = config.model_dim
+    return {
+        "attention_norm": jnp.ones(D),
+        "qkv": _normal(qkv_key, (D, 3, D), D),
+        "out": _normal(out_key, (D, D), D * 2 * config.layers),
+        "moe_norm": jnp.ones(D),
+        "moe": init_params(moe_key, D, config.moe),
+    }
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+    return jax.random.normal(key, shape) * fan_in**-0.5
+
+
+def specs(config: ModelConfig, resource: MeshResource) -> Params:
+    """Where each parameter of `init` lives at rest."""
+    layer = {
+        "attention_norm": PartitionSpec(),
+        "qkv": PartitionSpec("fsdp", None, None),
+        "out": PartitionSpec("fsdp", None),
+        "moe_norm": PartitionSpec(),
+        "moe": param_specs(config.moe, resource),
+    }
+    return {
+        "embed": PartitionSpec(None, None, "fsdp"),
+        "layers": [layer] * config.layers,
+        "norm": PartitionSpec(),
+        "head": PartitionSpec("fsdp", None),
+    }
+
+
+def forward(params: Params, bytes_BS: jax.Array, config: ModelConfig) -> Output:
+    """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses."""
+    x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
+    outputs = []
+    for layer in params["layers"]:
+        x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
+        output = moe(layer["moe"], _rms_norm(x_BSD, layer["moe_norm"]), config.moe)
+        x_BSD += output.y
+        outputs.append(output)
+    head_DV = _gather(params["head"], x_BSD.dtype)
+    logits_BSV = _rms_norm(x_BSD, params["norm"]) @ head_DV
+    return Output(
+        logits=logits_BSV.astype(jnp.float32),
+        aux_loss=_total(o.aux_loss for o in outputs),
+        z_loss=_total(o.z_loss for o in outputs),
+        tokens_per_expert=jnp.stack([o.tokens_per_expert for o in outputs]),
+        num_dropped=_total(o.num_dropped for o in outputs),
+    )
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target] in nats, float32[B, S]."""
+    target_BSV = jax.nn.one_hot(targets_BS, VOCAB, dtype=logits_BSV.dtype)
+    chosen_BS = jnp.sum(logits_BSV * target_BSV, axis=-1)
+    return jax.nn.logsumexp(logits_BSV, axis=-1) - chosen_BS
+
+
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
+
+
+def _gather(w: jax.Array, dtype: Any) -> jax.Array:
+    """The whole of a dense weight on every device, in `dtype`; its gradient goes back in shards."""
+    return place(w.astype(dtype), PartitionSpec())
+
+
+def _embed(embed_WVD: jax.Array, bytes_BS: jax.Array, dtype: Any) -> jax.Array:
+    onehot_BSV = jax.nn.one_hot(bytes_BS, VOCAB, dtype=dtype)
+    embed_WVD = _gather(embed_WVD, dtype)
+    return _total(_shift(onehot_BSV @ embed_WVD[j], j) for j in range(WINDOW))
+
+
+def _shift(x_BSD: jax.Array, by: int) -> jax.Array:
+    """Moves positions later by `by`; zeros come in at the front."""
+    return jnp.pad(x_BSD, ((0, 0), (by, 0), (0, 0)))[:, : x_BSD.shape[1]]
+
+
+def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    x32_BSD = x_BSD.astype(jnp.float32)
+    mean_BS1 = jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True)
+    scale_11D = jnp.expand_dims(scale_D, (0, 1))
+    return (x32_BSD * jax.lax.rsqrt(mean_BS1 + 1e-6) * scale_11D).astype(x_BSD.dtype)
+
+
+def _attention(layer: Params, x_BSD: jax.Array, config: ModelConfig) -> jax.Array:
+    """Causal softmax attention with rotary positions and normalised queries and keys."""
+    B, S, D = x_BSD.shape
+    H, d = config.heads, config.head_dim
+    qkv_D3D = _gather(layer["qkv"], x_BSD.dtype)
+    qkv_BS3Hd = jnp.einsum("bsd,dce->bsce", x_BSD, qkv_D3D).reshape(B, S, 3, H, d)
+    q_BSHd, k_BSHd, v_BSHd = (qkv_BS3Hd[:, :, i] for i in range(3))
+    q_BSHd, k_BSHd = _rotate(_unit(q_BSHd)), _rotate(_unit(k_BSHd))
+    scores_BHST = jnp.einsum("bshd,bthd->bhst", q_BSHd, k_BSHd).astype(jnp.float32) * d**0.5
+    causal_11ST = jnp.tril(jnp.ones((1, 1, S, S), bool))
+    weights_BHST = jax.nn.softmax(jnp.where(causal_11ST, scores_BHST, -1e30)).astype(x_BSD.dtype)
+    y_BSHd = jnp.einsum("bhst,bthd->bshd", weights_BHST, v_BSHd)
+    return y_BSHd.reshape(B, S, D) @ _gather(layer["out"], x_BSD.dtype)
+
+
+def _unit(x_BSHd: jax.Array) -> jax.Array:
+    """Rows of length 1, so that scores stay within sqrt(d) at any learning rate."""
+    x32 = x_BSHd.astype(jnp.float32)
+    length = jnp.sum(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(length + 1e-6)).astype(x_BSHd.dtype)
+
+
+def _rotate(x_BSHd: jax.Array) -> jax.Array:
+    """Rotary position embedding on the halves of the head width."""
+    cos, sin = _angles(x_BSHd.shape[1], x_BSHd.shape[3] // 2)
+    a, b = jnp.split(x_BSHd.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BSHd.dtype)
+
+
+def _angles(S: int, half: int) -> tuple[jax.Array, jax.Array]:
+    frequency = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_S1d = jnp.outer(jnp.arange(S, dtype=jnp.float32), frequency)[None, :, None, :]
+    return jnp.cos(angle_S1d), jnp.sin(angle_S1d)

@@ -1,0 +1,33 @@
+"""Settings that JAX reads once, so they are in the environment before anything imports it."""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+# Several test processes share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The second run of a test does not compile again; JAX_COMPILATION_CACHE_DIR= (empty) turns it off.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache/jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import pytest  # noqa: E402
+
+from multiprocess_runner import on_gpu, run_processes  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    if on_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device (JAX_PLATFORMS=cuda,cpu)")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def multiprocess():
+    """`run_processes` of multiprocess_runner.py."""
+    return run_processes

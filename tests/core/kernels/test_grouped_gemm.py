@@ -1,0 +1,81 @@
+"""The Triton kernels of the grouped GEMM on a GPU, against float64 loops; the contract suite runs them too."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core.ops.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
+from expertmesh.core.testing import relative_error
+
+# Rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile.
+SHAPES = [
+    (1000, 512, 776, 5, 137),
+    (333, 520, 264, 7, 0),
+    (4096, 1024, 512, 64, 900),
+    (77, 8, 8, 3, 77),
+]
+
+
+def _operands(C, K, N, G, dead, dtype):
+    rng = np.random.default_rng(C)
+    sizes = rng.multinomial(C - dead, [1 / G] * G).astype(np.int32)
+    sizes[1] = 0  # an empty group
+    live = sizes.sum()
+    scale = 2.0 ** rng.integers(-3, 4, size=(C, 1))
+    lhs, dy = rng.normal(size=(C, K)) * scale, rng.normal(size=(C, N)) * scale
+    lhs[live:] = dy[live:] = np.nan  # must reach nothing
+    rhs = rng.normal(size=(G, K, N))
+    return [jnp.asarray(x, dtype) for x in (lhs[None], dy[None], rhs)], jnp.asarray(sizes[None])
+
+
+def _oracle(lhs, dy, rhs, sizes):
+    lhs, dy, rhs = (np.asarray(x, np.float64) for x in (lhs[0], dy[0], rhs))
+    out, dlhs, drhs = (np.zeros(s) for s in (dy.shape, lhs.shape, rhs.shape))
+    first = 0
+    for g, size in enumerate(np.asarray(sizes[0])):
+        rows = slice(first, first := first + size)
+        out[rows], dlhs[rows] = lhs[rows] @ rhs[g], dy[rows] @ rhs[g].T
+        drhs[g] = lhs[rows].T @ dy[rows]
+    return out, dlhs, drhs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
+    (lhs, dy, rhs), sizes = _operands(*shape, dtype)
+    options = {"implementation": "triton", "out_dtype": jnp.dtype("float32")}
+
+    @jax.jit
+    def run(lhs, dy, rhs, sizes):
+        return (
+            grouped_gemm_op(lhs, rhs, sizes, **options)[0],
+            grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
+            grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=rhs.shape[0], **options),
+        )
+
+    got, again = run(lhs, dy, rhs, sizes), run(lhs, dy, rhs, sizes)
+    for x, y, want in zip(got, again, _oracle(lhs, dy, rhs, sizes), strict=True):
+        assert relative_error(x, want) < 1e-5
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    live = int(sizes.sum())
+    assert not np.asarray(got[0][live:]).any() and not np.asarray(got[1][live:]).any()
+    assert not np.asarray(got[2][1]).any(), "the empty group has a gradient"
+
+
+def test_a_kernel_asked_for_by_name_says_why_it_cannot_run():
+    (lhs, _, rhs), sizes = _operands(16, 8, 8, 3, 0, "float32")
+    missing = importlib.util.find_spec("jax_triton") is None
+    platform = jax.default_backend()
+    error = ImportError if missing else ValueError
+    reason = "pip install" if missing else "bfloat16" if platform == "gpu" else "cuda"
+    with pytest.raises(error, match=reason):
+        grouped_gemm_op(lhs, rhs, sizes, out_dtype=jnp.dtype("float32"), implementation="triton")

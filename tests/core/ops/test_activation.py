@@ -1,0 +1,92 @@
+"""gated_activation against the formulas in float64, for every activation; dtype, zeros, NaN, errors."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.ops.cases import ACTIVATION, contract, label
+from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
+from expertmesh.core.testing import check_op, magnitudes, relative_error
+
+erf = np.vectorize(math.erf)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+ORACLES = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    "relu": lambda x: np.where(x > 0, x, 0),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "squared_relu": lambda x: np.where(x > 0, x * x, 0),
+}
+
+EVERY = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+@pytest.mark.parametrize("case, setting", contract(ACTIVATION), ids=label)
+def test_contract(case, setting):
+    check_op(case, setting)
+
+
+def test_every_activation_has_an_oracle():
+    assert set(ORACLES) == set(ACTIVATIONS)
+
+
+@EVERY
+def test_values_and_gradients(activation):
+    """The slope is a central difference of the float64 formula."""
+    rng = np.random.default_rng(0)
+    h = magnitudes(rng, (5, 7, 2, 11))
+    d_out = rng.normal(size=(5, 7, 11))
+    gate, up = h[..., 0, :].astype(np.float64), h[..., 1, :].astype(np.float64)
+    act = ORACLES[activation]
+    slope = (act(gate + 1e-6) - act(gate - 1e-6)) / 2e-6
+    out, vjp = jax.vjp(lambda h: gated_activation(h, activation=activation), jnp.asarray(h))
+    (d_h,) = vjp(jnp.asarray(d_out, jnp.float32))
+    assert relative_error(out, act(gate) * up) < 1e-6
+    assert relative_error(d_h[..., 0, :], d_out * slope * up) < 1e-5
+    assert relative_error(d_h[..., 1, :], d_out * act(gate)) < 1e-6
+
+
+@EVERY
+def test_bfloat16_is_rounded_once(activation):
+    """Equal to the float32 result rounded at the end, forward and backward."""
+    h = jnp.asarray(magnitudes(np.random.default_rng(1), (64, 2, 32), "bfloat16"))
+    wide = gated_activation(h.astype(jnp.float32), activation=activation)
+    out, vjp = jax.vjp(lambda h: gated_activation(h, activation=activation), h)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+    assert vjp(out)[0].dtype == jnp.bfloat16
+
+
+@EVERY
+def test_zero_rows_stay_zero_and_nan_stays_in_its_row(activation):
+    h = np.random.default_rng(2).normal(size=(4, 2, 8)).astype(np.float32)
+    h[1] = 0
+    h[2] = np.nan
+    out, vjp = jax.vjp(lambda h: gated_activation(h, activation=activation), jnp.asarray(h))
+    (d_h,) = vjp(jnp.ones_like(out))
+    np.testing.assert_array_equal(out[1], 0)
+    assert np.isfinite(out[jnp.array([0, 1, 3])]).all() and np.isnan(out[2]).all()
+    assert np.isfinite(d_h[jnp.array([0, 1, 3])]).all()
+
+
+@pytest.mark.parametrize(
+    "shape, activation, words",
+    [
+        ((4, 2, 8), "swish", ["activation='swish'", *ACTIVATIONS]),
+        ((4, 3, 8), "silu", ["(4, 3, 8)", "[..., 2, F]"]),
+        ((8,), "silu", ["(8,)", "[..., 2, F]"]),
+    ],
+)
+def test_errors(shape, activation, words):
+    with pytest.raises(ValueError) as info:
+        gated_activation(jnp.zeros(shape), activation=activation)
+    assert all(word in str(info.value) for word in ["gated_activation", *words])

@@ -1,0 +1,162 @@
+"""Op and differentiable: choice of implementation, errors, retraces, cotangents."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, global_shard_guard
+
+
+def _double(x, *, offset=0.0):
+    return 2 * x + offset
+
+
+def _double_fast(x, *, offset=0.0):
+    return 2 * x + offset + 1000  # told apart from the reference by its value
+
+
+def _op(**kernel):
+    return Op(
+        "double", _double, "... -> ...", kernels=(Kernel("fast", "cpu", _double_fast, **kernel),)
+    )
+
+
+X = jnp.arange(4.0)
+
+
+def test_auto_takes_the_kernel_of_the_platform_and_reference_does_not():
+    np.testing.assert_array_equal(_op()(X), _double_fast(X))
+    np.testing.assert_array_equal(
+        _op()(X, implementation="fast", offset=3.0), _double_fast(X, offset=3.0)
+    )
+    np.testing.assert_array_equal(_op()(X, implementation="reference"), _double(X))
+
+
+def test_a_kernel_of_another_platform_is_not_taken():
+    op = Op("double", _double, "... -> ...", kernels=(Kernel("fast", "cuda", _double_fast),))
+    np.testing.assert_array_equal(op(X), _double(X))
+
+
+def test_a_missing_package_warns_under_auto_and_raises_by_name():
+    op = _op(requires="no_such_package", install="pip install no-such-package")
+    with pytest.warns(UserWarning, match="no_such_package.*pip install no-such-package"):
+        np.testing.assert_array_equal(op(X), _double(X))
+    with pytest.raises(ImportError, match="pip install no-such-package"):
+        op(X, implementation="fast")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(X, implementation="reference")
+
+
+def test_a_kernel_may_refuse_operands():
+    op = _op(
+        supports=lambda x, offset=0.0: None if x.shape[0] % 4 == 0 else f"length {x.shape[0]} % 4"
+    )
+    np.testing.assert_array_equal(op(X), _double_fast(X))
+    np.testing.assert_array_equal(op(X[:3]), _double(X[:3]))
+    with pytest.raises(ValueError, match="length 3"):
+        op(X[:3], implementation="fast")
+
+
+def test_unknown_implementation_lists_the_choices():
+    with pytest.raises(ValueError, match="auto, reference, fast; got implementation='quick'"):
+        _op()(X, implementation="quick")
+
+
+def test_kernel_results_vary_like_operands_in_shard_map():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(lambda x: _op()(x), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    np.testing.assert_array_equal(f(jnp.arange(8.0)), _double_fast(jnp.arange(8.0)))
+
+
+def test_nested_vmap_of_a_summed_op():
+    op = Op("sum", lambda x, y: jnp.einsum("tk,tk->k", x, y), "t k, t k -> k", summed=("t",))
+    x, y = np.random.default_rng(0).normal(size=(2, 2, 3, 5, 4)).astype(np.float32)
+    out = jax.vmap(jax.vmap(op, (0, None)), (0, 0))(x, y[:, 0])
+    np.testing.assert_allclose(out, np.einsum("abtk,atk->abk", x, y[:, 0]), rtol=1e-5)
+
+
+def test_auto_axes_in_a_partly_manual_region_need_a_resource():
+    mesh = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+    f = jax.jit(
+        jax.shard_map(
+            gemm, mesh=mesh, in_specs=(P("pp"), P()), out_specs=P("pp"), axis_names={"pp"}
+        )
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"Manual \['pp'\] and Auto \['ep'\].*MeshResource"
+    ):
+        f(x, w)
+    with global_shard_guard(MeshResource(ep_resource="ep", pp_resource="pp")):
+        np.testing.assert_array_equal(f(x, w), np.full((8, 16), 16.0))
+
+
+def test_explicit_beside_auto_axes_needs_a_resource():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("a")))
+    with pytest.raises(NotImplementedError, match=r"Auto \['b'\]"):
+        gemm(x, jnp.ones((16, 16)))
+
+
+def test_a_resource_must_name_axes_of_the_mesh():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("a")))
+    with (
+        global_shard_guard(MeshResource(ep_resource="expert")),
+        pytest.raises(ValueError, match=r"\['expert'\], mesh axes \('a',\)"),
+    ):
+        gemm(x, jnp.ones((16, 16)))
+
+
+def test_a_resource_without_any_mesh_is_harmless():
+    with global_shard_guard(MeshResource(ep_resource="ep")):
+        np.testing.assert_array_equal(
+            gemm(jnp.ones((2, 4)), jnp.ones((4, 3))), np.full((2, 3), 4.0)
+        )
+
+
+def test_repeated_eager_calls_trace_once():
+    traces = []
+
+    def reference(x, *, offset):
+        traces.append(offset)
+        return x + offset
+
+    op = Op("traced", reference, "... -> ...")
+    f = differentiable(
+        lambda x, *, offset: (op(x, offset=offset), x), lambda r, ct, *, offset: (ct,)
+    )
+    for _ in range(3):
+        f(X, offset=1.0)
+        op(X, offset=2.0)
+    assert traces == [1.0, 2.0]
+
+
+def test_cotangents_have_the_dtype_of_their_primals():
+    f = differentiable(lambda x, i: (x * 2, i), lambda i, ct: (ct.astype(jnp.float32) * 2, None))
+    x = jnp.ones(3, jnp.bfloat16)
+    _, pull = jax.vjp(f, x, jnp.arange(3))
+    dx, di = pull(jnp.ones(3, jnp.bfloat16))
+    assert dx.dtype == jnp.bfloat16
+    assert di.dtype == jax.dtypes.float0
+
+
+def test_explicit_cotangents_have_the_spec_of_their_primals():
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    x, w = put(jnp.ones((16, 8)), ("fsdp", "ep")), put(jnp.ones((8, 8)), None, "fsdp")
+    dx, dw = jax.jit(jax.grad(lambda x, w: gemm(x, w).sum(), (0, 1)))(x, w)
+    assert dx.sharding.spec == P(("fsdp", "ep"), None)
+    assert dw.sharding.spec == P(None, "fsdp")
+
+
+def test_a_kernel_that_is_not_automatic_runs_by_name_only():
+    op = _op(automatic=False)
+    np.testing.assert_array_equal(op(X), _double(X))
+    np.testing.assert_array_equal(op(X, implementation="fast"), _double_fast(X))

@@ -1,0 +1,84 @@
+"""recv_capacity against an exhaustive search of loads."""
+
+import itertools
+
+import pytest
+
+from expertmesh.ep import EpConfig, recv_capacity
+
+
+def search(num_local, num_tokens, most, alignment):
+    """The most rows that any loads of distinct experts need."""
+    loads = itertools.product(range(num_tokens + 1), repeat=num_local)
+    return max(sum(-(-n // alignment) * alignment for n in x) for x in loads if sum(x) <= most)
+
+
+@pytest.mark.parametrize("E, R", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 2)])
+@pytest.mark.parametrize("K", [1, 2, 5])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("A", [1, 2, 3, 8])
+def test_worst_case_never_drops_and_wastes_less_than_alignment(E, R, K, T, A):
+    e = E // R
+    need = search(e, R * T, R * T * min(K, e), A)
+    assert need <= recv_capacity(E, K, T, R, A) < need + A + (A - 1) * e
+
+
+def test_values():
+    assert recv_capacity(8, 2, 16, 4, 1) == 128  # 64 tokens, both choices here
+    assert recv_capacity(8, 2, 16, 4, 16) == 128  # every expert full: aligned already
+    assert recv_capacity(8, 1, 16, 4, 16) == 96  # roundup(64 + 15 * 2, 16)
+    assert recv_capacity(64, 8, 1024, 8, 128) == 65536
+    assert recv_capacity(8, 4, 10, 4, 1) == 80  # two experts here, so two of four choices
+    assert recv_capacity(8, 2, 16, 4, 1, factor=1) == 32
+    assert recv_capacity(8, 2, 16, 4, 1, factor=1.25) == 40
+    assert recv_capacity(8, 2, 16, 4, 16, factor=1.25) == 48  # roundup(40, 16)
+    assert recv_capacity(8, 2, 17, 4, 16, factor=1.0) == 64  # 17 rows each, roundup to 32
+    assert recv_capacity(8, 2, 16, 4, 1, factor=100.0) == 128
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(num_experts=0), "num_experts=0"),
+        (dict(top_k=0), "top_k=0"),
+        (dict(tokens_per_rank=-1), "tokens_per_rank=-1"),
+        (dict(ep_size=0), "ep_size=0"),
+        (dict(alignment=0), "alignment=0"),
+        (dict(ep_size=3), "num_experts=8, ep_size=3"),
+        (dict(factor=0.9), "factor=0.9"),
+        (dict(factor=float("nan")), "factor=nan"),
+        (dict(factor=float("inf")), "factor=inf"),
+    ],
+)
+def test_errors(changed, words):
+    good = dict(num_experts=8, top_k=2, tokens_per_rank=16, ep_size=4, alignment=1)
+    with pytest.raises(ValueError) as error:
+        recv_capacity(**(good | changed))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changed, kind, words",
+    [
+        (dict(num_experts=0), ValueError, "num_experts=0"),
+        (dict(num_experts=2.0), TypeError, "num_experts=2.0"),
+        (dict(alignment=0), ValueError, "alignment=0"),
+        (dict(alignment=12), ValueError, "power of two"),
+        (dict(capacity=0), ValueError, "capacity=0"),
+        (dict(capacity=24, alignment=16), ValueError, "capacity=24, alignment=16"),
+        (dict(transport="nccl"), ValueError, "auto, local, ring, all_to_all"),
+        (dict(axis=["ep"]), TypeError, "axis=['ep']"),
+        (dict(axis=("ep", 1)), TypeError, "axis=('ep', 1)"),
+    ],
+)
+def test_config_errors(changed, kind, words):
+    with pytest.raises(kind) as error:
+        EpConfig(**(dict(num_experts=8) | changed))
+    assert words in str(error.value)
+
+
+def test_config_is_a_value():
+    assert EpConfig(num_experts=8, axis=("a", "b")) == EpConfig(num_experts=8, axis=("a", "b"))
+    assert hash(EpConfig(num_experts=8)) == hash(EpConfig(num_experts=8))
+    with pytest.raises(TypeError):
+        EpConfig(8)

@@ -1,0 +1,189 @@
+"""The MoE block and its gradients in float64 NumPy, one token and one choice at a time; and data for it."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core.mesh import MeshResource
+from expertmesh.flax_moe import MoEConfig, param_shapes, param_specs
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "relu": lambda x: np.maximum(x, 0),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "squared_relu": lambda x: np.maximum(x, 0) ** 2,
+}
+RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+TOKENS = PartitionSpec(("fsdp", "ep"))
+
+
+class Result(NamedTuple):
+    """What the block returns, and the gradients of sum(y * dy) + aux_loss + z_loss."""
+
+    y: np.ndarray
+    aux_loss: float
+    z_loss: float
+    tokens_per_expert: np.ndarray
+    d_params: dict
+    d_x: np.ndarray
+
+
+class Data(NamedTuple):
+    params: dict
+    x: np.ndarray
+    dy: np.ndarray
+
+
+def make_config(**changes) -> MoEConfig:
+    return MoEConfig(
+        **{
+            "num_experts": 8,
+            "top_k": 2,
+            "expert_dim": 12,
+            "dtype": jnp.float32,
+            "aux_loss_coeff": 0.5,
+            "z_loss_coeff": 0.25,
+            "use_bias": True,
+            **changes,
+        }
+    )
+
+
+def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
+    """Tokens and experts of different magnitudes, biases that matter, and a cotangent of order 1."""
+    rng = np.random.default_rng(seed)
+    D, E = shape[-1], config.num_experts
+    params = {}
+    for name, dims in param_shapes(D, config).items():
+        fan_in = {"wi": D, "wo": config.expert_dim, "gate_kernel": D}.get(name, 1)
+        params[name] = rng.normal(size=dims) * fan_in**-0.5
+    for name in ("wi", "wo"):
+        params[name] *= 2.0 ** rng.integers(-1, 2, size=E).reshape(
+            E, *[1] * (params[name].ndim - 1)
+        )
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 2, size=(*shape[:-1], 1))
+    data = Data(params, x, rng.normal(size=shape))
+    return jax.tree.map(lambda a: a.astype(np.float32), data)
+
+
+def route(logits, config):
+    """Choices and weights of one token; refuses data whose choice hangs on rounding."""
+    order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+    gaps = -np.diff(logits[order])
+    assert gaps[: config.top_k].min(initial=1) > 1e-4, "the data has a near tie"
+    chosen = order[: config.top_k]
+    taking_part = order if config.use_pre_softmax else chosen
+    p = np.exp(logits[taking_part] - logits.max())
+    return chosen, taking_part, p / p.sum()
+
+
+def run(data: Data, config: MoEConfig, keep=lambda t, k: True) -> Result:
+    """The block by loops; choices for which `keep(token, k)` fails are dropped."""
+    params = {name: w.astype(np.float64) for name, w in data.params.items()}
+    D, E, F = data.x.shape[-1], config.num_experts, config.expert_dim
+    params.setdefault("wi_bias", np.zeros((E, 2, F)))
+    params.setdefault("wo_bias", np.zeros((E, D)))
+    x = data.x.astype(np.float64).reshape(-1, D)
+    dy = data.dy.astype(np.float64).reshape(-1, D)
+    T, act = len(x), ACTIVATIONS[config.activation]
+    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((T, E))
+    d = {name: np.zeros_like(w) for name, w in params.items()}
+    logits, counts = x @ params["gate_kernel"], np.zeros(E, int)
+    for t in range(T):
+        chosen, taking_part, p = route(logits[t], config)
+        d_weights = np.zeros(len(taking_part))
+        for k, e in enumerate(chosen):
+            counts[e] += 1
+            if not keep(t, k):
+                continue
+            h = np.tensordot(x[t], params["wi"][e], 1) + params["wi_bias"][e]
+            a = act(h[0]) * h[1]
+            out = a @ params["wo"][e] + params["wo_bias"][e]
+            y[t] += p[k] * out
+            d_weights[k] = dy[t] @ out
+            d_out = p[k] * dy[t]
+            d["wo"][e] += np.outer(a, d_out)
+            d["wo_bias"][e] += d_out
+            d_a = params["wo"][e] @ d_out
+            slope = (act(h[0] + 1e-6) - act(h[0] - 1e-6)) / 2e-6
+            d_h = np.stack([d_a * h[1] * slope, d_a * act(h[0])])
+            d["wi"][e] += x[t][:, None, None] * d_h
+            d["wi_bias"][e] += d_h
+            d_x[t] += np.tensordot(params["wi"][e], d_h, 2)
+        d_logits[t, taking_part] += (np.diag(p) - np.outer(p, p)) @ d_weights
+    aux, z, d_losses = losses(logits, counts, config)
+    d_logits += d_losses
+    d["gate_kernel"] = x.T @ d_logits
+    d_x += d_logits @ params["gate_kernel"].T
+    d = {name: d[name] for name in data.params}
+    return Result(y.reshape(data.x.shape), aux, z, counts, d, d_x.reshape(data.x.shape))
+
+
+def losses(logits, counts, config):
+    """Both losses and the cotangent of the logits."""
+    T, E = logits.shape
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    lse = logits.max(axis=1) + np.log(p.sum(axis=1))
+    p /= p.sum(axis=1, keepdims=True)
+    scale = config.aux_loss_coeff * E / (config.top_k * T**2)
+    aux = scale * np.sum(p.sum(axis=0) * counts)
+    z = config.z_loss_coeff * np.mean(lse**2)
+    d_logits = np.stack([scale * (np.diag(q) - np.outer(q, q)) @ counts for q in p])
+    return aux, z, d_logits + config.z_loss_coeff * 2 / T * lse[:, None] * p
+
+
+def make_mesh(shape, kind: AxisType):
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, ("fsdp", "ep"), axis_types=(kind,) * 2, devices=devices)
+
+
+def place(data: Data, config: MoEConfig, mesh) -> Data:
+    """The data on the mesh: parameters as `param_specs` says, tokens over both axes."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, data)
+    specs = param_specs(config, RESOURCE)
+    return Data(
+        {k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in data.params.items()},
+        *jax.device_put((data.x, data.dy), NamedSharding(mesh, TOKENS)),
+    )
+
+
+def value_and_gradients(block, config):
+    """A function of placed data: the block's output and the gradients of the oracle's scalar."""
+
+    def loss(params, x, dy):
+        out = block(params, x, config)
+        return jnp.sum(out.y.astype(jnp.float32) * dy) + out.aux_loss + out.z_loss, out
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def cosine(got, want) -> float:
+    got, want = (np.asarray(a).astype(np.float64).ravel() for a in (got, want))
+    return float(got @ want / (np.linalg.norm(got) * np.linalg.norm(want)))
+
+
+def assert_result(output, gradients, want: Result, tolerance=1e-5, num_dropped=0):
+    """Relative norms and cosines of everything the block returns and of its gradients."""
+    pairs = {
+        "y": (output.y, want.y),
+        "aux_loss": (output.aux_loss, want.aux_loss),
+        "z_loss": (output.z_loss, want.z_loss),
+        "x": (gradients[1], want.d_x),
+        **{name: (gradients[0][name], w) for name, w in want.d_params.items()},
+    }
+    for name, (got, expected) in pairs.items():
+        got = np.asarray(got).astype(np.float64)
+        norm = np.linalg.norm(np.ravel(expected))
+        error = np.linalg.norm(np.ravel(got - expected))
+        assert norm > 0 or name.endswith("loss"), name
+        assert error <= tolerance * norm, f"{name}: relative error {error / norm:.1e}"
+        assert norm == 0 or cosine(got, expected) > 1 - tolerance, name
+    np.testing.assert_array_equal(output.tokens_per_expert, want.tokens_per_expert)
+    assert int(output.num_dropped) == num_dropped

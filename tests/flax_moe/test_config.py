@@ -1,0 +1,96 @@
+"""MoEConfig: its fields, its value semantics, what it refuses."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from expertmesh.core.ops.activation import ACTIVATIONS
+from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig
+from expertmesh.flax_moe import MoEConfig
+
+VALID = dict(num_experts=8, top_k=2, expert_dim=16)
+
+
+def test_fields_are_frozen():
+    """A new field goes behind these and has a default."""
+    fields = [(f.name, f.default) for f in dataclasses.fields(MoEConfig)]
+    assert fields == [
+        ("num_experts", dataclasses.MISSING),
+        ("top_k", dataclasses.MISSING),
+        ("expert_dim", dataclasses.MISSING),
+        ("activation", "silu"),
+        ("use_bias", False),
+        ("score_function", "softmax"),
+        ("use_pre_softmax", False),
+        ("aux_loss_coeff", 0.0),
+        ("z_loss_coeff", 0.0),
+        ("capacity_factor", None),
+        ("alignment", 1),
+        ("transport", "auto"),
+        ("ep_axis", None),
+        ("dtype", jnp.bfloat16),
+        ("param_dtype", jnp.float32),
+        ("num_groups", None),
+        ("group_topk", None),
+        ("scaling_factor", 1.0),
+    ]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MoEConfig(**VALID).top_k = 3
+    with pytest.raises(TypeError):
+        MoEConfig(8, 2, 16)
+
+
+def test_equal_configs_are_one_value():
+    a = MoEConfig(**VALID, dtype=jnp.bfloat16)
+    b = MoEConfig(**VALID, dtype="bfloat16")
+    assert a == b and hash(a) == hash(b)
+    assert a != dataclasses.replace(a, top_k=1)
+
+
+def test_router_part():
+    config = MoEConfig(**VALID, use_pre_softmax=True)
+    assert config.router == RouterConfig(top_k=2, use_pre_softmax=True)
+    options = dict(score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=2.5)
+    assert MoEConfig(**VALID, **options).router == RouterConfig(top_k=2, **options)
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        (dict(top_k=9), ValueError, ["top_k=9", "num_experts=8"]),
+        (dict(top_k=0), ValueError, ["top_k=0", "at least 1"]),
+        (dict(num_experts=0), ValueError, ["num_experts=0"]),
+        (dict(num_experts=8.0), TypeError, ["num_experts=8.0", "int"]),
+        (dict(expert_dim=True), TypeError, ["expert_dim=True"]),
+        (dict(activation="swish"), ValueError, ["'swish'", *ACTIVATIONS]),
+        (dict(score_function="tanh"), ValueError, ["'tanh'", *SCORE_FUNCTIONS]),
+        (dict(num_groups=3, group_topk=1), ValueError, ["MoEConfig", "8 experts", "num_groups=3"]),
+        (dict(num_groups=8, group_topk=1), ValueError, ["MoEConfig", "group_topk=1", "at least"]),
+        (dict(num_groups=2), ValueError, ["group_topk=None"]),
+        (dict(scaling_factor="2"), TypeError, ["scaling_factor='2'"]),
+        (dict(transport="smoke"), ValueError, ["'smoke'", "ring", "all_to_all"]),
+        (dict(alignment=0), ValueError, ["alignment=0"]),
+        (dict(alignment=12), ValueError, ["alignment=12", "power of two"]),
+        (dict(capacity_factor=0.5), ValueError, ["capacity_factor=0.5", "at least 1"]),
+        (dict(capacity_factor=float("inf")), ValueError, ["capacity_factor=inf", "None"]),
+        (dict(capacity_factor="big"), TypeError, ["capacity_factor='big'"]),
+        (dict(aux_loss_coeff=-1.0), ValueError, ["aux_loss_coeff=-1.0"]),
+        (dict(z_loss_coeff=float("nan")), ValueError, ["z_loss_coeff=nan"]),
+        (dict(aux_loss_coeff=jnp.ones(())), TypeError, ["aux_loss_coeff", "Python number"]),
+        (dict(ep_axis=3), TypeError, ["ep_axis=3", "tuple"]),
+        (dict(ep_axis=["ep"]), TypeError, ["ep_axis=['ep']"]),
+        (dict(dtype=jnp.int32), ValueError, ["dtype", "floating"]),
+        (dict(param_dtype=jnp.int8), ValueError, ["param_dtype"]),
+    ],
+    ids=str,
+)
+def test_errors(changes, error, words):
+    with pytest.raises(error) as info:
+        MoEConfig(**VALID | changes)
+    assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="permutation_backend"):
+        MoEConfig(**VALID, permutation_backend="triton")

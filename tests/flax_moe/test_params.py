@@ -1,0 +1,126 @@
+"""The parameter tree: shapes, initial spread, layout at rest, split and merged projections."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from expertmesh.core.mesh import MeshResource, global_shard_guard
+from expertmesh.flax_moe import (
+    LogicalAxes,
+    init_params,
+    merge_wi,
+    moe,
+    param_shapes,
+    param_specs,
+    split_wi,
+)
+from flax_moe.moe_oracle import make_config, make_data
+
+RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
+
+
+def test_tree():
+    config = make_config(param_dtype=jnp.bfloat16)
+    params = init_params(jax.random.key(0), 16, config)
+    shapes = {
+        "gate_kernel": (16, 8),
+        "wi": (8, 16, 2, 12),
+        "wo": (8, 12, 16),
+        "wi_bias": (8, 2, 12),
+        "wo_bias": (8, 16),
+    }
+    assert {name: w.shape for name, w in params.items()} == shapes == param_shapes(16, config)
+    assert {w.dtype for w in params.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert list(param_shapes(16, make_config(use_bias=False))) == ["gate_kernel", "wi", "wo"]
+
+
+@pytest.mark.parametrize("num_experts", [4, 64])
+def test_initial_spread_is_that_of_one_expert(num_experts):
+    """Standard deviation 1 / sqrt(fan-in of one expert), whatever the number of experts."""
+    config = make_config(num_experts=num_experts, expert_dim=64)
+    params = init_params(jax.random.key(0), 256, config)
+    for name, fan_in in {"gate_kernel": 256, "wi": 256, "wo": 64}.items():
+        w = np.asarray(params[name], np.float64)
+        assert abs(w.std() * fan_in**0.5 - 1) < 0.05, name
+        assert abs(w.mean()) < 3 * w.std() / w.size**0.5 + 1e-3, name
+    for expert in range(num_experts):
+        assert abs(np.asarray(params["wi"][expert]).std() * 16 - 1) < 0.05
+    assert not np.any(params["wi_bias"]) and not np.any(params["wo_bias"])
+
+
+def test_keys_and_experts_are_independent():
+    config = make_config()
+    params = init_params(jax.random.key(0), 16, config)
+    again = init_params(jax.random.key(0), 16, config)
+    other = init_params(jax.random.key(1), 16, config)
+    np.testing.assert_array_equal(params["wi"], again["wi"])
+    assert np.abs(params["wi"] - other["wi"]).min() > 0
+    assert np.abs(params["wi"][0] - params["wi"][1]).min() > 0
+    assert abs(np.corrcoef(params["wi"].ravel()[:512], params["wo"].ravel()[:512])[0, 1]) < 0.2
+
+
+def test_specs():
+    config = make_config()
+    want = {
+        "gate_kernel": P(None, None),
+        "wi": P("ep", "fsdp", None, "tp"),
+        "wo": P("ep", "tp", "fsdp"),
+        "wi_bias": P("ep", None, "tp"),
+        "wo_bias": P("ep", None),
+    }
+    assert param_specs(config, RESOURCE) == want
+    with global_shard_guard(RESOURCE):
+        assert param_specs(config) == want
+    assert param_specs(make_config(ep_axis=("a", "b")), RESOURCE)["wo"] == P(
+        ("a", "b"), "tp", "fsdp"
+    )
+    assert param_specs(config)["wi"] == P(None, None, None, None)
+    assert param_specs(config, MeshResource(tpsp_resource="t"))["wi"] == P(None, None, None, "t")
+    assert "wi_bias" not in param_specs(make_config(use_bias=False), RESOURCE)
+
+
+def test_logical_axes():
+    axes = LogicalAxes(embed="d", expert="e", mlp="f")
+    assert axes.of("wi") == ("e", "d", None, "f")
+    assert axes.of("wo") == ("e", "f", "d")
+    assert axes.of("gate_kernel") == (None, None)
+
+
+def test_split_and_merge():
+    config = make_config()
+    data = make_data(config)
+    split = split_wi(data.params)
+    assert set(split) == {"gate_kernel", "wi_0", "wi_1", "wi_0_bias", "wi_1_bias", "wo", "wo_bias"}
+    np.testing.assert_array_equal(split["wi_0"], data.params["wi"][:, :, 0])
+    np.testing.assert_array_equal(split["wi_1_bias"], data.params["wi_bias"][:, 1])
+    merged = merge_wi(split)
+    assert set(merged) == set(data.params)
+    for name, w in data.params.items():
+        np.testing.assert_array_equal(merged[name], w)
+    swapped = merge_wi(split | {"wi_0": split["wi_1"], "wi_1": split["wi_0"]})
+    assert np.abs(moe(swapped, data.x, config).y - moe(merged, data.x, config).y).max() > 0.1
+    without = {k: w for k, w in data.params.items() if "bias" not in k}
+    assert set(merge_wi(split_wi(without))) == set(without)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda p: merge_wi(p), ["merge_wi", "missing wi_0, wi_1"]),
+        (lambda p: split_wi(split_wi(p)), ["split_wi", "missing wi"]),
+        (
+            lambda p: merge_wi({k: w for k, w in split_wi(p).items() if k != "wi_1_bias"}),
+            ["merge_wi", "missing wi_1_bias"],
+        ),
+        (
+            lambda p: merge_wi(split_wi(p) | {"wi_1": p["wo"]}),
+            ["merge_wi", "(8, 16, 12)", "(8, 12, 16)"],
+        ),
+    ],
+)
+def test_split_and_merge_errors(call, words):
+    with pytest.raises(ValueError) as info:
+        call(make_data(make_config()).params)
+    assert all(word in str(info.value) for word in words), str(info.value)

@@ -1,0 +1,100 @@
+"""Metrics: the CSV, its cut at a step, and the shares of the experts."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from expertmesh.flax_moe.train import metrics
+from expertmesh.flax_moe.train.recorder import Recorder
+from expertmesh.flax_moe.train.step import StepMetrics
+
+NAMES = metrics.header(2, 2)
+
+
+def step_metrics(loss, rows):
+    return StepMetrics(
+        loss=np.float32(loss),
+        aux_loss=np.float32(0.1),
+        z_loss=np.float32(0.2),
+        grad_norm=np.float32(3.0),
+        num_dropped=np.int32(4),
+        tokens_per_expert=np.array(rows, np.int32),
+    )
+
+
+def write_run(path, start, steps):
+    recorder = Recorder(path, NAMES, start=start, steps=9, tokens=8, log_every=2)
+    with recorder:
+        for step in range(start + 1, steps + 1):
+            valid = step / 10 if step % 3 == 0 else None
+            recorder.add(step, step_metrics(np.float32(1) / step, [[step, 1], [2, 2]]), valid)
+        recorder.flush()
+
+
+def test_rows_keep_every_digit_and_their_order(tmp_path, capsys):
+    path = tmp_path / "metrics.csv"
+    write_run(path, 0, 7)
+    rows = list(csv.DictReader(path.open()))
+    assert [int(r["step"]) for r in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [np.float32(r["loss"]) for r in rows] == [np.float32(1) / s for s in range(1, 8)]
+    assert [r["valid_loss"] for r in rows] == ["", "", "0.3", "", "", "0.6", ""]
+    assert rows[4]["rows_l0_e0"] == "5" and rows[4]["dropped"] == "4"
+    assert float(rows[4]["imbalance"]) == pytest.approx(5 / 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("step 7/9: loss 0.143, ") and "imbalance 1.75" in lines[-1]
+
+
+def test_the_loop_runs_ahead_by_a_few_steps_only(tmp_path):
+    """Whatever `log_every` is: XLA:CPU hangs where more than 32 programs wait."""
+    done = []
+
+    class Loss:
+        def __init__(self, step):
+            self.step = step
+
+        def block_until_ready(self):
+            done.append(self.step)
+
+    recorder = Recorder(tmp_path / "m.csv", NAMES, start=0, steps=99, tokens=8, log_every=50)
+    with recorder:
+        for step in range(1, 31):
+            recorder.add(step, step_metrics(0, [[1, 1]] * 2)._replace(loss=Loss(step)), None)
+            assert done == list(range(1, step - 7))
+
+
+def test_a_cut_run_continues_as_if_it_was_not(tmp_path):
+    whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
+    write_run(whole, 0, 7)
+    write_run(cut, 0, 6)
+    cut.write_text(cut.read_text() + "7,0.14285")  # torn
+    metrics.keep_until(cut, 4)
+    write_run(cut, 4, 7)
+
+    def without_speed(path):
+        return [
+            {k: v for k, v in r.items() if k != "tokens_per_second"}
+            for r in csv.DictReader(path.open())
+        ]
+
+    assert without_speed(cut) == without_speed(whole)
+
+
+def test_cut_to_nothing(tmp_path):
+    path = tmp_path / "metrics.csv"
+    metrics.keep_until(path, 3)
+    write_run(path, 0, 2)
+    metrics.keep_until(path, 0)
+    assert not path.exists()
+
+
+def test_shares_and_their_smallest(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write_run(path, 0, 8)
+    columns = metrics.read_columns(path)
+    assert np.isnan(columns["valid_loss"][0]) and columns["valid_loss"][5] == 0.6
+    shares = metrics.expert_shares(columns, 2, 2)
+    assert shares[3].tolist() == [[0.8, 0.2], [0.5, 0.5]]
+    share, layer, expert, steps = metrics.smallest_share(shares)
+    assert (layer, expert, steps) == (0, 1, 2)  # the last quarter: steps 7 and 8
+    assert share == pytest.approx((1 / 8 + 1 / 9) / 2)

@@ -1,0 +1,76 @@
+"""Every op keeps its contract over the devices of several processes: values, gradients, layouts, no retrace."""
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+MODES = ("explicit", "resource", "auto", "manual")
+MESHES = ((2, 4), (4, 2))
+
+
+def settings(processes):
+    """Each op in each mode in 2 processes; in 4, each of which compiles everything again, fewer."""
+    import cases.core
+    import cases.ep
+    import cases.flax_moe
+    from expertmesh.core.testing import covering_settings
+
+    def cover(cases, **only):
+        every = {
+            "mode": MODES,
+            "mesh": MESHES,
+            "transform": ("jit", "grad"),
+            "dtype": ("float32",),
+            "size": ("regular", "odd"),
+        }
+        return covering_settings(cases, seed=processes, **(every | only))
+
+    exchanges = [*cases.ep.CASES, *cases.flax_moe.CASES]
+    if processes == 4:
+        one = dict(mode=MODES[:1], mesh=MESHES[:1], layout=("several",), transform=("grad",))
+        return cover(cases.core.CASES, mode=MODES[:2]) + cover(exchanges, **one, size=("odd",))
+    return cover([*cases.core.CASES, *exchanges])
+
+
+def check_every_op():
+    """Runs in each process: the settings that failed, with their messages."""
+    import jax
+
+    from expertmesh.core.testing import check_op
+
+    assert jax.device_count() == 8
+    failed = {}
+    for case, setting in settings(jax.process_count()):
+        start = time.monotonic()
+        try:
+            check_op(case, setting)
+        except AssertionError as error:  # alike in all processes; another error ends the run
+            failed[f"{case.name}-{setting}"] = str(error)
+        print(f"{time.monotonic() - start:6.2f} s {case.name}-{setting}", flush=True)
+    return failed
+
+
+def test_the_settings_cover_each_op():
+    two, four = settings(2), settings(4)
+    names = {case.name for case, _ in two}
+    assert len(names) >= 15 and {case.name for case, _ in four} == names
+    for mode in MODES:
+        independent = {case.name for case, _ in two if case.independent}
+        met = {case.name for case, setting in two if setting.mode == mode}
+        assert met == (independent if mode == "manual" else names)
+    assert (
+        {setting.mesh for _, setting in two} == {setting.mesh for _, setting in four} == set(MESHES)
+    )
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_op(multiprocess, processes):
+    results = multiprocess(
+        "integration.test_contract_processes:check_every_op",
+        processes=processes,
+        devices=8 // processes,
+        timeout=300,
+    )
+    assert results == [{}] * processes

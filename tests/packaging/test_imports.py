@@ -1,0 +1,122 @@
+"""The arrows flax_moe -> ep -> core -> jax, in the sources and at import time."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = pathlib.Path(__file__).resolve().parents[2] / "packages"
+# What a package must not name anywhere, not even inside a function.
+FORBIDDEN = {
+    "core": {"expertmesh.ep", "expertmesh.flax_moe", "flax", "optax", "orbax"},
+    "ep": {"expertmesh.flax_moe", "flax", "optax", "orbax"},
+    "flax_moe": set(),
+}
+# What importing a package must not import; the last two belong to flax_moe's extra `train`.
+NOT_LOADED = {
+    "core": {"expertmesh.ep", "expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
+    "ep": {"expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
+    "flax_moe": {"nvidia.nccl"},
+}
+OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
+
+
+def source(package):
+    return PACKAGES / package / "src/expertmesh" / package
+
+
+def imported(tree, package_parts):
+    """(line, dotted name) of every import; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_parts[: len(package_parts) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def private_attributes(tree):
+    """(line, name) of each `sibling._name` where `sibling` was imported from expertmesh."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = getattr(node, "module", None) or ""
+            for alias in node.names:
+                full = f"{origin}.{alias.name}" if origin else alias.name
+                if full.startswith("expertmesh."):
+                    aliases[alias.asname or alias.name] = full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr.startswith("_") and not node.attr.startswith("__"):
+                if node.value.id in aliases:
+                    yield node.lineno, f"{aliases[node.value.id]}.{node.attr}"
+
+
+def starts_with(name, prefixes):
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def violations(package, path, text):
+    own = f"expertmesh.{package}"
+    parts = ["expertmesh", package, *path.relative_to(source(package)).parent.parts]
+    tree = ast.parse(text)
+    for line, name in [*imported(tree, parts), *private_attributes(tree)]:
+        if starts_with(name, FORBIDDEN[package]):
+            yield f"{path.name}:{line} imports {name}"
+        elif name.startswith("expertmesh.") and not starts_with(name, {own}):
+            if any(p.startswith("_") and not p.startswith("__") for p in name.split(".")):
+                yield f"{path.name}:{line} uses the private name {name}"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_import_goes_against_the_arrows(package):
+    files = sorted(source(package).rglob("*.py"))
+    assert files
+    assert [v for path in files for v in violations(package, path, path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "package, text",
+    [
+        ("core", "import flax.linen as nn"),
+        ("core", "def f():\n    from expertmesh import ep"),
+        ("core", "from expertmesh.ep.capacity import rows"),
+        ("core", "from ..ep import prepare"),
+        ("ep", "from expertmesh.flax_moe import moe"),
+        ("ep", "from expertmesh.core import _jax"),
+        ("ep", "from expertmesh.core._jax import varying_axes"),
+        ("ep", "from expertmesh.core import specs\nspecs._cut(1)"),
+        ("flax_moe", "from expertmesh.ep.dispatch import _combine"),
+    ],
+)
+def test_such_an_import_is_found(package, text):
+    assert list(violations(package, source(package) / "planted.py", text))
+
+
+@pytest.mark.parametrize("package", NOT_LOADED)
+def test_importing_loads_nothing_optional(package):
+    """The optional packages are hidden, so the import would fail where it needs one."""
+    code = f"""
+import sys
+for name in {sorted(OPTIONAL)}:
+    sys.modules[name] = None
+import expertmesh.{package}
+loaded = [n for n in {sorted(NOT_LOADED[package])} if n in sys.modules]
+assert not loaded, loaded
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_touches_no_device():
+    """With a platform that does not exist, any use of a device fails."""
+    code = "import expertmesh.core, expertmesh.ep, expertmesh.flax_moe"
+    environment = os.environ | {"JAX_PLATFORMS": "none_such"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,46 @@
+"""The public surface: adding or removing a name is a decision, taken here and in the changelog."""
+
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+
+PUBLIC = {
+    "expertmesh.core": """ACTIVATIONS ChunkPlan Kernel MeshResource Op PermutePlan Plan Query ROUTING_MAP_FORMATS
+        RaggedParams
+        RouterConfig RouterStatistics Routing SCORE_FUNCTIONS choices_to_rows current_resource
+        differentiable expert_counts from_routing_map gated_activation gemm global_shard_guard
+        grouped_gemm is_supported load_balance_loss local_permute_after_a2a
+        local_unpermute_before_a2a missing_rows move_chunks padded_rows padded_rows_sharded permute
+        plan_chunks plan_permute plan_permute_map probs_to_topk_weights quantile_expert_bias
+        ragged_params required_bias_histogram route router_statistics router_z_loss
+        routing_map_to_topk_idx rows_to_choices sequence_balance_loss shard_rows sort_chunks specs
+        to_routing_map topk_idx_to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
+    "expertmesh.ep": "EpConfig Handle combine dispatch dispatch_weights prepare recv_capacity",
+    "expertmesh.flax_moe": """LogicalAxes MoEConfig MoEOutput NativeMoEBlock init_params linen merge_wi moe native_moe
+        nnx param_shapes param_specs split_wi""",
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_list(package):
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == sorted(PUBLIC[package].split())
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_is_documented(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if callable(value) or inspect.ismodule(value):
+            assert inspect.getdoc(value), f"{package}.{name} has no docstring"
+
+
+def test_the_fields_of_the_mesh_resource():
+    fields = [
+        field.name
+        for field in dataclasses.fields(importlib.import_module("expertmesh.core").MeshResource)
+    ]
+    assert fields == [f"{role}_resource" for role in ("dp", "fsdp", "tp", "tpsp", "ep", "pp", "cp")]

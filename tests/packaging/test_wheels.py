@@ -1,0 +1,170 @@
+"""The three distributions: one namespace, one wheel each, each complete by itself."""
+
+import ast
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGES = ["core", "ep", "flax_moe"]
+NEEDS = {"core": ["core"], "ep": ["core", "ep"], "flax_moe": PACKAGES}
+NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
+
+# One worker of pytest-xdist builds the wheels, once.
+pytestmark = pytest.mark.xdist_group("wheels")
+
+
+def version(package):
+    """The literal __version__, without an import."""
+    path = ROOT / "packages" / package / "src/expertmesh" / package / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{path} has no __version__")
+
+
+def test_the_namespace_has_no_init():
+    """One expertmesh/__init__.py would hide the other two packages."""
+    assert list(ROOT.glob("packages/**/expertmesh/__init__.py")) == []
+    assert list(ROOT.glob("tests/**/expertmesh/__init__.py")) == []
+    for package in PACKAGES:
+        folder = ROOT / "packages" / package / "src/expertmesh"
+        assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == [package]
+        assert (folder / package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_changelog_names_the_version(package):
+    text = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(version(package))}\b", text, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """{package: path of its wheel}, built from copies, so that the sources stay clean."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for package in PACKAGES:
+        copy = folder / "source" / package
+        ignore = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+        shutil.copytree(ROOT / "packages" / package, copy, ignore=ignore)
+        uv(
+            "build",
+            "--wheel",
+            "--no-build-isolation",
+            "--python",
+            sys.executable,
+            "-o",
+            folder,
+            copy,
+        )
+    return {p: next(folder.glob(f"expertmesh_{p}-*.whl")) for p in PACKAGES}
+
+
+def uv(*arguments):
+    command = [sys.executable, "-m", "uv", *map(str, arguments), "--offline", "--no-config"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_")}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return importlib.metadata.PathDistribution(zipfile.Path(archive, name).parent).metadata
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel(wheels, package):
+    with zipfile.ZipFile(wheels[package]) as archive:
+        names = archive.namelist()
+    own = f"expertmesh/{package}/"
+    assert all(n.startswith(own) or ".dist-info/" in n for n in names), names
+    sources = ROOT / "packages" / package / "src"
+    expected = {
+        str(p.relative_to(sources)) for p in sources.rglob("*") if p.suffix in {".py", ".typed"}
+    }
+    assert {n for n in names if n.startswith(own)} >= expected
+    found = metadata(wheels[package])
+    assert found["Name"] == NAMES[package]
+    assert found["Version"] == version(package)
+    assert found["Requires-Python"] == ">=3.12"
+    extras = set(found.get_all("Provides-Extra"))
+    assert extras == {"cuda12", "cuda13"} | ({"train"} if package == "flax_moe" else set())
+    needs = [Requirement(text) for text in found.get_all("Requires-Dist")]
+    siblings = [need for need in needs if need.name.startswith("expertmesh")]
+    assert all(str(need.specifier) == "<0.2,>=0.1" for need in siblings), siblings
+    plain = {need.name for need in needs if not need.marker}
+    assert {name for name in plain if name.startswith("expertmesh")} == {
+        NAMES[p] for p in NEEDS[package] if p != package
+    }
+    assert ("flax" in plain) == (package == "flax_moe")
+    assert not plain & {"optax", "orbax-checkpoint", "matplotlib", "tqdm", "triton", "jax-triton"}
+
+
+def test_root_is_not_published():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert root["tool"]["uv"]["package"] is False
+    assert "build-system" not in root
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_install_alone(wheels, package, tmp_path):
+    """A clean venv gets the wheel, its siblings' wheels and the declared dependencies, no more."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    python = tmp_path / "v/bin/python"
+    needed = NEEDS[package]
+    uv("pip", "install", "--python", python, "--no-deps", *(wheels[p] for p in needed))
+    (site,) = (tmp_path / "v/lib").glob("python*/site-packages")
+    requirements = [
+        Requirement(text) for p in needed for text in metadata(wheels[p]).get_all("Requires-Dist")
+    ]
+    link_distributions([r for r in requirements if r.name not in NAMES.values()], site)
+    absent = [f"expertmesh.{p}" for p in PACKAGES if p not in needed]
+    absent += [] if package == "flax_moe" else ["flax"]
+    code = f"""
+import importlib.util, pathlib
+import expertmesh.{package} as package
+assert pathlib.Path(package.__file__).is_relative_to({str(tmp_path)!r}), package.__file__
+assert package.__version__ == {version(package)!r}
+found = [name for name in {absent} if importlib.util.find_spec(name)]
+assert not found, found
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    result = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def link_distributions(requirements, site):
+    """Links what the requirements need, to any depth, from this environment into `site`."""
+    seen = set()
+    while requirements:
+        requirement = requirements.pop()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        wanted = not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        if key in seen or not wanted:
+            continue
+        seen.add(key)
+        found = importlib.metadata.distribution(requirement.name)
+        assert requirement.specifier.contains(found.version, prereleases=True), requirement
+        for text in found.requires or []:
+            need = Requirement(text)
+            extras = requirement.extras or {""}
+            if not need.marker or any(need.marker.evaluate({"extra": e}) for e in extras):
+                need.marker = None
+                requirements.append(need)
+        for name in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(found.locate_file(name))
