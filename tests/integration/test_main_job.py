@@ -178,8 +178,8 @@ def test_4_processes_train_the_same(whole, text, tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0] * 4, printed
     assert "8 cpu in 4 process(es), mesh fsdp=2 ep=4" in printed[0][0]
-    for out, _ in printed[1:]:  # Gloo's own lines cannot be turned off
-        assert all(line.startswith("[Gloo]") for line in out.splitlines() if line)
+    for out, _ in printed[1:]:  # Gloo's lines cannot be turned off and break into one another
+        assert not re.search("step|loss|mesh|data", out), out
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)
     assert len(losses(tmp_path / "run")) == STEPS
 
