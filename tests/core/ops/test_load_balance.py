@@ -17,10 +17,10 @@ from core.ops.cases import (
     softmax,
     z_oracle,
 )
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.testing import check_op, relative_error
-from hlo import collectives
 
 
 @pytest.mark.parametrize("case, setting", contract(LOAD_BALANCE, Z_LOSS, COUNTS), ids=label)

@@ -5,8 +5,18 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import AxisType, PartitionSpec
 
-from expertmesh.core.specs import Entry, entry_axes, make_entry
+from expertmesh.core.specs import (
+    Entry,
+    Spec,
+    constrain,
+    entry_axes,
+    filter_axes,
+    make_entry,
+    spec_axes,
+    strip_axes,
+)
 
 # A user context is part of jit's key: a function traced under one resource is traced again under another.
 _context = jax.make_user_context(default_value=None)
@@ -116,3 +126,29 @@ def global_shard_guard(resource) -> Iterator[MeshResource | None]:
 def current_resource() -> MeshResource | None:
     """The MeshResource of the innermost `global_shard_guard`, or None."""
     return _context.value
+
+
+def spec_in_use(spec: Spec) -> PartitionSpec:
+    """A parameter's spec without the fsdp axes of the resource in context: it is gathered over them for use."""
+    resource = current_resource()
+    return strip_axes(spec, () if resource is None else resource.axes("fsdp"))
+
+
+def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...]) -> jax.Array:
+    """`x.astype(dtype)`, laid out as `x` is at rest: the copy is gathered for use, not the original.
+
+    Left alone, the compiler gives the copy the layout that its consumer wants, and gathers the original for that.
+
+    Args:
+      x: a parameter.
+      dtype: the narrower dtype in which it is used.
+      spec: where `x` is over Auto axes; None: what the resource in context says of `roles`.
+      roles: of the first dimensions.
+    """
+    narrow, resource = x.astype(dtype), current_resource()
+    if narrow.dtype == x.dtype or resource is None:
+        return narrow
+    mesh = jax.typeof(x).sharding.mesh
+    auto = [a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == AxisType.Auto]
+    at_rest = filter_axes(map(resource.entry, roles) if spec is None else spec, auto)
+    return constrain(narrow, at_rest) if spec_axes(at_rest) else narrow

@@ -3,7 +3,10 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
+
+__all__ = ["KINDS", "Collective", "axes_of", "collectives", "count"]
 
 KINDS = (
     "all-gather",
@@ -70,6 +73,27 @@ def count(hlo_text: str) -> dict[str, int]:
     """How many collectives there are of each kind that occurs."""
     kinds = sorted(collective.kind for collective in collectives(hlo_text))
     return {kind: len(list(same)) for kind, same in itertools.groupby(kinds)}
+
+
+def axes_of(
+    groups: tuple[tuple[int, ...], ...], mesh_shape: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """The axes over which groups communicate, in a mesh of devices 0, 1, ... in order; None where no axes do.
+
+    Args:
+      groups: of a Collective.
+      mesh_shape: axis -> size, in the order of the mesh. Axes of size 1 are never named.
+    """
+    found = {frozenset(group) for group in groups}
+    axes = [axis for axis, size in mesh_shape.items() if size > 1]
+    sizes = [mesh_shape[axis] for axis in axes]
+    for length in range(1, len(axes) + 1):
+        for over in itertools.combinations(range(len(axes)), length):
+            order = [d for d in range(len(axes)) if d not in over] + list(over)
+            members = math.prod(sizes[d] for d in over)
+            if found == set(map(frozenset, _chunks(_transpose(sizes, order), members))):
+                return tuple(axes[d] for d in over)
+    return None
 
 
 def _results(type_text: str, kind: str) -> str:
