@@ -15,7 +15,6 @@ from expertmesh.core.specs import (
     filter_axes,
     make_entry,
     spec_axes,
-    strip_axes,
 )
 
 # A user context is part of jit's key: a function traced under one resource is traced again under another.
@@ -128,10 +127,11 @@ def current_resource() -> MeshResource | None:
     return _context.value
 
 
-def spec_in_use(spec: Spec) -> PartitionSpec:
-    """A parameter's spec without the fsdp axes of the resource in context: it is gathered over them for use."""
+def filter_roles(spec: Spec, *roles: str) -> PartitionSpec:
+    """The spec with only the axes that play one of `roles` in the resource in context."""
     resource = current_resource()
-    return strip_axes(spec, () if resource is None else resource.axes("fsdp"))
+    axes = () if resource is None else [axis for role in roles for axis in resource.axes(role)]
+    return filter_axes(spec, axes)
 
 
 def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...]) -> jax.Array:

@@ -198,7 +198,7 @@ class Split:
 
     def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]):
         self._mesh_shape = query.mesh_shape
-        self._sizes = sizes
+        self.sizes = sizes
         self.axes: dict[str, tuple[str, ...]] = {}
 
     def used(self) -> set[str]:
@@ -207,11 +207,11 @@ class Split:
     def add(self, names: Names, spec: Spec, allowed: frozenset[str]) -> None:
         """Splits each allowed factor that nothing splits yet as `spec` says, where the axes are still free."""
         for name, entry in zip(names, spec, strict=True):
-            if name in allowed and name in self._sizes and not self.axes.get(name):
+            if name in allowed and name in self.sizes and not self.axes.get(name):
                 free = [
                     a for a in entry_axes(entry) if a in self._mesh_shape and a not in self.used()
                 ]
-                self.axes[name] = dividing_axes(free, self._sizes[name], self._mesh_shape)
+                self.axes[name] = dividing_axes(free, self.sizes[name], self._mesh_shape)
 
     def spec(self, names: Names) -> PartitionSpec:
         return PartitionSpec(*(make_entry(self.axes.get(name, ())) for name in names))
@@ -274,17 +274,16 @@ def plan_by_rule(
 
 def scatter_sums(query: Query, rule: Rule, split: Split, operand_specs, partial) -> Plan:
     """Completes a plan: partial sums are scattered into the dimensions where the results are wanted so."""
-    sizes = factor_sizes(rule, query.shapes)
     result_specs = []
     for names, want, axes in zip(rule.results, query.wanted(rule), partial, strict=True):
         entries: list[Entry] = []
         for name, entry in zip(names, want, strict=True):
             kept = split.axes.get(name, ())
             extra = [a for a in common_axes(entry, axes) if a not in spec_axes(entries)]
-            # A dimension of the results only has no known size: nothing more may cut it.
+            # A dimension of unknown size, as of the results only, nothing more may cut.
             axes_of_dim = (
-                dividing_axes((*kept, *extra), sizes[name], query.mesh_shape)
-                if name in sizes
+                dividing_axes((*kept, *extra), split.sizes[name], query.mesh_shape)
+                if name in split.sizes
                 else kept
             )
             entries.append(make_entry(axes_of_dim))

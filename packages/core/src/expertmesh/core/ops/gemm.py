@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.mesh import narrow_at_rest, spec_in_use
+from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op
 from expertmesh.core.vjp import differentiable
 
@@ -182,7 +182,7 @@ def _at_rest(x, spec):
 
 def _bias_spec(w_spec):
     """Of a weight's bias in use, whose dimensions are those of the weight without K."""
-    return None if w_spec is None else spec_in_use(PartitionSpec(*w_spec[1:]))
+    return None if w_spec is None else filter_roles(w_spec[1:], "tp")
 
 
 _gemm = differentiable(_gemm_fwd, _gemm_bwd)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.mesh import narrow_at_rest, spec_in_use
+from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.rule import (
     Split,
@@ -222,6 +222,7 @@ def _plan(name: str, sharding: str, parameter: int, summed: str = ""):
         rule = parse_rule(sharding, [len(shape) for shape in query.shapes])
         sizes = factor_sizes(rule, query.shapes)
         num_experts = query.options.get("num_experts") or sizes["e"][0]
+        sizes["e"] = [num_experts]
         p_axes, e_axes = expert_axes(
             entry_axes(query.operand_specs[0][0]),
             query.shapes[0][0],
@@ -525,7 +526,7 @@ def _bias_spec(rhs_spec):
     """Of a weight's bias in use, whose dimensions are those of the weight without K."""
     if rhs_spec is None:
         return None
-    return spec_in_use(PartitionSpec(*rhs_spec[:1], *rhs_spec[2:]))
+    return filter_roles((*rhs_spec[:1], *rhs_spec[2:]), "experts", "tp")
 
 
 _grouped_gemm = differentiable(_grouped_gemm_fwd, _grouped_gemm_bwd)
