@@ -385,7 +385,13 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
             resource=resource,
         )
     )
-
+    for axis in plan.idle_axes:
+        warnings.warn(
+            f"{call.op.name}: axis {axis!r} shards an operand and not the work: the operand is gathered over it, and "
+            f"its devices all do the same; got operands {specs}; shard other dimensions, or give the axis a role",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     placed = [
         _reshard(x, mesh, filter_axes(spec, explicit))
         for x, spec in zip(operands, plan.operand_specs, strict=True)

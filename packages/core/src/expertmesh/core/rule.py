@@ -79,12 +79,14 @@ class Plan:
       summed_axes: per result, the mesh axes over which the local results are partial sums; () for none. An axis that
         the result's spec names is reduce-scattered into that dimension, the others are all-reduced.
       options: what replaces options of the op in the local call, such as axis names or local sizes.
+      idle_axes: axes that shard an operand in a way that the op has no use for; each is worth a warning.
     """
 
     operand_specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
     summed_axes: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    idle_axes: tuple[str, ...] = ()
 
 
 def parse_terms(side: str) -> tuple[Names, ...]:

@@ -8,7 +8,6 @@ dimensions (any number), E experts (weights), G groups per participant, R partic
 """
 
 import dataclasses
-import warnings
 from math import prod
 
 import jax
@@ -215,7 +214,7 @@ def expert_axes(
     return (), ()
 
 
-def _plan(name: str, sharding: str, parameter: int, summed: str = ""):
+def _plan(sharding: str, parameter: int, summed: str = ""):
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
 
     def plan(query: Query) -> Plan:
@@ -246,33 +245,29 @@ def _plan(name: str, sharding: str, parameter: int, summed: str = ""):
         if "p" not in in_result:
             partial = [a for a in p_axes if a not in e_axes]
         specs = tuple(map(split.spec, rule.operands))
-        _warn_of_copies(name, query, rule, specs, p_axes)
-        result = scatter_sums(query, rule, split, specs, [tuple(partial)])
-        if "num_experts" not in query.options:
-            return result
         local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
-        return dataclasses.replace(result, options=local)
+        return dataclasses.replace(
+            scatter_sums(query, rule, split, specs, [tuple(partial)]),
+            options=local if "num_experts" in query.options else {},
+            idle_axes=_idle_axes(query, rule, specs, p_axes),
+        )
 
     return plan
 
 
-def _warn_of_copies(name: str, query: Query, rule, specs, p_axes) -> None:
-    """Names the axes that shard an operand but not the work: each of their devices does all of it."""
-    roles = () if query.resource is None else ("fsdp", "tokens", "experts", "tp")
+def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
+    """The axes that shard an operand but not the work, and have no role in which they may."""
+    roles = () if query.resource is None else ("tokens", "experts", "fsdp", "tp")
     known = {axis for role in roles for axis in query.resource.axes(role)} | set(p_axes)
-    for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True):
-        unused = [
-            axis
-            for axis in spec_axes(given)
-            if query.mesh_shape.get(axis, 1) > 1 and axis not in known | set(spec_axes(spec))
-        ]
-        for axis in unused if names != ("p", "g") else ():
-            warnings.warn(
-                f"{name}: axis {axis!r} shards an operand in a way that a grouped GEMM has no use for; its spec is "
-                f"{given}, and it is gathered over {axis!r}; shard participants, experts, K or N instead",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    idle = [
+        axis
+        for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
+        for axis in spec_axes(given)
+        if query.mesh_shape.get(axis, 1) > 1
+        and axis not in known | set(spec_axes(spec))
+        and names != ("p", "g")
+    ]
+    return tuple(dict.fromkeys(idle))
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
@@ -325,7 +320,7 @@ grouped_gemm_op = Op(
     _fprop_reference,
     _FPROP,
     roles=_TOKENS_WEIGHT,
-    plan=_plan("grouped_gemm", _FPROP, 1, "k"),
+    plan=_plan(_FPROP, 1, "k"),
     kernels=_triton("rows", _rows_supported),
 )
 grouped_gemm_dgrad_op = Op(
@@ -333,7 +328,7 @@ grouped_gemm_dgrad_op = Op(
     _dgrad_reference,
     _DGRAD,
     roles=_TOKENS_WEIGHT,
-    plan=_plan("grouped_gemm_dgrad", _DGRAD, 1, "n..."),
+    plan=_plan(_DGRAD, 1, "n..."),
     kernels=_triton("rows_dgrad", _rows_supported),
 )
 grouped_gemm_wgrad_op = Op(
@@ -341,17 +336,15 @@ grouped_gemm_wgrad_op = Op(
     _wgrad_reference,
     _WGRAD,
     roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
-    plan=_plan("grouped_gemm_wgrad", _WGRAD, 3),
+    plan=_plan(_WGRAD, 3),
     kernels=_triton("weights", _weights_supported),
 )
-group_bias_op = Op(
-    "group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan("group_bias", _ADD_BIAS, 1)
-)
+group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan(_ADD_BIAS, 1))
 group_bias_grad_op = Op(
     "group_bias_grad",
     _bias_grad_reference,
     _BIAS_GRAD,
-    plan=_plan("group_bias_grad", _BIAS_GRAD, 2),
+    plan=_plan(_BIAS_GRAD, 2),
 )
 
 
