@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from expertmesh.core import specs
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
 from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
@@ -62,6 +63,7 @@ __all__ = [
     "RouterStatistics",
     "Routing",
     "SCORE_FUNCTIONS",
+    "accumulate_gradient",
     "choices_to_rows",
     "current_resource",
     "differentiable",
