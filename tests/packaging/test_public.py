@@ -10,7 +10,7 @@ PUBLIC = {
     "expertmesh.core": """ACTIVATIONS ChunkPlan Kernel MeshResource Op PermutePlan Plan Query ROUTING_MAP_FORMATS
         RaggedParams
         RouterConfig RouterStatistics Routing SCORE_FUNCTIONS accumulate_gradient choices_to_rows current_resource
-        differentiable expert_counts from_routing_map gated_activation gemm global_shard_guard
+        differentiable expert_counts from_routing_map gated_activation gather_weight gemm global_shard_guard
         grouped_gemm is_supported load_balance_loss local_permute_after_a2a
         local_unpermute_before_a2a missing_rows move_chunks padded_rows padded_rows_sharded permute
         plan_chunks plan_permute plan_permute_map probs_to_topk_weights quantile_expert_bias

@@ -12,6 +12,7 @@ from expertmesh.core.ops.expert_bias import (
     required_bias_histogram,
     update_expert_bias,
 )
+from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
@@ -70,6 +71,7 @@ __all__ = [
     "expert_counts",
     "from_routing_map",
     "gated_activation",
+    "gather_weight",
     "gemm",
     "global_shard_guard",
     "grouped_gemm",

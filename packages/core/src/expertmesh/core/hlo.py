@@ -146,7 +146,7 @@ def _mesh_groups(mesh: re.Match) -> tuple[tuple[int, ...], ...]:
         dims += [before, part, whole // (before * part)]
     last = [inner[name] for name in over]
     order = _transpose(dims, [d for d in range(len(dims)) if d not in last] + last)
-    devices = range(len(order))
+    devices = list(range(len(order)))
     if ids := mesh["ids"]:
         iota = _IOTA.fullmatch(ids)
         devices = _iota(iota) if iota else _integers(ids)

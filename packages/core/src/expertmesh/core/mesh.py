@@ -150,5 +150,6 @@ def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...
         return narrow
     mesh = jax.typeof(x).sharding.mesh
     auto = [a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == AxisType.Auto]
-    at_rest = filter_axes(map(resource.entry, roles) if spec is None else spec, auto)
+    spec = tuple(map(resource.entry, roles)) if spec is None else spec
+    at_rest = filter_axes(spec, auto)
     return constrain(narrow, at_rest) if spec_axes(at_rest) else narrow

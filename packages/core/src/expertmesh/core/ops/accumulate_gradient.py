@@ -37,10 +37,10 @@ def accumulate_gradient(params, totals):
     known; a loop's carry or a donated total is updated in place. Works for every op, under remat, and under a scan over
     layers if the totals are scanned with the parameters. No communication if both have one layout.
     """
-    if jax.tree.structure(params) != jax.tree.structure(totals):
+    trees = [jax.tree.structure(tree) for tree in (params, totals)]
+    if len(set(trees)) > 1:
         raise ValueError(
-            "accumulate_gradient: totals must have the structure of params; "
-            f"got {jax.tree.structure(totals)} for {jax.tree.structure(params)}; "
+            f"accumulate_gradient: totals must have the structure of params; got {trees[1]} for {trees[0]}; "
             "start with jax.tree.map(jnp.zeros_like, params)"
         )
     return jax.tree.map(_accumulated, params, totals)

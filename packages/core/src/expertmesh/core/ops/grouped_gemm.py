@@ -257,8 +257,9 @@ def _plan(sharding: str, parameter: int, summed: str = ""):
 
 def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
     """The axes that shard an operand but not the work, and have no role in which they may."""
-    roles = () if query.resource is None else ("tokens", "experts", "fsdp", "tp")
-    known = {axis for role in roles for axis in query.resource.axes(role)} | set(p_axes)
+    known = set(p_axes)
+    if query.resource is not None:
+        known |= set(query.resource.all_axes())
     idle = [
         axis
         for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
