@@ -186,6 +186,26 @@ def test_gemm(layout, kind):
     )
 
 
+def test_gemm_where_the_compiler_chooses():
+    """Auto axes without a resource: compound axes on K, and the gradient where the parameter is updated."""
+    mesh = mesh_of(AxisType.Auto)
+    x, w, _, dy = dense_data()
+    weight = NamedSharding(mesh, P(TOKENS))
+
+    def both(x, w, dy):
+        y, pull = jax.vjp(gemm, x, w)
+        return y, w - pull(dy)[1]
+
+    placed = put(mesh, x, P(TOKENS)), put(mesh, w, P(TOKENS)), put(mesh, dy, P(TOKENS))
+    program = jax.jit(both, out_shardings=(None, weight)).lower(*placed).compile()
+    y, updated = program(*placed)
+    assert relative_error(y, np.einsum("btk,kcn->btcn", x, w, dtype=np.float64)) < 1e-6
+    assert relative_error(w - updated, dense_oracle(x, w, dy[0, 0], dy)[2]) < 1e-5
+    assert y.sharding.is_equivalent_to(placed[2].sharding, 4)
+    gathered, scattered = gather(TOKENS, "f32[16,2,12]"), scatter(TOKENS, "f32[4,2,12]")
+    assert crossing(program.as_text()) == Counter([gathered, scattered])
+
+
 @KINDS
 def test_a_float32_weight_is_gathered_in_the_dtype_of_the_tokens(kind):
     """By any dimension, once for both ways; its gradient crosses in float32. (XLA:CPU would widen bfloat16.)"""
