@@ -232,6 +232,23 @@ def test_a_float32_weight_is_gathered_in_the_dtype_of_the_tokens(kind):
     }
 
 
+def test_vmap_keeps_where_gradients_are_wanted():
+    """By its role, which nobody gave: fsdp along K. And under vmap, where the role is one dimension on."""
+    mesh = mesh_of(AxisType.Auto)
+    x, w, _, dy = dense_data()
+    stack = P(None, TOKENS), P(None, "fsdp"), P(None, TOKENS)
+    placed = [put(mesh, np.stack([a, a]), spec) for a, spec in zip((x, w, dy), stack, strict=True)]
+    wgrad = jax.vmap(lambda x, w, dy: jax.vjp(gemm, x, w)[1](dy)[1])
+    with global_shard_guard(RESOURCE):
+        program = jax.jit(wgrad).lower(*placed).compile()
+        gradient = program(*placed)
+    assert relative_error(gradient[1], dense_oracle(x, w, dy[0, 0], dy)[2]) < 1e-6
+    assert set(crossing(program.as_text())) == {
+        scatter(FSDP, "f32[2,8,2,12]"),
+        total(EP, "f32[2,8,2,12]"),
+    }
+
+
 @functools.cache
 def grouped_data():
     """Four participants of two sets of two experts: D * E = 8 groups against E = 4 weights."""
