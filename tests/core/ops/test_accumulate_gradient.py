@@ -104,7 +104,8 @@ def test_totals_lie_where_the_parameters_do(kind):
     [
         ({"a": np.zeros(2)}, {"b": np.zeros(2)}, ValueError, ["structure", "zeros_like"]),
         (np.zeros(2, np.float32), np.zeros(3, np.float32), ValueError, ["(3,)", "(2,)"]),
-        (jnp.zeros(2, jnp.bfloat16), jnp.zeros(2), TypeError, ["bfloat16", "float32 master"]),
+        (jnp.zeros(2, "bfloat16"), jnp.zeros(2, "bfloat16"), TypeError, ["bfloat16", "master"]),
+        (jnp.zeros(2), jnp.zeros(2, "float16"), TypeError, ["got float32 and float16"]),
         (np.zeros(2, np.int32), np.zeros(2, np.int32), TypeError, ["int32"]),
     ],
 )

@@ -170,10 +170,10 @@ def test_gemm(layout, kind):
     """Only the weight is gathered; tp never gathers it; every gradient lies where its primal does."""
     specs, expected = DENSE[layout]
     x, w, bias, dy = dense_data()
-    hints = dict(x_spec=specs[0], w_spec=specs[1], out_spec=specs[3])
-    # What the types say need not be given, but for where a sum is to be scattered, and what is a tp axis.
     sequence = "sequence" in layout
-    given = hints if kind == AxisType.Auto else {"out_spec": specs[3]} if sequence else {}
+    given = dict(w_spec=specs[1]) if kind == AxisType.Auto else {}
+    if sequence:  # where a sum is to be scattered; types say it of gradients, but not of results
+        given |= dict(x_spec=specs[0], out_spec=specs[3])
     compare(
         kind,
         lambda x, w, bias: gemm(x, w, bias, **given),
@@ -350,9 +350,9 @@ def test_grouped_gemm(layout, kind):
     """Only the weight is gathered, over fsdp alone; every gradient lies where its primal does."""
     specs, expected = GROUPED[layout]
     lhs, rhs, sizes, bias, dy = grouped_data()
-    hints = dict(rhs_spec=specs[1], out_spec=specs[4])
     scattered = layout == "tp rows to columns"
-    given = hints if kind == AxisType.Auto else {"out_spec": specs[4]} if scattered else {}
+    given = dict(rhs_spec=specs[1]) if kind == AxisType.Auto else {}
+    given |= dict(out_spec=specs[4]) if scattered else {}
     compare(
         kind,
         lambda lhs, rhs, sizes, bias: grouped_gemm(lhs, rhs, sizes, bias, **given),
@@ -404,16 +404,17 @@ def _bias_of_rows():
     "spec, words",
     [
         (P("ep", "expert"), ["axis='expert'", "'fsdp', 'ep', 'tp'"]),
-        (P("ep", "ep"), ["grouped_gemm", "['ep'] twice", "tuple such as ('ep', 'fsdp')"]),
-        (P(None, None, None, None, "tp"), ["ndim=4"]),
+        (P("ep", "ep"), ["grouped_gemm", "['ep', 'ep']", "tuple such as ('ep', 'fsdp')"]),
+        (P(*[None] * 4, "tp"), ["spec=(None, None, None, None, 'tp')", "ndim="]),
     ],
 )
-def test_specs_that_cannot_be(spec, words):
+@pytest.mark.parametrize("name", ["rhs_spec", "lhs_spec", "out_spec"])
+def test_specs_that_cannot_be(spec, words, name):
     lhs, rhs, sizes, *_ = grouped_data()
     mesh = mesh_of(AxisType.Auto)
     placed = put(mesh, lhs, P(TOKENS)), put(mesh, rhs, P()), put(mesh, sizes, P(TOKENS))
     with global_shard_guard(RESOURCE), pytest.raises(ValueError) as info:
-        grouped_gemm(*placed, rhs_spec=spec)
+        grouped_gemm(*placed, **{name: spec})
     assert all(word in str(info.value) for word in words)
 
 

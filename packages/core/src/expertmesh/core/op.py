@@ -360,7 +360,8 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
     given = call.operand_specs or (None,) * len(operands)
     for x, want in zip(operands, given, strict=True):
         if want is not None:
-            _check_given(call.op.name, want, x, mesh, auto)
+            _check_axes(call.op.name, want, mesh)
+            _check_order(call.op.name, want, x, auto)
     specs = [
         _merge(
             filter_axes(jax.typeof(x).sharding.spec, explicit),
@@ -371,6 +372,8 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
         for x, role, want in zip(operands, by_role, given, strict=True)
     ]
     wanted = call.result_specs or (None,) * len(rule.results)
+    for want in wanted:
+        _check_axes(call.op.name, want or (), mesh)
     result_specs = [
         pad_spec(want, len(roles)) if want is not None else _role_spec(roles, resource, auto)
         for want, roles in zip(wanted, result_roles, strict=True)
@@ -444,15 +447,19 @@ def _check_resource(name: str, mesh, kinds, resource) -> None:
         )
 
 
-def _check_given(name: str, spec: PartitionSpec, x, mesh, auto) -> None:
-    """A given spec must be possible, and must not leave open in which order a dimension's axes cut it."""
-    axis_size(mesh.shape, spec_axes(spec))
-    twice = {axis for axis in spec_axes(spec) if spec_axes(spec).count(axis) > 1}
-    if twice:
+def _check_axes(name: str, spec, mesh) -> None:
+    """A given spec must name axes of the mesh, each once."""
+    axes = spec_axes(spec)
+    axis_size(mesh.shape, axes)
+    if len(set(axes)) < len(axes):
         raise ValueError(
-            f"{name}: a spec must name an axis once; got spec={spec}, {sorted(twice)} twice; "
+            f"{name}: a spec must name an axis once; got spec={spec}, {sorted(a for a in axes if axes.count(a) > 1)}; "
             "shard one dimension only with it, over several axes with a tuple such as ('ep', 'fsdp')"
         )
+
+
+def _check_order(name: str, spec, x, auto) -> None:
+    """A given spec must not leave open in which order Explicit and Auto axes cut a dimension."""
     types = pad_spec(jax.typeof(x).sharding.spec, x.ndim)
     for dim, (typed, entry) in enumerate(zip(types, pad_spec(spec, x.ndim), strict=True)):
         more = [axis for axis in entry_axes(entry) if axis in auto]
