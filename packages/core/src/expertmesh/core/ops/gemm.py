@@ -65,14 +65,8 @@ gemm_wgrad_op = Op(
     roles="tokens ., tokens . -> fsdp .",
     parameter=2,
 )
-add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...", parameter=1)
-bias_grad_op = Op(
-    "bias_grad",
-    _bias_grad_reference,
-    "t... n..., n... -> n...",
-    summed=("t...",),
-    parameter=1,
-)
+add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...")
+bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
 
 
 def gemm(
