@@ -249,6 +249,35 @@ def test_vmap_keeps_where_gradients_are_wanted():
     }
 
 
+@KINDS
+def test_in_a_partly_manual_region(kind):
+    """tp is the caller's own: a shard of the columns is a weight like any other, gathered narrow and over fsdp."""
+    mesh = mesh_of(kind)
+    x, w, _, dy = dense_data()
+    x, dy = x.astype(np.float16), dy.astype(np.float16)
+
+    def body(x, w, dy):
+        y, pull = jax.vjp(lambda w: gemm(x, w, w_spec=P("fsdp", None, "tp")), w)
+        return y, *pull(dy)
+
+    columns = P(None, None, None, "tp"), P(None, None, "tp")
+    specs = (P(), columns[1], columns[0])
+    function = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=columns, axis_names={"tp"}, check_vma=False
+    )
+    at_rest = P(TOKENS), P("fsdp", None, "tp"), P(TOKENS, None, None, "tp")
+    placed = [put(mesh, a, spec) for a, spec in zip((x, w, dy), at_rest, strict=True)]
+    with global_shard_guard(RESOURCE if kind == AxisType.Auto else None):
+        program = jax.jit(function).lower(*placed).compile()
+        y, gradient = program(*placed)
+    narrow = w.astype(np.float16).astype(np.float64)
+    assert relative_error(y, np.einsum("btk,kcn->btcn", x, narrow)) < 1e-3
+    assert relative_error(gradient, dense_oracle(x, w, dy[0, 0], dy)[2]) < 1e-6
+    assert crossing(program.as_text()) == Counter(
+        [gather(FSDP, "f16[16,2,6]"), scatter(FSDP, "f32[8,2,6]"), total(EP, "f32[8,2,6]")]
+    )
+
+
 @functools.cache
 def grouped_data():
     """Four participants of two sets of two experts: D * E = 8 groups against E = 4 weights."""
