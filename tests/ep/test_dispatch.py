@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ep.exchange_oracle import KINDS, Exchange, axes_of, routing, shards
-from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.ep import (
     EpConfig,
@@ -21,6 +20,7 @@ from expertmesh.ep import (
     prepare,
     recv_capacity,
 )
+from hlo import collectives
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
 RING = ["ring", "all_to_all"]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
@@ -28,6 +27,7 @@ from flax_moe.moe_oracle import (
     run,
     value_and_gradients,
 )
+from hlo import collectives
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 MODES = {
