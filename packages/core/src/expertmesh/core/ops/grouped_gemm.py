@@ -25,6 +25,7 @@ from expertmesh.core.rule import (
     scatter_sums,
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
+from expertmesh.core.support import TRITON
 from expertmesh.core.vjp import differentiable
 
 _MAX_BLOCK = 128
@@ -280,8 +281,7 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
         return getattr(kernels, function)(*operands, **options)
 
     install = "pip install 'expertmesh-core[cuda13]'"
-    # Not automatic: inside a scan, XLA's command buffers cannot hold the call (docs/dev/performance-log.md).
-    return (Kernel("triton", "cuda", launch, "jax_triton", install, supports, automatic=False),)
+    return (Kernel("triton", "cuda", launch, TRITON, install, supports),)
 
 
 def _rows_supported(x, rhs, group_sizes, **options) -> str | None:
