@@ -4,6 +4,8 @@ import importlib.util
 
 import jax
 
+from expertmesh.core import _jax
+
 FEATURES = ("reference", "triton")
 
 
@@ -32,3 +34,11 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     if importlib.util.find_spec("jax_triton") is None:
         return False, "jax_triton is not installed (`pip install 'expertmesh-core[cuda13]'`)"
     return True, ""
+
+
+def platform_of(*operands: jax.Array) -> str:
+    """The platform ("cuda", "cpu", ...) that a call on these operands is compiled for, by JAX's names at lowering.
+
+    That of their mesh's devices, which may be there only to compile for, else of the default device.
+    """
+    return _jax.platform(operands)
