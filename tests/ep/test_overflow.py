@@ -56,20 +56,20 @@ def test_error_names_demand_capacity_and_rank():
     raise_overflow(accepted)
 
 
-def test_padding_beyond_the_capacity_is_not_overflow():
-    """Three zones of 4 rows fill the capacity; a fourth would be empty but for alignment."""
+def test_without_drops_nothing_is_raised():
     topk = np.full((40, 3), -1, np.int32)
-    topk[0] = 0, 0, 1
-    assert int(found(topk).demand) == 8
     raise_overflow(found(topk))
-    raise_overflow(found(np.full((40, 3), -1, np.int32)))
+    topk[0] = 0, 0, 1
+    topk[:8, 2] = 1  # two zones, padded to 4 and 8 rows: full
+    assert int(found(topk).demand) == 12
+    raise_overflow(found(topk))
 
 
 def test_it_is_called_outside_jit():
+    topk = jnp.zeros((40, 3), jnp.int32)
     with pytest.raises(RuntimeError, match="outside jit.*return it from the jitted function"):
-        jax.jit(lambda i: raise_overflow(find_overflow(prepare(i, CONFIG))))(
-            jnp.zeros((40, 3), jnp.int32)
-        )
+        config = EpConfig(num_experts=8)
+        jax.jit(lambda i: raise_overflow(find_overflow(prepare(i, config))))(topk)
 
 
 @pytest.mark.parametrize("transform", ["scan", "vmap"])

@@ -43,11 +43,14 @@ def _sizes(route, size):
 
 
 def _exchange(blocks_RBD, send_R, recv_R, axis):
-    start_R = jnp.arange(send_R.shape[0], dtype=jnp.int32) * (len(blocks_RBD) // len(send_R))
+    block = blocks_RBD.shape[0] // send_R.shape[0]
+    start_R = jnp.arange(send_R.shape[0], dtype=jnp.int32) * block
+    # Empty blocks begin anywhere; as functions of the sizes, offsets are batched where the sizes are: vmap's rule for
+    # the collective takes no others.
     params = RaggedParams(
-        input_offsets=start_R,
+        input_offsets=jnp.where(send_R > 0, start_R, 0),
         send_sizes=send_R,
-        output_offsets=jnp.broadcast_to(start_R[group_rank(axis)], start_R.shape),
+        output_offsets=jnp.where(send_R > 0, group_rank(axis) * block, 0),
         recv_sizes=recv_R,
     )
     empty_RBD = jnp.zeros_like(blocks_RBD)
