@@ -10,32 +10,16 @@ import pytest
 
 from ep.exchange_case import Case, run_case
 from ep.exchange_oracle import routing
+from ep.ragged_stand_in import ragged_all_to_all
 from expertmesh.core.mesh import MeshResource
 from expertmesh.ep import EpConfig, combine, dispatch, is_supported, prepare, transports
 from expertmesh.ep.transports import cheapest, ragged
 
 
-def stand_in(operand, output, *params, axis_name):
-    """Row `output_offsets[r] + i` of rank r is row `input_offsets[r] + i` of the operand, for i < send_sizes[r]."""
-    input_offsets, send_sizes, output_offsets, recv_sizes = params
-    assert all(x.dtype == jnp.int32 for x in params)
-    me = jax.lax.axis_index(axis_name)
-    gather = partial(jax.lax.all_gather, axis_name=axis_name)
-    operand_RND = gather(operand)
-    start_R, size_R, at_R = (gather(x)[:, me] for x in (input_offsets, send_sizes, output_offsets))
-    row_N = jnp.arange(output.shape[0])
-    hit_RN = (row_N >= at_R[:, None]) & (row_N < (at_R + size_R)[:, None])
-    sender_N = jnp.argmax(hit_RN, axis=0)
-    rows = operand_RND[sender_N, row_N - at_R[sender_N] + start_R[sender_N]]
-    # What the real one leaves undefined must show: overlapping blocks, and sizes that the two sides do not agree on.
-    sound = jnp.all(recv_sizes == size_R) & jnp.all(jnp.sum(hit_RN, axis=0) <= 1)
-    hit_N = jnp.any(hit_RN, axis=0) & sound
-    return jnp.where(hit_N[:, None], rows, jnp.where(sound, output, jnp.full_like(output, 77)))
-
-
 @pytest.fixture
 def on_cuda(monkeypatch):
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", stand_in)
+    """The ragged transport runs, as if these devices were GPUs."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(transports, "platform_of", lambda *operands: "cuda")
 
 
@@ -82,7 +66,7 @@ def test_only_filled_rows_are_sent(on_cuda, monkeypatch):
             jax.lax.axis_index(axis_name),
             params[1],
         )
-        return stand_in(operand, output, *params, axis_name=axis_name)
+        return ragged_all_to_all(operand, output, *params, axis_name=axis_name)
 
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", spy)
     topk = np.full((8, 2), -1, np.int32)
@@ -146,3 +130,16 @@ def test_is_supported():
     assert ragged.missing_on("cuda") is None
     with pytest.raises(ValueError, match="local, ring, all_to_all, ragged; got feature='nccl'"):
         is_supported("nccl")
+
+
+@pytest.mark.gpu
+def test_on_gpus():
+    """The real collective, over every GPU of this process."""
+    num = len(jax.devices("cuda"))
+    if num < 2:
+        pytest.skip("needs 2 GPUs in one process")
+    case = Case(mesh=(("ep", num),), sizes=(40 * num,), E=2 * num, A=4, transport="ragged")
+    for dtype in ("float32", "bfloat16"):
+        run_case(case, "explicit", dtype, kinds=("uniform", "skewed", "one", "none", "holes"))
+    run_case(dataclasses.replace(case, C=48, D=512), "explicit", "bfloat16", kinds=("holes",))
+    run_case(dataclasses.replace(case, K=1), "manual", kinds=("skewed",))

@@ -68,7 +68,7 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
             "bootstrap: it must be called outside jit, since it runs an exchange; got a call under tracing; "
             "call bootstrap(config, jax.ShapeDtypeStruct(shape, dtype, sharding=...), top_k=K) before the first step"
         )
-    if not isinstance(top_k, int) or top_k < 1:
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
         raise ValueError(f"bootstrap: top_k must be an int >= 1; got top_k={top_k!r}; pass K")
     topk_idx, x = _operands(config, tokens, top_k)
     handle = jax.eval_shape(partial(prepare, config=config), topk_idx)

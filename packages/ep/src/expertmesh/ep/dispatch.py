@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import gather_values
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
@@ -178,7 +179,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         )
     axis = partition.resolve_axis(config, topk_idx)
     checkify.debug_check(
-        jnp.all(topk_idx < config.num_experts),
+        jnp.all(wide_ids(topk_idx) < config.num_experts),
         f"prepare: expert ids must be below num_experts={config.num_experts}; got {{most}}",
         most=jnp.max(topk_idx, initial=0),
     )
