@@ -23,6 +23,8 @@ class EpConfig:
       overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the
         program runs on. "drop": that is accepted. "error": `raise_overflow`, called outside jit, raises; and a capacity
         below the tokens of one participant is refused at once.
+      debug: checks what only values show (ids >= num_experts), if the program is run by
+        `jax.experimental.checkify.checkify`. Off by default: such a check is an effect; `flax.linen.scan` refuses it.
 
     Raises:
       ValueError, TypeError: a field that breaks its rule.
@@ -34,6 +36,7 @@ class EpConfig:
     transport: str = "auto"
     axis: str | tuple[str, ...] | None = None
     overflow: str = "drop"
+    debug: bool = False
 
     def __post_init__(self):
         _check_size("num_experts", self.num_experts)

@@ -164,7 +164,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         divisible by the EP size; tokens not divisible by all axes that shard them; under overflow="error" a capacity
         below the tokens of one participant; more rows than int32 counts.
 
-    Under `jax.experimental.checkify.checkify` an id >= E is an error; without it there is no check in the program.
+    Under `config.debug` and `jax.experimental.checkify.checkify` an id >= E is an error.
     Warns (RuntimeWarning) if topk_idx is sharded in K, which is then gathered.
     Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
     """
@@ -178,11 +178,12 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
             "add it with topk_idx[None]"
         )
     axis = partition.resolve_axis(config, topk_idx)
-    checkify.debug_check(
-        jnp.all(wide_ids(topk_idx) < config.num_experts),
-        f"prepare: expert ids must be below num_experts={config.num_experts}; got {{most}}",
-        most=jnp.max(topk_idx, initial=0),
-    )
+    if config.debug:
+        checkify.debug_check(
+            jnp.all(wide_ids(topk_idx) < config.num_experts),
+            f"prepare: expert ids must be below num_experts={config.num_experts}; got {{most}}",
+            most=jnp.max(topk_idx, initial=0),
+        )
     slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped = _prepare(
         topk_idx,
         num_experts=config.num_experts,
