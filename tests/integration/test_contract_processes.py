@@ -16,7 +16,7 @@ def meshes():
 
 
 def settings(processes):
-    """Each op in each mode in 2 processes; in 4, each of which compiles everything again, fewer."""
+    """Each exchange in each mode and each op in two; in 4 processes, which all compile everything again, fewer."""
     import cases.core
     import cases.ep
     import cases.flax_moe
@@ -33,10 +33,13 @@ def settings(processes):
         return covering_settings(cases, seed=processes, **(every | only))
 
     exchanges = [*cases.ep.CASES, *cases.flax_moe.CASES]
-    if processes == 4:
-        one = dict(mode=MODES[:1], mesh=meshes()[:1], layout=("several",), transform=("grad",))
-        return cover(cases.core.CASES, mode=MODES[:2]) + cover(exchanges, **one, size=("odd",))
-    return cover([*cases.core.CASES, *exchanges])
+    if processes == 2:
+        return cover(cases.core.CASES, mode=MODES[1:3]) + cover(exchanges)
+    one = dict(mode=MODES[:1], mesh=meshes()[:1], layout=("several",), size=("odd",))
+    every = [*cases.core.CASES, *exchanges]
+    return cover([case for case in every if case.wrt], transform=("grad",), **one) + cover(
+        [case for case in every if not case.wrt], transform=("jit",), **one
+    )
 
 
 def check_every_op():
@@ -59,12 +62,11 @@ def test_the_settings_cover_each_op():
     two, four = settings(2), settings(4)
     names = {case.name for case, _ in two}
     assert len(names) >= 15 and {case.name for case, _ in four} == names
+    exchanges = {case.name for case, _ in two if case.exchanges}
     for mode in MODES:
-        independent = {case.name for case, _ in two if case.independent}
         met = {case.name for case, setting in two if setting.mode == mode}
-        assert met == (independent if mode == "manual" else names)
-    for chosen in (two, four):
-        assert {setting.mesh for _, setting in chosen} == set(meshes())
+        assert exchanges <= met and (mode not in MODES[1:3] or met == names)
+    assert {setting.mesh for _, setting in two} == set(meshes())
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -73,6 +75,6 @@ def test_every_op(multiprocess, processes):
         "integration.test_contract_processes:check_every_op",
         processes=processes,
         devices=jax.device_count() // processes,
-        timeout=300,
+        timeout=600,
     )
     assert results == [{}] * processes
