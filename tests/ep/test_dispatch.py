@@ -518,7 +518,7 @@ def with_roles(function):
                 kind=AxisType.Auto,
             ),
             ValueError,
-            "dimensions (4,), sharded over {}, and axis 'dp' of 8 shards",
+            "dimensions (4,), sharded over {}, and ['dp'] of [8] shards",
         ),
         (
             lambda i, x, c: prepare(i, small(capacity=7, overflow="error")[2]),

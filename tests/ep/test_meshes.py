@@ -180,6 +180,7 @@ def test_layers_of_other_sizes_in_one_program(donate):
     assert operands[1].is_deleted() == donate
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_donated_rows_and_handle():
     """combine may write over what it is given, and the next step's buffers are new."""
     mesh = jax.make_mesh((8,), ("ep",))

@@ -43,10 +43,10 @@ def test_layout(spec, sizes, axis, leading, participants):
 def test_layout_names_the_numbers_that_do_not_fit():
     with pytest.raises(ValueError) as error:
         partition.plan_layout(("dp", None), (2, 3), MESH, ("ep",))
-    for words in ("(2, 3)", "{'dp': 2}", "'ep' of 4 shards"):
+    for words in ("(2, 3)", "{'dp': 2}", "['ep'] of [4] shards"):
         assert words in str(error.value)
     # An outer axis counts as the EP axis does: without it, each of its shards would do the same work.
-    with pytest.raises(ValueError, match=r"\(8,\), sharded over {}, and axis 'fsdp' of 3"):
+    with pytest.raises(ValueError, match=r"\(8,\), sharded over {}, and \['fsdp'\] of \[3\]"):
         partition.plan_layout((("fsdp", "ep"),), (8,), MESH | {"dp": 1}, ("ep",))
     with pytest.raises(ValueError, match="12"):  # more than there are shards, but not a multiple
         partition.plan_layout((None,), (12,), {"ep": 8}, ("ep",))

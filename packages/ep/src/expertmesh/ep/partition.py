@@ -106,7 +106,7 @@ def _split_over(name, axes, sizes, mesh_shape):
     held = {a: mesh_shape[a] for dim in axes for a in dim}
     raise ValueError(
         "prepare: tokens must be divisible over all axes that shard them, the EP axis among them; got leading "
-        f"dimensions {tuple(sizes)}, sharded over {held}, and axis {name!r} of {mesh_shape[name]} shards to add; "
+        f"dimensions {tuple(sizes)}, sharded over {held}, and {[name]} of {[mesh_shape[name]]} shards to add; "
         "pad the batch, or use EpConfig(axis=()) for no EP"
     )
 
