@@ -17,7 +17,8 @@ PUBLIC = {
         ragged_params required_bias_histogram route router_statistics router_z_loss
         rows_to_choices sequence_balance_loss shard_rows sort_chunks specs
         to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
-    "expertmesh.ep": "EpConfig Handle combine dispatch dispatch_weights prepare recv_capacity",
+    "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
+        is_supported prepare raise_overflow recv_capacity""",
     "expertmesh.flax_moe": """LogicalAxes MoEConfig MoEOutput NativeMoEBlock init_params linen merge_wi moe native_moe
         nnx param_shapes param_specs split_wi""",
 }
