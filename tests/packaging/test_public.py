@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 PUBLIC = {
-    "expertmesh.core": """ACTIVATIONS ChunkPlan Kernel MeshResource Op PermutePlan Plan Query ROUTING_MAP_FORMATS
-        RaggedParams
-        RouterConfig RouterStatistics Routing SCORE_FUNCTIONS choices_to_rows current_resource
+    "expertmesh.core": """ACTIVATIONS Activation ChunkPlan Kernel MeshResource Op PermutePlan Plan Query
+        ROUTING_MAP_FORMATS RaggedParams
+        RouterConfig RouterStatistics Routing SCORE_FUNCTIONS activate choices_to_rows current_resource
         differentiable expert_counts from_routing_map gated_activation gemm global_shard_guard
         grouped_gemm is_supported load_balance_loss local_permute_after_a2a
         local_unpermute_before_a2a missing_rows move_chunks padded_rows padded_rows_sharded permute
@@ -18,8 +18,8 @@ PUBLIC = {
         routing_map_to_topk_idx rows_to_choices sequence_balance_loss shard_rows sort_chunks specs
         to_routing_map topk_idx_to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
     "expertmesh.ep": "EpConfig Handle combine dispatch dispatch_weights prepare recv_capacity",
-    "expertmesh.flax_moe": """LogicalAxes MoEConfig MoEOutput NativeMoEBlock init_params linen merge_wi moe native_moe
-        nnx param_shapes param_specs split_wi""",
+    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES init_params
+        is_supported linen merge_wi moe native_moe nnx param_shapes param_specs split_wi""",
 }
 
 

@@ -5,7 +5,12 @@ __version__ = "0.1.0"
 from expertmesh.core import specs
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
-from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
+from expertmesh.core.ops.activation import (
+    ACTIVATIONS,
+    Activation,
+    activate,
+    gated_activation,
+)
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -49,6 +54,7 @@ from expertmesh.core.vjp import differentiable
 
 __all__ = [
     "ACTIVATIONS",
+    "Activation",
     "ChunkPlan",
     "Kernel",
     "MeshResource",
@@ -62,6 +68,7 @@ __all__ = [
     "RouterStatistics",
     "Routing",
     "SCORE_FUNCTIONS",
+    "activate",
     "choices_to_rows",
     "current_resource",
     "differentiable",
