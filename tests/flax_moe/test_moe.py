@@ -197,11 +197,12 @@ def test_inside_the_users_shard_map(check_vma):
     assert_result(output, gradients, run(data, config))
 
 
-def test_stages_of_a_pipeline():
-    """Inside a shard_map over another axis, with the rest Explicit; outputs and gradients of both stages."""
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+def test_stages_of_a_pipeline(kind):
+    """Inside a shard_map over another axis, the rest Explicit or with roles; outputs and gradients of both stages."""
     config = make_config(aux_loss_coeff=0.0, z_loss_coeff=0.0)
     data = make_data(config)
-    mesh = jax.make_mesh((2, 2, 2), ("pp", "fsdp", "ep"), axis_types=(EXPLICIT,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("pp", "fsdp", "ep"), axis_types=(kind,) * 3)
     stacked = {k: np.stack([w, 2 * w]) for k, w in data.params.items()}
     specs = {k: PartitionSpec("pp", *[None] * (w.ndim - 1)) for k, w in stacked.items()}
     params = {
@@ -228,7 +229,8 @@ def test_stages_of_a_pipeline():
         y = function(params, x)
         return jnp.sum(y * dy[None]), y
 
-    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    with global_shard_guard(RESOURCE if kind == AUTO else None):
+        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     (_, y), (d_params, d_x) = jax.tree.map(np.asarray, gradients)
     wants = []
     for i in range(2):

@@ -359,3 +359,22 @@ def test_what_is_supported():
     assert ok or "expertmesh-flax-moe[train]" in reason
     with pytest.raises(ValueError, match="feature must be one of moe, .*got feature='fp8'"):
         is_supported("fp8")
+
+
+def test_parts_where_the_layout_is_not_known():
+    """Over Auto axes without a MeshResource the sequence is split, since any axes may shard the batch; or an error."""
+    config = make_config(num_chunks=2, use_bias=False)
+    mesh = make_mesh((1, 2), AUTO)
+    data = make_data(config, (2, 4, 16))
+    params, x, _ = place(data, config, mesh)
+    y = jax.jit(lambda params, x: moe(params, x, config).y)(params, x)
+    assert relative_error(y, run(data, config).y) < 1e-5
+    with pytest.raises(ValueError, match=r"num_chunks=2, tokens \(2, 3\) over \[2, 2\] shards"):
+        jax.eval_shape(lambda params, x: moe(params, x, config), params, x[:, :3])
+
+
+def test_no_tokens_in_parts():
+    config = make_config(**ALL)
+    data = make_data(config, (0, 4, 16))
+    out = jax.jit(lambda *a: moe(*a, config))(*place(data, config, make_mesh((1, 2), EXPLICIT))[:2])
+    assert out.y.shape == (0, 4, 16) and int(out.num_dropped) == 0

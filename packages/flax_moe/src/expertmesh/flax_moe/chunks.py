@@ -31,7 +31,8 @@ def split_chunks(
 
     Returns:
       The parts of each, stacked [n, ...], and the dimension that was split, for `merge_chunks`. It is the first that
-      n divides on every shard, by Explicit types or by the roles of a MeshResource.
+      n divides on every shard, by Explicit types or by the roles of a MeshResource; over Auto axes without one, as if
+      all of them sharded it.
 
     Raises:
       ValueError: n divides no dimension of tokens.
@@ -59,14 +60,18 @@ def _split(x, dim, num_chunks):
 
 
 def _shards(x) -> list[int]:
-    """Into how many shards each dimension of tokens is split, as far as can be known."""
+    """Into how many shards each dimension of tokens is split; where that can't be known, into how many at most."""
     sharding, resource = jax.typeof(x).sharding, current_resource()
     mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    spec, manual = sharding.spec, AxisType.Manual
-    if AxisType.Explicit not in kinds.values():
-        spec = () if resource is None else (resource.entry("tokens"),)
+    sizes = {axis: mesh.shape[axis] for axis, kind in kinds.items() if kind != AxisType.Manual}
+    if AxisType.Explicit in kinds.values():
+        spec = sharding.spec
+    elif resource is not None:
+        spec = (resource.entry("tokens"),)
+    else:
+        return [prod(sizes.values())] * (x.ndim - 1)
     return [
-        prod(mesh.shape[a] for a in entry_axes(entry) if kinds.get(a, manual) != manual)
+        prod(sizes.get(axis, 1) for axis in entry_axes(entry))
         for entry in pad_spec(spec, x.ndim)[:-1]
     ]

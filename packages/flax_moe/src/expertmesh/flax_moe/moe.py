@@ -179,7 +179,7 @@ _ROUTED = rematerialized(_routed, static_argnums=(0, 1))
 def _routed_in_chunks(config, ep_axis, params, x, topk_idx, topk_weights):
     """`_routed`, one part of the tokens after the other."""
     routed = partial(_ROUTED[config.remat], config, ep_axis, params)
-    if config.num_chunks == 1:
+    if config.num_chunks == 1 or x.size == 0:
         return routed(x, topk_idx, topk_weights)
     parts, dim = split_chunks("moe", (x, topk_idx, topk_weights), config.num_chunks)
     _, (y, num_dropped) = jax.lax.scan(lambda _, part: (None, routed(*part)), None, parts)
