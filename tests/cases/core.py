@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from core.ops import router_oracle
 from expertmesh.core import (
     RouterConfig,
+    expert_counts,
     from_routing_map,
     gated_activation,
     gemm,
@@ -20,7 +21,6 @@ from expertmesh.core import (
     route,
     router_statistics,
     router_z_loss,
-    routing_map_to_topk_idx,
     sequence_balance_loss,
     sort_chunks,
     to_routing_map,
@@ -360,7 +360,7 @@ SORT_CHUNKS = OpCase(
 
 def _map_weights(probs, routed):
     """Weights of the first two experts of each token, doubled on the way back to all experts."""
-    idx = routing_map_to_topk_idx(routed, top_k=2)
+    idx = from_routing_map(routed, NUM_EXPERTS, 2)
     weights = probs_to_topk_weights(probs, idx)
     return topk_weights_to_probs(weights + weights, idx, num_experts=NUM_EXPERTS)
 
@@ -422,6 +422,17 @@ def _route_case(name, use_pre_softmax):
     )
 
 
+ROUTE_CHOICES = OpCase(
+    name="route_choices",
+    function=lambda logits: route(logits, RouterConfig(top_k=3)).topk_idx,
+    operands=lambda rng, size, dtype: (_logits(rng, size, dtype),),
+    oracle=lambda logits: router_oracle.route(logits, RouterConfig(top_k=3))[0],
+    # Experts that are split are gathered first.
+    layouts={"one": (P("b"),), "several": (P("a", None, "b"),), "tuple": (P(("a", "b")),)},
+    independent={"one": (P("b"),), "tuple": (P(("a", "b")),)},
+)
+
+
 def _balance_operands(rng, size, dtype):
     logits = _logits(rng, size, dtype)
     idx = rng.integers(-1, logits.shape[-1], size=(*logits.shape[:-1], 2)).astype(np.int32)
@@ -442,6 +453,15 @@ LOAD_BALANCE = OpCase(
     oracle=_balance_oracle,
     wrt=(0,),
     layouts={name: (spec, spec) for name, spec in _LEADING.items()},
+)
+
+
+COUNTS = OpCase(
+    name="expert_counts",
+    function=lambda idx: expert_counts(idx, num_experts=8),
+    operands=lambda rng, size, dtype: _balance_operands(rng, size, dtype)[1:],
+    oracle=lambda idx: np.array([(idx == e).sum() for e in range(8)], np.int32),
+    layouts={name: (spec,) for name, spec in _LEADING.items()},
 )
 
 
@@ -670,7 +690,9 @@ CASES = [
     MAP_WEIGHTS,
     _route_case("route", use_pre_softmax=False),
     _route_case("route_pre_softmax", use_pre_softmax=True),
+    ROUTE_CHOICES,
     LOAD_BALANCE,
+    COUNTS,
     Z_LOSS,
     ACTIVATION,
     _biased_case("route_sigmoid", _SIGMOID),

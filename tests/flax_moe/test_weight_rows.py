@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from core.ops.cases import few_settings, label
-from expertmesh.core.testing import OpCase, check_op, magnitudes, relative_error
+from cases.contract import contract_tests
+from expertmesh.core.testing import OpCase, magnitudes, relative_error
 from expertmesh.flax_moe.weight_rows import weight_rows
 
 
@@ -65,9 +65,9 @@ CASE = OpCase(
 )
 
 
-@pytest.mark.parametrize("setting", few_settings(CASE), ids=label)
-def test_contract(setting):
-    check_op(CASE, setting)
+test_covering_array, test_full_product = contract_tests(
+    [CASE], mesh=((1, 1), (2, 4)), layout=("tuple",), dtype=("float32",)
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,8 +15,8 @@ PUBLIC = {
         local_unpermute_before_a2a missing_rows move_chunks padded_rows padded_rows_sharded permute
         plan_chunks plan_permute plan_permute_map probs_to_topk_weights quantile_expert_bias
         ragged_params required_bias_histogram route router_statistics router_z_loss
-        routing_map_to_topk_idx rows_to_choices sequence_balance_loss shard_rows sort_chunks specs
-        to_routing_map topk_idx_to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
+        rows_to_choices sequence_balance_loss shard_rows sort_chunks specs
+        to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
     "expertmesh.ep": "EpConfig Handle combine dispatch dispatch_weights prepare recv_capacity",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES init_params
         is_supported linen merge_wi moe native_moe nnx param_shapes param_specs split_wi""",

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.ops.cases import ACTIVATION, contract, label
 from expertmesh.core.ops.activation import ACTIVATIONS, Activation, activate, gated_activation
-from expertmesh.core.testing import check_op, magnitudes, relative_error
+from expertmesh.core.testing import magnitudes, relative_error
 
 erf = np.vectorize(math.erf)
 
@@ -28,11 +27,6 @@ ORACLES = {
 }
 
 EVERY = pytest.mark.parametrize("activation", ACTIVATIONS)
-
-
-@pytest.mark.parametrize("case, setting", contract(ACTIVATION), ids=label)
-def test_contract(case, setting):
-    check_op(case, setting)
 
 
 def test_every_activation_has_an_oracle():

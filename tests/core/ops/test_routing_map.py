@@ -39,6 +39,12 @@ def test_layout_and_round_trip(num_experts, format):
     np.testing.assert_array_equal(back, topk_idx)
 
 
+def test_integers_are_flags():
+    """uint8 in a bytemap is one expert a byte, whatever its bits."""
+    flags = jnp.array([[0, 255, 0, 2], [0, 0, 0, 0]], jnp.uint8)
+    np.testing.assert_array_equal(from_routing_map(flags, 4, 3), [[1, 3, -1], [-1, -1, -1]])
+
+
 def test_out_of_range_and_repeated_choices():
     topk_idx = jnp.array([[2, 2, -1], [-5, 4, 300]], jnp.int32)
     want = [[False, False, True, False], [False] * 4]

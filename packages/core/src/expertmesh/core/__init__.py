@@ -43,10 +43,8 @@ from expertmesh.core.ops.router_statistics import RouterStatistics, router_stati
 from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
-from expertmesh.core.ops.topk_map import (
+from expertmesh.core.ops.topk_weights import (
     probs_to_topk_weights,
-    routing_map_to_topk_idx,
-    topk_idx_to_routing_map,
     topk_weights_to_probs,
 )
 from expertmesh.core.support import is_supported
@@ -97,14 +95,12 @@ __all__ = [
     "route",
     "router_statistics",
     "router_z_loss",
-    "routing_map_to_topk_idx",
     "rows_to_choices",
     "sequence_balance_loss",
     "shard_rows",
     "sort_chunks",
     "specs",
     "to_routing_map",
-    "topk_idx_to_routing_map",
     "topk_weights_to_probs",
     "unpermute",
     "update_expert_bias",

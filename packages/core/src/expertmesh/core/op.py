@@ -271,12 +271,8 @@ def _dispatch(call: _Call, operands):
 
 
 def _local(call: _Call, operands, overrides=()):
-    """The op on what the operands hold: everything, or one device's shards."""
+    """The op on what the operands hold, everything or one device's shards, by a kernel that can take them."""
     options = dict(call.options) | dict(overrides)
-    return _implement(call, operands, options)
-
-
-def _implement(call: _Call, operands, options):
     reference = partial(call.op.reference, **options)
     usable: dict[str, Callable] = {}
     platform = _jax.platform(operands)

@@ -270,22 +270,8 @@ class _Run(contextlib.ExitStack):
         out = self.case.oracle(*_float64(operands))
         cotangents = [self.rng.normal(size=np.shape(y)) for y in _leaves(out)]
         wrt = self.case.wrt
-        function = transform(self.function())
-
-        def pull(*placed):
-            def of(*chosen):
-                full = list(placed)
-                for i, x in zip(wrt, chosen, strict=True):
-                    full[i] = x
-                return function(*full)
-
-            y, vjp = jax.vjp(of, *(placed[i] for i in wrt))
-            leaves, tree = jax.tree.flatten(y)
-            given = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
-            return vjp(jax.tree.unflatten(tree, given))
-
-        placed = self.put(operands)
-        gradients = jax.jit(pull)(*placed)
+        function = _with_gradients(transform(self.function()), wrt, cotangents)
+        _, gradients = jax.jit(function)(*self.put(operands))
         for i, gradient in zip(wrt, gradients, strict=True):
             assert gradient.dtype == operands[i].dtype, (
                 f"{self.case.name}: dtype of the gradient of operand {i}"
@@ -327,29 +313,15 @@ class _Run(contextlib.ExitStack):
         operands = self.operands()
         assert self.case.poison is not None
         poisoned = self.case.poison(*operands)
-        function = jax.jit(self._with_gradients())
+        outs = _leaves(self.case.oracle(*_float64(operands)))
+        ones = [np.ones(np.shape(y)) for y in outs]
+        function = jax.jit(_with_gradients(self.function(), self.case.wrt, ones))
         for a, b in zip(
             _leaves(function(*self.put(operands))),
             _leaves(function(*self.put(poisoned))),
             strict=True,
         ):
             np.testing.assert_array_equal(_whole(a), _whole(b), err_msg=self.case.name)
-
-    def _with_gradients(self):
-        function, wrt = self.function(), self.case.wrt
-
-        def both(*operands):
-            def of(*chosen):
-                full = list(operands)
-                for i, x in zip(wrt, chosen, strict=True):
-                    full[i] = x
-                return function(*full)
-
-            y, vjp = jax.vjp(of, *(operands[i] for i in wrt))
-            ones = jax.tree.map(lambda leaf: _cotangent(np.ones(leaf.shape), leaf), y)
-            return y, vjp(ones)
-
-        return both if wrt else function
 
     def assert_close(self, got, want):
         for x, y in zip(_leaves(got), _leaves(want), strict=True):
@@ -359,6 +331,24 @@ class _Run(contextlib.ExitStack):
             exact = not np.issubdtype(np.asarray(y).dtype, np.inexact)
             limit = 0 if exact else TOLERANCE[self.setting.dtype]
             assert error <= limit, f"{self.case.name}: relative error {error:.2e} > {limit:.0e}"
+
+
+def _with_gradients(function, wrt, cotangents):
+    """The result of `function`, and its gradients in the operands `wrt` for one cotangent per leaf of the result."""
+
+    def both(*operands):
+        def of(*chosen):
+            full = list(operands)
+            for i, x in zip(wrt, chosen, strict=True):
+                full[i] = x
+            return function(*full)
+
+        y, vjp = jax.vjp(of, *(operands[i] for i in wrt))
+        leaves, tree = jax.tree.flatten(y)
+        given = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
+        return y, vjp(jax.tree.unflatten(tree, given))
+
+    return both if wrt else lambda *operands: (function(*operands), ())
 
 
 def relative_error(got, want) -> float:

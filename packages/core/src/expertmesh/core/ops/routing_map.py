@@ -51,7 +51,7 @@ def from_routing_map(
     """Expert indices of a routing map; inverse of `to_routing_map` but for the order of the choices.
 
     Args:
-      routing_map: bool[..., E] or uint8[..., ceil(E / 8)].
+      routing_map: bool[..., E] (or integers, where nonzero is chosen), or uint8[..., ceil(E / 8)].
       num_experts: E.
       top_k: K, at most E.
       format: "bytemap" or "bitmap".
@@ -62,18 +62,18 @@ def from_routing_map(
 
     Raises:
       ValueError: an unknown format, a last dimension that does not fit, or top_k outside [1, E].
-      TypeError: the map's dtype is not that of the format.
+      TypeError: a bytemap of floats, or a bitmap that is not uint8.
 
     No communication, however tokens are sharded.
     """
     _check_format("from_routing_map", format)
-    dtype, width = (
-        (jnp.bool_, num_experts) if format == "bytemap" else (jnp.uint8, -(-num_experts // 8))
-    )
-    if routing_map.dtype != dtype:
+    packed = format == "bitmap"
+    width = -(-num_experts // 8) if packed else num_experts
+    flags = routing_map.dtype == jnp.bool_ or jnp.issubdtype(routing_map.dtype, jnp.integer)
+    if not (routing_map.dtype == jnp.uint8 if packed else flags):
         raise TypeError(
-            f"from_routing_map: a {format} must be {jnp.dtype(dtype)}; got dtype={routing_map.dtype}; "
-            f"format must be one of {', '.join(ROUTING_MAP_FORMATS)}"
+            f"from_routing_map: a {format} must be of {'uint8' if packed else 'bools or integers'}; "
+            f"got dtype={routing_map.dtype}; format must be one of {', '.join(ROUTING_MAP_FORMATS)}"
         )
     if routing_map.shape[-1:] != (width,):
         raise ValueError(
@@ -85,7 +85,7 @@ def from_routing_map(
             "from_routing_map: top_k must be at least 1 and at most num_experts; "
             f"got top_k={top_k}, num_experts={num_experts}; change top_k"
         )
-    return _from_map_op(routing_map, num_experts=num_experts, top_k=top_k)
+    return _from_map_op(routing_map, num_experts=num_experts, top_k=top_k, packed=packed)
 
 
 def _check_format(function, value):
@@ -102,11 +102,11 @@ def _to_map(topk_idx, *, num_experts, packed):
     return jnp.packbits(chosen, axis=-1, bitorder="little") if packed else chosen
 
 
-def _from_map(routing_map, *, num_experts, top_k):
-    if routing_map.dtype == jnp.uint8:
+def _from_map(routing_map, *, num_experts, top_k, packed):
+    if packed:
         routing_map = jnp.unpackbits(routing_map, axis=-1, count=num_experts, bitorder="little")
     # The lower the expert, the greater the key; 0 for none.
-    key = jnp.where(routing_map, num_experts - jnp.arange(num_experts, dtype=jnp.int32), 0)
+    key = jnp.where(routing_map != 0, num_experts - jnp.arange(num_experts, dtype=jnp.int32), 0)
     top_key = jax.lax.top_k(key, top_k)[0]
     return jnp.where(top_key > 0, num_experts - top_key, -1)
 

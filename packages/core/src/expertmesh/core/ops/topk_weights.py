@@ -1,6 +1,6 @@
-"""Conversions between routing maps over experts and lists of chosen experts, and of the numbers that belong to them.
+"""The same weights as one number per expert (`probs[..., E]`) and as one per choice (`topk_weights[..., K]`).
 
-    map[..., e] = any_k idx[..., k] == e,   probs[..., e] = sum_k [idx[..., k] == e] * weights[..., k]
+    probs[..., e] = sum_k [idx[..., k] == e] * weights[..., k]
 
 Dimension key: `...` tokens, E experts, K choices per token. Comparisons with every expert, in place of scatters.
 """
@@ -14,61 +14,7 @@ from expertmesh.core.op import Op
 from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.core.vjp import differentiable
 
-__all__ = [
-    "probs_to_topk_weights",
-    "routing_map_to_topk_idx",
-    "topk_idx_to_routing_map",
-    "topk_weights_to_probs",
-]
-
-
-def routing_map_to_topk_idx(routing_map: jax.Array, *, top_k: int) -> jax.Array:
-    """The chosen experts of each token in ascending order: idx[..., k] is the k-th e with map[..., e].
-
-    Args:
-      routing_map: bool or int[..., E]; nonzero is chosen.
-      top_k: K. Of a token with more experts the K lowest are taken; -1 fills the places of a token with fewer.
-
-    Returns:
-      int32[..., K].
-
-    Raises:
-      TypeError: routing_map is neither of bools nor of integers.
-      ValueError: top_k below 1, or a map of rank 0.
-
-    Costs no communication when tokens are sharded; E is held whole.
-    """
-    if not (routing_map.dtype == jnp.bool_ or jnp.issubdtype(routing_map.dtype, jnp.integer)):
-        raise TypeError(
-            "routing_map_to_topk_idx: routing_map must be of bools or integers; got "
-            f"dtype={routing_map.dtype}; pass which experts are chosen, not scores"
-        )
-    if operator.index(top_k) < 1 or routing_map.ndim < 1:
-        raise ValueError(
-            "routing_map_to_topk_idx: top_k must be >= 1 and the map have a dimension of experts; got "
-            f"top_k={top_k}, routing_map.shape={routing_map.shape}; use top_k=E to keep all experts"
-        )
-    return _map_to_idx(routing_map, top_k=operator.index(top_k))
-
-
-def topk_idx_to_routing_map(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
-    """map[..., e] = any_k topk_idx[..., k] == e.
-
-    Args:
-      topk_idx: int[..., K]; an id outside [0, E), such as -1, chooses nothing. Equal ids of a token are one entry.
-      num_experts: E.
-
-    Returns:
-      bool[..., E].
-
-    Raises:
-      TypeError: topk_idx is not of integers.
-      ValueError: num_experts below 1, or rank 0.
-
-    Costs no communication when tokens are sharded; K is held whole.
-    """
-    _check_idx("topk_idx_to_routing_map", topk_idx)
-    return _idx_to_map(topk_idx, num_experts=_check_experts("topk_idx_to_routing_map", num_experts))
+__all__ = ["probs_to_topk_weights", "topk_weights_to_probs"]
 
 
 def probs_to_topk_weights(probs: jax.Array, topk_idx: jax.Array) -> jax.Array:
@@ -120,20 +66,9 @@ def topk_weights_to_probs(
     return _to_probs(topk_weights, topk_idx, num_experts=num_experts)
 
 
-def _map_to_idx_reference(routing_map, *, top_k):
-    seen = jnp.cumsum(routing_map != 0, axis=-1, dtype=jnp.int32)[..., None, :]
-    before = seen <= jnp.arange(top_k, dtype=jnp.int32)[:, None]
-    idx = jnp.sum(before, axis=-1, dtype=jnp.int32)
-    return jnp.where(idx < routing_map.shape[-1], idx, -1)
-
-
 def _is_expert(topk_idx, num_experts):
     """bool[..., K, E]; fused into what reads it."""
     return topk_idx[..., None] == jnp.arange(num_experts, dtype=topk_idx.dtype)
-
-
-def _idx_to_map_reference(topk_idx, *, num_experts):
-    return jnp.any(_is_expert(_wide(topk_idx), num_experts), axis=-2)
 
 
 def _to_weights_reference(probs, topk_idx):
@@ -153,8 +88,6 @@ def _wide(topk_idx):
 
 
 # The dimension of experts is m: the factor e would have the role of experts that a mesh axis shards.
-_map_to_idx = Op("routing_map_to_topk_idx", _map_to_idx_reference, "... m -> ... k", whole=("m",))
-_idx_to_map = Op("topk_idx_to_routing_map", _idx_to_map_reference, "... k -> ... m", whole=("k",))
 _gather = Op(
     "probs_to_topk_weights", _to_weights_reference, "... m, ... k -> ... k", whole=("m", "k")
 )

@@ -1,0 +1,30 @@
+"""The contract of expertmesh.core.testing as two tests of a module."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from expertmesh.core.testing import OpCase, all_settings, check_op, covering_settings
+
+
+def contract_tests(cases: Sequence[OpCase], **only: tuple) -> tuple[Callable, Callable]:
+    """`test_covering_array, test_full_product = contract_tests(CASES)`.
+
+    Args:
+      cases: of one package.
+      only: factor -> the values that the covering array uses, for cases that are too dear for all of them.
+    """
+    cover = covering_settings(cases, **only)
+
+    @pytest.mark.any_device
+    @pytest.mark.parametrize("case, setting", cover, ids=lambda x: str(getattr(x, "name", x)))
+    def covering_array(case, setting):
+        check_op(case, setting)
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+    def full_product(case):
+        for setting in all_settings(case):
+            check_op(case, setting)
+
+    return covering_array, full_product
