@@ -1,5 +1,6 @@
 """The block's options: each alone where it can be seen, and all of them at once on meshes with tensor parallelism."""
 
+import collections
 import contextlib
 
 import jax
@@ -136,12 +137,23 @@ def test_memory():
 
 
 def exchanges(function, *operands):
-    """How often StableHLO exchanges rows, weights and choices over an axis."""
-    text = jax.jit(function).lower(*operands).as_text()
-    return {
-        name: text.count(f'"stablehlo.{name}"')
-        for name in ("all_gather", "all_to_all", "reduce_scatter")
-    }
+    """How often the program exchanges rows, weights and choices over an axis."""
+    count = collections.Counter()
+
+    def visit(value):
+        if isinstance(value, tuple | list):
+            for part in value:
+                visit(part)
+        elif hasattr(value, "eqns"):
+            for eqn in value.eqns:
+                if eqn.primitive.name in ("all_gather", "all_to_all", "reduce_scatter"):
+                    count[eqn.primitive.name] += 1
+                visit(tuple(eqn.params.values()))
+        elif hasattr(value, "jaxpr"):
+            visit(value.jaxpr)
+
+    visit(jax.make_jaxpr(function)(*operands))
+    return count
 
 
 NAMES = jax.checkpoint_policies.save_only_these_names

@@ -95,7 +95,9 @@ def native_moe(
     check_params("native_moe", params, x.shape[-1], config, config.num_experts)
     mesh = _find_mesh(mesh, x)
     if mesh is None:
-        return _on_device(params, x, config=config, axes=(), ep_axis=None, fsdp_axis=None)
+        return MoEOutput(
+            *_on_device(params, x, config=config, axes=(), ep_axis=None, fsdp_axis=None)
+        )
     ep_axis = config.ep_axis or "ep"
     axes = _token_axes(mesh, fsdp_axis, ep_axis)
     _check_divisible(mesh, axes, ep_axis, x, config)
@@ -121,12 +123,10 @@ def native_moe(
         body,
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=MoEOutput(*[PartitionSpec()] * 6, PartitionSpec(axes))._replace(
-            y=PartitionSpec(axes)
-        ),
+        out_specs=(PartitionSpec(axes), *[PartitionSpec()] * 5, PartitionSpec(axes)),
         check_vma=False,
     )
-    return shard(*_place((params, x), in_specs, mesh))
+    return MoEOutput(*shard(*_place((params, x), in_specs, mesh)))
 
 
 def _find_mesh(mesh, x):
@@ -175,7 +175,7 @@ def _place(values, specs, mesh):
 
 
 def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
-    """MoEOutput, on one device's tokens and experts inside a shard_map over `axes` (none: on all)."""
+    """The fields of MoEOutput, on one device's tokens and experts inside a shard_map over `axes` (none: on all)."""
     x_TD = x.reshape(-1, x.shape[-1])
     logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
     weights_TK, idx_TK = _top_k(logits_TE, config)
@@ -185,15 +185,10 @@ def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
     )
     counts_E = _psum(_histogram(idx_TK, config.num_experts), axes)
     aux, z = _losses(logits_TE, counts_E, config, axes)
-    return MoEOutput(
-        y=y_TD.reshape(x.shape).astype(x.dtype),
-        aux_loss=aux,
-        z_loss=z,
-        tokens_per_expert=counts_E,
-        num_dropped=jnp.int32(0),
-        entropy=_entropy(jax.lax.stop_gradient(logits_TE), axes),
-        topk_idx=idx_TK.reshape(*x.shape[:-1], config.top_k),
-    )
+    entropy = _entropy(jax.lax.stop_gradient(logits_TE), axes)
+    idx = idx_TK.reshape(*x.shape[:-1], config.top_k)
+    y = y_TD.reshape(x.shape).astype(x.dtype)
+    return y, aux, z, counts_E, jnp.int32(0), entropy, idx
 
 
 def _top_k(logits_TE, config):

@@ -56,7 +56,7 @@ def named(value: str, tree: Any) -> Any:
 
 def rematerialized(function: Callable, static_argnums: tuple[int, ...]) -> dict[str, Callable]:
     """`function` under each of `REMAT_POLICIES`, jitted so that a repeated call is not traced again."""
-    versions = {}
+    versions: dict[str, Callable] = {}
     for remat, policy in REMAT_POLICIES.items():
         version = function
         if policy is not None:

@@ -99,7 +99,7 @@ class Activation:
     @classmethod
     def of(cls, activation: "str | Activation") -> "Activation":
         """Itself; a name stands for the gated activation with that function."""
-        return activation if isinstance(activation, cls) else cls(function=activation)
+        return activation if isinstance(activation, Activation) else cls(function=activation)
 
 
 def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
