@@ -22,7 +22,7 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
-from expertmesh.core.ops.load_balance import load_balance_loss, router_z_loss
+from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.router import route
 from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
@@ -114,14 +114,14 @@ def moe(
     y = _laid_out_like(x, y)
     if config.shared_expert_dim is not None:
         y += _shared(params, x.astype(config.dtype), config, specs)
-    statistics = router_statistics(logits, topk_idx, score_function=config.score_function)
     return MoEOutput(
         y=y.astype(x.dtype),
         aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
         z_loss=_z_loss(logits, token_mask, config),
-        tokens_per_expert=statistics.tokens_per_expert,
+        # The counts of the balance loss, so that the two are computed and summed once.
+        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
         num_dropped=num_dropped,
-        entropy=statistics.entropy,
+        entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
         topk_idx=topk_idx,
     )
 
