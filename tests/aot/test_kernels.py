@@ -8,29 +8,38 @@ import tempfile
 import jax.numpy as jnp
 import pytest
 
-pytestmark = pytest.mark.aot
+from expertmesh.core.support import TRITON, missing_distribution
 
-triton = pytest.importorskip("triton", reason="needs triton: `ci/matrix.py run aot` installs it")
-pytest.importorskip("jax_triton")
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
+    ),
+]
 
 SHARED_LIMIT = 232448
 MATRIX_INSTRUCTION = {90: "wgmma", 100: "tcgen05"}
 
 
-def _compile(kernel, tiles, constants, arch, out="*bf16"):
+def _compile(kernel, types, tiles, constants, arch):
+    """`types` of the operands before the constants: "*bf16", or the block of a TMA descriptor."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = constants | {"NUM_PROGRAMS": 132, "BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
-    pointers = dict(zip(kernel.arg_names[:4], ("*bf16", "*bf16", "*i32", out), strict=True))
-    signature = pointers | {name: "constexpr" for name in constants}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+    types = [t if isinstance(t, str) else f"tensordesc<bf16{list(t)}>" for t in types]
+    operands = dict(zip(kernel.arg_names[: len(types)], types, strict=True))
+    signature = operands | {name: "constexpr" for name in constants}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t[0] == "*"}
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _stack_bytes(cubin: bytes) -> int:
+    import triton
+
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -48,17 +57,17 @@ def test_grouped_gemm(which, arch):
 
     sizes = {"C": 16384, "K": 4096, "N": 28672, "G": 8, "G_POW2": 8}
     if which.startswith("rows"):
-        constants = sizes | {
-            "TRANSPOSED": which == "rows_transposed",
-            "GROUP_M": kernels.ROWS.group_m,
-        }
-        compiled = _compile(kernels._rows_kernel, kernels.ROWS, constants, arch)
+        tiles, transposed = kernels.ROWS, which == "rows_transposed"
+        weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
+        types = [(tiles.m, tiles.k), weight, "*i32", "*bf16"]
+        constants = sizes | {"TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
+        compiled = _compile(kernels._rows_kernel, types, tiles, constants, arch)
     else:
         wide = which == "weights_float32"
         tiles = kernels._fit(kernels.WEIGHTS, sizes["N"], jnp.float32 if wide else jnp.bfloat16)
-        compiled = _compile(
-            kernels._weights_kernel, tiles, sizes, arch, "*fp32" if wide else "*bf16"
-        )
+        blocks = [(tiles.k, tiles.m), (tiles.k, tiles.n)]
+        types = [*blocks, "*i32", "*bf16", "*bf16", "*fp32" if wide else "*bf16"]
+        compiled = _compile(kernels._weights_kernel, types, tiles, sizes, arch)
     assert _stack_bytes(compiled.asm["cubin"]) == 0, "registers spill"
     assert compiled.metadata.shared <= SHARED_LIMIT
     assert MATRIX_INSTRUCTION[arch] in compiled.asm["ptx"]

@@ -1,5 +1,6 @@
 """Op and differentiable: choice of implementation, errors, retraces, cotangents."""
 
+import re
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, global_shard_guard
+from expertmesh.core.support import missing_distribution
 
 
 def _double(x, *, offset=0.0):
@@ -43,14 +45,22 @@ def test_a_kernel_of_another_platform_is_not_taken():
 
 
 def test_a_missing_package_warns_under_auto_and_raises_by_name():
-    op = _op(requires="no_such_package", install="pip install no-such-package")
-    with pytest.warns(UserWarning, match="no_such_package.*pip install no-such-package"):
+    op = _op(requires=("no-such-package>=1.0",), install="pip install no-such-package")
+    with pytest.warns(UserWarning, match="no-such-package.*pip install no-such-package"):
         np.testing.assert_array_equal(op(X), _double(X))
     with pytest.raises(ImportError, match="pip install no-such-package"):
         op(X, implementation="fast")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         op(X, implementation="reference")
+
+
+@pytest.mark.parametrize(
+    "requirement, problem", [("jax>=0.11", None), ("jax>=99.1", "99.1.*is in")]
+)
+def test_a_distribution_that_is_too_old_is_missing(requirement, problem):
+    found = missing_distribution(requirement)
+    assert re.search(problem, found) if problem else found is None
 
 
 def test_a_kernel_may_refuse_operands():
@@ -154,9 +164,3 @@ def test_explicit_cotangents_have_the_spec_of_their_primals():
     dx, dw = jax.jit(jax.grad(lambda x, w: gemm(x, w).sum(), (0, 1)))(x, w)
     assert dx.sharding.spec == P(("fsdp", "ep"), None)
     assert dw.sharding.spec == P(None, "fsdp")
-
-
-def test_a_kernel_that_is_not_automatic_runs_by_name_only():
-    op = _op(automatic=False)
-    np.testing.assert_array_equal(op(X), _double(X))
-    np.testing.assert_array_equal(op(X, implementation="fast"), _double_fast(X))

@@ -1,7 +1,5 @@
 """The Triton kernels of the grouped GEMM on a GPU, against float64 loops; the contract suite runs them too."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,10 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
+from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
+
+MISSING = any(map(missing_distribution, TRITON))
 
 # Rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile.
 SHAPES = [
@@ -47,7 +48,7 @@ def _oracle(lhs, dy, rhs, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
+@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
@@ -73,9 +74,8 @@ def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
 
 def test_a_kernel_asked_for_by_name_says_why_it_cannot_run():
     (lhs, _, rhs), sizes = _operands(16, 8, 8, 3, 0, "float32")
-    missing = importlib.util.find_spec("jax_triton") is None
     platform = jax.default_backend()
-    error = ImportError if missing else ValueError
-    reason = "pip install" if missing else "bfloat16" if platform == "gpu" else "cuda"
+    error = ImportError if MISSING else ValueError
+    reason = "pip install" if MISSING else "bfloat16" if platform == "gpu" else "cuda"
     with pytest.raises(error, match=reason):
         grouped_gemm_op(lhs, rhs, sizes, out_dtype=jnp.dtype("float32"), implementation="triton")

@@ -11,7 +11,6 @@ This is the only module that knows mesh axis types, `shard_map` and `custom_part
 """
 
 import dataclasses
-import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +32,7 @@ from expertmesh.core.specs import (
     pad_spec,
     spec_axes,
 )
+from expertmesh.core.support import missing_distribution
 
 __all__ = ["Kernel", "Op", "Plan", "Query"]
 
@@ -45,25 +45,22 @@ class Kernel:
       name: what `implementation=` calls it.
       platform: "cuda" or "cpu": JAX's platform name at lowering.
       launch: same signature and results as the op's reference; imports its optional package when called.
-      requires: module that must be importable, or None.
-      install: the pip command that brings it.
+      requires: distributions that must be installed, such as "triton>=3.8".
+      install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
-      automatic: whether `implementation="auto"` may take it; else only its name does.
     """
 
     name: str
     platform: str
     launch: Callable
-    requires: str | None = None
+    requires: tuple[str, ...] = ()
     install: str = ""
     supports: Callable[..., str | None] | None = None
-    automatic: bool = True
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
-        if self.requires is None or importlib.util.find_spec(self.requires) is not None:
-            return None
-        return f"the package {self.requires} is not installed (`{self.install}`)"
+        problems = filter(None, map(missing_distribution, self.requires))
+        return next((f"{problem} (`{self.install}`)" for problem in problems), None)
 
     def refuses(self, operands, options, platform: str) -> str | None:
         """Why the kernel cannot take these operands on this platform, or None."""
@@ -279,7 +276,7 @@ def _local(call: _Call, operands, overrides=()):
     for kernel in call.op.kernels:
         named = call.implementation == kernel.name
         # A kernel of another platform is not even traced, so that its package is not imported.
-        chosen = call.implementation == "auto" and kernel.automatic and kernel.platform == platform
+        chosen = call.implementation == "auto" and kernel.platform == platform
         if not named and not chosen:
             continue
         missing = kernel.missing()

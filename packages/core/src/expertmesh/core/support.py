@@ -1,10 +1,28 @@
 """What this installation and a device can do."""
 
-import importlib.util
+import importlib.metadata
+import re
 
 import jax
 
 FEATURES = ("reference", "triton")
+TRITON = ("jax-triton>=0.4.1", "triton>=3.8")  # older ones lack TMA descriptors as parameters
+
+
+def missing_distribution(requirement: str) -> str | None:
+    """Why "name>=X.Y.Z" does not hold in this installation, or None; the first numbers of versions are compared."""
+    name, _, least = requirement.partition(">=")
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package {name} is not installed"
+    if _numbers(found) < _numbers(least):
+        return f"{requirement} is needed, and {name} {found} is installed"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
@@ -29,6 +47,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     device = jax.devices()[0] if device is None else device
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
-    if importlib.util.find_spec("jax_triton") is None:
-        return False, "jax_triton is not installed (`pip install 'expertmesh-core[cuda13]'`)"
+    problem = next(filter(None, map(missing_distribution, TRITON)), None)
+    if problem:
+        return False, f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
     return True, ""

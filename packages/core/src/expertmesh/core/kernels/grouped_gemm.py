@@ -2,6 +2,9 @@
 
 Forward and input gradient are one kernel: C rows in G groups times each group's weight; the weight gradient contracts
 over the rows of a group. Every byte of the outputs is written. Dimension key as in `ops/grouped_gemm.py`.
+
+The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
+that allocates it cannot be part of a captured loop.
 """
 
 import dataclasses
@@ -39,7 +42,7 @@ def _group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM: tl.
 
 @triton.jit
 def _rows_kernel(
-    lhs, rhs, group_sizes, out,
+    lhs_desc, rhs_desc, group_sizes, out,
     C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -53,14 +56,9 @@ def _rows_kernel(
     num_live = tl.sum(size_G)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (N + BN - 1) // BN
-    lhs_desc = tl.make_tensor_descriptor(lhs, [C, K], [K, 1], [BM, BK])
-    if TRANSPOSED:
-        rhs_desc = tl.make_tensor_descriptor(rhs, [G, N, K], [N * K, K, 1], [1, BN, BK])
-    else:
-        rhs_desc = tl.make_tensor_descriptor(rhs, [G, K, N], [K * N, N, 1], [1, BK, BN])
-    out_desc = tl.make_tensor_descriptor(out, [C, N], [N, 1], [BM, BN // 2])
 
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+    # Flattened with the loop over K: the next tile's loads run while this tile is stored.
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
         # Tiles that run together share rows and columns, so that both stay in L2.
         band = tile // (GROUP_M * num_n)
         band_m = min(num_m - band * GROUP_M, GROUP_M)
@@ -76,18 +74,11 @@ def _rows_kernel(
             else:
                 b = rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
             acc = tl.dot(a, b, acc)
-        y = acc.to(out.dtype.element_ty)
-        if (
-            row + BM <= end
-        ):  # in halves: what is staged for the store is shared memory that loads lack
-            left, right = y.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-            out_desc.store([row, tile_n * BN], left)
-            out_desc.store([row, tile_n * BN + BN // 2], right)
-        else:  # the next rows belong to another group
-            rows = row + tl.arange(0, BM)
-            columns = tile_n * BN + tl.arange(0, BN)
-            where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
-            tl.store(where, y, mask=(rows < end)[:, None] & (columns < N)[None, :])
+        rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        columns = tile_n * BN + tl.arange(0, BN)
+        where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        live = (rows < end)[:, None] & (columns < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live)
 
     zeros = tl.zeros((16, BN), out.dtype.element_ty)
     for start in tl.range(num_live + tl.program_id(0) * 16, C, NUM_PROGRAMS * 16):
@@ -100,7 +91,7 @@ def _rows_kernel(
 
 @triton.jit
 def _weights_kernel(
-    lhs, dy, group_sizes, out,
+    lhs_desc, dy_desc, group_sizes, lhs, dy, out,
     C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -111,9 +102,6 @@ def _weights_kernel(
     end_G = tl.cumsum(size_G, 0)
     num_m: tl.constexpr = (K + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
-    lhs_desc = tl.make_tensor_descriptor(lhs, [C, K], [K, 1], [BK, BM])
-    dy_desc = tl.make_tensor_descriptor(dy, [C, N], [N, 1], [BK, BN])
-    out_desc = tl.make_tensor_descriptor(out, [G, K, N], [K * N, N, 1], [1, BM, BN])
     for tile in tl.range(tl.program_id(0), G * num_m * num_n, NUM_PROGRAMS):
         group = tile // (num_m * num_n)
         within = tile % (num_m * num_n)
@@ -122,6 +110,8 @@ def _weights_kernel(
         end = tl.sum(tl.where(index_G == group, end_G, 0))
         size = tl.sum(tl.where(index_G == group, size_G, 0))
         first = end - size
+        columns_m = tile_m * BM + tl.arange(0, BM)
+        columns_n = tile_n * BN + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(0, size // BK):
             a = lhs_desc.load([first + step * BK, tile_m * BM])
@@ -129,8 +119,6 @@ def _weights_kernel(
             acc = tl.dot(a.T, b, acc)
         if size % BK != 0:  # rows of the next group are not loaded: they may hold NaN
             rows = first + size // BK * BK + tl.arange(0, BK)
-            columns_m = tile_m * BM + tl.arange(0, BM)
-            columns_n = tile_n * BN + tl.arange(0, BN)
             live = (rows < end)[:, None]
             wide = rows.to(tl.int64)[:, None]
             a = tl.load(
@@ -140,12 +128,13 @@ def _weights_kernel(
                 dy + wide * N + columns_n[None, :], mask=live & (columns_n < N)[None, :], other=0
             )
             acc = tl.dot(a.T, b, acc)
-        out_desc.store(
-            [group, tile_m * BM, tile_n * BN], acc.to(out.dtype.element_ty).reshape(1, BM, BN)
-        )
+        where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
+        inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
 
 
-ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4)
+# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 
 
@@ -178,8 +167,9 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
     (C, K), G = lhs.shape, group_sizes.shape[0]
     N = rhs.shape[1] if transposed else rhs.shape[2]
     tiles = _fit(tiles, N, out_dtype)
+    rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return jax_triton.triton_call(
-        lhs, rhs, group_sizes,
+        _descriptor(lhs, (tiles.m, tiles.k)), _descriptor(rhs, rhs_block), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(_num_programs(),),
@@ -194,7 +184,8 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
     (C, K), N, G = lhs.shape, dy.shape[1], group_sizes.shape[0]
     tiles = _fit(tiles, N, out_dtype)
     return jax_triton.triton_call(
-        lhs, dy, group_sizes,
+        _descriptor(lhs, (tiles.k, tiles.m)), _descriptor(dy, (tiles.k, tiles.n)), group_sizes,
+        lhs, dy,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(_num_programs(),),
@@ -203,6 +194,9 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
         NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k,
         **_target(),
     )  # fmt: skip
+
+
+_descriptor = jax_triton.TensorDescriptor.from_array
 
 
 def _fit(tiles: Tiles, width: int, out_dtype) -> Tiles:

@@ -18,6 +18,7 @@ from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.rule import Split, factor_sizes, parse_rule, scatter_sums
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes
+from expertmesh.core.support import TRITON
 from expertmesh.core.vjp import differentiable
 
 _MAX_BLOCK = 128
@@ -254,8 +255,7 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
         return getattr(kernels, function)(*operands, **options)
 
     install = "pip install 'expertmesh-core[cuda13]'"
-    # Not automatic: inside a scan, XLA's command buffers cannot hold the call (docs/dev/performance-log.md).
-    return (Kernel("triton", "cuda", launch, "jax_triton", install, supports, automatic=False),)
+    return (Kernel("triton", "cuda", launch, TRITON, install, supports),)
 
 
 def _rows_supported(x, rhs, group_sizes, **options) -> str | None:
