@@ -12,6 +12,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
@@ -343,12 +344,14 @@ def grouped_gemm(
       ValueError: ranks, K, group counts or the bias' shape do not fit.
       TypeError: `group_sizes` are not integers.
 
+    Under `jax.experimental.checkify.checkify` sizes below 0 or with a sum above C are errors; else nothing checks them.
     Differentiable in `lhs`, `rhs` and `bias`; empty groups have zero weight gradients, rows after the last group zero
     input gradients. Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing),
     the weight is gathered over all other axes that shard the tokens, and its gradient is reduce-scattered into its own
     spec.
     """
     _check(lhs, rhs, group_sizes, bias)
+    _check_data(lhs, group_sizes)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -362,6 +365,20 @@ def grouped_gemm(
         rhs_spec=rhs_spec,
     )
     return out[0] if flat else out
+
+
+def _check_data(lhs, group_sizes):
+    """Costs nothing unless the caller's function is transformed by checkify."""
+    most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
+    least = jnp.min(group_sizes, initial=0)
+    checkify.debug_check(
+        (least >= 0) & (most <= lhs.shape[-2]),
+        "grouped_gemm: group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
+        "sum of {most}; count the rows again",
+        rows=jnp.int32(lhs.shape[-2]),
+        least=least,
+        most=most,
+    )
 
 
 def _check(lhs, rhs, group_sizes, bias):
