@@ -126,13 +126,12 @@ _OTHERS = [Setting("auto", sizes=MESHES[0]), Setting("single")]
 _LONELY = [Setting("explicit", sizes=(prod(MESHES[0]), 1, 1))]
 _MESHES_EACH = _one_each(_EVERY)
 
-# The programs of several processes are compiled in each of them.
 if jax.process_count() == 1:
-    SETTINGS, EACH_MODE, MORE = _MESHES_EACH + _OTHERS, _MESHES_EACH + _OTHERS[:1], _LONELY
+    SETTINGS, EACH_MODE = _MESHES_EACH + _OTHERS, _MESHES_EACH + _OTHERS[:1]
     MORE = [s for s in _EVERY if s not in SETTINGS] + _LONELY
-else:
-    SETTINGS = EACH_MODE = _MESHES_EACH[: 2 if jax.process_count() == 2 else 1]
-    MORE = []
+else:  # what these processes run, each of them compiles
+    SETTINGS = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
+    EACH_MODE, MORE = (SETTINGS, []) if jax.process_count() == 2 else ([], [])
 
 
 def parametrize(settings, more=()):

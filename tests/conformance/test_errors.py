@@ -82,7 +82,7 @@ MISSING_KERNEL = Op(
     "double",
     lambda x: 2 * x,
     "... -> ...",
-    kernels=(Kernel("fast", "cpu", jnp.sin, "no_such_package", "pip install 'x[fast]'"),),
+    kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
 AUTO_RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
 
