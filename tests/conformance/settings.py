@@ -131,7 +131,7 @@ if jax.process_count() == 1:
     MORE = [s for s in _EVERY if s not in SETTINGS] + _LONELY
 else:  # what these processes run, each of them compiles
     SETTINGS = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
-    EACH_MODE, MORE = (SETTINGS, []) if jax.process_count() == 2 else ([], [])
+    EACH_MODE, MORE = (SETTINGS[1:], []) if jax.process_count() == 2 else ([], [])
 
 
 def parametrize(settings, more=()):
