@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from core.ops import router_oracle
 from expertmesh.core.mesh import MeshResource
 from expertmesh.flax_moe import MoEConfig, param_shapes, param_specs
 
@@ -93,15 +94,24 @@ def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
     return jax.tree.map(lambda a: a.astype(np.float32), data)
 
 
-def route(logits, config):
-    """Choices and weights of one token; refuses data whose choice hangs on rounding."""
-    order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))
-    gaps = -np.diff(logits[order])
-    assert gaps[: config.top_k].min(initial=1) > 1e-4, "the data has a near tie"
-    chosen = order[: config.top_k]
-    taking_part = order if config.use_pre_softmax else chosen
-    p = np.exp(logits[taking_part] - logits.max())
-    return chosen, taking_part, p / p.sum()
+def route(logits, config, bias=None):
+    """Choices of one token, their weights, and d weights / d logits by central differences with the choices held.
+
+    Refuses data whose choice hangs on rounding.
+    """
+    chosen, weights = router_oracle.route_token(logits, config.router, bias)
+    columns = []
+    for e in range(len(logits)):
+        step = 1e-5 * np.eye(len(logits))[e]
+        for moved in (logits + 10 * step, logits - 10 * step):
+            again = router_oracle.route_token(moved, config.router, bias)[0]
+            assert set(again) == set(chosen), "the data has a near tie"
+        up, down = (
+            router_oracle.route_token(logits + d, config.router, forced=chosen)[1]
+            for d in (step, -step)
+        )
+        columns.append((up - down) / 2e-5)
+    return chosen, weights, np.stack(columns, axis=1)
 
 
 def feed_forward(x, dy, weight, wi, bi, wo, bo, activation):
@@ -114,8 +124,8 @@ def feed_forward(x, dy, weight, wi, bi, wo, bo, activation):
     return a @ wo + bo, (np.tensordot(wi, d_h, d_h.ndim), outer, d_h, np.outer(a, d_out), d_out)
 
 
-def run(data: Data, config: MoEConfig, keep=lambda t, k: True) -> Result:
-    """The block by loops; choices for which `keep(token, k)` fails are dropped."""
+def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Result:
+    """The block by loops; choices for which `keep(token, k)` fails are dropped, `bias` steers the router."""
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
     D, E = data.x.shape[-1], config.num_experts
     params.setdefault("wi_bias", np.zeros((E, *params["wi"].shape[2:])))
@@ -127,8 +137,8 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True) -> Result:
     logits, counts = x @ params["gate_kernel"], np.zeros(E, int)
     tree = ("wi", "wi_bias", "wo", "wo_bias")
     for t in range(len(x)):
-        chosen, taking_part, p = route(logits[t], config)
-        d_weights = np.zeros(len(taking_part))
+        chosen, p, jacobian = route(logits[t], config, bias)
+        d_weights = np.zeros(len(chosen))
         for k, e in enumerate(chosen):
             counts[e] += 1
             if not keep(t, k):
@@ -147,7 +157,7 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True) -> Result:
             d_x[t] += dx
             d["shared_wi"] += d_wi
             d["shared_wo"] += d_wo
-        d_logits[t, taking_part] += (np.diag(p) - np.outer(p, p)) @ d_weights
+        d_logits[t] += d_weights @ jacobian
     aux, z, d_losses = losses(logits, counts, config)
     d_logits += d_losses
     d["gate_kernel"] = x.T @ d_logits

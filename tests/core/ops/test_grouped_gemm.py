@@ -58,23 +58,6 @@ def test_equals_loop(name):
         assert relative_error(got, want) < 1e-6
 
 
-def test_empty_groups_have_exactly_no_gradient():
-    lhs, rhs, sizes, bias, dy = data([[0, 4, 0], [0, 2, 0]], 6, 3)
-    _, _, drhs, dbias = value_and_gradients(lhs, rhs, sizes, bias, dy)
-    np.testing.assert_array_equal(drhs[jnp.array([0, 2])], 0)
-    np.testing.assert_array_equal(dbias[jnp.array([0, 2])], 0)
-
-
-def test_rows_after_the_groups_are_zeros_whatever_they_hold():
-    lhs, rhs, sizes, bias, dy = data([[3, 2]], 9, 2)
-    clean = value_and_gradients(lhs, rhs, sizes, bias, dy)
-    lhs[:, 5:] = dy[:, 5:] = np.nan
-    for got, want in zip(value_and_gradients(lhs, rhs, sizes, bias, dy), clean, strict=True):
-        np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(clean[0][:, 5:], 0)
-    np.testing.assert_array_equal(clean[1][:, 5:], 0)
-
-
 def test_nan_stays_in_its_group():
     lhs, rhs, sizes, bias, dy = data([[3, 2, 2]], 9, 3)
     clean = value_and_gradients(lhs, rhs, sizes, bias, dy)

@@ -12,6 +12,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
@@ -359,6 +360,7 @@ def grouped_gemm(
     lhs_spec: PartitionSpec | None = None,
     rhs_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
+    debug: bool = False,
 ):
     """Multiplies each group of rows with the weight of its expert.
 
@@ -375,6 +377,8 @@ def grouped_gemm(
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
+      debug: under `jax.experimental.checkify.checkify`, sizes below 0 or with a sum above C are errors. Off by default:
+        such a check is an effect; `flax.linen.scan` refuses it.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
@@ -396,6 +400,8 @@ def grouped_gemm(
     and without a role, is a RuntimeWarning: what it shards is gathered.
     """
     _check(lhs, rhs, group_sizes, bias)
+    if debug:
+        _check_data(lhs, group_sizes)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -411,6 +417,19 @@ def grouped_gemm(
         out_spec=_with_participant(out_spec) if flat else out_spec,
     )
     return out[0] if flat else out
+
+
+def _check_data(lhs, group_sizes):
+    most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
+    least = jnp.min(group_sizes, initial=0)
+    checkify.debug_check(
+        (least >= 0) & (most <= lhs.shape[-2]),
+        "grouped_gemm: group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
+        "sum of {most}; count the rows again",
+        rows=jnp.int32(lhs.shape[-2]),
+        least=least,
+        most=most,
+    )
 
 
 def _with_participant(spec):

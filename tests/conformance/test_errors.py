@@ -1,0 +1,383 @@
+"""The error contract (appendix A): each wrong call raises at once, at trace time too, and names what is wrong."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core import (
+    Kernel,
+    MeshResource,
+    Op,
+    RouterConfig,
+    from_routing_map,
+    gated_activation,
+    gemm,
+    global_shard_guard,
+    grouped_gemm,
+    plan_permute,
+    route,
+    shard_rows,
+    specs,
+    to_routing_map,
+    unpermute,
+)
+from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare, recv_capacity
+from expertmesh.flax_moe import MoEConfig, init_params, merge_wi, moe
+
+IDX, X = jnp.zeros((8, 2), jnp.int32), jnp.ones((8, 16))
+CONFIG = MoEConfig(num_experts=8, top_k=2, expert_dim=4, use_bias=True)
+SIZES = jnp.array([2, 2])
+
+
+def params(*without):
+    tree = init_params(jax.random.key(0), 16, CONFIG)
+    return {name: array for name, array in tree.items() if name not in without}
+
+
+def on_mesh(x, *spec, sizes=(2, 4), names=("dp", "ep"), kind=AxisType.Explicit):
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def under(resource, function):
+    with global_shard_guard(resource):
+        return function()
+
+
+def handle():
+    return prepare(IDX, EpConfig(num_experts=4))
+
+
+def ep(**changes):
+    return EpConfig(**dict(num_experts=8, axis="ep") | changes)
+
+
+def router(**changes):
+    return RouterConfig(**dict(top_k=4, score_function="sigmoid") | changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A situation of the table: the call, what it raises, and what the message names."""
+
+    situation: str
+    call: Callable
+    error: type[Exception]
+    words: tuple[str, ...]
+
+    def __str__(self):
+        return self.situation
+
+
+def row(situation, call, error, *words):
+    return Row(situation, call, error, words)
+
+
+MISSING_KERNEL = Op(
+    "double",
+    lambda x: 2 * x,
+    "... -> ...",
+    kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
+)
+AUTO_RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
+
+TABLE = [
+    # Parameters
+    row("only wi_bias", lambda: moe(params("wo_bias"), X, CONFIG), ValueError, "missing wo_bias"),
+    row("only wo_bias", lambda: moe(params("wi_bias"), X, CONFIG), ValueError, "missing wi_bias"),
+    row(
+        "only one split bias",
+        lambda: merge_wi(dict(wi_0=X, wi_1=X, wi_0_bias=X)),
+        ValueError,
+        "missing wi_1_bias",
+    ),
+    # Divisibility
+    row(
+        "E % R of the exchange",
+        lambda: prepare(on_mesh(IDX), ep(num_experts=6)),
+        ValueError,
+        *("num_experts=6", "ep_size=4", "'ep'"),
+    ),
+    row(
+        "E % R of the block",
+        lambda: under(
+            AUTO_RESOURCE,
+            lambda: moe(
+                init_params(jax.random.key(0), 16, dataclasses.replace(CONFIG, num_experts=6)),
+                on_mesh(X, kind=AxisType.Auto),
+                dataclasses.replace(CONFIG, num_experts=6),
+            ),
+        ),
+        ValueError,
+        *("num_experts=6", "ep_size=4", "'ep'"),
+    ),
+    row(
+        "B % P",
+        lambda: prepare(on_mesh(IDX[:6]), ep()),
+        ValueError,
+        *("(6,)", "'ep'", "[4]"),
+    ),
+    row("N_out % shards", lambda: shard_rows(41, 10, 3, 4), ValueError, "41", "num_shards=4"),
+    row(
+        "dim % axis size",
+        lambda: specs.local_shape((8, 6), PartitionSpec(None, ("dp", "ep")), dict(dp=2, ep=4)),
+        ValueError,
+        *("of size 6", "8 shards", "('dp', 'ep')"),
+    ),
+    row(
+        "E % R of the capacity",
+        lambda: recv_capacity(6, 2, 8, 4),
+        ValueError,
+        *("num_experts=6", "ep_size=4"),
+    ),
+    # Meshes
+    row("no mesh", lambda: prepare(IDX, ep()), ValueError, "'ep'", "mesh axes=()"),
+    row(
+        "no mesh for the block",
+        lambda: moe(params(), X, dataclasses.replace(CONFIG, ep_axis="ep")),
+        ValueError,
+        *("'ep'", "mesh axes=()"),
+    ),
+    row(
+        "axis not in the mesh",
+        lambda: prepare(on_mesh(IDX), ep(axis="expert")),
+        ValueError,
+        *("'expert'", "('dp', 'ep')"),
+    ),
+    row(
+        "spec with an axis that the mesh lacks",
+        lambda: specs.constrain(on_mesh(X), PartitionSpec("fsdp")),
+        ValueError,
+        *("'fsdp'", "('dp', 'ep')"),
+    ),
+    row(
+        "EP axis of the resource not in the mesh",
+        lambda: under(
+            MeshResource(ep_resource="expert"),
+            lambda: moe(params(), on_mesh(X, kind=AxisType.Auto), CONFIG),
+        ),
+        ValueError,
+        *("'expert'", "('dp', 'ep')"),
+    ),
+    row(
+        "one axis for FSDP and EP",
+        lambda: MeshResource(fsdp_resource="x", ep_resource="x"),
+        ValueError,
+        *("'x'", "fsdp_resource", "ep_resource"),
+    ),
+    row(
+        "Auto axes beside Manual ones, without roles",
+        lambda: jax.jit(
+            jax.shard_map(
+                lambda x: gemm(x, jnp.ones((16, 16))),
+                mesh=jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2),
+                in_specs=PartitionSpec("pp"),
+                out_specs=PartitionSpec("pp"),
+                axis_names={"pp"},
+                check_vma=False,
+            )
+        )(X),
+        NotImplementedError,
+        *("gemm", "MeshResource", "'ep'"),
+    ),
+    # Capacity
+    row("no capacity", lambda: ep(capacity=0), ValueError, "capacity=0"),
+    row(
+        "capacity that is not aligned",
+        lambda: ep(capacity=24, alignment=16),
+        ValueError,
+        *("capacity=24", "alignment=16"),
+    ),
+    row("alignment", lambda: ep(alignment=12), ValueError, "power of two", "alignment=12"),
+    row(
+        "capacity factor below 1",
+        lambda: dataclasses.replace(CONFIG, capacity_factor=0.5),
+        ValueError,
+        "capacity_factor=0.5",
+    ),
+    # Dtypes
+    row("tokens of the block", lambda: moe(params(), IDX, CONFIG), TypeError, "int32", "floating"),
+    row("experts' dtype", lambda: dataclasses.replace(CONFIG, dtype=int), ValueError, "dtype"),
+    row("float choices", lambda: prepare(X, EpConfig(num_experts=4)), TypeError, "float32"),
+    row(
+        "float choices of a permutation",
+        lambda: plan_permute(X, num_experts=4),
+        TypeError,
+        "float32",
+    ),
+    row("integer weights", lambda: dispatch_weights(handle(), IDX), TypeError, "int32"),
+    row(
+        "integer weights of a permutation",
+        lambda: unpermute(jnp.ones((16, 3)), plan_permute(IDX, num_experts=4), IDX),
+        TypeError,
+        "int32",
+    ),
+    row("integer logits", lambda: route(IDX, RouterConfig(top_k=1)), TypeError, "int32"),
+    row(
+        "float group sizes",
+        lambda: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), jnp.ones(2)),
+        TypeError,
+        "float32",
+    ),
+    # Shapes
+    row(
+        "K of given choices",
+        lambda: route(X, RouterConfig(top_k=2), topk_idx=jnp.zeros((8, 3), int)),
+        ValueError,
+        *("(8, 3)", "top_k=2"),
+    ),
+    row("K of the weights", lambda: dispatch_weights(handle(), X), ValueError, "(8, 16)", "(8, 2)"),
+    row("tokens of another handle", lambda: dispatch(handle(), X[:7]), ValueError, "(7,)", "(8,)"),
+    row(
+        "rows of another handle",
+        lambda: combine(handle(), jnp.ones((1, 15, 3))),
+        ValueError,
+        *("(1, 15)", "(1, 16)"),
+    ),
+    row("contraction", lambda: gemm(X, jnp.ones((4, 5))), ValueError, "(8, 16)", "(4, 5)", "gemm"),
+    row(
+        "weights of rank 2",
+        lambda: grouped_gemm(X[:4], jnp.ones((16, 5)), SIZES),
+        ValueError,
+        *("(16, 5)", "[E, K, *N]"),
+    ),
+    row(
+        "groups that are not the experts",
+        lambda: grouped_gemm(X[:4], jnp.ones((3, 16, 5)), SIZES),
+        ValueError,
+        *("(3, 16, 5)", "(2,)"),
+    ),
+    row(
+        "contraction of a group",
+        lambda: grouped_gemm(X[:4], jnp.ones((2, 7, 5)), SIZES),
+        ValueError,
+        *("(4, 16)", "(2, 7, 5)"),
+    ),
+    # Choices among names
+    row(
+        "activation",
+        lambda: gated_activation(jnp.ones((3, 2, 4)), activation="swish"),
+        ValueError,
+        *("'swish'", "silu", "gelu"),
+    ),
+    row(
+        "activation of the block",
+        lambda: dataclasses.replace(CONFIG, activation="swish"),
+        ValueError,
+        *("'swish'", "silu", "gelu"),
+    ),
+    row("score", lambda: router(score_function="tanh"), ValueError, "'tanh'", "sqrtsoftplus"),
+    row(
+        "map format",
+        lambda: to_routing_map(IDX, 4, "csr"),
+        ValueError,
+        *("'csr'", "bytemap", "bitmap"),
+    ),
+    row(
+        "format of a map to read",
+        lambda: from_routing_map(jnp.ones((3, 4), bool), 4, 2, "csr"),
+        ValueError,
+        *("'csr'", "bytemap", "bitmap"),
+    ),
+    row("transport", lambda: ep(transport="smoke"), ValueError, "'smoke'", "ring", "all_to_all"),
+    row(
+        "transport of one call",
+        lambda: dispatch(handle(), X, transport="smoke"),
+        ValueError,
+        *("'smoke'", "ring"),
+    ),
+    row(
+        "implementation",
+        lambda: MISSING_KERNEL(X, implementation="quick"),
+        ValueError,
+        *("'quick'", "reference", "fast"),
+    ),
+    row(
+        "kernel whose package is missing",
+        lambda: MISSING_KERNEL(X, implementation="fast"),
+        ImportError,
+        *("no_such_package", "pip install 'x[fast]'"),
+    ),
+    # The router
+    row(
+        "bias of softmax",
+        lambda: route(X, RouterConfig(top_k=2), expert_bias=jnp.zeros(16)),
+        ValueError,
+        *("expert_bias", "sigmoid"),
+    ),
+    row(
+        "bias of a softmax block",
+        lambda: moe(params(), X, CONFIG, expert_bias=jnp.zeros(8)),
+        ValueError,
+        *("expert_bias", "sigmoid"),
+    ),
+    row("array as scaling", lambda: router(scaling_factor=jnp.ones(())), TypeError, "scaling"),
+    row("one of two group settings", lambda: router(num_groups=2), ValueError, "group_topk=None"),
+    row("no groups", lambda: router(num_groups=0, group_topk=1), ValueError, "num_groups=0"),
+    row(
+        "more groups chosen than there are",
+        lambda: router(num_groups=2, group_topk=4),
+        ValueError,
+        *("group_topk=4", "num_groups=2"),
+    ),
+    row(
+        "K % group_topk",
+        lambda: router(num_groups=4, group_topk=3),
+        ValueError,
+        *("group_topk=3", "top_k=4"),
+    ),
+    row(
+        "E % groups",
+        lambda: route(X, router(num_groups=5, group_topk=2)),
+        ValueError,
+        *("16 experts", "num_groups=5"),
+    ),
+    row(
+        "groups that hold too few experts",
+        lambda: route(X, router(num_groups=8, group_topk=1)),
+        ValueError,
+        *("top_k=4", "num_groups=8", "16 experts"),
+    ),
+    row("more choices than experts", lambda: route(X, router(top_k=17)), ValueError, "top_k=17"),
+    # Data that break a contract, where someone looks
+    row(
+        "more rows in groups than there are",
+        lambda: checked(
+            lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES + 1
+        ),
+        checkify.JaxRuntimeError,
+        *("grouped_gemm", "group_sizes", "6", "4"),
+    ),
+    row(
+        "a negative group",
+        lambda: checked(
+            lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES * -1
+        ),
+        checkify.JaxRuntimeError,
+        *("grouped_gemm", "group_sizes", "-2"),
+    ),
+]
+
+
+def checked(function, operand):
+    """Data are checked in a function that `checkify` transforms, and only there."""
+    error, _ = jax.jit(checkify.checkify(function))(operand)
+    jax.block_until_ready(jax.jit(function)(operand))
+    error.throw()
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_row(case: Row):
+    with pytest.raises(case.error) as info:
+        case.call()
+    message = str(info.value)
+    assert all(word in message for word in case.words), message
+
+
+def test_situations_are_distinct():
+    assert len({case.situation for case in TABLE}) == len(TABLE)
