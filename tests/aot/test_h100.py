@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import hlo
+from expertmesh.core import hlo
 
 pytestmark = pytest.mark.aot
 

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from expertmesh.core import MeshResource
 from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.ops.grouped_gemm import expert_axes, grouped_gemm_op, grouped_gemm_wgrad_op
 from expertmesh.core.rule import Query, parse_rule, plan_by_rule, role_names
-from expertmesh.core.specs import local_shape, spec_axes
+from expertmesh.core.specs import local_shape, pad_spec, spec_axes
 
 MESH = {"dp": 2, "fsdp": 2, "ep": 4, "tp": 2}
 
@@ -90,6 +91,39 @@ def test_gemm_gathers_the_weight_only(given, want):
     assert plan.summed_axes == (summed,)
 
 
+RESOURCE = MeshResource(dp_resource="dp", fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
+
+DP, SEQUENCE, SPLIT = P("dp"), P("dp", "tp"), P("dp", None, "tp")
+COLUMNS, ROWS = P(None, "tp"), P("tp")
+
+# Under a resource: op, operand specs, wanted result -> operand specs, result spec, summed axes
+TENSOR_PARALLEL = [
+    ("columns", gemm_op, [DP, COLUMNS], None, [DP, COLUMNS], SPLIT, ()),
+    ("rows", gemm_op, [DP, ROWS], None, [SPLIT, ROWS], DP, ("tp",)),
+    ("columns, split sequence", gemm_op, [SEQUENCE, COLUMNS], None, [DP, COLUMNS], SPLIT, ()),
+    ("rows to split sequence", gemm_op, [DP, ROWS], SEQUENCE, [SPLIT, ROWS], SEQUENCE, ("tp",)),
+    ("no tp on the weight", gemm_op, [SEQUENCE, P("fsdp")], None, [SEQUENCE, P()], SEQUENCE, ()),
+    ("input gradient, columns", gemm_dgrad_op, [DP, COLUMNS], SEQUENCE, [SPLIT, COLUMNS], SEQUENCE, ("tp",)),
+    ("input gradient, rows", gemm_dgrad_op, [SEQUENCE, ROWS], None, [DP, ROWS], SPLIT, ()),
+    ("weight gradient, columns", gemm_wgrad_op, [SEQUENCE, DP], COLUMNS, [DP, SPLIT], COLUMNS, ("dp",)),
+    ("weight gradient, rows", gemm_wgrad_op, [DP, SEQUENCE], ROWS, [SPLIT, DP], ROWS, ("dp",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", TENSOR_PARALLEL, ids=lambda row: row[0])
+def test_the_weight_decides_over_tensor_parallel_axes(row):
+    _, op, given, wanted, operands, result, summed = row
+    shapes = [(16, 8, 16), (16, 8, 16) if op is gemm_wgrad_op else (16, 16)]
+    ndim = 2 if op is gemm_wgrad_op else 3
+    q = query(
+        given, shapes, None if wanted is None else (pad_spec(wanted, ndim),), resource=RESOURCE
+    )
+    plan = op.make_plan(q)
+    assert plan.operand_specs == tuple(map(pad_spec, operands, map(len, shapes)))
+    assert plan.result_specs == (pad_spec(result, ndim),)
+    assert plan.summed_axes == (summed,)
+
+
 def test_wgrad_is_scattered_into_the_wanted_spec():
     shapes = [(16, 8, 16), (16, 8, 16)]
     plan = gemm_wgrad_op.make_plan(query([P(("fsdp", "ep"))] * 2, shapes, (P("fsdp", None),)))
@@ -165,6 +199,30 @@ def test_grouped_gemm_slices_the_experts_and_gathers_fsdp():
     assert wgrad.result_specs == (P("ep", None, "fsdp"),)
     assert wgrad.summed_axes == (("fsdp",),)
     assert wgrad.options == {"num_experts": 2}
+
+
+def test_grouped_gemm_gathers_fsdp_and_keeps_tp():
+    """fsdp on E beside ep, tp on N: only fsdp is gathered, and the gradient is scattered back over it."""
+    shapes, tokens = [(8, 32, 16), (16, 16, 16), (8, 4)], P(("fsdp", "ep"))
+    weight = P(("ep", "fsdp"), None, "tp")
+    plan = grouped_gemm_op.make_plan(query([tokens, weight, tokens], shapes, resource=RESOURCE))
+    assert plan.operand_specs[1] == P("ep", None, "tp")
+    assert plan.result_specs == (P(("fsdp", "ep"), None, "tp"),)
+    assert plan.summed_axes == ((),) and plan.idle_axes == ()
+    shapes = [(8, 32, 16), (8, 32, 16), (8, 4)]
+    wgrad = grouped_gemm_wgrad_op.make_plan(
+        query([tokens] * 3, shapes, (weight,), options={"num_experts": 16}, resource=RESOURCE)
+    )
+    assert wgrad.operand_specs[1] == P(("fsdp", "ep"), None, "tp")
+    assert wgrad.result_specs == (weight,)
+    assert wgrad.summed_axes == (("fsdp",),)
+
+
+def test_idle_axes_are_named():
+    shapes = [(8, 32, 16), (8, 16, 16), (8, 2)]
+    given = [P("dp", "tp"), P("ep"), P("dp")]
+    assert grouped_gemm_op.make_plan(query(given, shapes)).idle_axes == ("tp", "ep")
+    assert grouped_gemm_op.make_plan(query(given, shapes, resource=RESOURCE)).idle_axes == ()
 
 
 @st.composite

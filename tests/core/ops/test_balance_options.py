@@ -17,8 +17,8 @@ from expertmesh.core import (
     router_z_loss,
     sequence_balance_loss,
 )
+from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import relative_error
-from hlo import collectives
 
 SCORES = pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 E, K = 6, 3

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.gather_rows import gather_rows, gather_values
-from hlo import collectives
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 

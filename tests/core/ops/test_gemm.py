@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import MeshResource, gemm, global_shard_guard
+from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
-from hlo import collectives
 
 RESOURCE = MeshResource(dp_resource="dp", fsdp_resource="fsdp", tp_resource="tp")
 

@@ -8,10 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from core.ops import router_oracle
 from core.ops.router_oracle import softmax
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.testing import magnitudes, relative_error
-from hlo import collectives
 
 
 def both_losses(logits, topk_idx):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.permute import (
     choices_to_rows,
@@ -18,7 +19,6 @@ from expertmesh.core.ops.permute import (
     shard_rows,
     unpermute,
 )
-from hlo import collectives
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import choices_to_rows, padded_rows, permute, plan_permute_map, unpermute
+from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
-from hlo import collectives
 
 
 def routing_map(kind, T, E, seed=0):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import move_chunks, plan_chunks, sort_chunks
-from hlo import collectives
+from expertmesh.core.hlo import collectives
 
 
 def oracle(x, sizes, order):

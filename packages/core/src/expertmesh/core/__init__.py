@@ -5,12 +5,14 @@ __version__ = "0.1.0"
 from expertmesh.core import specs
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
 from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
     update_expert_bias,
 )
+from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
@@ -60,12 +62,14 @@ __all__ = [
     "RouterStatistics",
     "Routing",
     "SCORE_FUNCTIONS",
+    "accumulate_gradient",
     "choices_to_rows",
     "current_resource",
     "differentiable",
     "expert_counts",
     "from_routing_map",
     "gated_activation",
+    "gather_weight",
     "gemm",
     "global_shard_guard",
     "grouped_gemm",

@@ -5,8 +5,17 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import AxisType, PartitionSpec
 
-from expertmesh.core.specs import Entry, entry_axes, make_entry
+from expertmesh.core.specs import (
+    Entry,
+    Spec,
+    constrain,
+    entry_axes,
+    filter_axes,
+    make_entry,
+    spec_axes,
+)
 
 # A user context is part of jit's key: a function traced under one resource is traced again under another.
 _context = jax.make_user_context(default_value=None)
@@ -116,3 +125,31 @@ def global_shard_guard(resource) -> Iterator[MeshResource | None]:
 def current_resource() -> MeshResource | None:
     """The MeshResource of the innermost `global_shard_guard`, or None."""
     return _context.value
+
+
+def filter_roles(spec: Spec, *roles: str) -> PartitionSpec:
+    """The spec with only the axes that play one of `roles` in the resource in context."""
+    resource = current_resource()
+    axes = () if resource is None else [axis for role in roles for axis in resource.axes(role)]
+    return filter_axes(spec, axes)
+
+
+def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...]) -> jax.Array:
+    """`x.astype(dtype)`, laid out as `x` is at rest: the copy is gathered for use, not the original.
+
+    Left alone, the compiler gives the copy the layout that its consumer wants, and gathers the original for that.
+
+    Args:
+      x: a parameter.
+      dtype: the narrower dtype in which it is used.
+      spec: where `x` is over Auto axes; None: what the resource in context says of `roles`.
+      roles: of the first dimensions.
+    """
+    narrow, resource = x.astype(dtype), current_resource()
+    if narrow.dtype == x.dtype or resource is None:
+        return narrow
+    mesh = jax.typeof(x).sharding.mesh
+    auto = [a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == AxisType.Auto]
+    spec = tuple(map(resource.entry, roles)) if spec is None else spec
+    at_rest = filter_axes(spec, auto)
+    return constrain(narrow, at_rest) if spec_axes(at_rest) else narrow

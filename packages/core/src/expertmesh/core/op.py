@@ -25,9 +25,12 @@ from expertmesh.core import _jax
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
 from expertmesh.core.specs import (
+    axis_size,
     common_axes,
+    entry_axes,
     filter_axes,
     local_shape,
+    make_entry,
     merge_dim,
     pad_spec,
     spec_axes,
@@ -82,6 +85,8 @@ class Op:
       sharding: a rule of `expertmesh.core.rule`.
       summed, whole: factors of the rule that are not free.
       roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
+      parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
+        in its spec decide before the first operand's.
       plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
       kernels: faster implementations.
     """
@@ -92,6 +97,7 @@ class Op:
     summed: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     roles: str = ""
+    parameter: int | None = None
     plan: Callable[[Query], Plan] | None = None
     kernels: tuple[Kernel, ...] = ()
 
@@ -108,7 +114,8 @@ class Op:
           options: passed to the reference; hashable.
 
         Raises:
-          ValueError: unknown implementation, ranks that do not fit the rule, axes that are not in the mesh.
+          ValueError: unknown implementation, ranks that do not fit the rule; given specs with axes that are not in the
+            mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit ones.
           ImportError: the named kernel's package is missing.
           NotImplementedError: Auto axes inside a partly Manual region without a MeshResource.
         """
@@ -131,7 +138,8 @@ class Op:
         if self.plan is not None:
             return self.plan(query)
         rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
-        return plan_by_rule(query, rule, rule.expand(self.whole), rule.expand(self.summed))
+        whole, summed = rule.expand(self.whole), rule.expand(self.summed)
+        return plan_by_rule(query, rule, whole, summed, self.parameter)
 
     def batched(self, in_batched: tuple[bool, ...]) -> "Op":
         """The op over one more leading dimension of the operands for which `in_batched` holds, and of all results."""
@@ -151,6 +159,7 @@ class Op:
             summed=self.summed,
             whole=self.whole,
             roles=self.roles and lead(self.roles, "."),
+            parameter=self.parameter,
             plan=self.plan and _BatchedPlan(self.plan, in_batched),
         )
 
@@ -227,16 +236,18 @@ def _run(call: _Call, *operands):
     def run_batched(axis_size, in_batched, *operands):
         del axis_size
         in_batched = tuple(in_batched)
-        lead = [PartitionSpec(None, *(spec or ())) for spec in call.result_specs or ()]
+
+        def lead(specs, batched):
+            return specs and tuple(
+                PartitionSpec(None, *spec) if b and spec is not None else spec
+                for spec, b in zip(specs, batched, strict=True)
+            )
+
         batched_call = _Call(
             op=call.op.batched(in_batched),
             implementation="auto",
-            operand_specs=call.operand_specs
-            and tuple(
-                PartitionSpec(None, *spec) if batched and spec is not None else spec
-                for spec, batched in zip(call.operand_specs, in_batched, strict=True)
-            ),
-            result_specs=tuple(lead) or None,
+            operand_specs=lead(call.operand_specs, in_batched),
+            result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
             options=call.options,
         )
         out = _run(batched_call, *operands)
@@ -340,6 +351,10 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
     operand_roles, result_roles = role_names(call.op.roles, call.op.sharding, rule)
     by_role = [_role_spec(roles, resource, auto) for roles in operand_roles]
     given = call.operand_specs or (None,) * len(operands)
+    for x, want in zip(operands, given, strict=True):
+        if want is not None:
+            _check_axes(call.op.name, want, mesh)
+            _check_order(call.op.name, want, x, auto)
     specs = [
         _merge(
             filter_axes(jax.typeof(x).sharding.spec, explicit),
@@ -350,6 +365,8 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
         for x, role, want in zip(operands, by_role, given, strict=True)
     ]
     wanted = call.result_specs or (None,) * len(rule.results)
+    for want in wanted:
+        _check_axes(call.op.name, want or (), mesh)
     result_specs = [
         pad_spec(want, len(roles)) if want is not None else _role_spec(roles, resource, auto)
         for want, roles in zip(wanted, result_roles, strict=True)
@@ -364,7 +381,13 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
             resource=resource,
         )
     )
-
+    for axis in plan.idle_axes:
+        warnings.warn(
+            f"{call.op.name}: axis {axis!r} shards an operand and not the work: the operand is gathered over it, and "
+            f"its devices all do the same; got operands {specs}; shard other dimensions, or give the axis a role",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     placed = [
         _reshard(x, mesh, filter_axes(spec, explicit))
         for x, spec in zip(operands, plan.operand_specs, strict=True)
@@ -417,6 +440,29 @@ def _check_resource(name: str, mesh, kinds, resource) -> None:
         )
 
 
+def _check_axes(name: str, spec, mesh) -> None:
+    """A given spec must name axes of the mesh, each once."""
+    axes = spec_axes(spec)
+    axis_size(mesh.shape, axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{name}: a spec must name an axis once; got spec={spec}, {sorted(a for a in axes if axes.count(a) > 1)}; "
+            "shard one dimension only with it, over several axes with a tuple such as ('ep', 'fsdp')"
+        )
+
+
+def _check_order(name: str, spec, x, auto) -> None:
+    """A given spec must not leave open in which order Explicit and Auto axes cut a dimension."""
+    types = pad_spec(jax.typeof(x).sharding.spec, x.ndim)
+    for dim, (typed, entry) in enumerate(zip(types, pad_spec(spec, x.ndim), strict=True)):
+        more = [axis for axis in entry_axes(entry) if axis in auto]
+        if more and not set(entry_axes(typed)) <= set(entry_axes(entry)):
+            raise ValueError(
+                f"{name}: a spec must name all axes of a dimension; got spec={spec}, axes {more} in dimension {dim}, "
+                f"which the operand's type splits over {typed!r}; write the tuple of all its axes, major first"
+            )
+
+
 def _role_spec(roles, resource, axes) -> PartitionSpec:
     if resource is None:
         return PartitionSpec(*[None] * len(roles))
@@ -424,9 +470,13 @@ def _role_spec(roles, resource, axes) -> PartitionSpec:
 
 
 def _merge(explicit: PartitionSpec, other, auto, ndim: int) -> PartitionSpec:
-    """The type's axes, then the Auto axes of a role or a given spec."""
-    other = filter_axes(pad_spec(other, ndim), auto)
-    return PartitionSpec(*map(merge_dim, pad_spec(explicit, ndim), other))
+    """The type's axes and the Auto axes of a role or a given spec; in the order of the latter if it has all of them."""
+    entries = []
+    for typed, entry in zip(pad_spec(explicit, ndim), pad_spec(other, ndim), strict=True):
+        axes = [a for a in entry_axes(entry) if a in auto or a in entry_axes(typed)]
+        whole = set(entry_axes(typed)) <= set(axes)
+        entries.append(make_entry(axes) if whole else merge_dim(typed, make_entry(axes)))
+    return PartitionSpec(*entries)
 
 
 def _reshard(x, mesh, spec):

@@ -12,12 +12,14 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.mesh import MeshResource
 from expertmesh.core.specs import (
     Entry,
     Spec,
     common_axes,
     dividing_axes,
     entry_axes,
+    filter_axes,
     make_entry,
     pad_spec,
     spec_axes,
@@ -59,7 +61,11 @@ class Query:
     mesh_shape: Mapping[str, int]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     results_decided: bool = False
-    resource: object = None
+    resource: MeshResource | None = None
+
+    def wanted(self, rule: Rule) -> tuple[PartitionSpec, ...]:
+        """`result_specs`, unsharded where nothing is known."""
+        return self.result_specs or tuple(pad_spec((), len(names)) for names in rule.results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +79,14 @@ class Plan:
       summed_axes: per result, the mesh axes over which the local results are partial sums; () for none. An axis that
         the result's spec names is reduce-scattered into that dimension, the others are all-reduced.
       options: what replaces options of the op in the local call, such as axis names or local sizes.
+      idle_axes: axes that shard an operand in a way that the op has no use for; each is worth a warning.
     """
 
     operand_specs: tuple[PartitionSpec, ...]
     result_specs: tuple[PartitionSpec, ...]
     summed_axes: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    idle_axes: tuple[str, ...] = ()
 
 
 def parse_terms(side: str) -> tuple[Names, ...]:
@@ -192,7 +200,7 @@ class Split:
 
     def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]):
         self._mesh_shape = query.mesh_shape
-        self._sizes = sizes
+        self.sizes = sizes
         self.axes: dict[str, tuple[str, ...]] = {}
 
     def used(self) -> set[str]:
@@ -201,26 +209,55 @@ class Split:
     def add(self, names: Names, spec: Spec, allowed: frozenset[str]) -> None:
         """Splits each allowed factor that nothing splits yet as `spec` says, where the axes are still free."""
         for name, entry in zip(names, spec, strict=True):
-            if name in allowed and name in self._sizes and not self.axes.get(name):
+            if name in allowed and name in self.sizes and not self.axes.get(name):
                 free = [
                     a for a in entry_axes(entry) if a in self._mesh_shape and a not in self.used()
                 ]
-                self.axes[name] = dividing_axes(free, self._sizes[name], self._mesh_shape)
+                self.axes[name] = dividing_axes(free, self.sizes[name], self._mesh_shape)
 
     def spec(self, names: Names) -> PartitionSpec:
         return PartitionSpec(*(make_entry(self.axes.get(name, ())) for name in names))
 
 
-def plan_by_rule(query: Query, rule: Rule, whole: frozenset[str], summed: frozenset[str]) -> Plan:
+def lead_by_parameter(
+    query: Query, rule: Rule, split: Split, parameter: int, allowed: frozenset[str]
+) -> None:
+    """Splits the parameter's dimensions by its tensor-parallel axes, before any other operand is asked.
+
+    Its other axes say where it is at rest; the axes of the resource's role tp say how it is used: by columns (its
+    output dimensions) or by rows (its contraction).
+
+    Args:
+      parameter: index of its term among the operands and results.
+      allowed: factors that may be split.
+    """
+    if query.resource is None:
+        return
+    terms = rule.operands + rule.results
+    specs = query.operand_specs + query.wanted(rule)
+    tensor = filter_axes(specs[parameter], query.resource.axes("tp"))
+    split.add(terms[parameter], tensor, allowed)
+
+
+def plan_by_rule(
+    query: Query,
+    rule: Rule,
+    whole: frozenset[str],
+    summed: frozenset[str],
+    parameter: int | None = None,
+) -> Plan:
     """The plan of an op whose sharding string says everything.
 
     The first operand leads: it keeps its layout wherever a factor may be split. Then wanted results, then (unless the
     compiler has decided the results) the other operands, each as far as its axes are still free. A summed factor
     follows the first operand that has it. An axis that does not cut a dimension into equal shards is dropped.
+    Before all of them comes the tensor parallelism of a `parameter` (see `lead_by_parameter`).
     """
     split = Split(query, factor_sizes(rule, query.shapes))
     every = frozenset(name for names in rule.operands for name in names)
     free = every - whole - summed
+    if parameter is not None:
+        lead_by_parameter(query, rule, split, parameter, free | summed)
     split.add(rule.operands[0], query.operand_specs[0], free | summed)
     for names, spec in zip(rule.results, query.result_specs or (), strict=False):
         split.add(names, spec, free)
@@ -239,18 +276,16 @@ def plan_by_rule(query: Query, rule: Rule, whole: frozenset[str], summed: frozen
 
 def scatter_sums(query: Query, rule: Rule, split: Split, operand_specs, partial) -> Plan:
     """Completes a plan: partial sums are scattered into the dimensions where the results are wanted so."""
-    wanted = query.result_specs or tuple(pad_spec((), len(names)) for names in rule.results)
-    sizes = factor_sizes(rule, query.shapes)
     result_specs = []
-    for names, want, axes in zip(rule.results, wanted, partial, strict=True):
+    for names, want, axes in zip(rule.results, query.wanted(rule), partial, strict=True):
         entries: list[Entry] = []
         for name, entry in zip(names, want, strict=True):
             kept = split.axes.get(name, ())
             extra = [a for a in common_axes(entry, axes) if a not in spec_axes(entries)]
-            # A dimension of the results only has no known size: nothing more may cut it.
+            # A dimension of unknown size, as of the results only, nothing more may cut.
             axes_of_dim = (
-                dividing_axes((*kept, *extra), sizes[name], query.mesh_shape)
-                if name in sizes
+                dividing_axes((*kept, *extra), split.sizes[name], query.mesh_shape)
+                if name in split.sizes
                 else kept
             )
             entries.append(make_entry(axes_of_dim))

@@ -5,6 +5,8 @@ import re
 
 import jax
 
+from expertmesh.core import _jax
+
 FEATURES = ("reference", "triton")
 TRITON = ("jax-triton>=0.4.1", "triton>=3.8")  # older ones lack TMA descriptors as parameters
 
@@ -51,3 +53,11 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     if problem:
         return False, f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
     return True, ""
+
+
+def platform_of(*operands: jax.Array) -> str:
+    """The platform ("cuda", "cpu", ...) that a call on these operands is compiled for, by JAX's names at lowering.
+
+    That of their mesh's devices, which may be there only to compile for, else of the default device.
+    """
+    return _jax.platform(operands)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.specs import filter_axes
 
@@ -365,25 +365,6 @@ def magnitudes(
     """Normal numbers whose rows (all but the last dimension) differ in scale by up to 2^6."""
     scale = 2.0 ** rng.integers(-3, 4, size=(*shape[:-1], 1))
     return np.asarray(rng.normal(size=shape) * scale).astype(jnp.dtype(dtype))
-
-
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-
-
-def collectives(hlo: str) -> list[tuple[str, str]]:
-    """(kind, shape) of every collective in compiled HLO text; an asynchronous one counts once, by its start."""
-    kinds = "|".join(COLLECTIVES)
-    return [
-        (kind, shape) for shape, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", hlo)
-    ]
 
 
 def _make_mesh(setting: Setting):

@@ -2,16 +2,25 @@
 
 __version__ = "0.1.0"
 
+from expertmesh.ep.bootstrap import EpGroup, bootstrap
 from expertmesh.ep.capacity import recv_capacity
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, dispatch_weights, prepare
+from expertmesh.ep.overflow import Overflow, find_overflow, raise_overflow
+from expertmesh.ep.support import is_supported
 
 __all__ = [
     "EpConfig",
+    "EpGroup",
     "Handle",
+    "Overflow",
+    "bootstrap",
     "combine",
     "dispatch",
     "dispatch_weights",
+    "find_overflow",
+    "is_supported",
     "prepare",
+    "raise_overflow",
     "recv_capacity",
 ]

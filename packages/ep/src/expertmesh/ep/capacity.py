@@ -54,7 +54,7 @@ def recv_capacity(
     most = num_tokens * min(top_k, num_local)
     worst = min(
         num_local * roundup(num_tokens, alignment),
-        roundup(most + (alignment - 1) * min(num_local, most), alignment),
+        most_rows(num_local, most, alignment),
     )
     if factor is None:
         return worst
@@ -65,6 +65,12 @@ def recv_capacity(
         )
     balanced = num_local * roundup(-(-tokens_per_rank * top_k // num_local), alignment)
     return min(worst, roundup(math.ceil(factor * balanced), alignment))
+
+
+def most_rows(num_local: int, num_choices: int, alignment: int) -> int:
+    """Rows that suffice for any num_choices choices of num_local experts, even if tokens repeat an expert."""
+    padding = (alignment - 1) * min(num_local, num_choices)
+    return roundup(num_choices + padding, alignment)
 
 
 def roundup(value: int, multiple: int) -> int:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-TRANSPORTS = ("auto", "local", "ring", "all_to_all")
+TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged")
+OVERFLOW_POLICIES = ("drop", "error")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,9 +16,15 @@ class EpConfig:
         shapes, which never drops a row as long as each token's experts are different.
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
       transport: "local" (EP size 1), "ring" (all-gather tokens, reduce-scatter sums), "all_to_all" (one block per
-        peer), or "auto": the one that moves the fewest bytes.
+        peer), "ragged" (the filled part of the blocks; not on CPU, and slow on NVIDIA GPUs), or "auto": the one of the
+        first three that moves the fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
-        context, else no expert parallelism. (): no expert parallelism.
+        context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
+      overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the
+        program runs on. "drop": that is accepted. "error": `raise_overflow`, called outside jit, raises; and a capacity
+        below the tokens of one participant is refused at once.
+      debug: checks what only values show (ids >= num_experts), if the program is run by
+        `jax.experimental.checkify.checkify`. Off by default: such a check is an effect; `flax.linen.scan` refuses it.
 
     Raises:
       ValueError, TypeError: a field that breaks its rule.
@@ -28,6 +35,8 @@ class EpConfig:
     alignment: int = 1
     transport: str = "auto"
     axis: str | tuple[str, ...] | None = None
+    overflow: str = "drop"
+    debug: bool = False
 
     def __post_init__(self):
         _check_size("num_experts", self.num_experts)
@@ -48,6 +57,11 @@ class EpConfig:
             raise ValueError(
                 f"EpConfig: transport must be one of {', '.join(TRANSPORTS)}; "
                 f"got transport={self.transport!r}; use 'auto'"
+            )
+        if self.overflow not in OVERFLOW_POLICIES:
+            raise ValueError(
+                f"EpConfig: overflow must be one of {', '.join(OVERFLOW_POLICIES)}; "
+                f"got overflow={self.overflow!r}; use 'drop'"
             )
         axis = (self.axis,) if isinstance(self.axis, str) else self.axis
         if axis is not None and not (

@@ -5,15 +5,18 @@ features, E experts, R ranks of the EP group, e = E / R experts per participant,
 C receive rows per participant, G = R * T tokens of an EP group. Participant p = (outer index) * R + r has rank r.
 
 Rows of a participant are ordered by expert, then source rank, then token, then k; each expert's rows are padded to a
-multiple of the alignment; rows at positions >= C are dropped, so the highest experts and latest arrivals first.
+multiple of the alignment; rows at positions >= C are dropped, so the highest experts and latest arrivals first. That
+order depends on the choices alone: not on the transport, the mesh mode or the run, and the backward drops the same.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import gather_values
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
@@ -40,7 +43,8 @@ class Handle:
       total_recv: int32[P]; `end[e - 1]`: the capacity that would have dropped nothing here.
       num_dropped: int32[P]; choices of experts here that have no row.
       axis: the EP axes, major first; None where one participant holds everything (static).
-      transport: the config's (static).
+      ep_size: R (static).
+      transport, overflow: the config's (static).
     """
 
     slot: jax.Array
@@ -51,6 +55,8 @@ class Handle:
     total_recv: jax.Array
     num_dropped: jax.Array
     axis: Axis = dataclasses.field(metadata=dict(static=True))
+    ep_size: int = dataclasses.field(metadata=dict(static=True))
+    overflow: str = dataclasses.field(metadata=dict(static=True))
     transport: str = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -154,9 +160,12 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
 
     Raises:
       TypeError: topk_idx is not integer.
-      ValueError: no leading dimension; an EP axis that the mesh lacks; experts or tokens not divisible by the EP
-        size; more rows than int32 counts.
+      ValueError: no leading dimension; a MeshResource without an EP axis; an EP axis that the mesh lacks; experts not
+        divisible by the EP size; tokens not divisible by all axes that shard them; under overflow="error" a capacity
+        below the tokens of one participant; more rows than int32 counts.
 
+    Under `config.debug` and `jax.experimental.checkify.checkify` an id >= E is an error.
+    Warns (RuntimeWarning) if topk_idx is sharded in K, which is then gathered.
     Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
     """
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
@@ -169,6 +178,12 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
             "add it with topk_idx[None]"
         )
     axis = partition.resolve_axis(config, topk_idx)
+    if config.debug:
+        checkify.debug_check(
+            jnp.all(wide_ids(topk_idx) < config.num_experts),
+            f"prepare: expert ids must be below num_experts={config.num_experts}; got {{most}}",
+            most=jnp.max(topk_idx, initial=0),
+        )
     slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped = _prepare(
         topk_idx,
         num_experts=config.num_experts,
@@ -176,7 +191,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         alignment=config.alignment,
         axis=axis,
     )
-    return Handle(
+    handle = Handle(
         slot=slot,
         source=source,
         row=row,
@@ -185,8 +200,12 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         total_recv=total_recv,
         num_dropped=num_dropped,
         axis=axis,
+        ep_size=config.num_experts // tokens_per_expert.shape[-1],
+        overflow=config.overflow,
         transport=config.transport,
     )
+    _check_floor(config, handle)
+    return handle
 
 
 def dispatch(handle: Handle, tokens: jax.Array, *, transport: str | None = None) -> jax.Array:
@@ -194,7 +213,8 @@ def dispatch(handle: Handle, tokens: jax.Array, *, transport: str | None = None)
 
     Args:
       handle: from `prepare`.
-      tokens: [..., D], leading dimensions as in topk_idx; any dtype (differentiable if floating).
+      tokens: [..., D], leading dimensions as in topk_idx; real numbers of whole bytes: bfloat16, float16, float32, and
+        what quantized payloads and scales are held in (differentiable if floating).
       transport: overrides the config's.
 
     Returns:
@@ -202,10 +222,13 @@ def dispatch(handle: Handle, tokens: jax.Array, *, transport: str | None = None)
       cotangent of tokens is `combine` of the rows' cotangent.
 
     Raises:
-      ValueError: tokens do not fit the handle, or an unknown transport.
+      TypeError: any other dtype.
+      ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks.
 
-    Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard.
+    Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard, with a RuntimeWarning if D is
+    sharded over axes of the tokens.
     """
+    _check_payload("dispatch", tokens.dtype)
     _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
     return _dispatch(tokens, handle, transport=_transport("dispatch", handle, transport))
 
@@ -223,10 +246,16 @@ def combine(handle: Handle, rows: jax.Array, *, transport: str | None = None) ->
       of the output's cotangent: exactly 0 for padding.
 
     Raises:
-      ValueError: rows do not fit the handle, or an unknown transport.
+      TypeError: rows are not floating.
+      ValueError: rows do not fit the handle, or an unknown transport, or one that the platform lacks.
 
     Costs what the transport costs.
     """
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise TypeError(
+            f"combine: rows must be floating, since they are added up; got dtype={rows.dtype}; "
+            "dequantize them first"
+        )
     _check_shape("combine", "rows", rows.shape[:-1], handle.source.shape)
     return _combine(rows, handle, transport=_transport("combine", handle, transport))
 
@@ -294,6 +323,26 @@ def _transport(function, handle, name):
             f"{function}: transport must be one of {', '.join(TRANSPORTS)}; got transport={name!r}; use 'auto'"
         )
     return name
+
+
+def _check_payload(function, dtype):
+    number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+    bits = number and (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
+    if bits < 8:
+        raise TypeError(
+            f"{function}: tokens must be real numbers of whole bytes (floating or integer, 8 bits or more); "
+            f"got dtype={dtype}; view or pack them as uint8"
+        )
+
+
+def _check_floor(config, handle):
+    """Fewer rows than one participant's own tokens overflow even under balanced routing."""
+    tokens_per_rank = handle.row.shape[1] // handle.ep_size
+    if config.overflow == "error" and handle.source.shape[1] < tokens_per_rank:
+        raise ValueError(
+            "prepare: under overflow='error' capacity must be at least the tokens of one participant; got "
+            f"capacity={config.capacity}, tokens={tokens_per_rank}; use recv_capacity, or overflow='drop'"
+        )
 
 
 def _check_shape(function, name, shape, wanted):

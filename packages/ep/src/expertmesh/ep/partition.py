@@ -5,6 +5,7 @@ of the leading dimensions once the EP axes are among their axes; per-participant
 `(outer..., ep...)`, ep innermost, where outer are the other axes of the leading dimensions in order of appearance.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -29,9 +30,15 @@ def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
     """The EP axes of a call on x; None where the compiler alone knows layouts, so that one rank holds everything.
 
     Raises:
-      ValueError: an axis that the mesh does not have, or a number of experts that the EP size does not divide.
+      ValueError: a MeshResource that names no EP axis, an axis that the mesh does not have, or a number of experts that
+        the EP size does not divide.
     """
     resource = current_resource()
+    if config.axis is None and resource is not None and not entry_axes(resource.ep_resource):
+        raise ValueError(
+            "prepare: the MeshResource must name the ep axis; got ep_resource=None and EpConfig(axis=None); "
+            "set MeshResource(ep_resource=...), or EpConfig(axis=()) for no EP"
+        )
     named = resource.ep_resource if config.axis is None and resource is not None else config.axis
     mesh = jax.typeof(x).sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -64,47 +71,65 @@ def plan_layout(
 ) -> Layout:
     """Leading dimensions as `spec` has them, split over the EP axes too. Idempotent.
 
+    An axis that does not cut its dimension into equal shards, and an EP axis that `spec` lacks, goes to the first
+    dimension that it cuts so, innermost.
+
     Args:
-      spec: one entry per leading dimension. Axes that do not cut a dimension into equal shards are dropped.
+      spec: one entry per leading dimension.
       sizes: the leading dimensions.
       mesh_shape: axis -> size of the axes that are not Manual.
       axis: the EP axes; Manual ones split the tokens already. None: everything is whole.
 
     Raises:
-      ValueError: tokens are not sharded over an EP axis and no leading dimension can be.
+      ValueError: an axis cuts no leading dimension into equal shards.
     """
     if axis is None:
         return Layout((None,) * len(sizes), None)
+    named = [[a for a in entry_axes(entry) if a in mesh_shape] for entry in spec]
     axes = [
-        dividing_axes([a for a in entry_axes(entry) if a in mesh_shape], [size], mesh_shape)
-        for entry, size in zip(spec, sizes, strict=True)
+        dividing_axes(wanted, [size], mesh_shape) for wanted, size in zip(named, sizes, strict=True)
     ]
     ep = tuple(a for a in axis if a in mesh_shape)
-    axes = _split_over(axes, sizes, [a for a in ep if a not in sum(axes, ())], mesh_shape)
+    for name in (*sum(named, []), *ep):
+        if name not in sum(axes, ()):
+            axes = _split_over(name, axes, sizes, mesh_shape)
     outer = tuple(a for a in sum(axes, ()) if a not in ep)
     return Layout(tuple(map(make_entry, axes)), make_entry(outer + ep))
 
 
-def _split_over(axes, sizes, missing, mesh_shape):
-    """Adds the missing axes, innermost, to the first dimension that they divide."""
-    if not missing:
-        return axes
+def _split_over(name, axes, sizes, mesh_shape):
+    """Adds an axis, innermost, to the first dimension that it divides."""
     for dim, size in enumerate(sizes):
-        wanted = (*axes[dim], *missing)
+        wanted = (*axes[dim], name)
         if size % prod(mesh_shape[a] for a in wanted) == 0:
             return [*axes[:dim], wanted, *axes[dim + 1 :]]
+    held = {a: mesh_shape[a] for dim in axes for a in dim}
     raise ValueError(
-        f"prepare: tokens must be divisible over the EP axis; got leading dimensions {tuple(sizes)}, sharded over "
-        f"{[a for dim in axes for a in dim]}, and {missing} of {[mesh_shape[a] for a in missing]} shards to add; "
-        "pad the batch or use EpConfig(axis=()) for no EP"
+        "prepare: tokens must be divisible over all axes that shard them, the EP axis among them; got leading "
+        f"dimensions {tuple(sizes)}, sharded over {held}, and {[name]} of {[mesh_shape[name]]} shards to add; "
+        "pad the batch, or use EpConfig(axis=()) for no EP"
     )
 
 
-def _features(entry: Entry, size: int, layout: Layout, mesh_shape) -> Entry:
-    """Features stay as they are sharded, where the tokens do not use the axis."""
+def _features(function: str, query: Query, layout: Layout) -> Entry:
+    """The features of operand 0 stay as they are sharded, where the tokens do not use the axis."""
+    axes = [a for a in entry_axes(query.operand_specs[0][-1]) if a in query.mesh_shape]
     taken = entry_axes(layout.participants)
-    free = [a for a in entry_axes(entry) if a in mesh_shape and a not in taken]
-    return make_entry(dividing_axes(free, [size], mesh_shape))
+    free = dividing_axes(
+        [a for a in axes if a not in taken], [query.shapes[0][-1]], query.mesh_shape
+    )
+    if set(axes) & set(taken):
+        _warn_resharded(function, query.operand_specs[0], (*layout.leading, make_entry(free)))
+    return make_entry(free)
+
+
+def _warn_resharded(function, spec, expected):
+    warnings.warn(
+        f"{function}: the last dimension must not be sharded over axes that shard tokens, nor K at all; "
+        f"got {PartitionSpec(*spec)}, resharded to {PartitionSpec(*expected)}; place it so",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _route_specs(layout: Layout) -> tuple[PartitionSpec, ...]:
@@ -129,6 +154,8 @@ def plan_prepare(query: Query) -> Plan:
     """topk_idx[..., K] -> slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped."""
     layout = _layout_like(query, 0)
     maps = _route_specs(layout)
+    if layout.participants and entry_axes(query.operand_specs[0][-1]):
+        _warn_resharded("prepare", query.operand_specs[0], maps[0])
     each = layout.participants
     counts = (PartitionSpec(each, None),) * 2 + (PartitionSpec(each),) * 2
     return Plan((maps[0],), (*maps, *counts))
@@ -137,7 +164,7 @@ def plan_prepare(query: Query) -> Plan:
 def plan_dispatch(query: Query) -> Plan:
     """tokens[..., D], slot, source, row -> rows[P, C, D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
-    d = _features(query.operand_specs[0][-1], query.shapes[0][-1], layout, query.mesh_shape)
+    d = _features("dispatch", query, layout)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
     return Plan((tokens, *_route_specs(layout)), (rows,))
 
@@ -145,7 +172,7 @@ def plan_dispatch(query: Query) -> Plan:
 def plan_combine(query: Query) -> Plan:
     """rows[P, C, D], slot, source, row -> tokens[..., D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
-    d = _features(query.operand_specs[0][-1], query.shapes[0][-1], layout, query.mesh_shape)
+    d = _features("combine", query, layout)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
     return Plan((rows, *_route_specs(layout)), (tokens,))
 

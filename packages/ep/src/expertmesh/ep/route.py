@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
 from expertmesh.ep.capacity import recv_capacity
@@ -72,6 +73,7 @@ def make_route(
     if capacity is None:
         capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
     _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
+    topk_idx_TK = wide_ids(topk_idx_TK)
     routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
     ids_GK = all_gather(jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32), axis)
     plan = plan_rows(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op
 from expertmesh.core.vjp import differentiable
 
@@ -46,6 +47,7 @@ gemm_op = Op(
     "t... k, k n... -> t... n...",
     summed=("k",),
     roles="tokens ., fsdp . -> tokens .",
+    parameter=1,
 )
 gemm_dgrad_op = Op(
     "gemm_dgrad",
@@ -53,6 +55,7 @@ gemm_dgrad_op = Op(
     "t... n..., k n... -> t... k",
     summed=("n...",),
     roles="tokens ., fsdp . -> tokens .",
+    parameter=1,
 )
 gemm_wgrad_op = Op(
     "gemm_wgrad",
@@ -60,12 +63,22 @@ gemm_wgrad_op = Op(
     "t... k, t... n... -> k n...",
     summed=("t...",),
     roles="tokens ., tokens . -> fsdp .",
+    parameter=2,
 )
 add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...")
 bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
 
 
-def gemm(x, w, bias=None, *, out_dtype=None, w_spec: PartitionSpec | None = None):
+def gemm(
+    x,
+    w,
+    bias=None,
+    *,
+    out_dtype=None,
+    x_spec: PartitionSpec | None = None,
+    w_spec: PartitionSpec | None = None,
+    out_spec: PartitionSpec | None = None,
+):
     """Multiplies the last dimension of `x` with the first of `w`: `jnp.tensordot(x, w, 1) + bias`.
 
     Args:
@@ -73,17 +86,28 @@ def gemm(x, w, bias=None, *, out_dtype=None, w_spec: PartitionSpec | None = None
       w: float[K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own.
       bias: float[*N] or None.
       out_dtype: dtype of the result; None: that of `x`.
-      w_spec: where `w` is, for Auto axes under a MeshResource; None: sharded over fsdp along K.
+      x_spec, w_spec: where `x` and `w` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep), `w`
+        over fsdp along K.
+      out_spec: where the result is wanted; None: tokens where those of `x` are, N where that of `w` is in use.
 
     Returns:
       [..., *N], accumulated in float32 and rounded once. Where K = 0, the bias or 0.
 
     Raises:
-      ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ.
+      ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ; a spec with an axis twice or not in the mesh.
 
     Differentiable in `x`, `w` and `bias`. Under sharding the weight is gathered over every axis that shards the tokens,
-    the tokens never; a contraction over an axis of `x` ends in an all-reduce of the result; the weight's gradient is
-    reduce-scattered into the weight's own spec.
+    in the dtype of `x`; the tokens are not. Over axes of the resource's role tp the weight is used as it is:
+
+    | weight | forward | input gradient | weight gradient |
+    |---|---|---|---|
+    | [K, N / tp], columns | no communication | summed over tp | no communication |
+    | [K / tp, N], rows | summed over tp | no communication | no communication |
+
+    and tokens that lie on these axes (sequence parallelism) are gathered over them. Explicit axes without a resource
+    behave so too, unless they shard the tokens. A sum is float32 on the way; it is a reduce-scatter where the result is
+    wanted sharded over the axis (`out_spec`, the layout of `x` for its gradient), else an all-reduce. The weight's
+    gradient is reduce-scattered into the weight's own spec.
     """
     if x.ndim < 1 or w.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(
@@ -95,31 +119,64 @@ def gemm(x, w, bias=None, *, out_dtype=None, w_spec: PartitionSpec | None = None
             "reshape it"
         )
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    return _gemm(x, w, bias, out_dtype=out_dtype, w_dtype=w.dtype, w_spec=w_spec)
+    return _gemm(
+        x,
+        w,
+        bias,
+        out_dtype=out_dtype,
+        w_dtype=w.dtype,
+        x_spec=x_spec,
+        w_spec=w_spec,
+        out_spec=out_spec,
+    )
 
 
-def _specs(w_spec, w):
-    """Hints for the three GEMMs: operand specs of the first two, result specs of the third."""
-    spec = _jax.explicit_spec(w) if w_spec is None else w_spec
-    return (None if w_spec is None else (None, w_spec)), (None if spec is None else (spec,))
-
-
-def _gemm_fwd(x, w, bias, *, out_dtype, w_dtype, w_spec):
+def _gemm_fwd(x, w, bias, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
     del w_dtype
-    w = w.astype(x.dtype)  # before the op, so that the narrow copy is what is gathered and saved
-    operands, _ = _specs(w_spec, w)
-    y = gemm_op(x, w, out_dtype=out_dtype, operand_specs=operands)
-    return (y if bias is None else add_bias_op(y, bias)), (x, w, bias)
+    w = narrow_at_rest(w, x.dtype, w_spec, ("fsdp",))
+    y = gemm_op(x, w, out_dtype=out_dtype, operand_specs=(x_spec, w_spec), result_specs=(out_spec,))
+    if bias is not None:
+        y = add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
+    return y, (x, w, bias)
 
 
-def _gemm_bwd(residuals, dy, *, out_dtype, w_dtype, w_spec):
+def _gemm_bwd(residuals, dy, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
     del out_dtype
     x, w, bias = residuals
-    operands, results = _specs(w_spec, w)
-    dx = gemm_dgrad_op(dy, w, out_dtype=x.dtype, operand_specs=operands)
-    dw = gemm_wgrad_op(x, dy, out_dtype=w_dtype, result_specs=results)
-    db = None if bias is None else bias_grad_op(dy, bias, out_dtype=bias.dtype)
+    dx = gemm_dgrad_op(
+        dy,
+        w,
+        out_dtype=x.dtype,
+        operand_specs=(out_spec, w_spec),
+        result_specs=(_at_rest(x, x_spec),),
+    )
+    dw = gemm_wgrad_op(
+        x,
+        dy,
+        out_dtype=w_dtype,
+        operand_specs=(x_spec, out_spec),
+        result_specs=(_at_rest(w, w_spec),),
+    )
+    if bias is None:
+        return dx, dw, None
+    db = bias_grad_op(
+        dy,
+        bias,
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, _bias_spec(w_spec)),
+        result_specs=(_at_rest(bias, _bias_spec(w_spec)),),
+    )
     return dx, dw, db
+
+
+def _at_rest(x, spec):
+    """Where a gradient is wanted: where its primal is."""
+    return _jax.explicit_spec(x) if spec is None else spec
+
+
+def _bias_spec(w_spec):
+    """Of a weight's bias in use, whose dimensions are those of the weight without K."""
+    return None if w_spec is None else filter_roles(w_spec[1:], "tp")
 
 
 _gemm = differentiable(_gemm_fwd, _gemm_bwd)

@@ -16,9 +16,16 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query
-from expertmesh.core.rule import Split, factor_sizes, parse_rule, scatter_sums
-from expertmesh.core.specs import axis_size, dividing_axes, entry_axes
+from expertmesh.core.rule import (
+    Split,
+    factor_sizes,
+    lead_by_parameter,
+    parse_rule,
+    scatter_sums,
+)
+from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
 from expertmesh.core.support import TRITON
 from expertmesh.core.vjp import differentiable
 
@@ -209,13 +216,14 @@ def expert_axes(
     return (), ()
 
 
-def _plan(sharding: str, summed: str = ""):
+def _plan(sharding: str, parameter: int, summed: str = ""):
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
 
     def plan(query: Query) -> Plan:
         rule = parse_rule(sharding, [len(shape) for shape in query.shapes])
         sizes = factor_sizes(rule, query.shapes)
         num_experts = query.options.get("num_experts") or sizes["e"][0]
+        sizes["e"] = [num_experts]
         p_axes, e_axes = expert_axes(
             entry_axes(query.operand_specs[0][0]),
             query.shapes[0][0],
@@ -225,6 +233,7 @@ def _plan(sharding: str, summed: str = ""):
         split = Split(query, sizes)
         split.axes |= {"p": p_axes, "e": e_axes}
         free = rule.expand(("k", "n..."))
+        lead_by_parameter(query, rule, split, parameter, free)
         split.add(rule.operands[0], query.operand_specs[0], free)
         for names, spec in zip(rule.results, query.result_specs or (), strict=False):
             split.add(names, spec, free)
@@ -238,13 +247,30 @@ def _plan(sharding: str, summed: str = ""):
         if "p" not in in_result:
             partial = [a for a in p_axes if a not in e_axes]
         specs = tuple(map(split.spec, rule.operands))
-        result = scatter_sums(query, rule, split, specs, [tuple(partial)])
-        if "num_experts" not in query.options:
-            return result
         local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
-        return dataclasses.replace(result, options=local)
+        return dataclasses.replace(
+            scatter_sums(query, rule, split, specs, [tuple(partial)]),
+            options=local if "num_experts" in query.options else {},
+            idle_axes=_idle_axes(query, rule, specs, p_axes),
+        )
 
     return plan
+
+
+def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
+    """The axes that shard an operand but not the work, and have no role in which they may."""
+    known = set(p_axes)
+    if query.resource is not None:
+        known |= set(query.resource.all_axes())
+    idle = [
+        axis
+        for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
+        for axis in spec_axes(given)
+        if query.mesh_shape.get(axis, 1) > 1
+        and axis not in known | set(spec_axes(spec))
+        and names != ("p", "g")
+    ]
+    return tuple(dict.fromkeys(idle))
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
@@ -296,7 +322,7 @@ grouped_gemm_op = Op(
     _fprop_reference,
     _FPROP,
     roles=_TOKENS_WEIGHT,
-    plan=_plan(_FPROP, "k"),
+    plan=_plan(_FPROP, 1, "k"),
     kernels=_triton("rows", _rows_supported),
 )
 grouped_gemm_dgrad_op = Op(
@@ -304,7 +330,7 @@ grouped_gemm_dgrad_op = Op(
     _dgrad_reference,
     _DGRAD,
     roles=_TOKENS_WEIGHT,
-    plan=_plan(_DGRAD, "n..."),
+    plan=_plan(_DGRAD, 1, "n..."),
     kernels=_triton("rows_dgrad", _rows_supported),
 )
 grouped_gemm_wgrad_op = Op(
@@ -312,15 +338,29 @@ grouped_gemm_wgrad_op = Op(
     _wgrad_reference,
     _WGRAD,
     roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
-    plan=_plan(_WGRAD),
+    plan=_plan(_WGRAD, 3),
     kernels=_triton("weights", _weights_supported),
 )
-group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan(_ADD_BIAS))
-group_bias_grad_op = Op("group_bias_grad", _bias_grad_reference, _BIAS_GRAD, plan=_plan(_BIAS_GRAD))
+group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan(_ADD_BIAS, 1))
+group_bias_grad_op = Op(
+    "group_bias_grad",
+    _bias_grad_reference,
+    _BIAS_GRAD,
+    plan=_plan(_BIAS_GRAD, 2),
+)
 
 
 def grouped_gemm(
-    lhs, rhs, group_sizes, bias=None, *, out_dtype=None, rhs_spec: PartitionSpec | None = None
+    lhs,
+    rhs,
+    group_sizes,
+    bias=None,
+    *,
+    out_dtype=None,
+    lhs_spec: PartitionSpec | None = None,
+    rhs_spec: PartitionSpec | None = None,
+    out_spec: PartitionSpec | None = None,
+    debug: bool = False,
 ):
     """Multiplies each group of rows with the weight of its expert.
 
@@ -334,24 +374,34 @@ def grouped_gemm(
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
       out_dtype: dtype of the result; None: that of `lhs`.
-      rhs_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
+      lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+        P(ep, fsdp).
+      out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
+      debug: in a function that `jax.experimental.checkify.checkify` transforms, sizes below 0 or with a sum above C are
+        errors. An effect, which some transforms refuse.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
       `lhs` holds there.
 
     Raises:
-      ValueError: ranks, K, group counts or the bias' shape do not fit.
+      ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh.
       TypeError: `group_sizes` are not integers.
 
-    Under `jax.experimental.checkify.checkify` sizes below 0 or with a sum above C are errors; else nothing checks them.
     Differentiable in `lhs`, `rhs` and `bias`; empty groups have zero weight gradients, rows after the last group zero
-    input gradients. Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing),
-    the weight is gathered over all other axes that shard the tokens, and its gradient is reduce-scattered into its own
-    spec.
+    input gradients.
+
+    Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing), and the weight is
+    gathered over all other axes that shard P, in the dtype of `lhs`; rows are not gathered. Over axes of the resource's
+    role tp the weight is used as it is: by columns `[E, K, N / tp]` (the input gradient is summed over tp) or by rows
+    `[E, K / tp, N]` (the result is). A sum is float32 on the way; it is a reduce-scatter where the result is wanted
+    sharded over the axis (`out_spec`, the layout of `lhs` for its gradient), else an all-reduce. The weight's gradient
+    is reduce-scattered into the weight's own spec. An axis that shards the C rows, or a parameter without sharding P
+    and without a role, is a RuntimeWarning: what it shards is gathered.
     """
     _check(lhs, rhs, group_sizes, bias)
-    _check_data(lhs, group_sizes)
+    if debug:
+        _check_data(lhs, group_sizes)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -362,13 +412,15 @@ def grouped_gemm(
         bias,
         out_dtype=jnp.dtype(out_dtype or lhs.dtype),
         rhs_dtype=rhs.dtype,
+        lhs_spec=_with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
+        out_spec=_with_participant(out_spec) if flat else out_spec,
     )
     return out[0] if flat else out
 
 
 def _check_data(lhs, group_sizes):
-    """Costs nothing unless the caller's function is transformed by checkify."""
+    """Does nothing unless the caller's function is transformed by checkify."""
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
@@ -379,6 +431,10 @@ def _check_data(lhs, group_sizes):
         least=least,
         most=most,
     )
+
+
+def _with_participant(spec):
+    return None if spec is None else PartitionSpec(None, *spec)
 
 
 def _check(lhs, rhs, group_sizes, bias):
@@ -422,45 +478,69 @@ def _check(lhs, rhs, group_sizes, bias):
         )
 
 
-def _specs(rhs_spec, rhs):
-    spec = _jax.explicit_spec(rhs) if rhs_spec is None else rhs_spec
-    return (None if rhs_spec is None else (None, rhs_spec, None)), (
-        None if spec is None else (spec,)
-    )
-
-
-def _grouped_gemm_fwd(lhs, rhs, group_sizes, bias, *, out_dtype, rhs_dtype, rhs_spec):
+def _grouped_gemm_fwd(
+    lhs, rhs, group_sizes, bias, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
+):
     del rhs_dtype
-    rhs = rhs.astype(
-        lhs.dtype
-    )  # before the op, so that the narrow copy is what is gathered and saved
-    operands, _ = _specs(rhs_spec, rhs)
-    out = grouped_gemm_op(lhs, rhs, group_sizes, out_dtype=out_dtype, operand_specs=operands)
+    rhs = narrow_at_rest(rhs, lhs.dtype, rhs_spec, ("experts", "fsdp"))
+    out = grouped_gemm_op(
+        lhs,
+        rhs,
+        group_sizes,
+        out_dtype=out_dtype,
+        operand_specs=(lhs_spec, rhs_spec, None),
+        result_specs=(out_spec,),
+    )
     if bias is not None:
-        out = group_bias_op(out, bias, group_sizes)
+        specs = (out_spec, _bias_spec(rhs_spec), None)
+        out = group_bias_op(out, bias, group_sizes, operand_specs=specs)
     return out, (lhs, rhs, group_sizes, bias)
 
 
-def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, rhs_spec):
+def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec):
     del out_dtype
     lhs, rhs, group_sizes, bias = residuals
-    operands, results = _specs(rhs_spec, rhs)
     num_experts = rhs.shape[0]
-    dlhs = grouped_gemm_dgrad_op(dy, rhs, group_sizes, out_dtype=lhs.dtype, operand_specs=operands)
+    dlhs = grouped_gemm_dgrad_op(
+        dy,
+        rhs,
+        group_sizes,
+        out_dtype=lhs.dtype,
+        operand_specs=(out_spec, rhs_spec, None),
+        result_specs=(_at_rest(lhs, lhs_spec),),
+    )
     drhs = grouped_gemm_wgrad_op(
-        lhs, dy, group_sizes, num_experts=num_experts, out_dtype=rhs_dtype, result_specs=results
+        lhs,
+        dy,
+        group_sizes,
+        num_experts=num_experts,
+        out_dtype=rhs_dtype,
+        operand_specs=(lhs_spec, out_spec, None),
+        result_specs=(_at_rest(rhs, rhs_spec),),
     )
     if bias is None:
         return dlhs, drhs, None, None
-    spec = _jax.explicit_spec(bias)
     db = group_bias_grad_op(
         dy,
         group_sizes,
         num_experts=num_experts,
         out_dtype=bias.dtype,
-        result_specs=None if spec is None else (spec,),
+        operand_specs=(out_spec, None),
+        result_specs=(_at_rest(bias, _bias_spec(rhs_spec)),),
     )
     return dlhs, drhs, None, db
+
+
+def _at_rest(x, spec):
+    """Where a gradient is wanted: where its primal is."""
+    return _jax.explicit_spec(x) if spec is None else spec
+
+
+def _bias_spec(rhs_spec):
+    """Of a weight's bias in use, whose dimensions are those of the weight without K."""
+    if rhs_spec is None:
+        return None
+    return filter_roles((*rhs_spec[:1], *rhs_spec[2:]), "experts", "tp")
 
 
 _grouped_gemm = differentiable(_grouped_gemm_fwd, _grouped_gemm_bwd)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
 from expertmesh.core.ops.token_mask import check_token_mask, count_tokens, masked
 from expertmesh.core.vjp import differentiable
@@ -144,6 +145,7 @@ def _check_indices(name, topk_idx):
 
 
 def _counts(topk_idx, token_mask=None, *, num_experts):
+    topk_idx = wide_ids(topk_idx)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[..., None], topk_idx, -1)
     # A negative index would count from the end.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
     gather_rows,
@@ -124,6 +125,7 @@ def plan_rows(
 
 def _expert_ids(topk_idx_TK, num_experts):
     """Flat int32 ids; one past the last expert stands for every choice that is not routed."""
+    topk_idx_TK = wide_ids(topk_idx_TK)
     routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
     # Select before the cast: a wide id must not wrap around into the range.
     return jnp.where(routed, topk_idx_TK, num_experts).astype(jnp.int32).reshape(-1)
@@ -170,6 +172,7 @@ def _dot_reference(dout_TD, y_ND, row_TK):
 
 
 def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
+    topk_idx_PTK = wide_ids(topk_idx_PTK)
     routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
     ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
     return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
 from expertmesh.core.ops.select_experts import select_experts
@@ -135,6 +136,7 @@ def _scores(x, config):
 
 def _keep(topk_idx, token_mask=None, *, num_experts):
     """int32 with -1 for what is not routed."""
+    topk_idx = wide_ids(topk_idx)
     routed = _is_routed(topk_idx, num_experts)
     if token_mask is not None:
         routed &= token_mask[..., None]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.load_balance import check_balance_operands
 from expertmesh.core.ops.scores import expert_scores
 
@@ -70,6 +71,7 @@ def router_statistics(
 def _statistics(logits, topk_idx, *, score_function):
     """Counts, sum of the entropies of routed tokens, number of tokens that are not routed."""
     num_experts = logits.shape[-1]
+    topk_idx = wide_ids(topk_idx)
     routed = (topk_idx >= 0) & (topk_idx < num_experts)
     idx = jnp.where(routed, topk_idx, num_experts).reshape(-1)
     count_E = jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")

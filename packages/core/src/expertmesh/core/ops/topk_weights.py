@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.core.vjp import differentiable
 
@@ -72,19 +73,14 @@ def _is_expert(topk_idx, num_experts):
 
 
 def _to_weights_reference(probs, topk_idx):
-    chosen = _is_expert(_wide(topk_idx), probs.shape[-1])
+    chosen = _is_expert(wide_ids(topk_idx), probs.shape[-1])
     return jnp.sum(jnp.where(chosen, probs[..., None, :], jnp.zeros_like(probs[..., None, :])), -1)
 
 
 def _to_probs_reference(topk_weights, topk_idx, *, num_experts):
-    chosen = _is_expert(_wide(topk_idx), num_experts)
+    chosen = _is_expert(wide_ids(topk_idx), num_experts)
     wide = topk_weights.astype(accumulator_dtype(topk_weights.dtype))[..., None]
     return jnp.sum(jnp.where(chosen, wide, jnp.zeros_like(wide)), -2).astype(topk_weights.dtype)
-
-
-def _wide(topk_idx):
-    """A narrow integer could not hold every expert id it is compared with."""
-    return topk_idx if topk_idx.dtype.itemsize >= 4 else topk_idx.astype(jnp.int32)
 
 
 # The dimension of experts is m: the factor e would have the role of experts that a mesh axis shards.

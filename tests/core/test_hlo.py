@@ -1,6 +1,6 @@
 import pytest
 
-import hlo
+from expertmesh.core import hlo
 
 SYNC = """
 %fused (p: bf16[8]) -> bf16[8] {
@@ -77,3 +77,11 @@ def test_async_starts_count_once_with_their_results():
         "ragged-all-to-all": 1,
         "reduce-scatter": 1,
     }
+
+
+def test_axes_of_groups():
+    mesh = {"a": 2, "one": 1, "b": 2, "c": 2}
+    assert hlo.axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), mesh) == ("b",)
+    assert hlo.axes_of(((0, 5, 1, 4), (2, 3, 7, 6)), mesh) == ("a", "c")
+    assert hlo.axes_of((tuple(range(8)),), mesh) == ("a", "b", "c")
+    assert hlo.axes_of(((0, 3), (1, 2), (4, 5), (6, 7)), mesh) is None

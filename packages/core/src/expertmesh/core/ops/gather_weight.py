@@ -1,0 +1,69 @@
+"""FSDP inside the user's own `shard_map`: the whole weight for use, its gradient scattered back to the shards.
+
+Over Auto and Explicit axes the GEMMs do this themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from expertmesh.core import _jax
+from expertmesh.core.specs import axis_size, entry_axes, filter_axes, pad_spec, spec_axes
+from expertmesh.core.vjp import differentiable
+
+__all__ = ["gather_weight"]
+
+
+def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array:
+    """`jax.lax.all_gather(w, axes, axis=dim, tiled=True)` for each dimension that `spec` splits over Manual axes.
+
+    Args:
+      w: float[...], this device's shard of a weight.
+      spec: the weight's layout at rest, as far as it is to be gathered; any dimension, axes of a tuple major first.
+        Axes that are not Manual here (also: outside of a `shard_map`) are left to the GEMMs.
+      dtype: what crosses devices; None: that of `w`.
+
+    Returns:
+      The weight, gathered, in the dtype of `w`; its values are rounded to `dtype`. A GEMM in `dtype` then casts it
+      without further rounding.
+
+    Raises:
+      ValueError: an axis that is not in the mesh; more entries than dimensions.
+
+    Differentiable: the gradient is summed over the axes in the dtype of `w` and reduce-scattered. So the devices of
+    the axes must hold different tokens.
+    """
+    mesh = _jax.operand_mesh((w,))
+    if mesh.empty:
+        return w
+    axis_size(mesh.shape, spec_axes(spec))
+    manual = [
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Manual
+    ]
+    gathered = filter_axes(pad_spec(spec, w.ndim), manual)
+    if not spec_axes(gathered):
+        return w
+    return _gather(w, spec=gathered, dtype=jnp.dtype(dtype or w.dtype))
+
+
+def _fwd(w, *, spec, dtype):
+    whole = w.astype(dtype)
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            whole = jax.lax.all_gather(whole, entry_axes(entry), axis=dim, tiled=True)
+    return whole.astype(w.dtype), None
+
+
+def _bwd(_, cotangent, *, spec, dtype):
+    del dtype
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            cotangent = jax.lax.psum_scatter(
+                cotangent, entry_axes(entry), scatter_dimension=dim, tiled=True
+            )
+    return (cotangent,)
+
+
+_gather = differentiable(_fwd, _bwd)

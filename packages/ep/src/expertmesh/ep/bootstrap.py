@@ -1,0 +1,130 @@
+"""bootstrap: everything that can be wrong with an exchange, found before the first step."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from expertmesh.core.specs import constrain, pad_spec
+from expertmesh.ep.capacity import most_rows
+from expertmesh.ep.config import EpConfig
+from expertmesh.ep.dispatch import Handle, combine, dispatch, prepare
+from expertmesh.ep.transports import cheapest
+
+__all__ = ["EpGroup", "bootstrap"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpGroup:
+    """What `bootstrap` found. For reading and logs: nothing takes it as an argument.
+
+    Attributes:
+      ep_size: R, ranks of an EP group.
+      num_participants: P, over all EP groups.
+      tokens_per_rank: T.
+      experts_per_rank: e.
+      capacity: C.
+      max_rows: the rows that a participant can be sent at most, each choice of its group being its.
+      transport: the one that `config.transport` stands for.
+    """
+
+    ep_size: int
+    num_participants: int
+    tokens_per_rank: int
+    experts_per_rank: int
+    capacity: int
+    max_rows: int
+    transport: str
+
+
+def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top_k: int) -> EpGroup:
+    """Checks the sizes of an exchange, runs one, and compares what comes back. Optional: nothing depends on it.
+
+    Opens the communicators, so that the first step need not, and finds wrong sizes, a missing axis and a transport that
+    does not work here. Call it before training, outside jit, on every process, under the MeshResource if there is one.
+    It keeps nothing: any number of configs and meshes may be used in turn, and it may be called again.
+
+    Args:
+      config: EpConfig.
+      tokens: what `dispatch` will be given, [..., D]; its values are not read:
+        `jax.ShapeDtypeStruct((B, S, D), dtype, sharding=NamedSharding(mesh, spec))`. No sharding: one device.
+      top_k: K.
+
+    Returns:
+      EpGroup.
+
+    Raises:
+      RuntimeError: called under jit; or the exchange brings wrong values back.
+      ValueError: what `prepare` and `dispatch` refuse; a capacity above the group's maximum.
+      TypeError: a dtype that they refuse.
+
+    Costs one dispatch and one combine of these sizes, and their compilation.
+    """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError(
+            "bootstrap: it must be called outside jit, since it runs an exchange; got a call under tracing; "
+            "call bootstrap(config, jax.ShapeDtypeStruct(shape, dtype, sharding=...), top_k=K) before the first step"
+        )
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+        raise ValueError(f"bootstrap: top_k must be an int >= 1; got top_k={top_k!r}; pass K")
+    topk_idx, x = _operands(config, tokens, top_k)
+    handle = jax.eval_shape(partial(prepare, config=config), topk_idx)
+    group = _describe(config, handle, x.dtype)
+    if group.capacity > group.max_rows:
+        raise ValueError(
+            "bootstrap: capacity must be at most the rows that a group can send to one rank; got "
+            f"capacity={group.capacity}, max_rows={group.max_rows} of ep_size={group.ep_size} times "
+            f"{group.tokens_per_rank} tokens times top_k={top_k}; capacity counts rows of one participant, not of all"
+        )
+    if jax.jit(partial(_differs, config=config))(topk_idx, x):
+        raise RuntimeError(
+            f"bootstrap: the exchange must bring every token back; got other values with "
+            f"transport={group.transport!r}, ep_size={group.ep_size}; try another transport, and check the links"
+        )
+    return group
+
+
+def _operands(config, tokens, top_k):
+    """Choices that take the experts in turn, and tokens of 0 and 1 in turn, whose sums are exact."""
+    leading = tokens.shape[:-1]
+    number = np.arange(np.prod(leading, dtype=np.int64)).reshape(*leading, 1)
+    chosen = (number * top_k + np.arange(top_k)) % config.num_experts
+    sharding, values = tokens.sharding, np.broadcast_to(number % 2, tokens.shape)
+    if not isinstance(sharding, NamedSharding):
+        return jnp.asarray(chosen, jnp.int32), jnp.asarray(values, tokens.dtype)
+    spec = PartitionSpec(*pad_spec(sharding.spec, len(tokens.shape))[:-1])
+
+    def put(x, sharding, dtype):
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at].astype(dtype))
+
+    choices = put(chosen, NamedSharding(sharding.mesh, spec), np.int32)
+    return choices, put(values, sharding, tokens.dtype)
+
+
+def _describe(config, handle: Handle, dtype) -> EpGroup:
+    (participants, capacity), ep_size = handle.source.shape, handle.ep_size
+    _, group_tokens, top_k = handle.row.shape
+    tokens_per_rank, experts_per_rank = group_tokens // ep_size, config.num_experts // ep_size
+    name = config.transport
+    if name == "auto":
+        name = cheapest(tokens_per_rank, top_k, capacity, ep_size, jnp.dtype(dtype).itemsize)
+    return EpGroup(
+        ep_size=ep_size,
+        num_participants=participants,
+        tokens_per_rank=tokens_per_rank,
+        experts_per_rank=experts_per_rank,
+        capacity=capacity,
+        max_rows=most_rows(experts_per_rank, group_tokens * top_k, config.alignment),
+        transport=name,
+    )
+
+
+def _differs(topk_idx, tokens, *, config):
+    handle = prepare(topk_idx, config)
+    out = combine(handle, dispatch(handle, tokens))
+    tokens = constrain(tokens, jax.typeof(out).sharding.spec)
+    held = jnp.sum(handle.slot >= 0, axis=-1, keepdims=True).astype(jnp.float32)
+    return jnp.any(out != (held * tokens.astype(jnp.float32)).astype(out.dtype))

@@ -1,0 +1,30 @@
+"""What a device can do for an exchange."""
+
+import jax
+
+from expertmesh.ep.config import TRANSPORTS
+from expertmesh.ep.transports import ragged
+
+FEATURES = tuple(name for name in TRANSPORTS if name != "auto")
+
+
+def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
+    """Whether a transport can be used on a device, and why not.
+
+    Args:
+      feature: a name of `EpConfig.transport` but "auto".
+      device: None for the default device.
+
+    Returns:
+      (True, "") or (False, reason). "local" needs an EP group of one rank, on any device.
+
+    Raises:
+      ValueError: unknown feature.
+    """
+    if feature not in FEATURES:
+        raise ValueError(
+            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
+        )
+    device = jax.devices()[0] if device is None else device
+    reason = ragged.missing_on(device.platform) if feature == "ragged" else None
+    return reason is None, reason or ""
