@@ -20,6 +20,24 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "squared_relu": lambda x: np.maximum(x, 0) ** 2,
 }
+
+
+def activate(h, activation):
+    """h [2, F] or [F]."""
+    act = ACTIVATIONS[activation.function]
+    if not activation.gated:
+        return act(h)
+    limit = activation.limit or np.inf
+    return act(np.minimum(h[0], limit)) * (np.clip(h[1], -limit, limit) + activation.up_offset)
+
+
+def activation_gradient(h, d_a, activation):
+    """By central differences, one half of a pair at a time."""
+    steps = 1e-6 * np.eye(len(h))[:, :, None] if activation.gated else [1e-6]
+    slopes = [(activate(h + e, activation) - activate(h - e, activation)) / 2e-6 for e in steps]
+    return d_a * (np.stack(slopes) if activation.gated else slopes[0])
+
+
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS = PartitionSpec(("fsdp", "ep"))
 
@@ -62,7 +80,10 @@ def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
     D, E = shape[-1], config.num_experts
     params = {}
     for name, dims in param_shapes(D, config).items():
-        fan_in = {"wi": D, "wo": config.expert_dim, "gate_kernel": D}.get(name, 1)
+        fan_in = {
+            **{"gate_kernel": D, "wi": D, "shared_wi": D, "wo": config.expert_dim},
+            "shared_wo": config.shared_expert_dim,
+        }.get(name, 1)
         params[name] = rng.normal(size=dims) * fan_in**-0.5
     for name in ("wi", "wo"):
         params[name] *= 2.0 ** rng.integers(-1, 2, size=E).reshape(
@@ -93,39 +114,49 @@ def route(logits, config, bias=None):
     return chosen, weights, np.stack(columns, axis=1)
 
 
+def feed_forward(x, dy, weight, wi, bi, wo, bo, activation):
+    """One expert on one token: its output, and the gradients of weight * output . dy, but for the weight's."""
+    h = np.tensordot(x, wi, 1) + bi
+    a = activate(h, activation)
+    d_out = weight * dy
+    d_h = activation_gradient(h, wo @ d_out, activation)
+    outer = np.tensordot(x, d_h, 0)
+    return a @ wo + bo, (np.tensordot(wi, d_h, d_h.ndim), outer, d_h, np.outer(a, d_out), d_out)
+
+
 def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Result:
     """The block by loops; choices for which `keep(token, k)` fails are dropped, `bias` steers the router."""
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
-    D, E, F = data.x.shape[-1], config.num_experts, config.expert_dim
-    params.setdefault("wi_bias", np.zeros((E, 2, F)))
+    D, E = data.x.shape[-1], config.num_experts
+    params.setdefault("wi_bias", np.zeros((E, *params["wi"].shape[2:])))
     params.setdefault("wo_bias", np.zeros((E, D)))
     x = data.x.astype(np.float64).reshape(-1, D)
     dy = data.dy.astype(np.float64).reshape(-1, D)
-    T, act = len(x), ACTIVATIONS[config.activation]
-    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((T, E))
+    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E))
     d = {name: np.zeros_like(w) for name, w in params.items()}
     logits, counts = x @ params["gate_kernel"], np.zeros(E, int)
-    for t in range(T):
+    tree = ("wi", "wi_bias", "wo", "wo_bias")
+    for t in range(len(x)):
         chosen, p, jacobian = route(logits[t], config, bias)
         d_weights = np.zeros(len(chosen))
         for k, e in enumerate(chosen):
             counts[e] += 1
             if not keep(t, k):
                 continue
-            h = np.tensordot(x[t], params["wi"][e], 1) + params["wi_bias"][e]
-            a = act(h[0]) * h[1]
-            out = a @ params["wo"][e] + params["wo_bias"][e]
+            weights = [params[name][e] for name in tree]
+            out, (dx, *dw) = feed_forward(x[t], dy[t], p[k], *weights, config.act)
             y[t] += p[k] * out
             d_weights[k] = dy[t] @ out
-            d_out = p[k] * dy[t]
-            d["wo"][e] += np.outer(a, d_out)
-            d["wo_bias"][e] += d_out
-            d_a = params["wo"][e] @ d_out
-            slope = (act(h[0] + 1e-6) - act(h[0] - 1e-6)) / 2e-6
-            d_h = np.stack([d_a * h[1] * slope, d_a * act(h[0])])
-            d["wi"][e] += x[t][:, None, None] * d_h
-            d["wi_bias"][e] += d_h
-            d_x[t] += np.tensordot(params["wi"][e], d_h, 2)
+            d_x[t] += dx
+            for name, gradient in zip(tree, dw, strict=True):
+                d[name][e] += gradient
+        if config.shared_expert_dim is not None:
+            wi, wo = params["shared_wi"], params["shared_wo"]
+            out, (dx, d_wi, _, d_wo, _) = feed_forward(x[t], dy[t], 1, wi, 0, wo, 0, config.act)
+            y[t] += out
+            d_x[t] += dx
+            d["shared_wi"] += d_wi
+            d["shared_wo"] += d_wo
         d_logits[t] += d_weights @ jacobian
     aux, z, d_losses = losses(logits, counts, config)
     d_logits += d_losses
@@ -196,4 +227,9 @@ def assert_result(output, gradients, want: Result, tolerance=1e-5, num_dropped=0
         assert error <= tolerance * norm, f"{name}: relative error {error / norm:.1e}"
         assert norm == 0 or cosine(got, expected) > 1 - tolerance, name
     np.testing.assert_array_equal(output.tokens_per_expert, want.tokens_per_expert)
+    chosen = np.asarray(output.topk_idx)
+    np.testing.assert_array_equal(
+        np.bincount(chosen[chosen >= 0], minlength=len(want.tokens_per_expert)),
+        want.tokens_per_expert,
+    )
     assert int(output.num_dropped) == num_dropped

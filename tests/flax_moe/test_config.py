@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from expertmesh.core import Activation
 from expertmesh.core.ops.activation import ACTIVATIONS
 from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig
 from expertmesh.flax_moe import MoEConfig
@@ -34,6 +35,12 @@ def test_fields_are_frozen():
         ("num_groups", None),
         ("group_topk", None),
         ("scaling_factor", 1.0),
+        ("shared_expert_dim", None),
+        ("use_expert_bias", False),
+        ("aux_loss_per_sequence", False),
+        ("apply_topk_weights_early", False),
+        ("num_chunks", 1),
+        ("remat", "save_all"),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         MoEConfig(**VALID).top_k = 3
@@ -46,6 +53,9 @@ def test_equal_configs_are_one_value():
     b = MoEConfig(**VALID, dtype="bfloat16")
     assert a == b and hash(a) == hash(b)
     assert a != dataclasses.replace(a, top_k=1)
+    assert MoEConfig(**VALID, activation=Activation(function="gelu")).activation == "gelu"
+    clamped = Activation(limit=7.0)
+    assert MoEConfig(**VALID, activation=clamped).activation == clamped
 
 
 def test_router_part():
@@ -64,6 +74,11 @@ def test_router_part():
         (dict(num_experts=8.0), TypeError, ["num_experts=8.0", "int"]),
         (dict(expert_dim=True), TypeError, ["expert_dim=True"]),
         (dict(activation="swish"), ValueError, ["'swish'", *ACTIVATIONS]),
+        (dict(activation=jnp.tanh), TypeError, ["activation", "Activation"]),
+        (dict(shared_expert_dim=0), ValueError, ["shared_expert_dim=0"]),
+        (dict(num_chunks=0), ValueError, ["num_chunks=0"]),
+        (dict(use_expert_bias=True), ValueError, ["use_expert_bias", "softmax", "sigmoid"]),
+        (dict(remat="full"), ValueError, ["'full'", "save_all", "save_min", "recompute"]),
         (dict(score_function="tanh"), ValueError, ["'tanh'", *SCORE_FUNCTIONS]),
         (dict(num_groups=3, group_topk=1), ValueError, ["MoEConfig", "8 experts", "num_groups=3"]),
         (dict(num_groups=8, group_topk=1), ValueError, ["MoEConfig", "group_topk=1", "at least"]),

@@ -9,6 +9,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from expertmesh.core import update_expert_bias
 from expertmesh.flax_moe import LogicalAxes, NativeMoEBlock, linen, moe, nnx, param_shapes
 from flax_moe.moe_oracle import make_config, make_data, make_mesh
 
@@ -160,3 +161,87 @@ def test_linen_scan_over_layers():
         want += out.y
         assert abs(float(aux[i] - out.aux_loss)) < 1e-6
     assert np.linalg.norm(y - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_nnx_scan_over_layers():
+    """Layers made by vmap, called under scan."""
+    config = make_config(use_bias=False)
+    x = jnp.asarray(make_data(config).x)
+
+    @flax_nnx.split_rngs(splits=3)
+    @flax_nnx.vmap
+    def make(rngs):
+        return nnx.MoEBlock(16, config, rngs=rngs, logical_axes=None)
+
+    @flax_nnx.jit
+    @flax_nnx.scan(in_axes=(flax_nnx.Carry, 0), out_axes=(flax_nnx.Carry, 0))
+    def forward(x, block):
+        out = block(x)
+        return x + out.y, out.aux_loss
+
+    blocks = make(flax_nnx.Rngs(0))
+    assert blocks.wi[...].shape == (3, 8, 16, 2, 12)
+    y, aux = forward(x, blocks)
+    want, layer = x, jax.jit(lambda params, x: moe(params, x, config))
+    for i in range(3):
+        out = layer({n: getattr(blocks, n)[...][i] for n in ("gate_kernel", "wi", "wo")}, want)
+        want += out.y
+        assert abs(float(aux[i] - out.aux_loss)) < 1e-6
+    assert np.linalg.norm(y - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_expert_bias_mask_and_replay():
+    """Both modules hold the bias outside of what is trained, and hand on what the function takes."""
+    config = make_config(score_function="sigmoid", use_expert_bias=True, use_bias=False)
+    data = make_data(config)
+    rng = np.random.default_rng(0)
+    bias = jnp.asarray(rng.normal(size=8), jnp.float32)
+    mask = jnp.asarray(rng.random((8, 5)) < 0.7)
+    forced = jnp.asarray(rng.integers(0, 8, size=(8, 5, 2)), jnp.int32)
+    module = linen.MoEBlock(config)
+    variables = jax.eval_shape(module.init, jax.random.key(0), data.x)
+    assert set(variables) == {"params", linen.EXPERT_BIAS}
+    assert variables[linen.EXPERT_BIAS]["expert_bias"].shape == (8,)
+    block = nnx_with(data.params, config)
+    assert "expert_bias" not in flax_nnx.state(block, flax_nnx.Param)
+    assert list(flax_nnx.state(block, nnx.ExpertBias)) == ["expert_bias"]
+    assert not np.any(block.expert_bias[...])
+    block.expert_bias[...] = bias
+    variables = {"params": data.params, linen.EXPERT_BIAS: {"expert_bias": bias}}
+
+    @jax.jit
+    def outputs(x):
+        made = []
+        for options in (dict(token_mask=mask), dict(topk_idx=forced)):
+            made.append(
+                [
+                    moe(data.params, x, config, expert_bias=bias, **options),
+                    module.apply(variables, x, **options),
+                    block(x, **options),
+                ]
+            )
+        return made
+
+    for want, of_linen, of_nnx in outputs(data.x):
+        assert_equal_trees(of_linen, want)
+        assert_equal_trees(of_nnx, want)
+    masked, replayed = outputs(data.x)
+    unbiased = moe(data.params, data.x, config, token_mask=mask)
+    assert (masked[0].topk_idx != unbiased.topk_idx).any()
+    assert (np.asarray(masked[0].topk_idx) == -1).any(-1).sum() == (~mask).sum()
+    np.testing.assert_array_equal(replayed[0].topk_idx, forced)
+
+
+def test_the_bias_balances():
+    """Updates by value between steps: the load of the busiest expert comes down."""
+    config = make_config(score_function="sigmoid", use_expert_bias=True, use_bias=False)
+    data = make_data(config, (16, 8, 16))
+    gate = data.params["gate_kernel"] + np.linspace(0.1, 0.0, 8, dtype=np.float32)
+    block = nnx_with(data.params | {"gate_kernel": gate}, config)
+    call = flax_nnx.jit(lambda block, x: block(x).tokens_per_expert)
+    first = call(block, abs(data.x))
+    for _ in range(40):
+        counts = call(block, abs(data.x))
+        block.expert_bias[...] = update_expert_bias(block.expert_bias[...], counts, 0.01)
+    mean = counts.sum() / 8
+    assert first.max() > 1.5 * mean and counts.max() < 1.25 * mean, (first, counts)

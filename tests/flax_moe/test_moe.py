@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from expertmesh.core import Activation
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
@@ -30,6 +31,7 @@ from flax_moe.moe_oracle import (
 from hlo import collectives
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
 MODES = {
     "explicit": (EXPLICIT, None),
     "explicit_resource": (EXPLICIT, RESOURCE),
@@ -69,7 +71,7 @@ def test_every_mesh_mode(mode, shape):
             jax.tree.leaves(gradients), jax.tree.leaves(placed[:2]), strict=True
         ):
             assert got.sharding.is_equivalent_to(primal.sharding, got.ndim)
-    assert all(leaf.sharding.is_fully_replicated for leaf in output[1:]), (
+    assert all(leaf.sharding.is_fully_replicated for leaf in output[1:-1]), (
         "losses and statistics are the same everywhere"
     )
 
@@ -80,6 +82,9 @@ def test_every_mesh_mode(mode, shape):
         dict(use_pre_softmax=True, activation="squared_relu"),
         dict(use_bias=False, top_k=1, alignment=16),
         dict(top_k=8, aux_loss_coeff=0.0, z_loss_coeff=0.0),
+        dict(activation=GPT_OSS, apply_topk_weights_early=True, alignment=16),
+        dict(activation=Activation(function="gelu", gated=False), shared_expert_dim=20),
+        dict(num_chunks=5, remat="recompute", apply_topk_weights_early=True, use_bias=False),
     ],
     ids=str,
 )
@@ -173,30 +178,31 @@ def test_inside_the_users_shard_map(check_vma):
         counts = jax.lax.psum(output.tokens_per_expert, ("fsdp", "ep"))
         return output._replace(tokens_per_expert=counts), (d_params, d_x)
 
-    zeros = jax.tree.map(lambda _: PartitionSpec(), MoEOutput(*range(5)))
+    zeros = MoEOutput(*[PartitionSpec()] * 7)
 
     def total(params, x, dy):
         output, gradients = shard(params, x, dy)
-        sums = [jax.lax.psum(s, ("fsdp", "ep")) for s in (output.aux_loss, output.z_loss)]
-        dropped = jax.lax.psum(output.num_dropped, ("fsdp", "ep"))
-        return MoEOutput(output.y, *sums, output.tokens_per_expert, dropped), gradients
+        numbers = ("aux_loss", "z_loss", "num_dropped", "entropy")
+        sums = {name: jax.lax.psum(getattr(output, name), ("fsdp", "ep")) for name in numbers}
+        return output._replace(**sums), gradients
 
     function = jax.shard_map(
         total,
         mesh=mesh,
         in_specs=(weights, TOKENS, TOKENS),
-        out_specs=(zeros._replace(y=TOKENS), (weights, TOKENS)),
+        out_specs=(zeros._replace(y=TOKENS, topk_idx=TOKENS), (weights, TOKENS)),
         check_vma=check_vma,
     )
     output, gradients = jax.jit(function)(*data)
     assert_result(output, gradients, run(data, config))
 
 
-def test_stage_of_a_pipeline():
-    """Inside a shard_map over another axis, with the rest Explicit."""
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+def test_stages_of_a_pipeline(kind):
+    """Inside a shard_map over another axis, the rest Explicit or with roles; outputs and gradients of both stages."""
     config = make_config(aux_loss_coeff=0.0, z_loss_coeff=0.0)
     data = make_data(config)
-    mesh = jax.make_mesh((2, 1, 4), ("pp", "fsdp", "ep"), axis_types=(EXPLICIT,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("pp", "fsdp", "ep"), axis_types=(kind,) * 3)
     stacked = {k: np.stack([w, 2 * w]) for k, w in data.params.items()}
     specs = {k: PartitionSpec("pp", *[None] * (w.ndim - 1)) for k, w in stacked.items()}
     params = {
@@ -205,7 +211,7 @@ def test_stage_of_a_pipeline():
         )
         for k, w in stacked.items()
     }
-    x = jax.device_put(data.x, jax.NamedSharding(mesh, PartitionSpec("ep")))
+    x, dy = jax.device_put((data.x, data.dy), jax.NamedSharding(mesh, TOKENS))
 
     def stage(params, x):
         return moe({k: w[0] for k, w in params.items()}, x, config).y[None]
@@ -218,10 +224,22 @@ def test_stage_of_a_pipeline():
         out_specs=PartitionSpec("pp"),
         check_vma=False,
     )
-    got = np.asarray(jax.jit(function)(params, x))
+
+    def loss(params, x):
+        y = function(params, x)
+        return jnp.sum(y * dy[None]), y
+
+    with global_shard_guard(RESOURCE if kind == AUTO else None):
+        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    (_, y), (d_params, d_x) = jax.tree.map(np.asarray, gradients)
+    wants = []
     for i in range(2):
         part = Data({k: w[i] for k, w in stacked.items()}, data.x, data.dy)
-        assert relative_error(got[i], run(part, config).y) < 1e-5
+        wants.append(run(part, config))
+        assert relative_error(y[i], wants[i].y) < 1e-5
+        for name, w in wants[i].d_params.items():
+            assert relative_error(d_params[name][i], w) < 1e-5, name
+    assert relative_error(d_x, wants[0].d_x + wants[1].d_x) < 1e-5
 
 
 def test_bfloat16_compute():
@@ -319,6 +337,7 @@ def test_no_tokens(mode, shape):
             *place(data, config, mesh)
         )
     assert float(loss) == 0 and output.y.shape == (0, 4, 16)
+    assert output.topk_idx.shape == (0, 4, 2)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves((output, gradients)))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from expertmesh.core import Activation
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.flax_moe import (
     LogicalAxes,
@@ -39,9 +40,10 @@ def test_tree():
 @pytest.mark.parametrize("num_experts", [4, 64])
 def test_initial_spread_is_that_of_one_expert(num_experts):
     """Standard deviation 1 / sqrt(fan-in of one expert), whatever the number of experts."""
-    config = make_config(num_experts=num_experts, expert_dim=64)
+    config = make_config(num_experts=num_experts, expert_dim=64, shared_expert_dim=128)
     params = init_params(jax.random.key(0), 256, config)
-    for name, fan_in in {"gate_kernel": 256, "wi": 256, "wo": 64}.items():
+    fan_ins = {"gate_kernel": 256, "wi": 256, "wo": 64, "shared_wi": 256, "shared_wo": 128}
+    for name, fan_in in fan_ins.items():
         w = np.asarray(params[name], np.float64)
         assert abs(w.std() * fan_in**0.5 - 1) < 0.05, name
         assert abs(w.mean()) < 3 * w.std() / w.size**0.5 + 1e-3, name
@@ -81,6 +83,25 @@ def test_specs():
     assert "wi_bias" not in param_specs(make_config(use_bias=False), RESOURCE)
 
 
+def test_tree_with_shared_experts_and_without_a_gate():
+    config = make_config(shared_expert_dim=24, activation=Activation(gated=False))
+    assert param_shapes(16, config) == {
+        "gate_kernel": (16, 8),
+        "wi": (8, 16, 12),
+        "wo": (8, 12, 16),
+        "shared_wi": (16, 24),
+        "shared_wo": (24, 16),
+        "wi_bias": (8, 12),
+        "wo_bias": (8, 16),
+    }
+    assert init_params(jax.random.key(0), 16, config)["wi"].shape == (8, 16, 12)
+    specs = param_specs(config, RESOURCE)
+    assert specs["wi"] == P("ep", "fsdp", "tp") and specs["wi_bias"] == P("ep", "tp")
+    assert specs["shared_wi"] == P("fsdp", "tp") and specs["shared_wo"] == P("tp", "fsdp")
+    assert LogicalAxes().of("shared_wi") == ("embed", None, "mlp")
+    assert LogicalAxes().of("wi", gated=False) == ("exp", "embed", "mlp")
+
+
 def test_logical_axes():
     axes = LogicalAxes(embed="d", expert="e", mlp="f")
     assert axes.of("wi") == ("e", "d", None, "f")
@@ -101,6 +122,9 @@ def test_split_and_merge():
         np.testing.assert_array_equal(merged[name], w)
     swapped = merge_wi(split | {"wi_0": split["wi_1"], "wi_1": split["wi_0"]})
     assert np.abs(moe(swapped, data.x, config).y - moe(merged, data.x, config).y).max() > 0.1
+    shared = make_data(make_config(shared_expert_dim=20)).params
+    assert {"shared_wi_0", "shared_wi_1"} < set(split_wi(shared))
+    np.testing.assert_array_equal(merge_wi(split_wi(shared))["shared_wi"], shared["shared_wi"])
     without = {k: w for k, w in data.params.items() if "bias" not in k}
     assert set(merge_wi(split_wi(without))) == set(without)
 
@@ -110,6 +134,7 @@ def test_split_and_merge():
     [
         (lambda p: merge_wi(p), ["merge_wi", "missing wi_0, wi_1"]),
         (lambda p: split_wi(split_wi(p)), ["split_wi", "missing wi"]),
+        (lambda p: split_wi(p | {"wi": p["wo"]}), ["split_wi", "(8, 12, 16)", "without a gate"]),
         (
             lambda p: merge_wi({k: w for k, w in split_wi(p).items() if k != "wi_1_bias"}),
             ["merge_wi", "missing wi_1_bias"],

@@ -7,10 +7,10 @@ import inspect
 import pytest
 
 PUBLIC = {
-    "expertmesh.core": """ACTIVATIONS ChunkPlan Kernel MeshResource Op PermutePlan Plan Query ROUTING_MAP_FORMATS
-        RaggedParams
-        RouterConfig RouterStatistics Routing SCORE_FUNCTIONS accumulate_gradient choices_to_rows current_resource
-        differentiable expert_counts from_routing_map gated_activation gather_weight gemm global_shard_guard
+    "expertmesh.core": """ACTIVATIONS Activation ChunkPlan Kernel MeshResource Op PermutePlan Plan Query
+        ROUTING_MAP_FORMATS RaggedParams RouterConfig RouterStatistics Routing SCORE_FUNCTIONS accumulate_gradient
+        activate choices_to_rows current_resource differentiable expert_counts from_routing_map gated_activation
+        gather_weight gemm global_shard_guard
         grouped_gemm is_supported load_balance_loss local_permute_after_a2a
         local_unpermute_before_a2a missing_rows move_chunks padded_rows padded_rows_sharded permute
         plan_chunks plan_permute plan_permute_map probs_to_topk_weights quantile_expert_bias
@@ -19,8 +19,8 @@ PUBLIC = {
         to_routing_map topk_weights_to_probs unpermute update_expert_bias""",
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
         is_supported prepare raise_overflow recv_capacity""",
-    "expertmesh.flax_moe": """LogicalAxes MoEConfig MoEOutput NativeMoEBlock init_params linen merge_wi moe native_moe
-        nnx param_shapes param_specs split_wi""",
+    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES init_params
+        is_supported linen merge_wi moe native_moe nnx param_shapes param_specs split_wi""",
 }
 
 

@@ -1,4 +1,4 @@
-"""gated_activation against the formulas in float64, for every activation; dtype, zeros, NaN, errors."""
+"""Activations against the formulas in float64, for every activation; dtype, zeros, NaN, errors."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
+from expertmesh.core.ops.activation import ACTIVATIONS, Activation, activate, gated_activation
 from expertmesh.core.testing import magnitudes, relative_error
 
 erf = np.vectorize(math.erf)
@@ -49,6 +49,41 @@ def test_values_and_gradients(activation):
     assert relative_error(d_h[..., 1, :], d_out * act(gate)) < 1e-6
 
 
+@pytest.mark.parametrize("function, offset", [("quick_gelu", 1.0), ("silu", 0.0)])
+def test_clamped(function, offset):
+    """Values on, inside and outside both limits; the gate has no lower one. At the limit the gradient passes."""
+    rng = np.random.default_rng(3)
+    h, d_out = magnitudes(rng, (64, 2, 11)), rng.normal(size=(64, 11))
+    h[:3, :, 0] = [[2.0, 2.0], [-2.0, -2.0], [-9.0, -9.0]]
+    activation = Activation(function=function, limit=2.0, up_offset=offset)
+    out, vjp = jax.vjp(lambda h: activate(h, activation), jnp.asarray(h))
+    (d_h,) = vjp(jnp.asarray(d_out, jnp.float32))
+    raw_gate, raw_up = h[:, 0].astype(np.float64), h[:, 1].astype(np.float64)
+    gate, up = np.minimum(raw_gate, 2), np.clip(raw_up, -2, 2)
+    assert (raw_gate > 2).any() and (raw_gate < -2).any() and (abs(raw_up) > 2).any()
+    act = ORACLES[function]
+    slope = (act(gate + 1e-6) - act(gate - 1e-6)) / 2e-6
+    want = [d_out * slope * (up + offset) * (raw_gate <= 2), d_out * act(gate) * (abs(raw_up) <= 2)]
+    assert relative_error(out, act(gate) * (up + offset)) < 1e-6
+    assert relative_error(d_h, np.stack(want, axis=1)) < 1e-5
+
+
+@EVERY
+def test_without_a_gate(activation):
+    rng = np.random.default_rng(4)
+    h, d_out = magnitudes(rng, (5, 11)), rng.normal(size=(5, 11))
+    plain = Activation(function=activation, gated=False)
+    out, vjp = jax.vjp(lambda h: activate(h, plain), jnp.asarray(h))
+    act, wide = ORACLES[activation], h.astype(np.float64)
+    slope = (act(wide + 1e-6) - act(wide - 1e-6)) / 2e-6
+    assert relative_error(out, act(wide)) < 1e-6
+    assert relative_error(vjp(jnp.asarray(d_out, jnp.float32))[0], d_out * slope) < 1e-5
+    narrow = jnp.asarray(h, jnp.bfloat16)
+    np.testing.assert_array_equal(
+        activate(narrow, plain), activate(narrow.astype(jnp.float32), plain).astype(jnp.bfloat16)
+    )
+
+
 @EVERY
 def test_bfloat16_is_rounded_once(activation):
     """Equal to the float32 result rounded at the end, forward and backward."""
@@ -84,3 +119,32 @@ def test_errors(shape, activation, words):
     with pytest.raises(ValueError) as info:
         gated_activation(jnp.zeros(shape), activation=activation)
     assert all(word in str(info.value) for word in ["gated_activation", *words])
+
+
+@pytest.mark.parametrize(
+    "fields, error, words",
+    [
+        (dict(function="swish"), ValueError, ["function='swish'", *ACTIVATIONS]),
+        (dict(limit=0.0), ValueError, ["limit=0.0", "positive"]),
+        (dict(limit=float("nan")), ValueError, ["limit=nan"]),
+        (dict(limit="7"), TypeError, ["limit='7'"]),
+        (dict(up_offset=float("inf")), ValueError, ["up_offset=inf", "finite"]),
+        (dict(gated=False, limit=7.0), ValueError, ["limit=7.0", "gated=True"]),
+    ],
+    ids=str,
+)
+def test_activation_errors(fields, error, words):
+    with pytest.raises(error) as info:
+        Activation(**fields)
+    assert all(word in str(info.value) for word in ["Activation", *words]), str(info.value)
+
+
+def test_what_takes_which_activation():
+    with pytest.raises(
+        ValueError, match="gated_activation: activation must have a gate.*use activate"
+    ):
+        gated_activation(jnp.zeros((4, 2, 8)), activation=Activation(gated=False))
+    with pytest.raises(ValueError, match=r"activate: h must have shape \[\.\.\., 2, F\].*\(4, 8\)"):
+        activate(jnp.zeros((4, 8)), "silu")
+    with pytest.raises(TypeError, match="activate: activation must be a name or an Activation"):
+        activate(jnp.zeros((4, 2, 8)), jax.nn.silu)

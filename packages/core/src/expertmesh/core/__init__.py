@@ -6,7 +6,12 @@ from expertmesh.core import specs
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
-from expertmesh.core.ops.activation import ACTIVATIONS, gated_activation
+from expertmesh.core.ops.activation import (
+    ACTIVATIONS,
+    Activation,
+    activate,
+    gated_activation,
+)
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -49,6 +54,7 @@ from expertmesh.core.vjp import differentiable
 
 __all__ = [
     "ACTIVATIONS",
+    "Activation",
     "ChunkPlan",
     "Kernel",
     "MeshResource",
@@ -63,6 +69,7 @@ __all__ = [
     "Routing",
     "SCORE_FUNCTIONS",
     "accumulate_gradient",
+    "activate",
     "choices_to_rows",
     "current_resource",
     "differentiable",

@@ -14,13 +14,18 @@ from expertmesh.flax_moe.params import (
     param_specs,
     split_wi,
 )
+from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
+from expertmesh.flax_moe.support import is_supported
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "LogicalAxes",
     "MoEConfig",
     "MoEOutput",
     "NativeMoEBlock",
+    "REMAT_POLICIES",
     "init_params",
+    "is_supported",
     "linen",
     "merge_wi",
     "moe",

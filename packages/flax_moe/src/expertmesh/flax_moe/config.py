@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.ops.activation import check_activation
+from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.ops.router import RouterConfig
 from expertmesh.ep import EpConfig
+from expertmesh.flax_moe.remat import REMAT_POLICIES
 
 __all__ = ["MoEConfig", "MoEOutput"]
 
@@ -22,7 +23,8 @@ class MoEConfig:
       num_experts: E, over all devices.
       top_k: K, experts per token; at most E.
       expert_dim: F, width of an expert's hidden layer.
-      activation: one of `expertmesh.core.ops.activation.ACTIVATIONS`.
+      activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
+        `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
       use_bias: whether `init_params` and the modules make the biases `wi_bias` and `wo_bias`.
       score_function, use_pre_softmax: see `expertmesh.core.ops.router.RouterConfig`.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -36,6 +38,15 @@ class MoEConfig:
       dtype: of the experts' computation and of what is sent between devices. The router computes in float32.
       param_dtype: of the parameters.
       num_groups, group_topk, scaling_factor: see `expertmesh.core.ops.router.RouterConfig`.
+      shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
+        n shared experts of width f being one of n f; None: there is none.
+      use_expert_bias: whether the modules hold an `expert_bias` [E], which steers the choice and is never trained.
+      aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
+      apply_topk_weights_early: multiply with the routing weight before the second GEMM instead of after it: equal up
+        to rounding, and what is kept for the backward is F wide instead of D.
+      num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
+        worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
+      remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
 
     Raises:
       ValueError: a value outside its range.
@@ -45,7 +56,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     expert_dim: int
-    activation: str = "silu"
+    activation: str | Activation = "silu"
     use_bias: bool = False
     score_function: str = "softmax"
     use_pre_softmax: bool = False
@@ -60,10 +71,18 @@ class MoEConfig:
     num_groups: int | None = None
     group_topk: int | None = None
     scaling_factor: float = 1.0
+    shared_expert_dim: int | None = None
+    use_expert_bias: bool = False
+    aux_loss_per_sequence: bool = False
+    apply_topk_weights_early: bool = False
+    num_chunks: int = 1
+    remat: str = "save_all"
 
     def __post_init__(self):
-        for name in ("num_experts", "top_k", "expert_dim", "alignment"):
+        for name in ("num_experts", "top_k", "expert_dim", "alignment", "num_chunks"):
             _check_positive_int(name, getattr(self, name))
+        if self.shared_expert_dim is not None:
+            _check_positive_int("shared_expert_dim", self.shared_expert_dim)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             _check_coefficient(name, getattr(self, name))
         for name in ("dtype", "param_dtype"):
@@ -76,9 +95,26 @@ class MoEConfig:
         _check_capacity_factor(self.capacity_factor)
         _check_ep_axis(self.ep_axis)
         check_activation("MoEConfig", self.activation)
+        if self.activation == Activation(function=self.act.function):
+            object.__setattr__(self, "activation", self.act.function)
+        if self.use_expert_bias and self.score_function == "softmax":
+            raise ValueError(
+                "MoEConfig: use_expert_bias must go with a score function other than softmax; "
+                "got score_function='softmax'; use 'sigmoid'"
+            )
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={self.remat!r}; "
+                "use 'save_all' to recompute nothing"
+            )
         # The parts refuse what is wrong with their own fields.
         self.router.check_groups("MoEConfig", self.num_experts)
         self.exchange(axis=())
+
+    @property
+    def act(self) -> Activation:
+        """The activation, whichever way it was named."""
+        return Activation.of(self.activation)
 
     @property
     def router(self) -> RouterConfig:
@@ -109,7 +145,7 @@ class MoEConfig:
 
 
 class MoEOutput(NamedTuple):
-    """Result of a MoE block. Inside your own `shard_map`, all but `y` is about the shard's tokens alone.
+    """Result of a MoE block. Inside your own `shard_map`, every number is about the shard's tokens alone.
 
     Attributes:
       y: [..., D] in the input's dtype.
@@ -117,6 +153,8 @@ class MoEOutput(NamedTuple):
       z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
       tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
+      entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
+      topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
     """
 
     y: jax.Array
@@ -124,6 +162,8 @@ class MoEOutput(NamedTuple):
     z_loss: jax.Array
     tokens_per_expert: jax.Array
     num_dropped: jax.Array
+    entropy: jax.Array
+    topk_idx: jax.Array
 
 
 def _check_positive_int(name, value):

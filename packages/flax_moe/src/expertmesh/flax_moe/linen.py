@@ -2,16 +2,25 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_shapes
 
-__all__ = ["MoEBlock"]
+__all__ = ["EXPERT_BIAS", "MoEBlock"]
+
+EXPERT_BIAS = "expert_bias"
+"""The collection of the biases that steer the choice of experts."""
 
 
 class MoEBlock(nn.Module):
     """`expertmesh.flax_moe.moe` with its parameters in the collection "params", under the names of `init_params`.
+
+    With `config.use_expert_bias` there is also "expert_bias" [E], float32 zeros at first, replicated, in the collection
+    `EXPERT_BIAS`, which no optimizer of the parameters sees. The block only reads it; balance it between steps:
+
+        bias = update_expert_bias(variables[EXPERT_BIAS]["expert_bias"], out.tokens_per_expert, rate)
 
     Attributes:
       config: see MoEConfig.
@@ -24,17 +33,37 @@ class MoEBlock(nn.Module):
     logical_axes: LogicalAxes | None = LogicalAxes()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> MoEOutput:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
+    ) -> MoEOutput:
         """See `moe`; x is float[..., D]."""
         shapes = param_shapes(x.shape[-1], self.config)
         params = {
             name: self.param(name, self._init(name), shape, self.config.param_dtype)
             for name, shape in shapes.items()
         }
-        return moe(params, x, self.config)
+        return moe(
+            params,
+            x,
+            self.config,
+            expert_bias=self._expert_bias(),
+            token_mask=token_mask,
+            topk_idx=topk_idx,
+        )
 
     def _init(self, name):
-        init = initializers()[name]
+        init = initializers(self.config)[name]
         if self.logical_axes is None:
             return init
-        return nn.with_logical_partitioning(init, self.logical_axes.of(name))
+        names = self.logical_axes.of(name, gated=self.config.act.gated)
+        return nn.with_logical_partitioning(init, names)
+
+    def _expert_bias(self):
+        if not self.config.use_expert_bias:
+            return None
+        shape = (self.config.num_experts,)
+        return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value

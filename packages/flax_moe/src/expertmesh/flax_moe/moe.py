@@ -1,25 +1,32 @@
 """The Mixture-of-Experts block, in global view: every step is an op with its own sharding rule and VJP.
 
-    route -> prepare -> dispatch -> grouped_gemm -> gated_activation -> grouped_gemm -> weight_rows -> combine
+    route -> prepare -> dispatch -> grouped_gemm -> activate -> grouped_gemm -> weight_rows -> combine
 
-    y_t = sum_k w_tk * ((act(x_t Wg_e + bg_e) * (x_t Wu_e + bu_e)) Wo_e + bo_e),  e = idx_tk
+    y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
+
+with shared experts Si, So or without. weight_rows may come before the second grouped_gemm instead of after it.
 
 Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
-width, F expert width.
+width, F expert width, n chunks.
 """
 
+import warnings
+from functools import partial
 from math import prod
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.ops.activation import gated_activation
+from expertmesh.core.ops.activation import activate
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.router import route
+from expertmesh.core.ops.router_statistics import router_statistics
+from expertmesh.core.ops.sequence_balance import sequence_balance_loss
+from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.specs import entry_axes
 from expertmesh.ep import (
     Handle,
@@ -29,8 +36,10 @@ from expertmesh.ep import (
     prepare,
     recv_capacity,
 )
+from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.params import Params, check_params, param_specs
+from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
 
 __all__ = ["moe"]
@@ -49,26 +58,35 @@ def moe(
 
     Args:
       params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
-        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; see `init_params`, `param_specs`, `merge_wi`.
+        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
+        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D]. See `init_params`,
+        `param_specs`, `merge_wi`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
-      token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count and no
-        loss.
+      token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count, no
+        loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
 
     Returns:
       MoEOutput. Logits, routing weights and both losses are float32, the experts compute in `config.dtype`.
 
+    Warns:
+      UserWarning: over Explicit axes, x is not sharded over the EP axis: the block spreads its tokens, and gathers y so
+        that it is laid out like x.
+
     Raises:
-      ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis does
-        not divide; an EP axis that the mesh lacks; a bias, mask or choices that `route` refuses.
+      ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
+        `config.num_chunks` does not divide; an EP axis that the mesh lacks; a bias, mask or choices that `route`
+        refuses.
       TypeError: x is not floating point; a bias, mask or choices of a dtype that `route` refuses.
 
-    Differentiable in x and every parameter; the bias gets gradient 0. Runs on global arrays: on one device, over
-    Explicit axes (layouts are those of the arrays' types), over Auto axes under a MeshResource, over Auto axes without
-    one (correct, but every device then routes all tokens), and inside your own `shard_map` over all axes, where x and
-    the expert weights are shards.
+    Differentiable in x and every parameter; `expert_bias` gets gradient 0. What the backward keeps is said by
+    `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+    Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
+    under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
+    own `shard_map` over all axes, where x and the expert weights are shards.
+    The same operands give the same bits, run after run; another mesh or transport sums in another order.
     Costs two exchanges of T K rows over the EP axis, one gather of the expert weights over fsdp, all-reduces of [E]
     vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
     """
@@ -80,51 +98,129 @@ def moe(
         raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
     ep_axis = _ep_axis(params, config)
     check_params("moe", params, x.shape[-1], config, _experts_held(x, config, ep_axis))
-    specs = param_specs(config) if current_resource() is not None else {}
+    if token_mask is not None:
+        check_token_mask("moe", token_mask, x.shape[:-1])
+        # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
+        x = jnp.where(token_mask[..., None], x, 0)
 
+    specs = _specs(config)
     gate_kernel = params["gate_kernel"].astype(jnp.float32)
     logits = gemm(x.astype(jnp.float32), gate_kernel, w_spec=specs.get("gate_kernel"))
     topk_idx, topk_weights = route(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
-
-    handle = _prepare(topk_idx, config, ep_axis)
-    rows_PCD = dispatch(handle, x.astype(config.dtype))
-    y_PCD = _experts(params, rows_PCD, handle.group_sizes, config, specs)
-    weights_PC = dispatch_weights(handle, topk_weights)
-    y_PCD = weight_rows(y_PCD, weights_PC, handle.group_sizes, handle.tokens_per_expert)
-    y = combine(handle, y_PCD).astype(x.dtype)
-
-    zero = jnp.zeros((), jnp.float32)
+    experts = {k: w for k, w in params.items() if k in ("wi", "wo", "wi_bias", "wo_bias")}
+    y, num_dropped = _routed_in_chunks(config, ep_axis, experts, x, topk_idx, topk_weights)
+    y = _laid_out_like(x, y)
+    if config.shared_expert_dim is not None:
+        y += _shared(params, x.astype(config.dtype), config, specs)
     return MoEOutput(
-        y=y,
-        aux_loss=load_balance_loss(
-            logits,
-            topk_idx,
-            coeff=config.aux_loss_coeff,
-            score_function=config.score_function,
-            token_mask=token_mask,
-        )
-        if config.aux_loss_coeff
-        else zero,
-        z_loss=router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
-        if config.z_loss_coeff
-        else zero,
+        y=y.astype(x.dtype),
+        aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
+        z_loss=_z_loss(logits, token_mask, config),
+        # The counts of the balance loss, so that the two are computed and summed once.
         tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
-        num_dropped=jnp.sum(handle.num_dropped),
+        num_dropped=num_dropped,
+        entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
+        topk_idx=topk_idx,
     )
 
 
-def _experts(params, rows_PCD, group_sizes, config, specs):
-    """Every expert's feed-forward on its rows."""
+def _laid_out_like(x, y):
+    """y over the Explicit axes that x is over; the exchange spreads tokens over the EP axis if they are not yet."""
+    got, want = jax.typeof(y).sharding, jax.typeof(x).sharding
+    if AxisType.Explicit not in want.mesh.axis_types or got.spec == want.spec:
+        return y
+    warnings.warn(
+        f"moe: tokens should be sharded over the EP axis, as {got.spec}; got x as {want.spec}; y is gathered to be "
+        "like x; shard x over the EP axis too",
+        stacklevel=3,
+    )
+    return jax.sharding.reshard(y, NamedSharding(want.mesh, want.spec))
+
+
+def _specs(config):
+    """Where each parameter is, as far as its type does not say so."""
+    return {} if current_resource() is None else param_specs(config)
+
+
+def _aux_loss(logits, topk_idx, token_mask, config):
+    if not config.aux_loss_coeff:
+        return jnp.zeros((), jnp.float32)
+    loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
+    return loss(
+        logits,
+        topk_idx,
+        coeff=config.aux_loss_coeff,
+        score_function=config.score_function,
+        token_mask=token_mask,
+    )
+
+
+def _z_loss(logits, token_mask, config):
+    if not config.z_loss_coeff:
+        return jnp.zeros((), jnp.float32)
+    return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
+
+
+def _routed(config, ep_axis, params, x, topk_idx, topk_weights):
+    """y [..., D] in the experts' dtype, and the number of dropped choices."""
+    handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
+    rows_PCD = named("dispatched", dispatch(handle, x.astype(config.dtype)))
+    weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
+    y = combine(handle, _experts(params, rows_PCD, weights_PC, handle, config))
+    return named("combined", y), jnp.sum(handle.num_dropped)
+
+
+_ROUTED = rematerialized(_routed, static_argnums=(0, 1))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _routed_in_chunks(config, ep_axis, params, x, topk_idx, topk_weights):
+    """`_routed`, one part of the tokens after the other."""
+    routed = partial(_ROUTED[config.remat], config, ep_axis, params)
+    if config.num_chunks == 1 or x.size == 0:
+        return routed(x, topk_idx, topk_weights)
+    parts, dim = split_chunks("moe", (x, topk_idx, topk_weights), config.num_chunks)
+    _, (y, num_dropped) = jax.lax.scan(lambda _, part: (None, routed(*part)), None, parts)
+    return merge_chunks(y, dim), jnp.sum(num_dropped)
+
+
+def _experts(params, rows_PCD, weights_PC, handle, config):
+    """Every expert's feed-forward on its rows, times the rows' weights; 0 for rows that hold no token."""
+    specs, sizes = _specs(config), handle.group_sizes
     # The GEMMs cast the weights, so that gradients of float32 masters are summed and scattered in float32.
-    h_PC2F = grouped_gemm(
-        rows_PCD, params["wi"], group_sizes, params.get("wi_bias"), rhs_spec=specs.get("wi")
-    )
-    a_PCF = gated_activation(h_PC2F, activation=config.activation)
+    h = grouped_gemm(rows_PCD, params["wi"], sizes, params.get("wi_bias"), rhs_spec=specs.get("wi"))
+    a_PCF = activate(named("hidden", h), config.activation)
+    wo, bias = params["wo"], params.get("wo_bias")
+
+    def weigh(rows):
+        return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert)
+
+    if not config.apply_topk_weights_early:
+        y_PCD = grouped_gemm(a_PCF, wo, sizes, bias, rhs_spec=specs.get("wo"))
+        return weigh(named("expert_output", y_PCD))
+    y_PCD = grouped_gemm(weigh(a_PCF), wo, sizes, rhs_spec=specs.get("wo"))
+    if bias is not None:
+        y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)
+    return named("expert_output", y_PCD)
+
+
+def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):
+    """weights[p, c] * bias[expert of row c], float32[P, C, D]: a grouped GEMM whose contraction has size 1."""
+    spec = specs.get("wo_bias")
     return grouped_gemm(
-        a_PCF, params["wo"], group_sizes, params.get("wo_bias"), rhs_spec=specs.get("wo")
+        weights_PC[..., None],
+        jnp.expand_dims(bias_ED, 1),
+        group_sizes,
+        rhs_spec=None if spec is None else PartitionSpec(spec[0], None, spec[1]),
     )
+
+
+def _shared(params, x, config, specs):
+    """The feed-forward that every token takes."""
+    h = gemm(x, params["shared_wi"], w_spec=specs.get("shared_wi"))
+    return gemm(activate(h, config.activation), params["shared_wo"], w_spec=specs.get("shared_wo"))
 
 
 def _ep_axis(params, config) -> tuple[str, ...]:

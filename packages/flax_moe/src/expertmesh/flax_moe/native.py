@@ -50,8 +50,9 @@ def native_moe(
     Args:
       params: the tree of `init_params`.
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
-      config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor; `alignment`
-        and `transport` are not used.
+      config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
+        a name; there are no shared experts and no loss of each sequence. What changes only how it is computed
+        (`alignment`, `transport`, `apply_topk_weights_early`, `num_chunks`, `remat`) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.
@@ -62,8 +63,8 @@ def native_moe(
       MoEOutput.
 
     Raises:
-      ValueError: a parameter that is missing, unknown or of the wrong shape, a capacity factor, a router that it lacks,
-        an unknown exchange, a first dimension or E that the mesh does not divide, or neither axis in the mesh.
+      ValueError: a parameter that is missing, unknown or of the wrong shape, an option that it lacks, an unknown
+        exchange, a first dimension or E that the mesh does not divide, or neither axis in the mesh.
 
     Costs per call two exchanges of T K rows over ep (padded: R min(T min(K, e)) of them per device), one gather of the
     weights over fsdp, and all-reduces of [E] vectors.
@@ -77,6 +78,15 @@ def native_moe(
         raise ValueError(
             "native_moe: the router must be softmax without groups or scaling factor; "
             f"got {config.router}; use moe"
+        )
+    lacks = {
+        "activation": not isinstance(config.activation, str),
+        "shared_expert_dim": config.shared_expert_dim is not None,
+        "aux_loss_per_sequence": config.aux_loss_per_sequence,
+    }
+    for name in (name for name, wanted in lacks.items() if wanted):
+        raise ValueError(
+            f"native_moe: {name} must be left as it is; got {name}={getattr(config, name)}; use moe"
         )
     if exchange not in EXCHANGES:
         raise ValueError(
@@ -113,7 +123,7 @@ def native_moe(
         body,
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=(PartitionSpec(axes), *[PartitionSpec()] * 4),
+        out_specs=(PartitionSpec(axes), *[PartitionSpec()] * 5, PartitionSpec(axes)),
         check_vma=False,
     )
     return MoEOutput(*shard(*_place((params, x), in_specs, mesh)))
@@ -175,7 +185,10 @@ def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
     )
     counts_E = _psum(_histogram(idx_TK, config.num_experts), axes)
     aux, z = _losses(logits_TE, counts_E, config, axes)
-    return y_TD.reshape(x.shape).astype(x.dtype), aux, z, counts_E, jnp.int32(0)
+    entropy = _entropy(jax.lax.stop_gradient(logits_TE), axes)
+    idx = idx_TK.reshape(*x.shape[:-1], config.top_k)
+    y = y_TD.reshape(x.shape).astype(x.dtype)
+    return y, aux, z, counts_E, jnp.int32(0), entropy, idx
 
 
 def _top_k(logits_TE, config):
@@ -195,12 +208,23 @@ def _psum(x, axes):
 
 def _losses(logits_TE, counts_E, config, axes):
     """The load-balancing loss and the z-loss over the tokens of all devices."""
-    T, E = logits_TE.shape
-    total = max(T * (jax.lax.axis_size(axes) if axes else 1), 1)
+    E, total = logits_TE.shape[1], _num_tokens(logits_TE, axes)
     probs_E = _psum(jnp.sum(jax.nn.softmax(logits_TE), axis=0), axes)
     balance = jnp.sum(probs_E * counts_E.astype(jnp.float32)) * E / (config.top_k * total**2)
     z = _psum(jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2), axes) / total
     return config.aux_loss_coeff * balance, config.z_loss_coeff * z
+
+
+def _entropy(logits_TE, axes):
+    """The mean over the tokens of all devices."""
+    log_q_TE = jax.nn.log_softmax(logits_TE)
+    entropy = -jnp.sum(jnp.exp(log_q_TE) * jnp.maximum(log_q_TE, -1e30))
+    return _psum(entropy, axes) / _num_tokens(logits_TE, axes)
+
+
+def _num_tokens(logits_TE, axes):
+    """Of all devices, at least 1."""
+    return max(logits_TE.shape[0] * (jax.lax.axis_size(axes) if axes else 1), 1)
 
 
 def _gathered(params, dtype, fsdp_axis):
@@ -311,7 +335,7 @@ class NativeMoEBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> MoEOutput:
-        init = initializers()
+        init = initializers(self.config)
         params = {
             name: self.param(name, init[name], shape, self.config.param_dtype)
             for name, shape in param_shapes(x.shape[-1], self.config).items()

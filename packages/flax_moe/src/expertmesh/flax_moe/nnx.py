@@ -1,6 +1,7 @@
 """The MoE block as a Flax NNX module: parameters and their logical axes, nothing else."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 
@@ -9,11 +10,21 @@ from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_names, param_shapes
 
-__all__ = ["MoEBlock"]
+__all__ = ["ExpertBias", "MoEBlock"]
+
+
+class ExpertBias(nnx.Variable):
+    """The bias [E] that steers the choice of experts: no `nnx.Param`, so no optimizer of the parameters sees it."""
 
 
 class MoEBlock(nnx.Module):
-    """`expertmesh.flax_moe.moe` with one `nnx.Param` for each parameter of `init_params`, under its name."""
+    """`expertmesh.flax_moe.moe` with one `nnx.Param` for each parameter of `init_params`, under its name.
+
+    With `config.use_expert_bias` there is also `expert_bias`, an ExpertBias [E] of float32 zeros, replicated. The block
+    only reads it; balance it between steps:
+
+        block.expert_bias[...] = update_expert_bias(block.expert_bias[...], out.tokens_per_expert, rate)
+    """
 
     def __init__(
         self,
@@ -33,16 +44,32 @@ class MoEBlock(nnx.Module):
             once where all its names are, or by `flax.core.spmd.logical_axis_rules` map to, axes of the mesh in context.
         """
         self.config = config
-        init = initializers()
+        init = initializers(config)
         for name, shape in param_shapes(model_dim, config).items():
-            metadata = {} if logical_axes is None else _metadata(logical_axes.of(name))
+            metadata = {}
+            if logical_axes is not None:
+                metadata = _metadata(logical_axes.of(name, gated=config.act.gated))
             value = init[name](rngs.params(), shape, config.param_dtype)
             setattr(self, name, nnx.Param(value, **metadata))
+        if config.use_expert_bias:
+            self.expert_bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32))
 
-    def __call__(self, x: jax.Array) -> MoEOutput:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
+    ) -> MoEOutput:
         """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
-        params = {name: getattr(self, name)[...] for name in param_names(self.config)}
-        return moe(params, x, self.config)
+        return moe(
+            {name: getattr(self, name)[...] for name in param_names(self.config)},
+            x,
+            self.config,
+            expert_bias=self.expert_bias[...] if self.config.use_expert_bias else None,
+            token_mask=token_mask,
+            topk_idx=topk_idx,
+        )
 
 
 def _metadata(names):

@@ -2,10 +2,12 @@
 
     gate_kernel [D, E]          wi [E, D, 2, F] (0 gate, 1 up)      wo [E, F, D]
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
+    with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
 
-The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair.
+The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
+in the activation there is no dimension of 2.
 
-Dimension key: D model width, E experts, F expert width.
+Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """
 
 import dataclasses
@@ -35,13 +37,23 @@ __all__ = [
 Params = Mapping[str, jax.Array]
 
 _KERNELS = ("gate_kernel", "wi", "wo")
+_SHARED = ("shared_wi", "shared_wo")
 _BIASES = ("wi_bias", "wo_bias")
-_LAYOUT = {
-    "gate_kernel": "[D, E]",
-    "wi": "[E, D, 2, F]",
-    "wo": "[E, F, D]",
-    "wi_bias": "[E, 2, F]",
-    "wo_bias": "[E, D]",
+# A dimension in lower case is never split.
+_DIMS = {
+    "gate_kernel": "d e",
+    "wi": "E D 2 F",
+    "wo": "E F D",
+    "shared_wi": "D 2 S",
+    "shared_wo": "S D",
+    "wi_bias": "E 2 F",
+    "wo_bias": "E d",
+}
+# The two halves of a merged parameter, and the dimension that they are stacked along.
+_PAIRS = {
+    "wi": (("wi_0", "wi_1"), 2),
+    "shared_wi": (("shared_wi_0", "shared_wi_1"), 1),
+    "wi_bias": (("wi_0_bias", "wi_1_bias"), 1),
 }
 
 
@@ -50,68 +62,73 @@ class LogicalAxes:
     """Names of the parameters' dimensions, to be mapped to mesh axes by a framework's logical axis rules.
 
     Attributes:
-      embed: D of `wi` and `wo`.
+      embed: D of the kernels.
       expert: E of everything but the gate.
-      mlp: F.
+      mlp: F, and S of the shared experts.
 
-    The gate has no names: every device routes its own tokens and needs all of it.
+    The gate has no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
     """
 
     embed: str | None = "embed"
     expert: str | None = "exp"
     mlp: str | None = "mlp"
 
-    def of(self, name: str) -> tuple[str | None, ...]:
-        """One name (or None) per dimension of the parameter `name`."""
-        return _dims(name, embed=self.embed, expert=self.expert, mlp=self.mlp)
+    def of(self, name: str, *, gated: bool = True) -> tuple[str | None, ...]:
+        """One name (or None) per dimension of the parameter `name` of a block whose activation is gated or not."""
+        return _placed(name, gated, embed=self.embed, expert=self.expert, mlp=self.mlp)
 
 
-def _dims(name: str, *, embed: Any, expert: Any, mlp: Any) -> tuple:
+def _dims(name: str, gated: bool) -> list[str]:
+    return [dim for dim in _DIMS[name].split() if gated or dim != "2"]
+
+
+def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tuple:
     """What stands for each dimension of a parameter."""
-    return {
-        "gate_kernel": (None, None),
-        "wi": (expert, embed, None, mlp),
-        "wo": (expert, mlp, embed),
-        "wi_bias": (expert, None, mlp),
-        "wo_bias": (expert, None),
-    }[name]
+    places = {"D": embed, "E": expert, "F": mlp, "S": mlp}
+    return tuple(places.get(dim) for dim in _dims(name, gated))
 
 
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
-    return _KERNELS + _BIASES * config.use_bias
+    shared = config.shared_expert_dim is not None
+    return _KERNELS + _SHARED * shared + _BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter, in the order of the tree."""
-    D, E, F = model_dim, config.num_experts, config.expert_dim
-    shapes = _shapes(D, E, F) | {"gate_kernel": (D, E)}
+    shapes = _shapes(model_dim, config, config.num_experts)
     return {name: shapes[name] for name in param_names(config)}
 
 
-def _shapes(D, E, F):
-    """With E experts held; the gate's E is always that of the config."""
-    return {"wi": (E, D, 2, F), "wo": (E, F, D), "wi_bias": (E, 2, F), "wo_bias": (E, D)}
+def _shapes(model_dim, config, num_held):
+    """With `num_held` experts in the arrays; the gate's are always those of the config."""
+    sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_experts, "2": 2}
+    sizes |= {"F": config.expert_dim, "S": config.shared_expert_dim or 0}
+    return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
 
 
-def initializers() -> dict[str, Callable]:
+def initializers(config: MoEConfig) -> dict[str, Callable]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
-    The fan-in of `gate_kernel` and `wi` is D, that of `wo` is F: the expert dimension is a batch dimension.
+    The fan-in of `gate_kernel`, `wi` and `shared_wi` is D, that of `wo` F, of `shared_wo` S: the expert dimension is a
+    batch dimension.
     """
+    return {name: _initializer(name, config.act.gated) for name in param_names(config)}
 
-    def scaling(in_axis, out_axis, batch_axis=()):
-        return jax.nn.initializers.variance_scaling(
-            1.0, "fan_in", "normal", in_axis=in_axis, out_axis=out_axis, batch_axis=batch_axis
-        )
 
-    return {
-        "gate_kernel": scaling(0, 1),
-        "wi": scaling(1, (2, 3), (0,)),
-        "wo": scaling(1, 2, (0,)),
-        "wi_bias": jax.nn.initializers.zeros,
-        "wo_bias": jax.nn.initializers.zeros,
-    }
+def _initializer(name, gated):
+    if name in _BIASES:
+        return jax.nn.initializers.zeros
+    dims = _dims(name, gated)
+    batch = 1 if dims[0] == "E" else 0
+    return jax.nn.initializers.variance_scaling(
+        1.0,
+        "fan_in",
+        "normal",
+        in_axis=batch,
+        out_axis=tuple(range(batch + 1, len(dims))),
+        batch_axis=tuple(range(batch)),
+    )
 
 
 def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, jax.Array]:
@@ -122,7 +139,7 @@ def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, 
       model_dim: D.
       config: see MoEConfig.
     """
-    shapes, init = param_shapes(model_dim, config), initializers()
+    shapes, init = param_shapes(model_dim, config), initializers(config)
     keys = jax.random.split(key, len(shapes))
     return {
         name: init[name](k, shape, config.param_dtype)
@@ -133,7 +150,7 @@ def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, 
 def param_specs(
     config: MoEConfig, resource: MeshResource | None = None
 ) -> dict[str, PartitionSpec]:
-    """Where each parameter lives at rest: experts over ep, D over fsdp, F over tp; the gate is replicated.
+    """Where each parameter lives at rest: experts over ep, D over fsdp, F and S over tp; the gate is replicated.
 
     Args:
       config: its `ep_axis`, if given, goes before the resource's.
@@ -142,14 +159,14 @@ def param_specs(
     Returns:
       A PartitionSpec with one entry per dimension, for each parameter.
 
-    Each contraction of an expert is over a dimension that fsdp does not split at the time of use: the weight is
+    Each contraction is over a dimension that fsdp does not split at the time of use: the weight is
     gathered over fsdp and its gradient scattered back. tp splits `wi` by columns and `wo` by rows.
     """
     resource = resource or current_resource() or MeshResource()
     expert = config.ep_axis or resource.entry("experts")
     fsdp, tp = resource.entry("fsdp"), resource.entry("tp")
     return {
-        name: PartitionSpec(*_dims(name, embed=fsdp, expert=expert, mlp=tp))
+        name: PartitionSpec(*_placed(name, config.act.gated, embed=fsdp, expert=expert, mlp=tp))
         for name in param_names(config)
     }
 
@@ -157,14 +174,25 @@ def param_specs(
 def split_wi(params: Params) -> dict[str, jax.Array]:
     """The tree with `wi` [E, D, 2, F] as `wi_0` and `wi_1` [E, D, F] (gate, up); `wi_bias` likewise.
 
+    The shared experts' `shared_wi` [D, 2, S] as `shared_wi_0` and `shared_wi_1`.
+
     Raises:
-      ValueError: there is no `wi`.
+      ValueError: there is no `wi`, or it is that of an activation without a gate.
     """
     _require("split_wi", params, ("wi",), "pass a tree of init_params")
-    split = {k: v for k, v in params.items() if k not in ("wi", "wi_bias")}
-    split |= {"wi_0": params["wi"][:, :, 0], "wi_1": params["wi"][:, :, 1]}
-    if "wi_bias" in params:
-        split |= {"wi_0_bias": params["wi_bias"][:, 0], "wi_1_bias": params["wi_bias"][:, 1]}
+    if params["wi"].ndim != 4:
+        raise ValueError(
+            f"split_wi: wi must be [E, D, 2, F]; got wi.shape={params['wi'].shape}; without a gate there is one "
+            "projection, and nothing to split"
+        )
+    split = {}
+    for name, array in params.items():
+        if name not in _PAIRS:
+            split[name] = array
+            continue
+        halves, axis = _PAIRS[name]
+        for i, half in enumerate(halves):
+            split[half] = jax.lax.index_in_dim(array, i, axis, keepdims=False)
     return split
 
 
@@ -175,12 +203,12 @@ def merge_wi(params: Params) -> dict[str, jax.Array]:
       ValueError: one of the two is missing, or their shapes differ.
     """
     _require("merge_wi", params, ("wi_0", "wi_1"), "pass both projections")
-    biases = ("wi_0_bias", "wi_1_bias")
-    merged = {k: v for k, v in params.items() if k not in ("wi_0", "wi_1", *biases)}
-    merged["wi"] = _stack(params, ("wi_0", "wi_1"), axis=2)
-    if any(name in params for name in biases):
-        _require("merge_wi", params, biases, "pass both biases or none")
-        merged["wi_bias"] = _stack(params, biases, axis=1)
+    halves = [half for pair, _ in _PAIRS.values() for half in pair]
+    merged = {k: v for k, v in params.items() if k not in halves}
+    for name, (pair, axis) in _PAIRS.items():
+        if any(half in params for half in pair):
+            _require("merge_wi", params, pair, "pass both halves or none")
+            merged[name] = _stack(params, pair, axis)
     return merged
 
 
@@ -211,21 +239,24 @@ def check_params(
     Args:
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
-    _require(function, params, _KERNELS, "use init_params, or merge_wi for split projections")
-    unknown = [name for name in params if name not in _KERNELS + _BIASES]
+    kernels = _KERNELS + _SHARED * (config.shared_expert_dim is not None)
+    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
+    unknown = [name for name in params if name not in kernels + _BIASES]
     if unknown:
         raise ValueError(
-            f"{function}: params must have the names {', '.join(_KERNELS + _BIASES)}; got also "
-            f"{', '.join(unknown)}; remove them, or use merge_wi for split projections"
+            f"{function}: params must have the names {', '.join(kernels + _BIASES)}; got also "
+            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
+            "or use merge_wi for split projections"
         )
     if any(name in params for name in _BIASES):
         _require(function, params, _BIASES, "pass all biases or none")
-    shapes = _shapes(model_dim, num_experts, config.expert_dim)
-    shapes["gate_kernel"] = (model_dim, config.num_experts)
+    shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
+            layout = ", ".join(_dims(name, config.act.gated)).upper()
             raise ValueError(
-                f"{function}: {name} must be {_LAYOUT[name]} = {shapes[name]}, with D from x, E and F from the "
+                f"{function}: {name} must be [{layout}] = {shapes[name]}, with D from x, E, F and S from the "
                 f"config; got {name}.shape={array.shape}, num_experts={config.num_experts}, "
-                f"expert_dim={config.expert_dim}; change the config or the array"
+                f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}; "
+                "change the config or the array"
             )

@@ -1,9 +1,17 @@
-"""Gated activation: out = act(gate) * up, where h[..., 0, :] is the gate and h[..., 1, :] is up.
+"""Activations between an expert's two projections, gated or not.
 
-    d_gate = d_out * act'(gate) * up;  d_up = d_out * act(gate)
+    gated:  out = act(g) * (u + b),  g = min(gate, L),  u = clip(up, -L, L)
+            d_gate = d_out * act'(g) * (u + b) where gate <= L, else 0
+            d_up = d_out * act(g)              where |up| <= L, else 0
+    plain:  out = act(h);  d_h = d_out * act'(h)
+
+with gate = h[..., 0, :], up = h[..., 1, :], the limit L (none: no clamping) and the offset b of an Activation.
 
 Dimension key: F expert width.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +19,7 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.vjp import differentiable
 
-__all__ = ["ACTIVATIONS", "check_activation", "gated_activation"]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
 
 
 def _gelu(x):
@@ -42,56 +50,176 @@ _FUNCTIONS = {
 ACTIVATIONS = tuple(_FUNCTIONS)
 
 
-def gated_activation(h: jax.Array, *, activation: str) -> jax.Array:
-    """act(h[..., 0, :]) * h[..., 1, :].
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What an expert does between its two projections.
+
+    Attributes:
+      function: "silu" x sigmoid(x); "gelu" its tanh approximation, "gelu_exact" x Phi(x); "relu"; "quick_gelu"
+        x sigmoid(1.702 x); "squared_relu" relu(x)^2.
+      gated: whether its output is multiplied with a second projection; SwiGLU is "silu", GEGLU "gelu", ReGLU "relu".
+      limit: L > 0: the gate is clamped from above, the second projection from both sides. None: no clamping.
+      up_offset: b, added to the second projection.
+
+    gpt-oss is `Activation(function="quick_gelu", limit=7.0, up_offset=1.0)`.
+
+    Raises:
+      ValueError: unknown function, a limit that is not positive, an offset that is not finite, or either of them
+        without a gate.
+      TypeError: limit or offset are not Python numbers.
+    """
+
+    function: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def __post_init__(self):
+        _check_function("Activation", "function", self.function)
+        for name in ("limit", "up_offset"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                raise TypeError(
+                    f"Activation: {name} must be a Python number; got {name}={value!r}; pass a float"
+                )
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(
+                f"Activation: limit must be positive; got limit={self.limit}; pass None for no clamping"
+            )
+        if self.up_offset is None or not math.isfinite(self.up_offset):
+            raise ValueError(
+                f"Activation: up_offset must be finite; got up_offset={self.up_offset}; pass 0.0 for none"
+            )
+        if not self.gated and (self.limit is not None or self.up_offset):
+            raise ValueError(
+                "Activation: limit and up_offset must be left out without a gate; "
+                f"got limit={self.limit}, up_offset={self.up_offset}; set gated=True"
+            )
+
+    @classmethod
+    def of(cls, activation: "str | Activation") -> "Activation":
+        """Itself; a name stands for the gated activation with that function."""
+        return activation if isinstance(activation, Activation) else cls(function=activation)
+
+
+def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
+    """The formulas at the top of this module.
 
     Args:
-      h: float[..., 2, F].
-      activation: "silu" x sigmoid(x); "gelu" its tanh approximation, "gelu_exact" x Phi(x); "relu"; "quick_gelu"
-        x sigmoid(1.702 x); "squared_relu" relu(x)^2.
+      h: float[..., 2, F] (0 gate, 1 up) for a gated activation, else float[..., F].
+      activation: an Activation, or the name of its function for a gated one.
 
     Returns:
       float[..., F] in h's dtype, computed in float32. A row of zeros gives a row of zeros.
 
     Raises:
-      ValueError: unknown activation, or a shape that is not [..., 2, F].
+      ValueError: unknown activation, or a shape that is not [..., 2, F] for a gated one.
 
     Differentiable; the backward computes the activation again from h. No communication if any dimension but the 2 is
     sharded.
     """
-    check_activation("gated_activation", activation)
-    if h.ndim < 2 or h.shape[-2] != 2:
-        raise ValueError(
-            f"gated_activation: h must have shape [..., 2, F]; got h.shape={h.shape}; "
-            "stack the gate and up projections along a dimension of size 2 before the last"
-        )
+    check_activation("activate", activation)
+    activation = Activation.of(activation)
+    if not activation.gated:
+        return _plain(h, function=activation.function)
+    _check_pair("activate", h)
     return _gated(h, activation=activation)
 
 
-def check_activation(name: str, activation: str) -> None:
-    """Raises a ValueError in the name of `name` unless the activation is one of `ACTIVATIONS`."""
-    if activation not in ACTIVATIONS:
+def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array:
+    """`activate` for gated activations alone: act(h[..., 0, :]) * h[..., 1, :] for the name of a function.
+
+    Args:
+      h: float[..., 2, F].
+      activation: the name of a function, or an Activation with a gate.
+
+    Returns, costs and gradients are those of `activate`.
+
+    Raises:
+      ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
+    """
+    check_activation("gated_activation", activation)
+    activation = Activation.of(activation)
+    if not activation.gated:
         raise ValueError(
-            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}; got activation={activation!r}; "
+            f"gated_activation: activation must have a gate; got activation={activation}; use activate"
+        )
+    _check_pair("gated_activation", h)
+    return _gated(h, activation=activation)
+
+
+def check_activation(name: str, activation: str | Activation) -> None:
+    """Raises in the name of `name` unless it is an Activation or one of `ACTIVATIONS`.
+
+    Raises:
+      ValueError: another name.
+      TypeError: neither a name nor an Activation.
+    """
+    if isinstance(activation, Activation):
+        return
+    if not isinstance(activation, str):
+        raise TypeError(
+            f"{name}: activation must be a name or an Activation; got activation={activation!r}; "
+            "pass for example 'silu'"
+        )
+    _check_function(name, "activation", activation)
+
+
+def _check_function(name, field, function):
+    if function not in _FUNCTIONS:
+        raise ValueError(
+            f"{name}: {field} must be one of {', '.join(ACTIVATIONS)}; got {field}={function!r}; "
             "choose one of these"
         )
 
 
+def _check_pair(name, h):
+    if h.ndim < 2 or h.shape[-2] != 2:
+        raise ValueError(
+            f"{name}: h must have shape [..., 2, F]; got h.shape={h.shape}; "
+            "stack the gate and up projections along a dimension of size 2 before the last"
+        )
+
+
 def _gate_times_up(h, *, activation):
-    gate, up = _halves(h)
-    return (_FUNCTIONS[activation](gate) * up).astype(h.dtype)
+    gate, up = _halves(h, activation)
+    return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
 
 
 def _gate_times_up_grad(h, d_out, *, activation):
-    gate, up = _halves(h)
-    act, slope = jax.jvp(_FUNCTIONS[activation], (gate,), (jnp.ones_like(gate),))
+    gate, up = _halves(h, activation)
+    act, slope = _with_slope(activation.function, gate)
     d_out = d_out.astype(jnp.float32)
-    return jnp.stack([d_out * slope * up, d_out * act], axis=-2).astype(h.dtype)
+    d_h = jnp.stack([d_out * slope * up, d_out * act], axis=-2)
+    if activation.limit is not None:
+        raw = h.astype(jnp.float32)
+        # The gate has no lower bound.
+        size = jnp.stack([raw[..., 0, :], jnp.abs(raw[..., 1, :])], axis=-2)
+        d_h = jnp.where(size > activation.limit, jnp.float32(0), d_h)
+    return d_h.astype(h.dtype)
 
 
-def _halves(h):
+def _halves(h, activation):
+    """g and u + b, in float32."""
     h = h.astype(jnp.float32)
-    return h[..., 0, :], h[..., 1, :]
+    gate, up = h[..., 0, :], h[..., 1, :]
+    if activation.limit is not None:
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.clip(up, -activation.limit, activation.limit)
+    return gate, up + activation.up_offset
+
+
+def _with_slope(function, x):
+    return jax.jvp(_FUNCTIONS[function], (x,), (jnp.ones_like(x),))
+
+
+def _function(h, *, function):
+    return _FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
+
+
+def _function_grad(h, d_out, *, function):
+    _, slope = _with_slope(function, h.astype(jnp.float32))
+    return (d_out.astype(jnp.float32) * slope).astype(h.dtype)
 
 
 _gated_op = Op(
@@ -108,6 +236,13 @@ _gated_grad_op = Op(
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
 )
+_plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
+_plain_grad_op = Op(
+    "plain_activation_grad",
+    _function_grad,
+    "... f, ... f -> ... f",
+    roles="tokens tp, tokens tp -> tokens tp",
+)
 
 
 def _gated_fwd(h, *, activation):
@@ -118,4 +253,13 @@ def _gated_bwd(h, d_out, *, activation):
     return (_gated_grad_op(h, d_out, activation=activation),)
 
 
+def _plain_fwd(h, *, function):
+    return _plain_op(h, function=function), h
+
+
+def _plain_bwd(h, d_out, *, function):
+    return (_plain_grad_op(h, d_out, function=function),)
+
+
 _gated = differentiable(_gated_fwd, _gated_bwd)
+_plain = differentiable(_plain_fwd, _plain_bwd)

@@ -13,6 +13,7 @@ from expertmesh.core.op import Op
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.load_balance import check_balance_operands
 from expertmesh.core.ops.scores import expert_scores
+from expertmesh.core.vjp import differentiable
 
 __all__ = ["RouterStatistics", "router_statistics"]
 
@@ -54,9 +55,7 @@ def router_statistics(
     the shard's.
     """
     check_balance_operands("router_statistics", logits, topk_idx, score_function, None)
-    count_E, entropy, num_masked = _statistics_op(
-        jax.lax.stop_gradient(logits), topk_idx, score_function=score_function
-    )
+    count_E, entropy, num_masked = _constants(logits, topk_idx, score_function=score_function)
     load_E = count_E.astype(jnp.float32)
     num_routed = jnp.maximum(prod(logits.shape[:-1]) - num_masked, 1).astype(jnp.float32)
     mean = jnp.sum(load_E) / logits.shape[-1]
@@ -90,3 +89,15 @@ _statistics_op = Op(
     whole=("e", "k"),
     roles="tokens ., tokens . -> ., (), ()",
 )
+
+
+def _constants_fwd(logits, topk_idx, *, score_function):
+    return _statistics_op(logits, topk_idx, score_function=score_function), None
+
+
+def _constants_bwd(residuals, cotangents, *, score_function):
+    return None, None
+
+
+# A stop_gradient would not do: choices that come from differentiable weights' op carry (empty) tangents.
+_constants = differentiable(_constants_fwd, _constants_bwd)

@@ -1,0 +1,65 @@
+"""What a MoE block keeps for its backward, and the names by which a policy of yours can say so.
+
+Each named value has the names that MaxText's and levanter's blocks give to the same one, so that a policy
+`jax.checkpoint_policies.save_only_these_names(...)` written for those blocks holds for this one.
+
+Dimension key: P participants, C receive rows per participant, D model width, F expert width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+__all__ = ["CHECKPOINT_NAMES", "REMAT_POLICIES", "named", "rematerialized"]
+
+CHECKPOINT_NAMES = {
+    "dispatched": ("grug_moe_dispatch_input",),
+    "hidden": ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", "grug_moe_expert_hidden"),
+    "expert_output": ("mlpwo", "moe_mlpwo", "grug_moe_dispatch_output"),
+    "combined": ("grug_moe_output",),
+}
+"""The names of each value that a block names:
+
+| value | what it is |
+|---|---|
+| dispatched | all that came from other devices: rows [P, C, D], their weights [P, C], the integers of the exchange |
+| hidden | the result of the first GEMM, [P, C, 2, F] |
+| expert_output | the result of the second GEMM, [P, C, D] |
+| combined | the weighted sum, [..., D] |
+"""
+
+REMAT_POLICIES = {
+    "save_all": None,
+    "save_min": jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES["dispatched"]),
+    "recompute": jax.checkpoint_policies.nothing_saveable,
+}
+"""Policies of `MoEConfig.remat`, all with equal gradients:
+
+| policy | kept besides parameters and tokens | done again in the backward |
+|---|---|---|
+| save_all | whatever the backward reads | nothing |
+| save_min | what came from other devices | the experts' GEMMs and activation, no communication but weight gathers |
+| recompute | nothing | also the exchange of the tokens |
+
+Constants: a policy made anew for each call would be traced anew.
+"""
+
+
+def named(value: str, tree: Any) -> Any:
+    """The arrays of a pytree, under every name of a key of `CHECKPOINT_NAMES`."""
+    for name in CHECKPOINT_NAMES[value]:
+        tree = jax.tree.map(lambda x, name=name: checkpoint_name(x, name), tree)
+    return tree
+
+
+def rematerialized(function: Callable, static_argnums: tuple[int, ...]) -> dict[str, Callable]:
+    """`function` under each of `REMAT_POLICIES`, jitted so that a repeated call is not traced again."""
+    versions: dict[str, Callable] = {}
+    for remat, policy in REMAT_POLICIES.items():
+        version = function
+        if policy is not None:
+            version = jax.checkpoint(function, policy=policy, static_argnums=static_argnums)
+        versions[remat] = jax.jit(version, static_argnums=static_argnums)
+    return versions

@@ -1,0 +1,42 @@
+"""What this installation and a device can do with the block."""
+
+import importlib.util
+
+import jax
+
+__all__ = ["FEATURES", "is_supported"]
+
+_TRAIN = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
+
+FEATURES = ("moe", "native_moe", "native_ragged", "train")
+
+
+def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
+    """Whether a feature of flax_moe can be used on a device, and why not.
+
+    Args:
+      feature: "moe" and "native_moe" run everywhere; "native_ragged" is `native_moe(exchange="ragged")`; "train" the
+        trainer. What the GEMMs run on: `expertmesh.core.is_supported`.
+      device: None for the default device.
+
+    Returns:
+      (True, "") or (False, reason).
+
+    Raises:
+      ValueError: unknown feature.
+    """
+    if feature not in FEATURES:
+        raise ValueError(
+            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
+        )
+    if feature == "native_ragged":
+        platform = (jax.devices()[0] if device is None else device).platform
+        if platform == "cpu":
+            return False, "XLA has no ragged_all_to_all on CPU; use exchange='padded' or 'auto'"
+    if feature == "train":
+        missing = [name for name in _TRAIN if importlib.util.find_spec(name.split(".")[0]) is None]
+        if missing:
+            return False, (
+                f"{', '.join(missing)} must be installed (`pip install 'expertmesh-flax-moe[train]'`)"
+            )
+    return True, ""
