@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ep.exchange_oracle import Exchange, shards
 from expertmesh.core import MeshResource, global_shard_guard, grouped_gemm
-from expertmesh.ep import EpConfig, recv_capacity
+from expertmesh.ep import EpConfig, is_supported, recv_capacity
 
 AXES = ("dp", "fsdp", "ep")
 TOKENS = PartitionSpec(AXES)
@@ -28,7 +28,9 @@ RESOURCE = MeshResource(dp_resource="dp", fsdp_resource="fsdp", ep_resource="ep"
 TRANSPORTS: Mapping[str, tuple[dict[str, int], dict[str, int]]] = {
     "ring": ({"all-gather": 1}, {"reduce-scatter": 1}),
     "all_to_all": ({"all-to-all": 1}, {"all-to-all": 1}),
+    "ragged": ({"ragged-all-to-all": 1}, {"ragged-all-to-all": 1}),
 }
+TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if is_supported(name)[0]}
 # How a program is laid out: "explicit" and "resource" axes, a "manual" shard_map over all of them, "auto" axes of which
 # the library knows nothing, "single" for no mesh.
 MODES = ("explicit", "resource", "manual", "auto")

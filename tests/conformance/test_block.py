@@ -29,6 +29,7 @@ OPTIONS = {
     "softmax": SOFTMAX,
     "pre_softmax": SOFTMAX | dict(use_pre_softmax=True, scaling_factor=2.5),
     "sigmoid": SIGMOID | dict(dtype=jnp.bfloat16),
+    "early": SIGMOID | dict(apply_topk_weights_early=True),
     "sigmoid_bias": SIGMOID,
     "sigmoid_bias_groups": SIGMOID | GROUPS | dict(top_k=4),
 }
@@ -71,7 +72,13 @@ def test_every_option_in_each_mode(setting):
 @pytest.mark.any_device
 @pytest.mark.parametrize(
     "name",
-    ["softmax", "pre_softmax", "sigmoid", pytest.param("sigmoid_bias", marks=pytest.mark.full)],
+    [
+        "softmax",
+        "pre_softmax",
+        "sigmoid",
+        "early",
+        pytest.param("sigmoid_bias", marks=pytest.mark.full),
+    ],
 )
 def test_options_on_one_device(name):
     """Tests 12 and 13."""

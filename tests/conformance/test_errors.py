@@ -26,7 +26,17 @@ from expertmesh.core import (
     to_routing_map,
     unpermute,
 )
-from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare, recv_capacity
+from expertmesh.ep import (
+    EpConfig,
+    bootstrap,
+    combine,
+    dispatch,
+    dispatch_weights,
+    find_overflow,
+    prepare,
+    raise_overflow,
+    recv_capacity,
+)
 from expertmesh.flax_moe import MoEConfig, init_params, merge_wi, moe
 
 IDX, X = jnp.zeros((8, 2), jnp.int32), jnp.ones((8, 16))
@@ -51,6 +61,10 @@ def under(resource, function):
 
 def handle():
     return prepare(IDX, EpConfig(num_experts=4))
+
+
+def small_handle():
+    return prepare(IDX, EpConfig(num_experts=4, capacity=8, overflow="error"))
 
 
 def ep(**changes):
@@ -185,6 +199,15 @@ TABLE = [
         NotImplementedError,
         *("gemm", "MeshResource", "'ep'"),
     ),
+    row(
+        "no EP axis in the resource",
+        lambda: under(
+            MeshResource(dp_resource="dp"),
+            lambda: prepare(on_mesh(IDX, kind=AxisType.Auto), EpConfig(num_experts=4)),
+        ),
+        ValueError,
+        *("ep_resource", "axis=()"),
+    ),
     # Capacity
     row("no capacity", lambda: ep(capacity=0), ValueError, "capacity=0"),
     row(
@@ -200,7 +223,37 @@ TABLE = [
         ValueError,
         "capacity_factor=0.5",
     ),
+    row(
+        "capacity below one participant's tokens where overflow is an error",
+        lambda: prepare(IDX, EpConfig(num_experts=4, capacity=4, overflow="error")),
+        ValueError,
+        *("capacity=4", "tokens=8", "recv_capacity"),
+    ),
+    row(
+        "overflow",
+        lambda: raise_overflow(find_overflow(small_handle())),
+        RuntimeError,
+        *("demand=16", "capacity"),
+    ),
+    row(
+        "overflow raised under jit",
+        lambda: jax.jit(lambda: raise_overflow(find_overflow(small_handle())))(),
+        RuntimeError,
+        "outside jit",
+    ),
+    row(
+        "bootstrap under jit",
+        lambda: jax.jit(lambda: bootstrap(EpConfig(num_experts=4), X, top_k=2).handle)(),
+        RuntimeError,
+        "outside jit",
+    ),
     # Dtypes
+    row(
+        "tokens that are no numbers",
+        lambda: dispatch(handle(), X.astype(bool)),
+        TypeError,
+        *("bool", "floating or integer"),
+    ),
     row("tokens of the block", lambda: moe(params(), IDX, CONFIG), TypeError, "int32", "floating"),
     row("experts' dtype", lambda: dataclasses.replace(CONFIG, dtype=int), ValueError, "dtype"),
     row("float choices", lambda: prepare(X, EpConfig(num_experts=4)), TypeError, "float32"),
@@ -361,6 +414,12 @@ TABLE = [
         checkify.JaxRuntimeError,
         *("grouped_gemm", "group_sizes", "-2"),
     ),
+    row(
+        "expert ids beyond the experts",
+        lambda: checked(lambda i: prepare(i, EpConfig(num_experts=4, debug=True)).source, IDX + 9),
+        checkify.JaxRuntimeError,
+        *("prepare", "num_experts=4", "9"),
+    ),
 ]
 
 
@@ -381,3 +440,18 @@ def test_row(case: Row):
 
 def test_situations_are_distinct():
     assert len({case.situation for case in TABLE}) == len(TABLE)
+
+
+def test_tokens_sharded_on_their_last_dimension_are_resharded_with_a_warning():
+    """EP-10; the expected layout is named."""
+    made = prepare(on_mesh(IDX, ("dp", "ep")), ep())
+    with pytest.warns(RuntimeWarning, match=r"dispatch: .*resharded to P.*\('dp', 'ep'\)"):
+        dispatch(made, on_mesh(X, None, "ep"))
+
+
+def test_an_axis_that_shards_no_work_is_warned_of():
+    """On a grouped op; what it shards is gathered."""
+    lhs = on_mesh(jnp.ones((4, 8, 16)), "ep", "dp")
+    sizes = on_mesh(jnp.ones((4, 2), jnp.int32), "ep")
+    with pytest.warns(RuntimeWarning, match="grouped_gemm.*dp"):
+        grouped_gemm(lhs, on_mesh(jnp.ones((8, 16, 4)), "ep"), sizes)
