@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from core.ops import router_oracle
 from expertmesh.core import Activation
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
@@ -70,8 +72,17 @@ def test_all_options_on_three_axes(kind, tokens):
         else:
             words = r"sharded over the EP axis, as P\(\('fsdp', 'ep'\).*got x as P\('fsdp'"
             stack.enter_context(pytest.warns(UserWarning, match=words))
-        (_, output), gradients = jax.jit(value_and_gradients(moe, config))(params, x, dy)
+        program = jax.jit(value_and_gradients(moe, config)).lower(params, x, dy).compile()
+    (_, output), gradients = program(params, x, dy)
     assert_result(output, gradients, run(data, config))
+    gathered = {
+        shape
+        for found in collectives(program.as_text())
+        if found.kind == "all-gather"
+        for shape in found.shapes
+    }
+    hidden = {s for s in gathered if re.fullmatch(r"f32\[1,\d+,(2,)?(6|12)\]", s)}
+    assert gathered and not hidden, "rows between the GEMMs stay where their columns are"
     like = [(output.y, x), (gradients[1], x)]
     for name in ("gate_kernel", "wi", "wo", "shared_wi", "shared_wo"):
         like.append((gradients[0][name], params[name]))

@@ -194,16 +194,25 @@ def _experts(params, rows_PCD, weights_PC, handle, config):
     a_PCF = activate(named("hidden", h), config.activation)
     wo, bias = params["wo"], params.get("wo_bias")
 
-    def weigh(rows):
-        return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert)
+    def weigh(rows, spec=None):
+        return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert, y_spec=spec)
 
     if not config.apply_topk_weights_early:
         y_PCD = grouped_gemm(a_PCF, wo, sizes, bias, rhs_spec=specs.get("wo"))
         return weigh(named("expert_output", y_PCD))
-    y_PCD = grouped_gemm(weigh(a_PCF), wo, sizes, rhs_spec=specs.get("wo"))
+    a_PCF = weigh(a_PCF, _hidden_spec(specs))
+    y_PCD = grouped_gemm(a_PCF, wo, sizes, rhs_spec=specs.get("wo"))
     if bias is not None:
         y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)
     return named("expert_output", y_PCD)
+
+
+def _hidden_spec(specs):
+    """Where [P, C, F] between the GEMMs is, as far as its type does not say so: F as that of `wo`."""
+    resource = current_resource()
+    if resource is None:
+        return None
+    return PartitionSpec(resource.entry("tokens"), None, specs["wo"][1])
 
 
 def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):

@@ -11,6 +11,7 @@ Dimension key: P participants, C rows per participant, D model width, G groups p
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Op
 from expertmesh.core.vjp import differentiable
@@ -19,7 +20,12 @@ __all__ = ["weight_rows"]
 
 
 def weight_rows(
-    y: jax.Array, weights: jax.Array, group_sizes: jax.Array, tokens_per_expert: jax.Array
+    y: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    tokens_per_expert: jax.Array,
+    *,
+    y_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`jnp.where(holds_token, weights[..., None] * y, 0)`.
 
@@ -28,12 +34,13 @@ def weight_rows(
       weights: float32[P, C].
       group_sizes: int32[P, G], rows of each group, padding included.
       tokens_per_expert: int32[P, G], tokens of each group; more than `group_sizes` counts as `group_sizes`.
+      y_spec: where `y` and the result are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep).
 
     Returns:
       float[P, C, D] in y's dtype, multiplied in float32. Differentiable in `y` and `weights`; the weights' gradient
       is summed in float32. No communication if P is sharded; a sharded D costs the backward an all-reduce [P, C].
     """
-    return _weight_rows(y, weights, group_sizes, tokens_per_expert)
+    return _weight_rows(y, weights, group_sizes, tokens_per_expert, y_spec=y_spec)
 
 
 def _holds_token(num_rows, group_sizes_PG, tokens_per_expert_PG):
@@ -67,14 +74,22 @@ _weights_grad_op = Op(
 )
 
 
-def _weight_rows_fwd(y, weights, group_sizes, tokens_per_expert):
-    out = _scale_op(y, weights, group_sizes, tokens_per_expert)
-    return out, (y, weights, group_sizes, tokens_per_expert)
+def _scale_at(y_spec, y, weights, group_sizes, tokens_per_expert):
+    operands = (y, weights, group_sizes, tokens_per_expert)
+    specs = (y_spec, None, None, None)
+    return _scale_op(*operands, operand_specs=specs, result_specs=(y_spec,))
 
 
-def _weight_rows_bwd(residuals, d_out):
+def _weight_rows_fwd(y, weights, group_sizes, tokens_per_expert, *, y_spec):
+    operands = (y, weights, group_sizes, tokens_per_expert)
+    return _scale_at(y_spec, *operands), operands
+
+
+def _weight_rows_bwd(residuals, d_out, *, y_spec):
     y, weights, *counts = residuals
-    return _scale_op(d_out, weights, *counts), _weights_grad_op(y, d_out, *counts), None, None
+    specs = (y_spec, y_spec, None, None)
+    d_weights = _weights_grad_op(y, d_out, *counts, operand_specs=specs)
+    return _scale_at(y_spec, d_out, weights, *counts), d_weights, None, None
 
 
 _weight_rows = differentiable(_weight_rows_fwd, _weight_rows_bwd)

@@ -377,8 +377,8 @@ def grouped_gemm(
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
-      debug: in a function that `jax.experimental.checkify.checkify` transforms, sizes below 0 or with a sum above C are
-        errors. An effect, which some transforms refuse.
+      debug: under `jax.experimental.checkify.checkify`, sizes below 0 or with a sum above C are errors. Off by default:
+        such a check is an effect; `flax.linen.scan` refuses it.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
@@ -420,7 +420,6 @@ def grouped_gemm(
 
 
 def _check_data(lhs, group_sizes):
-    """Does nothing unless the caller's function is transformed by checkify."""
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
