@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import hlo
-from expertmesh.core import MeshResource, global_shard_guard
+from expertmesh.core import MeshResource, global_shard_guard, hlo
 from expertmesh.ep import EpConfig, combine, dispatch, prepare
 
 pytestmark = pytest.mark.aot

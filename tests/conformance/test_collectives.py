@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import hlo
 from conformance.settings import (
     EACH_MODE,
     MORE,
@@ -20,7 +19,7 @@ from conformance.settings import (
     place,
 )
 from ep.exchange_oracle import routing
-from expertmesh.core import gemm, grouped_gemm
+from expertmesh.core import gemm, grouped_gemm, hlo
 from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
 
 NUM_EXPERTS, TOP_K, WIDTH = 16, 2, 4

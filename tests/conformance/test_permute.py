@@ -24,8 +24,8 @@ from expertmesh.core import (
     plan_permute_map,
     unpermute,
 )
+from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes
-from hlo import collectives
 
 EXPERTS, TOKENS_PER_SHARD, WIDTH, ALIGNMENT = 6, 37, 5, 16
 FORMS = ("choices", "map")

@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import hlo
 from ep.exchange_case import Case, check, exchange, operands_of
 from ep.exchange_oracle import Exchange, routing, shards
+from expertmesh.core import hlo
 from expertmesh.ep import (
     EpConfig,
     combine,

@@ -98,7 +98,7 @@ def test_router_part():
         (dict(dtype=jnp.int32), ValueError, ["dtype", "floating"]),
         (dict(param_dtype=jnp.int8), ValueError, ["param_dtype"]),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_errors(changes, error, words):
     with pytest.raises(error) as info:

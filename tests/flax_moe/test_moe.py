@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core import Activation
+from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
@@ -28,7 +29,6 @@ from flax_moe.moe_oracle import (
     run,
     value_and_gradients,
 )
-from hlo import collectives
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)

@@ -194,7 +194,7 @@ def test_missing_bias():
 
 
 def test_expert_weights_are_gathered_and_their_gradients_scattered_over_fsdp():
-    from hlo import collectives
+    from expertmesh.core.hlo import collectives
 
     config = make_config(use_bias=False)
     data = make_data(config)

@@ -351,7 +351,7 @@ def test_traced_once():
             ["wi", "[E, D, F] = (8, 16, 12)", "(8, 16, 2, 12)"],
         ),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_errors(changes, spoil, words):
     config = make_config(**changes)
