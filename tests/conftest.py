@@ -15,7 +15,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import pytest  # noqa: E402
 
-from multiprocess_runner import on_gpu, run_processes  # noqa: E402
+from multiprocess_runner import COMPILE_QUICKLY, on_gpu, run_processes  # noqa: E402
+
+if not on_gpu():
+    os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 
 def pytest_collection_modifyitems(items):

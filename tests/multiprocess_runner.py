@@ -15,6 +15,8 @@ import traceback
 TESTS = pathlib.Path(__file__).resolve().parent
 PACKAGES = TESTS.parent / "packages"
 LOG_TAIL = 6000
+# Most of a test's time is LLVM's; what a program computes does not hang on it.
+COMPILE_QUICKLY = "--xla_backend_optimization_level=0"
 
 
 def on_gpu() -> bool:
@@ -120,6 +122,7 @@ def _environment(rank, processes, devices):
         )
     else:
         environment["JAX_PLATFORMS"] = "cpu"
+        environment["XLA_FLAGS"] = COMPILE_QUICKLY
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
         environment["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
     return environment

@@ -427,9 +427,8 @@ ROUTE_CHOICES = OpCase(
     function=lambda logits: route(logits, RouterConfig(top_k=3)).topk_idx,
     operands=lambda rng, size, dtype: (_logits(rng, size, dtype),),
     oracle=lambda logits: router_oracle.route(logits, RouterConfig(top_k=3))[0],
-    # Experts that are split are gathered first.
-    layouts={"one": (P("b"),), "several": (P("a", None, "b"),), "tuple": (P(("a", "b")),)},
-    independent={"one": (P("b"),), "tuple": (P(("a", "b")),)},
+    layouts={name: (spec,) for name, spec in _LEADING.items()},
+    independent={name: (spec,) for name, spec in _LEADING.items()},
 )
 
 

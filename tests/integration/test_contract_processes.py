@@ -16,7 +16,7 @@ def meshes():
 
 
 def settings(processes):
-    """Each exchange in each mode and each op in two; in 4 processes, which all compile everything again, fewer."""
+    """Each op in one way and each exchange in many; in 4 processes, which all compile everything again, in one."""
     import cases.core
     import cases.ep
     import cases.flax_moe
@@ -32,14 +32,15 @@ def settings(processes):
         }
         return covering_settings(cases, seed=processes, **(every | only))
 
-    exchanges = [*cases.ep.CASES, *cases.flax_moe.CASES]
+    def once(cases, mode):
+        one = dict(mode=(mode,), mesh=meshes()[:1], layout=("several",), size=("odd",))
+        pulled = cover([case for case in cases if case.wrt], transform=("grad",), **one)
+        return pulled + cover([case for case in cases if not case.wrt], transform=("jit",), **one)
+
+    ops, exchanges = cases.core.CASES, [*cases.ep.CASES, *cases.flax_moe.CASES]
     if processes == 2:
-        return cover(cases.core.CASES, mode=MODES[1:3]) + cover(exchanges)
-    one = dict(mode=MODES[:1], mesh=meshes()[:1], layout=("several",), size=("odd",))
-    every = [*cases.core.CASES, *exchanges]
-    return cover([case for case in every if case.wrt], transform=("grad",), **one) + cover(
-        [case for case in every if not case.wrt], transform=("jit",), **one
-    )
+        return once(ops, "resource") + cover(exchanges)
+    return once(ops + exchanges, "explicit")
 
 
 def check_every_op():
@@ -62,11 +63,10 @@ def test_the_settings_cover_each_op():
     two, four = settings(2), settings(4)
     names = {case.name for case, _ in two}
     assert len(names) >= 15 and {case.name for case, _ in four} == names
-    exchanges = {case.name for case, _ in two if case.exchanges}
-    for mode in MODES:
-        met = {case.name for case, setting in two if setting.mode == mode}
-        assert exchanges <= met and (mode not in MODES[1:3] or met == names)
-    assert {setting.mesh for _, setting in two} == set(meshes())
+    exchanges = [(case.name, setting) for case, setting in two if case.exchanges]
+    for name in {name for name, _ in exchanges}:
+        assert {setting.mode for of, setting in exchanges if of == name} == set(MODES)
+    assert {setting.mesh for _, setting in exchanges} == set(meshes())
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -7,9 +7,9 @@ factors meet; `all_settings` is the full product.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,15 +91,26 @@ class Setting:
 
 def is_valid(case: OpCase, setting: Setting) -> bool:
     """Whether the setting makes sense for the case, and JAX has the devices."""
+    return _is_valid(_traits(case), setting)
+
+
+def _traits(case: OpCase) -> tuple[frozenset, frozenset, bool, bool]:
+    """All that the validity of a setting depends on: layouts, independent layouts, differentiable, poisonable."""
+    layouts, independent = frozenset(case.layouts), frozenset(case.independent)
+    return layouts, independent, bool(case.wrt), case.poison is not None
+
+
+def _is_valid(traits, setting: Setting) -> bool:
+    layouts, independent, differentiable, poisonable = traits
     single = setting.mode == "single"
     in_shard_map = setting.mode in ("manual", "partial_explicit", "partial_resource")
     return (
-        setting.layout in case.layouts
+        setting.layout in layouts
         and (not single or setting.mesh == (1, 1))
         and setting.mesh[0] * setting.mesh[1] <= jax.device_count()
-        and not (in_shard_map and setting.layout not in case.independent)
-        and not (setting.transform in ("grad", "remat") and not case.wrt)
-        and not (setting.transform == "poison" and case.poison is None)
+        and not (in_shard_map and setting.layout not in independent)
+        and not (setting.transform in ("grad", "remat") and not differentiable)
+        and not (setting.transform == "poison" and not poisonable)
         # Shardy and XLA:CPU fail or crash on gradients of, and loops over, buffers that are sharded and empty, and on a
         # user's shard_map of nothing else.
         and not (
@@ -125,11 +136,15 @@ def is_valid(case: OpCase, setting: Setting) -> bool:
     )
 
 
-def all_settings(case: OpCase) -> Iterator[Setting]:
+def all_settings(case: OpCase) -> Sequence[Setting]:
     """Every valid setting."""
-    for values in itertools.product(*FACTORS.values()):
-        if is_valid(case, setting := Setting(*values)):
-            yield setting
+    return _all_settings(_traits(case))
+
+
+@functools.cache
+def _all_settings(traits) -> tuple[Setting, ...]:
+    every = itertools.starmap(Setting, itertools.product(*FACTORS.values()))
+    return tuple(setting for setting in every if _is_valid(traits, setting))
 
 
 def covering_settings(
@@ -142,29 +157,38 @@ def covering_settings(
       seed: of the choice among equals.
       only: factor -> the values to use, for cases that are too dear for all of them.
     """
-    rng = random.Random(seed)
-    factors = [tuple(cases), *FACTORS.values()]
-    rows = [
-        (case, *dataclasses.astuple(setting))
+    candidates = [
+        (case, setting)
         for case in cases
         for setting in all_settings(case)
         if all(getattr(setting, factor) in values for factor, values in only.items())
     ]
-    numbered = [
-        tuple(values.index(v) for values, v in zip(factors, row, strict=True)) for row in rows
-    ]
-    pairs_of = [set(itertools.combinations(enumerate(row), 2)) for row in numbered]
-    missing = set().union(*pairs_of)
+    pairs = _pairs(candidates, cases)
+    rng, missing = np.random.default_rng(seed), np.zeros(pairs.max(initial=-1) + 1, bool)
+    missing[pairs] = True
     chosen = []
-    while missing:
+    while missing.any():
         # The best of a sample: near the greedy optimum at a fraction of its cost.
-        target = min(missing)
-        holders = [i for i, pairs in enumerate(pairs_of) if target in pairs]
-        sample = rng.sample(holders, min(len(holders), 200))
-        best = max(sample, key=lambda i: len(pairs_of[i] & missing))
-        missing -= pairs_of[best]
-        chosen.append((rows[best][0], Setting(*rows[best][1:])))
+        holders = np.flatnonzero((pairs == np.argmax(missing)).any(axis=1))
+        sample = rng.permutation(holders)[:200]
+        best = sample[np.argmax(missing[pairs[sample]].sum(axis=1))]
+        missing[pairs[best]] = False
+        chosen.append(candidates[best])
     return chosen
+
+
+def _pairs(candidates, cases) -> np.ndarray:
+    """int[candidates, pairs of factors]: a number for each two values that meet in a candidate."""
+    values = [{case.name: i for i, case in enumerate(cases)}]
+    values += [{value: i for i, value in enumerate(of)} for of in FACTORS.values()]
+    rows = [(case.name, *vars(setting).values()) for case, setting in candidates]
+    numbered = np.array([[v[x] for v, x in zip(values, row, strict=True)] for row in rows])
+    numbered = numbered.reshape(len(rows), len(values))
+    columns, first = [], 0
+    for a, b in itertools.combinations(range(len(values)), 2):
+        columns.append(first + numbered[:, a] * len(values[b]) + numbered[:, b])
+        first += len(values[a]) * len(values[b])
+    return np.stack(columns, axis=1)
 
 
 def check_op(case: OpCase, setting: Setting, seed: int = 0) -> None:
