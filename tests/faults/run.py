@@ -28,7 +28,8 @@ import time
 
 FAULTS = pathlib.Path(__file__).resolve().parent
 ROOT = FAULTS.parents[1]
-TIMEOUT = 400  # seconds, for one fault
+TIMEOUT = 400  # seconds, for one run of pytest
+TOGETHER = 30  # faults whose tests are run by one pytest, where none is planted
 GREEN, RED = 0, 1
 ENDS = {
     GREEN: "not found: the tests pass",
@@ -165,7 +166,7 @@ def red_without_fault(faults: list[Fault], tree: pathlib.Path, jobs: int) -> dic
     """Name of each fault whose tests do not pass in the tree as it is, and the end of the output."""
     together = [fault for fault in faults if not fault.selects]
     alone = dict.fromkeys(fault.tests for fault in faults if fault.selects)
-    groups = [together] * bool(together)
+    groups = [together[i : i + TOGETHER] for i in range(0, len(together), TOGETHER)]
     groups += [[fault for fault in faults if fault.tests == tests] for tests in alone]
 
     def check(group):
