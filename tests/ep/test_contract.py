@@ -3,4 +3,8 @@
 from cases.contract import contract_tests
 from cases.ep import CASES
 
-test_covering_array, test_full_product = contract_tests(CASES)
+test_covering_array, test_full_product = contract_tests(
+    CASES,
+    mesh=((1, 1), (2, 2), (2, 4), (8, 1)),
+    transform=("jit", "grad", "vmap", "scan", "poison"),
+)

@@ -66,7 +66,11 @@ CASE = OpCase(
 
 
 test_covering_array, test_full_product = contract_tests(
-    [CASE], mesh=((1, 1), (2, 4)), layout=("tuple",), dtype=("float32",)
+    [CASE],
+    mesh=((1, 1), (2, 4)),
+    layout=("tuple",),
+    transform=("grad", "poison"),
+    dtype=("float32",),
 )
 
 
