@@ -126,7 +126,7 @@ RESOURCES = {
 
 
 @pytest.mark.parametrize(
-    "layout, transport", zip(RESOURCES, itertools.cycle(["auto", "all_to_all"]), strict=False)
+    "layout, transport", list(zip(RESOURCES, itertools.cycle(["auto", "all_to_all"]), strict=False))
 )
 def test_auto_axes_with_a_resource(layout, transport):
     run_case(
