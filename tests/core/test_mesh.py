@@ -24,6 +24,8 @@ def test_roles_of_dimensions():
 def test_an_axis_plays_one_role():
     with pytest.raises(ValueError, match="axis 'x' in dp_resource and ep_resource"):
         MeshResource(dp_resource="x", ep_resource=("y", "x"))
+    with pytest.raises(ValueError, match="axis 'x' in fsdp_resource and fsdp_resource"):
+        MeshResource(fsdp_resource=("x", "x"))
     with pytest.raises(TypeError, match="ep_resource=3"):
         MeshResource(ep_resource=3)
     with pytest.raises(TypeError):

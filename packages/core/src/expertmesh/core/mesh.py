@@ -37,7 +37,7 @@ class MeshResource:
     Field names and meaning are Transformer Engine's.
 
     Raises:
-      ValueError: an axis appears in two roles.
+      ValueError: an axis appears twice.
       TypeError: a field is neither None, a string nor a tuple of strings.
     """
 
@@ -61,11 +61,12 @@ class MeshResource:
                     f"got {field.name}={value!r}; write for example {field.name}='{field.name[:2]}'"
                 )
             for axis in entry_axes(value):
-                if owner.setdefault(axis, field.name) != field.name:
+                if axis in owner:
                     raise ValueError(
-                        f"MeshResource: an axis must play one role; got axis {axis!r} in {owner[axis]} "
+                        f"MeshResource: an axis must be named once; got axis {axis!r} in {owner[axis]} "
                         f"and {field.name}; give each role its own axis"
                     )
+                owner[axis] = field.name
 
     @classmethod
     def of(cls, resource) -> "MeshResource":
