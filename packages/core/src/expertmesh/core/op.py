@@ -35,7 +35,7 @@ from expertmesh.core.specs import (
     pad_spec,
     spec_axes,
 )
-from expertmesh.core.support import missing_distribution
+from expertmesh.core.support import first_missing
 
 __all__ = ["Kernel", "Op", "Plan", "Query"]
 
@@ -62,8 +62,8 @@ class Kernel:
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
-        problems = filter(None, map(missing_distribution, self.requires))
-        return next((f"{problem} (`{self.install}`)" for problem in problems), None)
+        problem = first_missing(self.requires)
+        return None if problem is None else f"{problem} (`{self.install}`)"
 
     def refuses(self, operands, options, platform: str) -> str | None:
         """Why the kernel cannot take these operands on this platform, or None."""

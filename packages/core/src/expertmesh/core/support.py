@@ -27,6 +27,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
+def first_missing(requirements: tuple[str, ...]) -> str | None:
+    """Why the first of `requirements` that does not hold does not, or None."""
+    return next(filter(None, map(missing_distribution, requirements)), None)
+
+
+def check_feature(feature: str, features: tuple[str, ...]) -> None:
+    """Raises ValueError for what is not one of a package's features."""
+    if feature not in features:
+        raise ValueError(
+            f"is_supported: feature must be one of {', '.join(features)}; got feature={feature!r}; choose one of these"
+        )
+
+
 def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
     """Whether a feature of core can be used on a device, and why not.
 
@@ -40,16 +53,13 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     Raises:
       ValueError: unknown feature.
     """
-    if feature not in FEATURES:
-        raise ValueError(
-            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
-        )
+    check_feature(feature, FEATURES)
     if feature == "reference":
         return True, ""
     device = jax.devices()[0] if device is None else device
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
-    problem = next(filter(None, map(missing_distribution, TRITON)), None)
+    problem = first_missing(TRITON)
     if problem:
         return False, f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
     return True, ""

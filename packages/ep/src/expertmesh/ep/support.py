@@ -2,6 +2,7 @@
 
 import jax
 
+from expertmesh.core.support import check_feature
 from expertmesh.ep.config import TRANSPORTS
 from expertmesh.ep.transports import ragged
 
@@ -21,10 +22,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     Raises:
       ValueError: unknown feature.
     """
-    if feature not in FEATURES:
-        raise ValueError(
-            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
-        )
+    check_feature(feature, FEATURES)
     device = jax.devices()[0] if device is None else device
     reason = ragged.missing_on(device.platform) if feature == "ragged" else None
     return reason is None, reason or ""

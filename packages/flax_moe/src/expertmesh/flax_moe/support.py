@@ -4,6 +4,8 @@ import importlib.util
 
 import jax
 
+from expertmesh.core.support import check_feature
+
 __all__ = ["FEATURES", "is_supported"]
 
 _TRAIN = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
@@ -25,10 +27,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     Raises:
       ValueError: unknown feature.
     """
-    if feature not in FEATURES:
-        raise ValueError(
-            f"is_supported: feature must be one of {', '.join(FEATURES)}; got feature={feature!r}; choose one of these"
-        )
+    check_feature(feature, FEATURES)
     if feature == "native_ragged":
         platform = (jax.devices()[0] if device is None else device).platform
         if platform == "cpu":
