@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from core.ops import router_oracle
+from expertmesh.core import Activation
 from expertmesh.core.mesh import MeshResource
 from expertmesh.flax_moe import MoEConfig, param_shapes, param_specs
 
@@ -38,6 +39,7 @@ def activation_gradient(h, d_a, activation):
     return d_a * (np.stack(slopes) if activation.gated else slopes[0])
 
 
+GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS = PartitionSpec(("fsdp", "ep"))
 

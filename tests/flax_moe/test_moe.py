@@ -18,6 +18,7 @@ from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
 from expertmesh.flax_moe import MoEOutput, moe, param_specs
 from flax_moe.moe_oracle import (
+    GPT_OSS,
     RESOURCE,
     TOKENS,
     Data,
@@ -31,7 +32,6 @@ from flax_moe.moe_oracle import (
 )
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
 MODES = {
     "explicit": (EXPLICIT, None),
     "explicit_resource": (EXPLICIT, RESOURCE),

@@ -25,6 +25,7 @@ from expertmesh.flax_moe import (
     param_specs,
 )
 from flax_moe.moe_oracle import (
+    GPT_OSS,
     Data,
     assert_result,
     make_config,
@@ -36,7 +37,6 @@ from flax_moe.moe_oracle import (
 )
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
 ALL = dict(
     activation=GPT_OSS,
     shared_expert_dim=20,
