@@ -7,6 +7,10 @@ import pytest
 from expertmesh.core.testing import OpCase, all_settings, check_op, covering_settings
 
 
+# The full product of a case is hours of one core: this many tests share it.
+PARTS = 32
+
+
 def contract_tests(cases: Sequence[OpCase], **only: tuple) -> tuple[Callable, Callable]:
     """`test_covering_array, test_full_product = contract_tests(CASES)`.
 
@@ -22,9 +26,10 @@ def contract_tests(cases: Sequence[OpCase], **only: tuple) -> tuple[Callable, Ca
         check_op(case, setting)
 
     @pytest.mark.full
+    @pytest.mark.parametrize("part", range(PARTS))
     @pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-    def full_product(case):
-        for setting in all_settings(case):
+    def full_product(case, part):
+        for setting in all_settings(case)[part::PARTS]:
             check_op(case, setting)
 
     return covering_array, full_product

@@ -34,7 +34,7 @@ FACTORS: Mapping[str, tuple] = {
         "partial_explicit",  # inside a shard_map over "a"; "b" is Explicit
         "partial_resource",  # inside a shard_map over "a"; "b" is Auto under a MeshResource
     ),
-    "mesh": ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 1)),
+    "mesh": ((1, 1), (1, 2), (2, 2), (2, 4), (8, 1)),
     "layout": ("one", "several", "tuple"),
     "transform": ("jit", "grad", "vmap", "scan", "remat", "poison"),
     "dtype": ("float32", "bfloat16"),
