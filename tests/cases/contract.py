@@ -6,7 +6,6 @@ import pytest
 
 from expertmesh.core.testing import OpCase, check_op, covering_settings, full_settings
 
-
 # The full product of a case is minutes to an hour of one core: this many tests share it.
 PARTS = 16
 

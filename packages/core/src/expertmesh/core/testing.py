@@ -148,7 +148,7 @@ def _all_settings(traits) -> tuple[Setting, ...]:
 
 
 def full_settings(case: OpCase) -> list[Setting]:
-    """Every valid mode, mesh, layout and transform together; dtype and size rotate, so that all of theirs meet these."""
+    """Every valid mode, mesh, layout and transform together; dtype and size rotate through them."""
     programs: dict[tuple, list[Setting]] = {}
     for setting in all_settings(case):
         made = (setting.mode, setting.mesh, setting.layout, setting.transform)
