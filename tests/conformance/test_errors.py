@@ -397,6 +397,12 @@ TABLE = [
         *("top_k=4", "num_groups=8", "16 experts"),
     ),
     row("more choices than experts", lambda: route(X, router(top_k=17)), ValueError, "top_k=17"),
+    row(
+        "a gradient of a gradient",
+        lambda: jax.hessian(lambda x: jnp.sin(gemm(x, jnp.ones((16, 2)))).sum())(X),
+        NotImplementedError,
+        *("gemm", "no derivative", "gradient of a gradient"),
+    ),
     # Data that break a contract, where someone looks
     row(
         "more rows in groups than there are",
