@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
-from jax.dtypes import float0
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -264,7 +263,7 @@ def _without_derivative(name: str, function):
     guarded = jax.custom_jvp(function)
 
     def jvp(primals, tangents):
-        if any(x.dtype != float0 for x in tangents if not isinstance(x, SymbolicZero)):
+        if not all(isinstance(tangent, SymbolicZero) for tangent in tangents):
             raise NotImplementedError(
                 f"{name}: the op itself has no derivative; got one asked for, as by a gradient of a gradient or by "
                 "forward mode; differentiate once and in reverse, and an Op of your own through `differentiable`"
