@@ -40,6 +40,7 @@ from expertmesh.core.ops.ragged_params import (
     missing_rows,
     ragged_params,
 )
+from expertmesh.core.ops.route_map import DenseRouting, route_map
 from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig, Routing, route
 from expertmesh.core.ops.router_statistics import RouterStatistics, router_statistics
 from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
@@ -56,6 +57,7 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "ChunkPlan",
+    "DenseRouting",
     "Kernel",
     "MeshResource",
     "Op",
@@ -97,6 +99,7 @@ __all__ = [
     "ragged_params",
     "required_bias_histogram",
     "route",
+    "route_map",
     "router_statistics",
     "router_z_loss",
     "rows_to_choices",

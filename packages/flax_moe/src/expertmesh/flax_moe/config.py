@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.ops.router import RouterConfig
-from expertmesh.ep import EpConfig
+from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
 __all__ = ["MoEConfig", "MoEOutput"]
@@ -47,6 +47,10 @@ class MoEConfig:
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
+      overflow: "drop" or "error": whether choices that do not fit the buffers are accepted, or `MoEOutput.overflow` is
+        returned for `expertmesh.ep.raise_overflow`; see `expertmesh.ep.EpConfig`.
+      debug: under `jax.experimental.checkify.checkify`, ids >= E in a given topk_idx are errors. Off by default; see
+        `expertmesh.ep.EpConfig`.
 
     Raises:
       ValueError: a value outside its range.
@@ -77,6 +81,8 @@ class MoEConfig:
     apply_topk_weights_early: bool = False
     num_chunks: int = 1
     remat: str = "save_all"
+    overflow: str = "drop"
+    debug: bool = False
 
     def __post_init__(self):
         for name in ("num_experts", "top_k", "expert_dim", "alignment", "num_chunks"):
@@ -141,6 +147,8 @@ class MoEConfig:
             alignment=self.alignment,
             transport=self.transport,
             axis=axis,
+            overflow=self.overflow,
+            debug=self.debug,
         )
 
 
@@ -155,6 +163,8 @@ class MoEOutput(NamedTuple):
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
+      overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
+        above 1 its arrays are [n]. None otherwise.
     """
 
     y: jax.Array
@@ -164,6 +174,7 @@ class MoEOutput(NamedTuple):
     num_dropped: jax.Array
     entropy: jax.Array
     topk_idx: jax.Array
+    overflow: Overflow | None = None
 
 
 def _check_positive_int(name, value):

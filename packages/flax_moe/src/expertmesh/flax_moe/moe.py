@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
+from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
@@ -33,6 +34,7 @@ from expertmesh.ep import (
     combine,
     dispatch,
     dispatch_weights,
+    find_overflow,
     prepare,
     recv_capacity,
 )
@@ -103,6 +105,9 @@ def moe(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
 
+    if config.debug and topk_idx is not None:
+        debug_check_ids("moe", topk_idx, config.num_experts)
+
     specs = _specs(config)
     gate_kernel = params["gate_kernel"].astype(jnp.float32)
     logits = gemm(x.astype(jnp.float32), gate_kernel, w_spec=specs.get("gate_kernel"))
@@ -110,7 +115,9 @@ def moe(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
     experts = {k: w for k, w in params.items() if k in ("wi", "wo", "wi_bias", "wo_bias")}
-    y, num_dropped = _routed_in_chunks(config, ep_axis, experts, x, topk_idx, topk_weights)
+    y, num_dropped, overflow = _routed_in_chunks(
+        config, ep_axis, experts, x, topk_idx, topk_weights
+    )
     y = _laid_out_like(x, y)
     if config.shared_expert_dim is not None:
         y += _shared(params, x.astype(config.dtype), config, specs)
@@ -123,6 +130,7 @@ def moe(
         num_dropped=num_dropped,
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
         topk_idx=topk_idx,
+        overflow=overflow,
     )
 
 
@@ -164,12 +172,13 @@ def _z_loss(logits, token_mask, config):
 
 
 def _routed(config, ep_axis, params, x, topk_idx, topk_weights):
-    """y [..., D] in the experts' dtype, and the number of dropped choices."""
+    """y [..., D] in the experts' dtype, the number of dropped choices, and MoEOutput's overflow."""
     handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
     rows_PCD = named("dispatched", dispatch(handle, x.astype(config.dtype)))
     weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
     y = combine(handle, _experts(params, rows_PCD, weights_PC, handle, config))
-    return named("combined", y), jnp.sum(handle.num_dropped)
+    overflow = find_overflow(handle) if config.overflow == "error" else None
+    return named("combined", y), jnp.sum(handle.num_dropped), overflow
 
 
 _ROUTED = rematerialized(_routed, static_argnums=(0, 1))
@@ -182,8 +191,8 @@ def _routed_in_chunks(config, ep_axis, params, x, topk_idx, topk_weights):
     if config.num_chunks == 1 or x.size == 0:
         return routed(x, topk_idx, topk_weights)
     parts, dim = split_chunks("moe", (x, topk_idx, topk_weights), config.num_chunks)
-    _, (y, num_dropped) = jax.lax.scan(lambda _, part: (None, routed(*part)), None, parts)
-    return merge_chunks(y, dim), jnp.sum(num_dropped)
+    _, (y, num_dropped, overflow) = jax.lax.scan(lambda _, part: (None, routed(*part)), None, parts)
+    return merge_chunks(y, dim), jnp.sum(num_dropped), overflow
 
 
 def _experts(params, rows_PCD, weights_PC, handle, config):
