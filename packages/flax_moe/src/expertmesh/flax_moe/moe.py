@@ -13,6 +13,7 @@ width, F expert width, n chunks.
 import warnings
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,9 @@ def moe(
     expert_bias: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
+    quant_state: Any = None,
+    kernels_quantized: Any = None,
+    key: jax.Array | None = None,
 ) -> MoEOutput:
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
 
@@ -67,6 +71,9 @@ def moe(
       token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count, no
         loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
+      quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
+      kernels_quantized: of `quantize_kernels`, if the weights are quantized once for several calls; else None.
+      key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
 
     Returns:
       MoEOutput. Logits, routing weights and both losses are float32, the experts compute in `config.dtype`.
@@ -274,7 +281,7 @@ def _prepare(topk_idx, config, ep_axis) -> Handle:
         config.top_k,
         prod(topk_idx.shape[:-1]) // participants,
         config.num_experts // num_local,
-        config.alignment,
+        config.row_alignment,
         config.capacity_factor,
     )
     return prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
