@@ -20,6 +20,7 @@ from expertmesh.core.ops.expert_bias import (
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
+from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.permute import (
     PermutePlan,
@@ -33,6 +34,7 @@ from expertmesh.core.ops.permute import (
     unpermute,
 )
 from expertmesh.core.ops.permute_map import plan_permute_map
+from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
 from expertmesh.core.ops.ragged_params import (
     RaggedParams,
     local_permute_after_a2a,
@@ -49,6 +51,20 @@ from expertmesh.core.ops.topk_weights import (
     probs_to_topk_weights,
     topk_weights_to_probs,
 )
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    LayerFormats,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    TensorFormat,
+    autocast,
+    current_recipe,
+)
 from expertmesh.core.support import is_supported
 from expertmesh.core.vjp import differentiable
 
@@ -56,22 +72,35 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "ChunkPlan",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
     "Kernel",
+    "LayerFormats",
+    "MXFP8BlockScaling",
     "MeshResource",
+    "NVFP4BlockScaling",
     "Op",
     "PermutePlan",
     "Plan",
+    "QuantizedArray",
     "Query",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
+    "Recipe",
     "RouterConfig",
     "RouterStatistics",
     "Routing",
     "SCORE_FUNCTIONS",
+    "TensorFormat",
     "accumulate_gradient",
     "activate",
+    "autocast",
     "choices_to_rows",
+    "current_recipe",
     "current_resource",
+    "dequantize",
     "differentiable",
     "expert_counts",
     "from_routing_map",
@@ -80,6 +109,7 @@ __all__ = [
     "gemm",
     "global_shard_guard",
     "grouped_gemm",
+    "grouped_quantize",
     "is_supported",
     "load_balance_loss",
     "local_permute_after_a2a",
@@ -94,6 +124,8 @@ __all__ = [
     "plan_permute_map",
     "probs_to_topk_weights",
     "quantile_expert_bias",
+    "quantize",
+    "quantize_dbias",
     "ragged_params",
     "required_bias_histogram",
     "route",

@@ -1,8 +1,8 @@
 """Recipes: in which number format, and with which scales, each operand of a layer's three GEMMs is quantized.
 
-Names and defaults are Transformer Engine's; `recipe_of` takes its objects too. The tensors of a layer are `x` (tokens),
-`kernel` (weight) and `grad` (the output's cotangent). Each enters two of the three GEMMs, and a format with blocks of one
-row is applied once for each of them, along the dimension that this GEMM contracts:
+Names and defaults are Transformer Engine's; `recipe_of` takes its objects too. The tensors of a layer are `x`
+(tokens), `kernel` (weight) and `grad` (the output's cotangent). Each enters two of the three GEMMs, and a format with
+blocks of one row is applied once for each of them, along the dimension that this GEMM contracts:
 
 | GEMM | operands | contraction |
 |---|---|---|
