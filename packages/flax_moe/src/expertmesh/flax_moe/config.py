@@ -209,7 +209,7 @@ def least_alignment(recipe: Recipe | None) -> int:
         return 1
     formats = recipe.formats()
     blocks = [f.block[1] for f in (formats.x_wgrad, formats.grad_wgrad) if f.block is not None]
-    return max(_FP8_ROWS, *blocks)
+    return max([_FP8_ROWS, *blocks])
 
 
 def dispatches_quantized(recipe: Recipe | None) -> bool:
