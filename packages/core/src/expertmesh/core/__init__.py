@@ -12,6 +12,13 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
+from expertmesh.core.ops.dense import (
+    DenseState,
+    QuantizedKernel,
+    dense,
+    init_dense_state,
+    quantize_kernel,
+)
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -19,6 +26,7 @@ from expertmesh.core.ops.expert_bias import (
 )
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
+from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
@@ -73,6 +81,7 @@ __all__ = [
     "Activation",
     "ChunkPlan",
     "DelayedScaling",
+    "DenseState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -85,6 +94,7 @@ __all__ = [
     "PermutePlan",
     "Plan",
     "QuantizedArray",
+    "QuantizedKernel",
     "Query",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
@@ -100,6 +110,7 @@ __all__ = [
     "choices_to_rows",
     "current_recipe",
     "current_resource",
+    "dense",
     "dequantize",
     "differentiable",
     "expert_counts",
@@ -108,8 +119,10 @@ __all__ = [
     "gather_weight",
     "gemm",
     "global_shard_guard",
+    "grouped_dense",
     "grouped_gemm",
     "grouped_quantize",
+    "init_dense_state",
     "is_supported",
     "load_balance_loss",
     "local_permute_after_a2a",
@@ -126,6 +139,7 @@ __all__ = [
     "quantile_expert_bias",
     "quantize",
     "quantize_dbias",
+    "quantize_kernel",
     "ragged_params",
     "required_bias_histogram",
     "route",
