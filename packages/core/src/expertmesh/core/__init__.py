@@ -12,6 +12,12 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
+from expertmesh.core.ops.delayed_scaling import (
+    DelayedState,
+    grouped_quantize_delayed,
+    init_delayed,
+    quantize_delayed,
+)
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -53,6 +59,7 @@ from expertmesh.core.ops.topk_weights import (
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
+    RECIPES,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -62,8 +69,10 @@ from expertmesh.core.recipe import (
     NVFP4BlockScaling,
     Recipe,
     TensorFormat,
+    alignment_of,
     autocast,
     current_recipe,
+    recipe_of,
 )
 from expertmesh.core.support import is_supported
 from expertmesh.core.vjp import differentiable
@@ -73,6 +82,7 @@ __all__ = [
     "Activation",
     "ChunkPlan",
     "DelayedScaling",
+    "DelayedState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -86,6 +96,7 @@ __all__ = [
     "Plan",
     "QuantizedArray",
     "Query",
+    "RECIPES",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
     "Recipe",
@@ -96,6 +107,7 @@ __all__ = [
     "TensorFormat",
     "accumulate_gradient",
     "activate",
+    "alignment_of",
     "autocast",
     "choices_to_rows",
     "current_recipe",
@@ -110,6 +122,8 @@ __all__ = [
     "global_shard_guard",
     "grouped_gemm",
     "grouped_quantize",
+    "grouped_quantize_delayed",
+    "init_delayed",
     "is_supported",
     "load_balance_loss",
     "local_permute_after_a2a",
@@ -126,7 +140,9 @@ __all__ = [
     "quantile_expert_bias",
     "quantize",
     "quantize_dbias",
+    "quantize_delayed",
     "ragged_params",
+    "recipe_of",
     "required_bias_histogram",
     "route",
     "router_statistics",
