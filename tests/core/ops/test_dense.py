@@ -186,6 +186,7 @@ def test_a_policy_that_keeps_eight_bits_and_drops_the_rest():
         )
         for p in policies
     }
+    print(counts)
     # Along K for h in both; along the tokens for both layers only where nothing is kept.
     assert counts["all"] < counts["names"] < counts["none"]
     found = kept(lambda *a: loss("names", *a), x, kernel)
@@ -205,6 +206,7 @@ def test_a_kernel_is_quantized_once_for_all_microbatches(name):
     """Outside the loop; the gradient goes to the kernel, and is the same."""
     recipe = RECIPES[name]
     x, kernel, *_ = data()
+    x = x[:, :64]
 
     def loss(kernel, cache):
         cached = quantize_kernel(kernel, recipe) if cache else None

@@ -12,6 +12,12 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
+from expertmesh.core.ops.delayed_scaling import (
+    DelayedState,
+    grouped_quantize_delayed,
+    init_delayed,
+    quantize_delayed,
+)
 from expertmesh.core.ops.dense import (
     DenseState,
     QuantizedKernel,
@@ -61,6 +67,7 @@ from expertmesh.core.ops.topk_weights import (
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
+    RECIPES,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -70,8 +77,10 @@ from expertmesh.core.recipe import (
     NVFP4BlockScaling,
     Recipe,
     TensorFormat,
+    alignment_of,
     autocast,
     current_recipe,
+    recipe_of,
 )
 from expertmesh.core.support import is_supported
 from expertmesh.core.vjp import differentiable
@@ -81,6 +90,7 @@ __all__ = [
     "Activation",
     "ChunkPlan",
     "DelayedScaling",
+    "DelayedState",
     "DenseState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -96,6 +106,7 @@ __all__ = [
     "QuantizedArray",
     "QuantizedKernel",
     "Query",
+    "RECIPES",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
     "Recipe",
@@ -106,6 +117,7 @@ __all__ = [
     "TensorFormat",
     "accumulate_gradient",
     "activate",
+    "alignment_of",
     "autocast",
     "choices_to_rows",
     "current_recipe",
@@ -122,6 +134,8 @@ __all__ = [
     "grouped_dense",
     "grouped_gemm",
     "grouped_quantize",
+    "grouped_quantize_delayed",
+    "init_delayed",
     "init_dense_state",
     "is_supported",
     "load_balance_loss",
@@ -139,8 +153,10 @@ __all__ = [
     "quantile_expert_bias",
     "quantize",
     "quantize_dbias",
+    "quantize_delayed",
     "quantize_kernel",
     "ragged_params",
+    "recipe_of",
     "required_bias_histogram",
     "route",
     "router_statistics",

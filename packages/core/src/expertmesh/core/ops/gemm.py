@@ -101,8 +101,9 @@ def gemm(
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
 
-    Differentiable in `x`, `w` and `bias`, unless they are quantized (see `dense`). Under sharding the weight is gathered
-    over every axis that shards the tokens, in the dtype of `x`; the tokens are not. Over axes of the resource's role tp the weight is used as it is:
+    Differentiable in `x`, `w` and `bias`, unless they are quantized (see `dense`). Under sharding the weight is
+    gathered over every axis that shards the tokens, in the dtype of `x`; the tokens are not. Over axes of the
+    resource's role tp the weight is used as it is:
 
     | weight | forward | input gradient | weight gradient |
     |---|---|---|---|

@@ -445,8 +445,8 @@ def grouped_gemm(
 
     Raises:
       ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
-        one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not lie
-        along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+        one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
+        lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
       TypeError: `group_sizes` are not integers.
 
     Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
