@@ -12,6 +12,19 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
+from expertmesh.core.ops.delayed_scaling import (
+    DelayedState,
+    grouped_quantize_delayed,
+    init_delayed,
+    quantize_delayed,
+)
+from expertmesh.core.ops.dense import (
+    DenseState,
+    QuantizedKernel,
+    dense,
+    init_dense_state,
+    quantize_kernel,
+)
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -19,6 +32,7 @@ from expertmesh.core.ops.expert_bias import (
 )
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
+from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
@@ -53,6 +67,7 @@ from expertmesh.core.ops.topk_weights import (
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
+    RECIPES,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -62,8 +77,10 @@ from expertmesh.core.recipe import (
     NVFP4BlockScaling,
     Recipe,
     TensorFormat,
+    alignment_of,
     autocast,
     current_recipe,
+    recipe_of,
 )
 from expertmesh.core.support import is_supported
 from expertmesh.core.vjp import differentiable
@@ -73,6 +90,8 @@ __all__ = [
     "Activation",
     "ChunkPlan",
     "DelayedScaling",
+    "DelayedState",
+    "DenseState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -85,7 +104,9 @@ __all__ = [
     "PermutePlan",
     "Plan",
     "QuantizedArray",
+    "QuantizedKernel",
     "Query",
+    "RECIPES",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
     "Recipe",
@@ -96,10 +117,12 @@ __all__ = [
     "TensorFormat",
     "accumulate_gradient",
     "activate",
+    "alignment_of",
     "autocast",
     "choices_to_rows",
     "current_recipe",
     "current_resource",
+    "dense",
     "dequantize",
     "differentiable",
     "expert_counts",
@@ -108,8 +131,12 @@ __all__ = [
     "gather_weight",
     "gemm",
     "global_shard_guard",
+    "grouped_dense",
     "grouped_gemm",
     "grouped_quantize",
+    "grouped_quantize_delayed",
+    "init_delayed",
+    "init_dense_state",
     "is_supported",
     "load_balance_loss",
     "local_permute_after_a2a",
@@ -126,7 +153,10 @@ __all__ = [
     "quantile_expert_bias",
     "quantize",
     "quantize_dbias",
+    "quantize_delayed",
+    "quantize_kernel",
     "ragged_params",
+    "recipe_of",
     "required_bias_histogram",
     "route",
     "router_statistics",

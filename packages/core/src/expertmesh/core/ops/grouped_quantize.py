@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import numerics
 from expertmesh.core.op import Op, Plan, Query
 from expertmesh.core.ops.quantize import (
-    block_amax,
-    block_scales,
     block_shape,
     check_blocks,
     check_multiplier,
@@ -26,17 +24,15 @@ from expertmesh.core.ops.quantize import (
     key_words,
     of_rows,
     random_bits,
-    reciprocal,
     rotate,
     row_groups,
     rule_of,
-    spread,
-    tensor_scales,
     to_data,
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
+from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
@@ -58,13 +54,12 @@ def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
 
 def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(), origin=()):
     """(data, scale), (data, scale, tensor_scale), or with a given multiplier (data, scale, amax)."""
-    rest = list(rest)
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
     live_PC = groups_PC < num_groups
     x = jnp.where(_trailing(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
-    multiplier = rest.pop(0) if has_multiplier else None
-    bits = random_bits(rest.pop(0), x.shape, origin) if format.stochastic else None
+    multiplier = rest[0] if has_multiplier else None
+    bits = random_bits(rest[-1], x.shape, origin) if format.stochastic else None
     if format.hadamard:
         x = rotate(x, block.index(16))
     magnitudes, wide = numerics.magnitude(x), numerics.widen(x)

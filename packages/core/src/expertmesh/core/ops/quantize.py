@@ -32,6 +32,7 @@ from expertmesh.core.op import Op, Plan, Query
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
+from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import axis_size, entry_axes, pad_spec, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
@@ -41,98 +42,9 @@ __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
 _NEGATIVE_ROWS = 0b1101011111101000
 
 
-def block_amax(magnitudes, block: tuple[int, ...]):
-    """The largest magnitude of each block, [ceil(shape / block)]; a partial last block has its own."""
-    counts = [-(-n // b) for n, b in zip(magnitudes.shape, block, strict=True)]
-    padding = [(0, m * b - n) for n, m, b in zip(magnitudes.shape, counts, block, strict=True)]
-    split = [size for pair in zip(counts, block, strict=True) for size in pair]
-    inner = tuple(range(1, 2 * len(block), 2))
-    return jnp.max(jnp.pad(magnitudes, padding).reshape(split), axis=inner, initial=0)
-
-
-def spread(values, shape: tuple[int, ...], block: tuple[int, ...]):
-    """One value per block, repeated over the elements of its block."""
-    for dim, (size, b) in enumerate(zip(shape, block, strict=True)):
-        if b > 1:
-            values = jax.lax.slice_in_dim(jnp.repeat(values, b, axis=dim), 0, size, axis=dim)
-    return values
-
-
 def _lead(values, ndim: int):
     """Values of the leading dimensions, to be broadcast over the others."""
     return values.reshape(values.shape + (1,) * (ndim - values.ndim))
-
-
-def amax_multiplier(magnitudes, largest: float, limit: float):
-    """largest / amax; 1 where amax is 0, Inf or NaN; `limit` where the quotient is too large for float32."""
-    is_regular = numerics.is_regular(magnitudes)
-    is_normal = is_regular & (magnitudes > 0x007FFFFF)
-    amax = numerics.from_magnitude(jnp.where(is_normal, magnitudes, 0x3F800000))
-    quotient = jnp.minimum(numerics.divide(jnp.float32(largest), amax), jnp.float32(limit))
-    # A subnormal amax is too small for any format.
-    quotient = jnp.where(is_normal, quotient, jnp.float32(limit))
-    return jnp.where(is_regular, quotient, jnp.float32(1))
-
-
-def reciprocal(multiplier):
-    return numerics.divide(jnp.float32(1), multiplier)
-
-
-def tensor_scales(magnitudes, format: TensorFormat):
-    """(multiplier, scale) of tensors with these amax; for two-level formats g and tensor_scale."""
-    most = 6.0 * 448.0 if format.scale == "float8_e4m3fn" else numerics.largest(format.dtype)
-    multiplier = amax_multiplier(magnitudes, most, numerics.largest(jnp.float32))
-    return multiplier, reciprocal(multiplier)
-
-
-def block_scales(magnitudes, format: TensorFormat, dtype, tensor_multiplier=None):
-    """(multiplier, scale as stored) of blocks with these amax.
-
-    Args:
-      magnitudes: int32, of each block.
-      dtype: of what is quantized.
-      tensor_multiplier: g, to be broadcast with `magnitudes`; of two-level formats.
-    """
-    most = numerics.largest(format.dtype)
-    if format.scale == "float8_e8m0fnu":
-        byte = jnp.clip(numerics.excess(magnitudes, most), 0, 254)
-        byte = jnp.where(magnitudes == numerics.INF, 254, byte)
-        byte = jnp.where(magnitudes > numerics.INF, 255, byte)
-        scale = jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        return numerics.power_of_2(jnp.where(byte == 255, 255, 254 - byte)), scale
-    if format.scale == "float8_e4m3fn":
-        return _two_level_scales(magnitudes, most, tensor_multiplier)
-    floor = numerics.magnitude(jnp.float32(format.amax_epsilon))
-    magnitudes = jnp.maximum(magnitudes, floor)
-    if format.scale == "float32":
-        multiplier = amax_multiplier(magnitudes, most, numerics.largest(dtype))
-        return multiplier, reciprocal(multiplier)
-    biased = jnp.minimum(254 - numerics.excess(magnitudes, most), 254)
-    biased = jnp.where(numerics.is_regular(magnitudes), biased, 127)
-    return numerics.power_of_2(biased), numerics.power_of_2(254 - biased)
-
-
-def _two_level_scales(magnitudes, most: float, tensor_multiplier):
-    """The scale is rounded before the multiplier is made of it."""
-    is_finite = magnitudes < numerics.INF
-    unit = jnp.where(magnitudes < 0x10000000, jnp.float32(2.0**64), jnp.float32(1))
-    amax = numerics.multiply(numerics.from_magnitude(magnitudes), unit)
-    is_normal = is_finite & (amax > 0)
-    share = numerics.divide(jnp.where(is_normal, amax, 1), jnp.float32(most))
-    # Never subnormal, never too large: g is at most 2688 / amax, but for tensors of tiny numbers only.
-    scale = jnp.where(is_normal, share * tensor_multiplier * (1 / unit), jnp.float32(0))
-    scale = numerics.round_nearest(numerics.saturate(scale, jnp.float8_e4m3fn), jnp.float8_e4m3fn)
-    exists = is_finite & (scale > 0)
-    multiplier = numerics.divide(
-        jnp.broadcast_to(tensor_multiplier, scale.shape), jnp.where(exists, scale, 1)
-    )
-    multiplier = jnp.where(exists, multiplier, jnp.float32(0))
-    is_inf = magnitudes == numerics.INF
-    multiplier = jnp.where(is_inf, numerics.divide(tensor_multiplier, jnp.float32(448)), multiplier)
-    scale = jnp.where(is_inf, jnp.float32(448), scale)
-    is_nan = magnitudes > numerics.INF
-    scale = numerics.cast(jnp.where(is_nan, jnp.float32(jnp.nan), scale), jnp.float8_e4m3fn)
-    return jnp.where(is_nan, jnp.float32(jnp.nan), multiplier), scale
 
 
 def rotate(x, axis: int):
@@ -156,7 +68,7 @@ def rotate(x, axis: int):
     return numerics.flush(rotated)
 
 
-def random_bits(key, shape: tuple[int, ...], origin: tuple[int, ...] = ()):
+def random_bits(key, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...] = ()):
     """uint32 per element: of the key and the element's position in the global array alone.
 
     Args:
@@ -164,19 +76,14 @@ def random_bits(key, shape: tuple[int, ...], origin: tuple[int, ...] = ()):
       shape: of the local array.
       origin: mesh axes that split each dimension; () for none.
     """
-    origin = origin or ((),) * len(shape)
-    position = [
-        jnp.uint32(0) + (jax.lax.axis_index(axes).astype(jnp.uint32) * size if axes else 0)
-        for size, axes in zip(shape, origin, strict=True)
-    ]
-    position = [
-        start + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        for dim, start in enumerate(position)
-    ]
-    row = jnp.zeros(shape, jnp.uint32)
-    for index, size, axes in zip(position[:-1], shape[:-1], origin[:-1], strict=True):
-        row = row * jnp.uint32(size * (jax.lax.axis_size(axes) if axes else 1)) + index
-    column = position[-1] if position else row
+    # Two counters, rows and columns, as one of 32 bits is too short for a large array.
+    row = column = jnp.zeros(shape, jnp.uint32)
+    length = 1
+    for dim, (size, axes) in enumerate(zip(shape, origin or ((),) * len(shape), strict=True)):
+        row = row * jnp.uint32(length) + column
+        first = jax.lax.axis_index(axes).astype(jnp.uint32) * size if axes else jnp.uint32(0)
+        column = first + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        length = size * (jax.lax.axis_size(axes) if axes else 1)
     count = jnp.concatenate([row.reshape(-1), column.reshape(-1)])
     return threefry_2x32(key, count)[: prod(shape)].reshape(shape)
 
@@ -215,9 +122,8 @@ def _quantize_reference(
     x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), origin=()
 ):
     """(data, scale), (data, scale, tensor_scale), or with a given multiplier (data, scale, amax)."""
-    rest = list(rest)
-    multiplier = rest.pop(0) if has_multiplier else None
-    bits = random_bits(rest.pop(0), x.shape, origin) if format.stochastic else None
+    multiplier = rest[0] if has_multiplier else None
+    bits = random_bits(rest[-1], x.shape, origin) if format.stochastic else None
     if format.hadamard:
         x = rotate(x, block.index(16))
     magnitudes = numerics.magnitude(x)
@@ -317,7 +223,7 @@ class _Plan:
         return dataclasses.replace(plan, options=local)
 
 
-def rule_of(*terms: Names) -> str:
+def rule_of(*terms: Names | None) -> str:
     """Of the operands, None, the results."""
     text = " , ".join("->" if term is None else " ".join(term) or "()" for term in terms)
     return text.replace(" , -> , ", " -> ")
@@ -423,7 +329,7 @@ def _quantize(name, x, format, axis, across, batch_dims, multiplier, key, spec):
     )
     third = third[0] if third else None
     tensor_scale, amax = (third, None) if two_level else (None, third)
-    return QuantizedArray(data, scale, tensor_scale, None, block, format, str(x.dtype)), amax
+    return QuantizedArray(data, scale, tensor_scale, None, block, format, x.dtype.name), amax
 
 
 def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
@@ -434,7 +340,8 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
       spec: where the data are, for Auto axes under a MeshResource; None: as of `quantize`.
 
     Returns:
-      [*S] in `q.dtype`; multiplied in float32 and rounded once. NaN where the data or the scale are.
+      [*S] in `q.dtype`; multiplied in float32 and rounded once. NaN where the data or the scale are. Of a rotated
+      format the rotated numbers: a product of two rotated operands needs no rotation back.
 
     Raises:
       ValueError: a block that would lie on two shards; scales whose shape does not fit.
@@ -462,14 +369,10 @@ def _scale_spec(spec, scale, q: QuantizedArray):
     """Where scales, or group sizes, are whose data are at `spec`."""
     if spec is None:
         return None
-    follows = bool(q.block) and scale is q.scale
-    return (
-        spec
-        if follows
-        else PartitionSpec(
-            *tuple(spec)[: min(scale.ndim, 1 if q.group_sizes is not None else scale.ndim)]
-        )
-    )
+    if q.block and scale is q.scale:
+        return spec
+    lead = scale.ndim if q.group_sizes is None else 1
+    return PartitionSpec(*tuple(spec)[:lead])
 
 
 def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, grouped: bool) -> Op:
