@@ -3,8 +3,8 @@
     python docs/wire_bytes.py            write it
     python docs/wire_bytes.py --print    only print it
 
-Nothing runs: the step is compiled for a mesh of CPU devices, and its collectives are read as the partitioner leaves them.
-XLA:CPU would widen 8-bit collectives afterwards.
+Nothing runs: the step is compiled for a mesh of CPU devices, and its collectives are read as the partitioner leaves
+them. XLA:CPU would widen 8-bit collectives afterwards.
 """
 
 import argparse

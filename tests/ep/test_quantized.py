@@ -10,7 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ep.exchange_oracle import Exchange, routing, shards
-from expertmesh.core import MeshResource, TensorFormat, global_shard_guard, grouped_quantize, quantize
+from expertmesh.core import (
+    MeshResource,
+    TensorFormat,
+    global_shard_guard,
+    grouped_quantize,
+    quantize,
+)
 from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
 from expertmesh.ep import EpConfig, combine, dispatch, prepare
@@ -18,9 +24,7 @@ from flax_moe.quantized_oracle import rounded
 
 E, K, N, D = 8, 3, 48, 64
 E8M0 = TensorFormat(dtype="float8_e4m3fn", block=(1, 32), scale="float8_e8m0fnu")
-POWERS = TensorFormat(
-    dtype="float8_e5m2", block=(1, 48), scale="power_of_2", amax_epsilon=2.0**-8
-)
+POWERS = TensorFormat(dtype="float8_e5m2", block=(1, 48), scale="power_of_2", amax_epsilon=2.0**-8)
 FREE = TensorFormat(dtype="float8_e4m3fn", block=(1, 32), scale="float32")
 DP_EP, EP_TP = {"dp": 2, "ep": 4}, {"ep": 4, "tp": 2}
 RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
@@ -122,7 +126,9 @@ TENSOR, FOUR_BITS = (
 def test_formats_that_do_not_travel(format):
     x, idx = operands()
     handle = prepare(idx, EpConfig(num_experts=E, axis=()))
-    with pytest.raises(ValueError, match="scales for blocks inside a token.*before it is quantized"):
+    with pytest.raises(
+        ValueError, match="scales for blocks inside a token.*before it is quantized"
+    ):
         dispatch(handle, quantize(x[:, :32], format))
     with pytest.raises(ValueError, match="wire_format must be of 8 bits"):
         combine(handle, dispatch(handle, x), wire_format=format)
@@ -132,4 +138,6 @@ def test_the_ring_adds_on_the_way():
     x, idx = operands()
     handle = prepare(idx, EpConfig(num_experts=E, axis=()))
     with pytest.raises(ValueError, match="'ring'.*'all_to_all'"):
-        combine(handle, jnp.zeros((1, handle.source.shape[1], D)), transport="ring", wire_format=E8M0)
+        combine(
+            handle, jnp.zeros((1, handle.source.shape[1], D)), transport="ring", wire_format=E8M0
+        )

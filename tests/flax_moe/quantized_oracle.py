@@ -4,6 +4,7 @@ Each operand of each product is rounded by itself; nothing is stored in 8 bits o
 the recipe's table of formats is read. Rows are in the order of `Exchange`: blocks along them begin with each expert.
 """
 
+import types
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -34,7 +35,9 @@ def rounded(x, format, along, across=0, multiplier=None):
     steps[across], steps[along] = format.block
     counts = [-(-n // s) for n, s in zip(x.shape, steps, strict=True)]
     padding = [(0, c * s - n) for n, s, c in zip(x.shape, steps, counts, strict=True)]
-    blocks = np.pad(x, padding).reshape([n for pair in zip(counts, steps, strict=True) for n in pair])
+    blocks = np.pad(x, padding).reshape(
+        [n for pair in zip(counts, steps, strict=True) for n in pair]
+    )
     amax = np.abs(blocks).max(axis=tuple(range(1, 2 * x.ndim, 2)), keepdims=True)
     if format.scale == "float8_e4m3fn":
         values = _two_levels(blocks, amax, np.abs(x).max(initial=0))
@@ -101,7 +104,9 @@ class Layer:
         w = rounded(self.w, formats.kernel_dgrad, last, 0, self.given[1])
         of_n = list(range(x.ndim - 1, dy.ndim)), list(range(1, self.w.ndim))
         dx = np.tensordot(rounded(dy, formats.grad_dgrad, dy.ndim - 1), w, of_n)
-        x = rounded(_whole_blocks(x, formats.x_wgrad, tokens), formats.x_wgrad, tokens, 0, self.given[0])
+        x = rounded(
+            _whole_blocks(x, formats.x_wgrad, tokens), formats.x_wgrad, tokens, 0, self.given[0]
+        )
         dy = rounded(_whole_blocks(dy, formats.grad_wgrad, tokens), formats.grad_wgrad, tokens)
         return dx, np.tensordot(x, dy, (dims, dims))
 
@@ -117,14 +122,14 @@ def run(
     config: MoEConfig,
     blocks,
     num_ranks: int = 1,
-    multipliers: Mapping[str, tuple] = {},
+    multipliers: Mapping[str, tuple] = types.MappingProxyType({}),
 ) -> Result:
     """The block and the gradients of sum(y * dy) + aux_loss + z_loss.
 
     Args:
       blocks: the tokens of each participant.
       num_ranks: participants of an EP group.
-      multipliers: layer -> those of x and of the kernel, for each expert of `wi` and `wo`.
+      multipliers: layer -> that of x, and of the kernel: those of each expert for `wi` and `wo`.
     """
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
     D, E, formats = data.x.shape[-1], config.num_experts, config.recipe.formats()
@@ -134,14 +139,17 @@ def run(
     logits = x @ params["gate_kernel"]
     routed = [route(row, config) for row in logits]
     chosen = np.array([r[0] for r in routed])
-    exchange = Exchange(chosen, blocks, num_ranks, E, len(x) * chosen.shape[1] * config.row_alignment)
+    exchange = Exchange(
+        chosen, blocks, num_ranks, E, len(x) * chosen.shape[1] * config.row_alignment
+    )
     y, d_x, d_weights = np.zeros_like(x), np.zeros_like(x), np.zeros(chosen.shape)
     d = {name: np.zeros_like(w) for name, w in params.items()}
     for e, tokens, ks in _groups(exchange):
-        layers = [
-            Layer(params[name][e], formats, [m and m[e] for m in multipliers.get(name, (None, None))])
-            for name in ("wi", "wo")
-        ]
+        layers = []
+        for name in ("wi", "wo"):
+            of_x, of_kernels = multipliers.get(name, (None, None))
+            of_kernel = None if of_kernels is None else of_kernels[e]
+            layers.append(Layer(params[name][e], formats, (of_x, of_kernel)))
         weights = np.array([routed[t][1][k] for t, k in zip(tokens, ks, strict=True)])
         rows, d_weights[tokens, ks], gradients = _feed_forward(
             x[tokens],
@@ -160,7 +168,10 @@ def run(
     shape = data.x.shape
     y, d_x = y.reshape(shape), d_x.reshape(shape)
     if config.shared_expert_dim is not None:
-        layers = [Layer(params[name], formats) for name in ("shared_wi", "shared_wo")]
+        layers = [
+            Layer(params[name], formats, multipliers.get(name, (None, None)))
+            for name in ("shared_wi", "shared_wo")
+        ]
         more, _, (d_shared, d["shared_wi"], d["shared_wo"], *_) = _feed_forward(
             data.x.astype(np.float64), data.dy.astype(np.float64), 1, layers, 0, 0, config
         )

@@ -266,8 +266,8 @@ def dispatch(handle: Handle, tokens, *, transport: str | None = None):
 
     Raises:
       TypeError: any other dtype.
-      ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks; a QuantizedArray
-        whose scales do not belong to single tokens.
+      ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks; a
+        QuantizedArray whose scales do not belong to single tokens.
 
     Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard, with a RuntimeWarning if D is
     sharded over axes of the tokens.

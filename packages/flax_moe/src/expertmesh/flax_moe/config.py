@@ -9,14 +9,11 @@ import jax.numpy as jnp
 
 from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.ops.router import RouterConfig
-from expertmesh.core.recipe import Recipe
+from expertmesh.core.recipe import Recipe, alignment_of, recipe_of
 from expertmesh.ep import EpConfig
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
-__all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized", "least_alignment"]
-
-# What 8-bit tensor cores take of the dimension that they contract, for the weights' gradient that of the rows.
-_FP8_ROWS = 16
+__all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +32,8 @@ class MoEConfig:
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
         buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
-      alignment: rows of each expert are padded to a multiple of it, a power of two. None: as little as the recipe takes,
-        which is `row_alignment`.
+      alignment: rows of each expert are padded to a multiple of it, a power of two. None: what the recipe needs, 1
+        without one; `row_alignment` is the number.
       transport: how tokens reach their experts; one of `expertmesh.ep`'s transports or "auto".
       ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
         there is one, else read from the types of the arrays.
@@ -52,8 +49,9 @@ class MoEConfig:
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
-      recipe: how the GEMMs of experts and shared experts are quantized, one of `expertmesh.core`'s recipes; None: the
-        one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The router is never quantized.
+      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.recipe_of` takes,
+        kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
+        router is never quantized.
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
         gradients too, as each device's sums, and not as wide as they are added up. For a recipe under which tokens are
         dispatched in 8 bits, and for transports other than "ring", which adds on the way.
@@ -120,7 +118,7 @@ class MoEConfig:
                 f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={self.remat!r}; "
                 "use 'save_all' to recompute nothing"
             )
-        _check_recipe(self.recipe)
+        object.__setattr__(self, "recipe", recipe_of(self.recipe))
         _check_alignment(self.alignment, self.recipe)
         _check_backward_combine(self)
         # The parts refuse what is wrong with their own fields.
@@ -146,12 +144,11 @@ class MoEConfig:
 
     @property
     def row_alignment(self) -> int:
-        """What rows of each expert are padded to: `alignment`, or if that is None the least that `recipe` takes.
+        """What rows of each expert are padded to: `alignment`, or if that is None what `recipe` needs.
 
-        1 without a recipe; with one, the rows that share a scale in the weights' gradient, and at least 16:
-        16 for scales of tensors and for NVFP4, 32 for MXFP8, 128 for blocks of 128. Results do not depend on it.
+        See `expertmesh.core.alignment_of`. Results do not depend on it.
         """
-        return least_alignment(self.recipe) if self.alignment is None else self.alignment
+        return alignment_of(self.recipe) if self.alignment is None else self.alignment
 
     def under(self, recipe: Recipe | None) -> "MoEConfig":
         """This config where `recipe` is in context: its own recipe comes first.
@@ -159,9 +156,14 @@ class MoEConfig:
         Raises:
           ValueError: an alignment or option that the recipe does not take.
         """
-        if self.recipe is not None or recipe is None:
-            return self
-        return dataclasses.replace(self, recipe=recipe)
+        if self.recipe is None and recipe is not None:
+            return dataclasses.replace(self, recipe=recipe)
+        if self.recipe is None and self.quantize_backward_combine:
+            raise ValueError(
+                "moe: quantize_backward_combine must go with a recipe; got recipe=None, and none in context; "
+                "pass MoEConfig(recipe=...) or call it under autocast(...)"
+            )
+        return self
 
     def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
         """The expert-parallel part.
@@ -203,15 +205,6 @@ class MoEOutput(NamedTuple):
     quant_state: Any = None
 
 
-def least_alignment(recipe: Recipe | None) -> int:
-    """See `MoEConfig.row_alignment`."""
-    if recipe is None:
-        return 1
-    formats = recipe.formats()
-    blocks = [f.block[1] for f in (formats.x_wgrad, formats.grad_wgrad) if f.block is not None]
-    return max([_FP8_ROWS, *blocks])
-
-
 def dispatches_quantized(recipe: Recipe | None) -> bool:
     """Whether tokens are quantized before they are dispatched: to 8 bits, with scales of a token's own."""
     if recipe is None:
@@ -220,16 +213,8 @@ def dispatches_quantized(recipe: Recipe | None) -> bool:
     return x.block is not None and x.block[0] == 1 and x.dtype.startswith("float8")
 
 
-def _check_recipe(recipe):
-    if not (recipe is None or isinstance(recipe, Recipe)):
-        raise TypeError(
-            f"MoEConfig: recipe must be None or a recipe of expertmesh.core; got recipe={recipe!r}; "
-            "pass for example Float8BlockScaling()"
-        )
-
-
 def _check_alignment(alignment, recipe):
-    least = least_alignment(recipe)
+    least = alignment_of(recipe)
     if alignment is not None and alignment % least:
         raise ValueError(
             f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={alignment}, "

@@ -4,9 +4,9 @@
 
     y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it. A recipe
-quantizes the products with Wi, Wo, Si and So; if its scales are a token's own, tokens are quantized before dispatch, which
-is then one step with the first product (see quantized_dispatch.py).
+with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it. A
+recipe quantizes the products with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they
+are dispatched, and dispatch is one step with the first product (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
 width, F expert width, n chunks.
@@ -45,7 +45,7 @@ from expertmesh.ep import (
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_params, param_specs
-from expertmesh.flax_moe.quantization import Quantization, check_quantization, output_and_state
+from expertmesh.flax_moe.quantization import check_quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
@@ -119,6 +119,8 @@ def moe(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
 
+    if config.num_chunks > 1:
+        given = given.with_kernels(params, config)
     specs = _specs(config)
     gate_kernel = params["gate_kernel"].astype(jnp.float32)
     logits = gemm(x.astype(jnp.float32), gate_kernel, w_spec=specs.get("gate_kernel"))
@@ -236,16 +238,9 @@ def _first_product(params, x, handle, config, given):
 def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
     """A product by experts, and the layer's next state."""
     # It casts the weights, so that gradients of float32 masters are summed and scattered in float32.
-    out = grouped_dense(
-        rows,
-        kernel,
-        group_sizes,
-        bias,
-        recipe=config.recipe,
-        w_spec=spec,
-        **given.layer(name),
-    )
-    return output_and_state(out, config)
+    more = given.layer(name)
+    out = grouped_dense(rows, kernel, group_sizes, bias, recipe=config.recipe, w_spec=spec, **more)
+    return output_and_state(out, more["state"])
 
 
 def _second_product(params, h, weights_PC, handle, config, given):
@@ -294,14 +289,9 @@ def _shared(params, x, config, specs, given):
     """The feed-forward that every token takes, and its layers' next state."""
 
     def product(name, rows):
-        out = dense(
-            rows,
-            params[name],
-            recipe=config.recipe,
-            w_spec=specs.get(name),
-            **given.layer(name),
-        )
-        return output_and_state(out, config)
+        more = given.layer(name)
+        out = dense(rows, params[name], recipe=config.recipe, w_spec=specs.get(name), **more)
+        return output_and_state(out, more["state"])
 
     h, wi_state = product("shared_wi", x)
     y, wo_state = product("shared_wo", activate(h, config.activation))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.dense import DenseState, QuantizedKernel, init_dense_state, quantize_kernel
@@ -16,7 +17,13 @@ from expertmesh.core.recipe import DelayedScaling, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import Params, param_specs
 
-__all__ = ["Quantization", "check_quantization", "init_quant_state", "output_and_state", "quantize_kernels"]
+__all__ = [
+    "Quantization",
+    "check_quantization",
+    "init_quant_state",
+    "output_and_state",
+    "quantize_kernels",
+]
 
 _EXPERT_LAYERS = ("wi", "wo")
 _SHARED_LAYERS = ("shared_wi", "shared_wo")
@@ -34,18 +41,18 @@ def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
       config: see MoEConfig; without a recipe of its own, under the one in context.
 
     Returns:
-      Under DelayedScaling one `DenseState` per layer, its scales and histories one for each expert ([E]) of `wi` and
-      `wo`, for the tokens as for the weights, and one for the tensor of shared experts: the same on every mesh, and
-      replicated. None under any other recipe and under none.
+      Under DelayedScaling one `DenseState` per layer: a multiplier and a history of what enters it, and of its weight;
+      of `wi` and `wo` for each expert. The same on every mesh, and replicated. None under any other recipe and under
+      none.
     """
     recipe = config.under(current_recipe()).recipe
     if not isinstance(recipe, DelayedScaling):
         return None
-    experts = (config.num_experts,)
     return {
-        name: init_dense_state(recipe, x=shape, kernel=shape)
+        name: init_dense_state(
+            recipe, num_experts=config.num_experts if name in _EXPERT_LAYERS else None
+        )
         for name in _layers(config)
-        for shape in [experts if name in _EXPERT_LAYERS else ()]
     }
 
 
@@ -106,6 +113,12 @@ class Quantization:
         )
         return Quantization(state, kernels, self.key)
 
+    def with_kernels(self, params: Params, config: MoEConfig) -> "Quantization":
+        """With the weights quantized once, for several parts; where there is a state, it may change with each part."""
+        if config.recipe is None or self.state is not None or self.kernels is not None:
+            return self
+        return dataclasses.replace(self, kernels=quantize_kernels(params, config))
+
     def of_part(self, state, number) -> "Quantization":
         """Of one part of the tokens, after the parts before it have left `state`."""
         key = None if self.key is None else jax.random.fold_in(self.key, len(_LAYERS) + number)
@@ -116,9 +129,7 @@ class Quantization:
         return dict(
             state=self.state and self.state[name],
             kernel_quantized=self.kernels and self.kernels[name],
-            key=None
-            if self.key is None
-            else jax.random.fold_in(self.key, _LAYERS.index(name)),
+            key=None if self.key is None else jax.random.fold_in(self.key, _LAYERS.index(name)),
         )
 
 
@@ -161,6 +172,19 @@ def _is_stochastic(recipe) -> bool:
     return formats.grad_dgrad.stochastic or formats.grad_wgrad.stochastic
 
 
-def output_and_state(output, config: MoEConfig):
-    """(y, state) of what a layer returns: state is None but under DelayedScaling."""
-    return output if isinstance(config.recipe, DelayedScaling) else (output, None)
+def output_and_state(output, state):
+    """(y, next state) of what a layer returns that was given `state`, or None."""
+    if state is None:
+        return output, None
+    y, new = output
+    return y, jax.tree.map(_laid_out_like, jax.lax.stop_gradient(new), state)
+
+
+def _laid_out_like(new, old):
+    """Where the old one was, so that a carry keeps its type; over Auto axes on every device."""
+    mesh, spec = jax.typeof(new).sharding.mesh, jax.typeof(old).sharding.spec
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(new, NamedSharding(mesh, spec))
+    if AxisType.Auto in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(new, NamedSharding(mesh, PartitionSpec()))
+    return new

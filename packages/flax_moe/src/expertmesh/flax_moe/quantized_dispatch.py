@@ -5,11 +5,11 @@
     dw[e]    = sum of z[p, r]^T q(dy)[p, r]          z = q(dequantized rows), both quantized along the rows
     dx[t]    = sum of q(dy)[p, r] @ q(w)[e]^T        over the token's rows; dy and w quantized along N
 
-A row is, bit for bit, what quantizing after a dispatch of x would give. For dw there is no x in high precision where the
-rows are: z is made of what has arrived, by definition, so on one device too and with every transport.
+A row is, bit for bit, what quantizing after a dispatch of x would give. For dw there is no x in high precision where
+the rows are: z is made of what has arrived, by definition, so on one device too and with every transport.
 
-No 8-bit array crosses the boundary of the VJP. A cotangent has the dtype of its primal: through an integer carrier there
-would be none, through an 8-bit float small ones would be lost.
+No 8-bit array crosses the boundary of the VJP. A cotangent has the dtype of its primal: through an integer carrier
+there would be none, through an 8-bit float small ones would be lost.
 
 Dimension key: t tokens, P participants, C rows per participant, D model width, N output dimensions (any number),
 E experts, G groups per participant.
@@ -27,6 +27,7 @@ from expertmesh.core.ops.grouped_dense import (
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.quantize import dequantize, quantize
 from expertmesh.core.recipe import Recipe
+from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
@@ -54,7 +55,7 @@ def dispatch_dense(
       bias: float[E, *N] or None.
       recipe: one for which `dispatches_quantized` holds.
       kernel_quantized: see `expertmesh.core.grouped_dense`.
-      quantize_combine: the gradients of x travel in the format of the recipe's gradients; see `combine`'s `wire_format`.
+      quantize_combine: gradients of x travel in the format of the recipe's gradients; see `combine`'s `wire_format`.
       w_spec: where `kernel` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
@@ -68,6 +69,7 @@ def dispatch_dense(
     Costs a dispatch of D bytes and the scales per row, and in the backward a combine; else as `grouped_dense`.
     """
     check_cache("dispatch_dense", kernel, kernel_quantized, recipe)
+    warn_if_emulated(recipe, x, kernel)
     return _dispatch_dense(
         x,
         kernel,
@@ -86,7 +88,7 @@ def _dispatch_dense_fwd(x, kernel, bias, handle, cached, *, recipe, specs, w_spe
     formats, sizes = recipe.formats(), handle.group_sizes
     rows = named("dispatched", dispatch(handle, quantize(x, formats.x)))
     along_rows = grouped_quantize(
-        dequantize(rows), sizes, formats.x_wgrad, axis=1, spec=specs[0]
+        dequantize(rows, spec=specs[0]), sizes, formats.x_wgrad, axis=1, spec=specs[0]
     )
     if cached is None:
         cached, _ = kernel_copies(kernel, recipe, 1, None, specs[1])

@@ -142,7 +142,7 @@ def grouped_dense(
         kernel_quantized,
         recipe=recipe,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
-        specs=_specs(kernel.ndim, x_spec, w_spec, out_spec),
+        specs=specs_in_use(kernel.ndim, x_spec, w_spec, out_spec),
         x_spec=x_spec,
         w_spec=w_spec,
         out_spec=out_spec,
@@ -152,7 +152,7 @@ def grouped_dense(
     return out[0] if state is None else (out[0][0], out[1])
 
 
-def _specs(kernel_ndim, x_spec, w_spec, out_spec):
+def specs_in_use(kernel_ndim, x_spec, w_spec, out_spec):
     """Where x, the kernel and the result are in use over Auto axes under a MeshResource; else None for each."""
     resource = current_resource()
     if resource is None:
@@ -169,20 +169,43 @@ def _grouped_dense_fwd(
     kernel_state = None if state is None else state.kernel
     if cached is None:
         cached, kernel_state = kernel_copies(kernel, recipe, 1, kernel_state, specs[1])
+    y, residuals = multiply_rows(
+        (q_x, q_x_wgrad),
+        cached,
+        group_sizes,
+        bias,
+        key,
+        out_dtype=out_dtype,
+        specs=specs,
+        out_spec=given["out_spec"],
+    )
+    return y if state is None else (y, DenseState(x_state, kernel_state)), residuals
+
+
+def multiply_rows(
+    x_copies, kernel, group_sizes, bias, key=None, *, out_dtype, specs, out_spec=None
+):
+    """The layer from quantized operands on, and the residuals of `multiply_rows_bwd`.
+
+    Args:
+      x_copies: x [P, C, K] quantized along K, and along the rows.
+      kernel: QuantizedKernel.
+      specs: of `specs_in_use`.
+    """
+    q_x, q_x_wgrad = x_copies
     y = quantized_grouped_gemm(
         q_x,
-        cached.forward,
+        kernel.forward,
         group_sizes,
         out_dtype=out_dtype,
         specs=specs[:2],
-        out_spec=given["out_spec"],
+        out_spec=out_spec,
     )
     if bias is not None:
         bias_specs = (specs[2], _bias_spec(specs[1]), None)
         y = group_bias_op(y, bias, group_sizes, operand_specs=bias_specs)
-    saved = keep(q_x_wgrad, "quantized_x"), keep(cached.for_dgrad(), "quantized_kernel")
-    out = y if state is None else (y, DenseState(x_state, kernel_state))
-    return out, (*saved, group_sizes, bias, key)
+    saved = keep(q_x_wgrad, "quantized_x"), keep(kernel.for_dgrad(), "quantized_kernel")
+    return y, (*saved, group_sizes, bias, key)
 
 
 def _x_copies(x, group_sizes, recipe, state, spec):
@@ -199,8 +222,16 @@ def _x_copies(x, group_sizes, recipe, state, spec):
 
 def _grouped_dense_bwd(residuals, cotangent, *, recipe, out_dtype, specs, x_spec, w_spec, out_spec):
     del out_dtype, out_spec
-    q_x, q_kernel, group_sizes, bias, key = residuals
     dy = cotangent[0] if isinstance(recipe, DelayedScaling) else cotangent
+    dx, dw, db = multiply_rows_bwd(
+        residuals, dy, recipe=recipe, specs=specs, x_spec=x_spec, w_spec=w_spec
+    )
+    return dx, dw, None, db, None, None, None
+
+
+def multiply_rows_bwd(residuals, dy, *, recipe, specs, x_spec, w_spec):
+    """Gradients of x, of the kernel and of the bias."""
+    q_x, q_kernel, group_sizes, bias, key = residuals
     dy_dgrad, dy_wgrad = _dy_copies(dy, group_sizes, recipe, key, specs[2])
     q_kernel, dy_dgrad = after(q_kernel, dy_dgrad)
     dx = quantized_grouped_gemm_dgrad(
@@ -231,7 +262,7 @@ def _grouped_dense_bwd(residuals, cotangent, *, recipe, out_dtype, specs, x_spec
             operand_specs=(specs[2], None),
             result_specs=(_jax.explicit_spec(bias) if bias_spec is None else bias_spec,),
         )
-    return dx, dw, None, db, None, None, None
+    return dx, dw, db
 
 
 def _dy_copies(dy, group_sizes, recipe, key, spec):

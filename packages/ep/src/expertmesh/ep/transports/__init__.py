@@ -40,7 +40,7 @@ def choose(name: str, route: Route, itemsize: int, axis: Axis) -> ModuleType:
 
 
 def choose_blocks(name: str, route: Route, axis: Axis) -> ModuleType:
-    """The transport for sums that are quantized on the way: one that brings them back in blocks, by any name but "ring".
+    """The transport for sums that are quantized on the way, by any name but "ring": it brings them back in blocks.
 
     Raises:
       ValueError: as `choose`.
