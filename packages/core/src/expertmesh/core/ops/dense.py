@@ -343,7 +343,7 @@ def after(kernel: QuantizedArray, dy: QuantizedArray):
 
 def _dense_fwd(x, kernel, bias, state, key, cached, *, recipe, out_dtype, specs, **given):
     q_x, q_x_wgrad, x_state = _x_copies(x, recipe, state, specs[0])
-    kernel_state = None if state is None else state.kernel
+    kernel_state = state and state.kernel
     if cached is None:
         cached, kernel_state = kernel_copies(kernel, recipe, 0, kernel_state, specs[1])
     y = quantized_gemm(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op
-from expertmesh.core.ops.quantized_gemm import check_both_quantized, quantized_gemm
+from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.vjp import differentiable
 
@@ -100,6 +100,7 @@ def gemm(
       ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ; a spec with an axis twice or not in the mesh;
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      NotImplementedError: quantized operands are differentiated.
 
     Differentiable in `x`, `w` and `bias`, unless they are quantized (see `dense`). Under sharding the weight is
     gathered over every axis that shards the tokens, in the dtype of `x`; the tokens are not. Over axes of the
@@ -140,7 +141,7 @@ def gemm(
 
 
 def _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec):
-    check_both_quantized("gemm", x, w)
+    x, w = both_quantized("gemm", "dense", x, w)
     y = quantized_gemm(x, w, out_dtype=out_dtype, specs=(x_spec, w_spec), out_spec=out_spec)
     return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
 

@@ -166,7 +166,7 @@ def _grouped_dense_fwd(
     x, kernel, group_sizes, bias, state, key, cached, *, recipe, out_dtype, specs, **given
 ):
     q_x, q_x_wgrad, x_state = _x_copies(x, group_sizes, recipe, state, specs[0])
-    kernel_state = None if state is None else state.kernel
+    kernel_state = state and state.kernel
     if cached is None:
         cached, kernel_state = kernel_copies(kernel, recipe, 1, kernel_state, specs[1])
     y, residuals = multiply_rows(

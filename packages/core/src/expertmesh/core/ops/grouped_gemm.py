@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query
-from expertmesh.core.ops.quantized_gemm import check_both_quantized
+from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.rule import (
     Split,
@@ -447,6 +447,7 @@ def grouped_gemm(
       ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      NotImplementedError: quantized operands are differentiated.
       TypeError: `group_sizes` are not integers.
 
     Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
@@ -485,7 +486,7 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_s
         quantized_grouped_gemm,
     )  # builds on this module
 
-    check_both_quantized("grouped_gemm", lhs, rhs)
+    lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
     out = quantized_grouped_gemm(
         lhs,

@@ -99,6 +99,7 @@ class _Plan:
         check_blocks(
             "grouped_quantize", query.shapes[0], query.options["block"], kept, query.mesh_shape
         )
+        query = dataclasses.replace(query, result_specs=None)
         plan = plan_by_rule(query, rule, frozenset({"d1", "g", "key"}), frozenset())
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}

@@ -212,6 +212,8 @@ class _Plan:
         rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
         block = query.options["block"]
         check_blocks(self.name, query.shapes[0], block, query.operand_specs[0], query.mesh_shape)
+        # Where results are wanted otherwise, those are moved: they are fewer bytes, and no block is cut.
+        query = dataclasses.replace(query, result_specs=None)
         plan = plan_by_rule(query, rule, frozenset(self.whole), frozenset())
         if not self.finds_amax:
             return plan

@@ -17,6 +17,7 @@ from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import parse_rule, plan_by_rule
+from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["quantized_gemm", "quantized_gemm_dgrad", "quantized_gemm_wgrad"]
 
@@ -198,8 +199,12 @@ def _call(ops, a, b, out_dtype, specs, out_spec):
     )
 
 
-def check_both_quantized(name: str, a, b) -> None:
-    """Raises ValueError unless both operands are quantized."""
+def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, QuantizedArray]:
+    """Both operands of GEMM `name`, as constants: asking for a derivative is an error that names `layer`.
+
+    Raises:
+      ValueError: one of them is not quantized.
+    """
     if not (isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray)):
         kinds = [
             type(x).__name__ if isinstance(x, QuantizedArray) else str(x.dtype) for x in (a, b)
@@ -208,6 +213,12 @@ def check_both_quantized(name: str, a, b) -> None:
             f"{name}: both operands must be quantized or none; got {kinds[0]} and {kinds[1]}; quantize the other too, "
             "or dequantize this one"
         )
+
+    def constant(x):
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return not_differentiable(x, f"{name}: use {layer}") if is_float else x
+
+    return jax.tree.map(constant, a), jax.tree.map(constant, b)
 
 
 def _check_one_tensor(q: QuantizedArray) -> None:
@@ -240,7 +251,7 @@ def check_pair(
     _check_formats(name, a[0].format, b[0].format)
     for q, dim in (a, b):
         check_quantized(name, q)
-        if q.block and q.block[dim] != q.format.block[1]:
+        if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
             raise ValueError(
                 f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
                 f"block={q.block} of {q.shape}; quantize it with axis={dim}"

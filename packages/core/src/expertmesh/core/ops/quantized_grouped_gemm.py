@@ -117,11 +117,12 @@ def _wgrad_reference(*operands, num_experts, blocks, out_dtype):
 
     def one(_, *of_participant):
         *both, group_sizes_G = of_participant
+        lhs_reader, dy_reader = (
+            partial(_reader, half, block) for half, block in zip(halves(both), blocks, strict=True)
+        )
         return accumulate_weights(
-            *(
-                partial(_reader, half, block)
-                for half, block in zip(halves(both), blocks, strict=True)
-            ),
+            lhs_reader,
+            dy_reader,
             group_sizes_G,
             lhs[0].shape[1],
             (shape[1], prod(shape[2:])),
