@@ -20,7 +20,8 @@ PUBLIC = {
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
         is_supported prepare raise_overflow recv_capacity""",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES init_params
-        is_supported linen merge_wi moe native_moe nnx param_shapes param_specs split_wi""",
+        init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs quantize_kernels
+        split_wi""",
 }
 
 

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.ops.dense import QuantizedKernel, check_cache, kernel_copies
 from expertmesh.core.ops.grouped_dense import (
-    multiply_rows,
-    multiply_rows_bwd,
+    forward_of_copies,
+    backward_of_copies,
     specs_in_use,
 )
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
@@ -92,7 +92,7 @@ def _dispatch_dense_fwd(x, kernel, bias, handle, cached, *, recipe, specs, w_spe
     )
     if cached is None:
         cached, _ = kernel_copies(kernel, recipe, 1, None, specs[1])
-    y, residuals = multiply_rows(
+    y, residuals = forward_of_copies(
         (rows, along_rows), cached, sizes, bias, out_dtype=x.dtype, specs=specs
     )
     return y, (residuals, handle)
@@ -100,7 +100,7 @@ def _dispatch_dense_fwd(x, kernel, bias, handle, cached, *, recipe, specs, w_spe
 
 def _dispatch_dense_bwd(residuals, dy, *, recipe, specs, w_spec, wire_format):
     of_rows, handle = residuals
-    d_rows, d_kernel, d_bias = multiply_rows_bwd(
+    d_rows, d_kernel, d_bias = backward_of_copies(
         of_rows, dy, recipe=recipe, specs=specs, x_spec=specs[0], w_spec=w_spec
     )
     d_x = combine(handle, d_rows, wire_format=wire_format)

@@ -169,7 +169,7 @@ def _grouped_dense_fwd(
     kernel_state = state and state.kernel
     if cached is None:
         cached, kernel_state = kernel_copies(kernel, recipe, 1, kernel_state, specs[1])
-    y, residuals = multiply_rows(
+    y, residuals = forward_of_copies(
         (q_x, q_x_wgrad),
         cached,
         group_sizes,
@@ -182,10 +182,10 @@ def _grouped_dense_fwd(
     return y if state is None else (y, DenseState(x_state, kernel_state)), residuals
 
 
-def multiply_rows(
+def forward_of_copies(
     x_copies, kernel, group_sizes, bias, key=None, *, out_dtype, specs, out_spec=None
 ):
-    """The layer from quantized operands on, and the residuals of `multiply_rows_bwd`.
+    """The layer from quantized operands on, and the residuals of `backward_of_copies`.
 
     Args:
       x_copies: x [P, C, K] quantized along K, and along the rows.
@@ -223,13 +223,13 @@ def _x_copies(x, group_sizes, recipe, state, spec):
 def _grouped_dense_bwd(residuals, cotangent, *, recipe, out_dtype, specs, x_spec, w_spec, out_spec):
     del out_dtype, out_spec
     dy = cotangent[0] if isinstance(recipe, DelayedScaling) else cotangent
-    dx, dw, db = multiply_rows_bwd(
+    dx, dw, db = backward_of_copies(
         residuals, dy, recipe=recipe, specs=specs, x_spec=x_spec, w_spec=w_spec
     )
     return dx, dw, None, db, None, None, None
 
 
-def multiply_rows_bwd(residuals, dy, *, recipe, specs, x_spec, w_spec):
+def backward_of_copies(residuals, dy, *, recipe, specs, x_spec, w_spec):
     """Gradients of x, of the kernel and of the bias."""
     q_x, q_kernel, group_sizes, bias, key = residuals
     dy_dgrad, dy_wgrad = _dy_copies(dy, group_sizes, recipe, key, specs[2])
