@@ -67,3 +67,23 @@ def _cast(cotangent, primal):
     if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
         cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
     return _jax.match_varying(cotangent, frozenset(primal.manual_axis_type.varying))
+
+
+def not_differentiable(x, remedy: str):
+    """`x`; NotImplementedError that says `remedy` where a derivative of it is asked for."""
+    return _opaque(remedy, x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _opaque(remedy, x):
+    del remedy
+    return x
+
+
+@_opaque.defjvp
+def _opaque_jvp(remedy, primals, tangents):
+    del primals, tangents
+    name, _, remedy = remedy.partition(": ")
+    raise NotImplementedError(
+        f"{name}: it has no derivative; got a differentiated operand; {remedy}, or stop_gradient"
+    )
