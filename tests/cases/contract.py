@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from expertmesh.core.testing import OpCase, all_settings, check_op, covering_settings
+from expertmesh.core.testing import OpCase, check_op, covering_settings, full_settings
+
+# The full product of a case is minutes to an hour of one core: this many tests share it.
+PARTS = 16
 
 
 def contract_tests(cases: Sequence[OpCase], **only: tuple) -> tuple[Callable, Callable]:
@@ -22,9 +25,10 @@ def contract_tests(cases: Sequence[OpCase], **only: tuple) -> tuple[Callable, Ca
         check_op(case, setting)
 
     @pytest.mark.full
+    @pytest.mark.parametrize("part", range(PARTS))
     @pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-    def full_product(case):
-        for setting in all_settings(case):
+    def full_product(case, part):
+        for setting in full_settings(case)[part::PARTS]:
             check_op(case, setting)
 
     return covering_array, full_product

@@ -167,3 +167,36 @@ def test_explicit_cotangents_have_the_spec_of_their_primals():
     dx = jax.jit(jax.grad(lambda x: f(x).sum()))(x)
     assert dx.sharding.spec == P(("fsdp", "ep"), None)
     np.testing.assert_array_equal(dx, 2 * np.ones((16, 8)))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: jax.grad(lambda x: jnp.sum(jax.grad(lambda y: jnp.sum(jnp.sin(f(y))))(x))),
+        lambda f: jax.jit(jax.hessian(lambda x: jnp.sum(jnp.sin(f(x))))),
+    ],
+)
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_gradients_of_gradients_name_the_op(derivative, on_mesh):
+    """Also where the op is its reference inside a shard_map, which JAX could differentiate."""
+    x = jnp.ones((2, 3))
+    if on_mesh:
+        mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Explicit,))
+        x = jax.device_put(x, NamedSharding(mesh, P("a")))
+    w = jnp.ones((3, 4))
+    assert jax.grad(lambda x: jnp.sum(gemm(x, w)))(x).shape == x.shape
+    with pytest.raises(NotImplementedError, match="^gemm: the op itself has no derivative"):
+        derivative(lambda x: gemm(x, w))(x)
+
+
+def test_integers_carry_their_empty_tangents_through_an_op():
+    """Choices that a differentiable op returned go into ops of integers, beside floats that are held."""
+    count = Op("count", lambda i, x: (i + 1, x * i), "..., ... -> ..., ...")
+    pair = differentiable(lambda x: ((x * 2, jnp.int32([1, 2])), None), lambda _, d: (2 * d[0],))
+
+    def loss(x):
+        y, i = pair(x)
+        j, scaled = count(i, jnp.ones(2))
+        return jnp.sum(y * j * scaled)
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(2)), [4, 12])

@@ -40,6 +40,7 @@ def activation_gradient(h, d_a, activation):
 
 
 GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS = PartitionSpec(("fsdp", "ep"))
 

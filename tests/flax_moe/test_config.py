@@ -41,6 +41,8 @@ def test_fields_are_frozen():
         ("apply_topk_weights_early", False),
         ("num_chunks", 1),
         ("remat", "save_all"),
+        ("overflow", "drop"),
+        ("debug", False),
         ("recipe", None),
         ("quantize_backward_combine", False),
     ]
@@ -87,6 +89,7 @@ def test_router_part():
         (dict(num_groups=2), ValueError, ["group_topk=None"]),
         (dict(scaling_factor="2"), TypeError, ["scaling_factor='2'"]),
         (dict(transport="smoke"), ValueError, ["'smoke'", "ring", "all_to_all"]),
+        (dict(overflow="trap"), ValueError, ["overflow='trap'", "drop", "error"]),
         (dict(alignment=0), ValueError, ["alignment=0"]),
         (dict(alignment=12), ValueError, ["alignment=12", "power of two"]),
         (dict(capacity_factor=0.5), ValueError, ["capacity_factor=0.5", "at least 1"]),

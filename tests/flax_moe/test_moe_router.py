@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from core.ops import router_oracle
 from expertmesh.core import router_z_loss
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import moe, native_moe
-from flax_moe.moe_oracle import ACTIVATIONS, make_config, make_data, make_mesh, place
+from flax_moe.moe_oracle import ACTIVATIONS, EXPLICIT, make_config, make_data, make_mesh, place
 
 CONFIG = make_config(
     score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=2.5, use_bias=False
@@ -37,7 +36,7 @@ def dense(data, config, idx, weights):
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_bias_mask_scores_and_groups(on_mesh):
     data, (bias, mask) = make_data(CONFIG), operands()
-    mesh = make_mesh((2, 4), AxisType.Explicit) if on_mesh else None
+    mesh = make_mesh((2, 4), EXPLICIT) if on_mesh else None
     params, x, _ = place(data, CONFIG, mesh)
     out = jax.jit(lambda p, x, b, m: moe(p, x, CONFIG, expert_bias=b, token_mask=m))(
         params, x, bias, mask

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core.ops import router_oracle
 from expertmesh.core import Activation
@@ -25,6 +25,8 @@ from expertmesh.flax_moe import (
     param_specs,
 )
 from flax_moe.moe_oracle import (
+    AUTO,
+    EXPLICIT,
     GPT_OSS,
     Data,
     assert_result,
@@ -36,7 +38,6 @@ from flax_moe.moe_oracle import (
     value_and_gradients,
 )
 
-EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 ALL = dict(
     activation=GPT_OSS,
     shared_expert_dim=20,

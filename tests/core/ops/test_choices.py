@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.core import RouterConfig, expert_counts, plan_permute, route, router_statistics
+from expertmesh.core import (
+    RouterConfig,
+    expert_counts,
+    plan_permute,
+    route,
+    router_statistics,
+    to_routing_map,
+    topk_weights_to_probs,
+)
 
 E = 300  # 44 in int8
 IDX = np.asarray([[0, 50], [119, -1], [119, 1]], np.int8)
@@ -23,6 +31,14 @@ def counts_of_replay(idx):
     return np.bincount(routing.topk_idx[routing.topk_idx >= 0], minlength=E)
 
 
+def counts_of_map(idx):
+    return to_routing_map(idx, E).sum(axis=0)
+
+
+def counts_of_probs(idx):
+    return topk_weights_to_probs(jnp.ones(idx.shape), idx, num_experts=E).sum(axis=0)
+
+
 def counts_of_statistics(idx):
     return router_statistics(jnp.asarray(LOGITS), idx).tokens_per_expert
 
@@ -30,7 +46,7 @@ def counts_of_statistics(idx):
 @pytest.mark.parametrize(
     "counts",
     [counts_of_plan, lambda idx: expert_counts(idx, num_experts=E), counts_of_replay]
-    + [counts_of_statistics],
+    + [counts_of_statistics, counts_of_map, counts_of_probs],
 )
 def test_narrow_ids(counts):
     np.testing.assert_array_equal(counts(jnp.asarray(IDX)), COUNTS)

@@ -1,5 +1,6 @@
 """Routing maps: layout of both formats, round trips, errors."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +55,13 @@ def test_out_of_range_and_repeated_choices():
 def test_narrow_indices_and_many_experts():
     got = to_routing_map(jnp.array([[-1, 3]], jnp.int8), 300)
     np.testing.assert_array_equal(np.flatnonzero(got), [3])
+
+
+def test_wide_indices_are_not_cut():
+    """2^32 + 3 is 3 in int32."""
+    with jax.enable_x64(True):
+        got = to_routing_map(jnp.asarray([[2**32 + 3, 1]], jnp.int64), 4)
+    assert got.tolist() == [[False, True, False, False]]
 
 
 def test_more_experts_than_choices_and_unused_bits():

@@ -56,6 +56,7 @@ from expertmesh.core.ops.ragged_params import (
     missing_rows,
     ragged_params,
 )
+from expertmesh.core.ops.route_map import DenseRouting, route_map
 from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig, Routing, route
 from expertmesh.core.ops.router_statistics import RouterStatistics, router_statistics
 from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
@@ -91,6 +92,7 @@ __all__ = [
     "ChunkPlan",
     "DelayedScaling",
     "DelayedState",
+    "DenseRouting",
     "DenseState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -159,6 +161,7 @@ __all__ = [
     "recipe_of",
     "required_bias_histogram",
     "route",
+    "route_map",
     "router_statistics",
     "router_z_loss",
     "rows_to_choices",

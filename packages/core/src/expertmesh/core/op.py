@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -117,7 +118,8 @@ class Op:
           ValueError: unknown implementation, ranks that do not fit the rule; given specs with axes that are not in the
             mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit ones.
           ImportError: the named kernel's package is missing.
-          NotImplementedError: Auto axes inside a partly Manual region without a MeshResource.
+          NotImplementedError: Auto axes inside a partly Manual region without a MeshResource; a derivative of the
+            op, which only `expertmesh.core.differentiable` can give one.
         """
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
         if implementation not in names:
@@ -253,7 +255,24 @@ def _run(call: _Call, *operands):
         out = _run(batched_call, *operands)
         return out, jax.tree.map(lambda _: True, out)
 
-    return run(*operands)
+    return _without_derivative(call.op.name, run)(*operands)
+
+
+def _without_derivative(name: str, function):
+    """`function`, whose derivative is an error that names the op; the empty tangents of integers pass."""
+    guarded = jax.custom_jvp(function)
+
+    def jvp(primals, tangents):
+        if not all(isinstance(tangent, SymbolicZero) for tangent in tangents):
+            raise NotImplementedError(
+                f"{name}: the op itself has no derivative; got one asked for, as by a gradient of a gradient or by "
+                "forward mode; differentiate once and in reverse, and an Op of your own through `differentiable`"
+            )
+        out = guarded(*primals)
+        return out, jax.tree.map(partial(zero_from_primal, symbolic_zeros=True), out)
+
+    guarded.defjvp(jvp, symbolic_zeros=True)
+    return guarded
 
 
 def _dispatch(call: _Call, operands):

@@ -26,7 +26,8 @@ def differentiable(fwd: Callable, bwd: Callable) -> Callable:
     Returns:
       `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
       keyword-only. A repeated call with equal types and options is not traced again. Cotangents are cast to the
-      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Not differentiable twice.
+      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Not differentiable twice:
+      a NotImplementedError names the op.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,10 +13,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
 from expertmesh.core.op import Op
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.gather_rows import gather_values
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
@@ -220,11 +219,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         )
     axis = partition.resolve_axis(config, topk_idx)
     if config.debug:
-        checkify.debug_check(
-            jnp.all(wide_ids(topk_idx) < config.num_experts),
-            f"prepare: expert ids must be below num_experts={config.num_experts}; got {{most}}",
-            most=jnp.max(topk_idx, initial=0),
-        )
+        debug_check_ids("prepare", topk_idx, config.num_experts)
     slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped = _prepare(
         topk_idx,
         num_experts=config.num_experts,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.ops.router import RouterConfig
 from expertmesh.core.recipe import Recipe, alignment_of, recipe_of
-from expertmesh.ep import EpConfig
+from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
 __all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
@@ -49,6 +49,10 @@ class MoEConfig:
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
+      overflow: "drop" or "error": whether choices that do not fit the buffers are accepted, or `MoEOutput.overflow` is
+        returned for `expertmesh.ep.raise_overflow`; see `expertmesh.ep.EpConfig`.
+      debug: under `jax.experimental.checkify.checkify`, ids >= E in a given topk_idx are errors. Off by default; see
+        `expertmesh.ep.EpConfig`.
       recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.recipe_of` takes,
         kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
         router is never quantized.
@@ -85,6 +89,8 @@ class MoEConfig:
     apply_topk_weights_early: bool = False
     num_chunks: int = 1
     remat: str = "save_all"
+    overflow: str = "drop"
+    debug: bool = False
     recipe: Recipe | None = None
     quantize_backward_combine: bool = False
 
@@ -178,6 +184,8 @@ class MoEConfig:
             alignment=self.row_alignment,
             transport=self.transport,
             axis=axis,
+            overflow=self.overflow,
+            debug=self.debug,
         )
 
 
@@ -192,6 +200,8 @@ class MoEOutput(NamedTuple):
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
+      overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
+        above 1 its arrays are [n]. None otherwise.
       quant_state: the next call's `quant_state`; None unless the recipe is a DelayedScaling.
     """
 
@@ -202,6 +212,7 @@ class MoEOutput(NamedTuple):
     num_dropped: jax.Array
     entropy: jax.Array
     topk_idx: jax.Array
+    overflow: Overflow | None = None
     quant_state: Any = None
 
 

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
+from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
@@ -39,6 +40,7 @@ from expertmesh.ep import (
     combine,
     dispatch,
     dispatch_weights,
+    find_overflow,
     prepare,
     recv_capacity,
 )
@@ -119,6 +121,9 @@ def moe(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
 
+    if config.debug and topk_idx is not None:
+        debug_check_ids("moe", topk_idx, config.num_experts)
+
     if config.num_chunks > 1:
         given = given.with_kernels(params, config)
     specs = _specs(config)
@@ -128,7 +133,7 @@ def moe(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
     experts = {k: w for k, w in params.items() if k in ("wi", "wo", "wi_bias", "wo_bias")}
-    y, num_dropped, state = _routed_in_chunks(
+    y, num_dropped, overflow, state = _routed_in_chunks(
         config, ep_axis, experts, given.of(experts), x, topk_idx, topk_weights
     )
     y = _laid_out_like(x, y)
@@ -144,6 +149,7 @@ def moe(
         num_dropped=num_dropped,
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
         topk_idx=topk_idx,
+        overflow=overflow,
         quant_state=state,
     )
 
@@ -186,13 +192,15 @@ def _z_loss(logits, token_mask, config):
 
 
 def _routed(config, ep_axis, params, given, x, topk_idx, topk_weights):
-    """y [..., D] in the experts' dtype, the number of dropped choices, the layers' next state."""
+    """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
     weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
     h, wi_state = _first_product(params, x.astype(config.dtype), handle, config, given)
     y_PCD, wo_state = _second_product(params, h, weights_PC, handle, config, given)
     state = given.state and {"wi": wi_state, "wo": wo_state}
-    return named("combined", combine(handle, y_PCD)), jnp.sum(handle.num_dropped), state
+    overflow = find_overflow(handle) if config.overflow == "error" else None
+    y = named("combined", combine(handle, y_PCD))
+    return y, jnp.sum(handle.num_dropped), overflow, state
 
 
 _ROUTED = rematerialized(_routed, static_argnums=(0, 1))
@@ -208,12 +216,12 @@ def _routed_in_chunks(config, ep_axis, params, given, x, topk_idx, topk_weights)
 
     def one(state, part):
         number, *tokens = part
-        y, num_dropped, state = routed(given.of_part(state, number), *tokens)
-        return state, (y, num_dropped)
+        y, num_dropped, overflow, state = routed(given.of_part(state, number), *tokens)
+        return state, (y, num_dropped, overflow)
 
     numbers = jnp.arange(config.num_chunks)
-    state, (y, num_dropped) = jax.lax.scan(one, given.state, (numbers, *parts))
-    return merge_chunks(y, dim), jnp.sum(num_dropped), state
+    state, (y, num_dropped, overflow) = jax.lax.scan(one, given.state, (numbers, *parts))
+    return merge_chunks(y, dim), jnp.sum(num_dropped), overflow, state
 
 
 def _first_product(params, x, handle, config, given):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.ops.choices import wide_ids
 
 __all__ = ["ROUTING_MAP_FORMATS", "from_routing_map", "to_routing_map"]
 
@@ -33,7 +34,7 @@ def to_routing_map(topk_idx: jax.Array, num_experts: int, format: str = "bytemap
 
     No communication, however tokens are sharded.
     """
-    _check_format("to_routing_map", format)
+    check_format("to_routing_map", format)
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(
             f"to_routing_map: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
@@ -66,7 +67,7 @@ def from_routing_map(
 
     No communication, however tokens are sharded.
     """
-    _check_format("from_routing_map", format)
+    check_format("from_routing_map", format)
     packed = format == "bitmap"
     width = -(-num_experts // 8) if packed else num_experts
     flags = routing_map.dtype == jnp.bool_ or jnp.issubdtype(routing_map.dtype, jnp.integer)
@@ -88,7 +89,8 @@ def from_routing_map(
     return _from_map_op(routing_map, num_experts=num_experts, top_k=top_k, packed=packed)
 
 
-def _check_format(function, value):
+def check_format(function: str, value: str) -> None:
+    """Raises ValueError unless it is one of ROUTING_MAP_FORMATS."""
     if value not in ROUTING_MAP_FORMATS:
         raise ValueError(
             f"{function}: format must be one of {', '.join(ROUTING_MAP_FORMATS)}; got format={value!r}; "
@@ -97,8 +99,9 @@ def _check_format(function, value):
 
 
 def _to_map(topk_idx, *, num_experts, packed):
-    expert_E = jnp.arange(num_experts, dtype=jnp.int32)
-    chosen = jnp.any(topk_idx[..., None].astype(jnp.int32) == expert_E, axis=-2)
+    topk_idx = wide_ids(topk_idx)
+    expert_E = jnp.arange(num_experts, dtype=topk_idx.dtype)
+    chosen = jnp.any(topk_idx[..., None] == expert_E, axis=-2)
     return jnp.packbits(chosen, axis=-1, bitorder="little") if packed else chosen
 
 
