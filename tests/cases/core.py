@@ -1,5 +1,7 @@
 """At least one OpCase per public op of core."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -7,10 +9,12 @@ from jax.sharding import PartitionSpec as P
 from core.ops import router_oracle
 from expertmesh.core import (
     RouterConfig,
+    dense,
     expert_counts,
     from_routing_map,
     gated_activation,
     gemm,
+    grouped_dense,
     grouped_gemm,
     load_balance_loss,
     permute,
@@ -147,6 +151,50 @@ GROUPED_GEMM_EP = OpCase(
         "tuple": (P(("a", "b")), P(("a", "b")), P(("a", "b")), P(("a", "b"))),
     },
     independent={"one": (P("b"),), "tuple": (P(("a", "b")),)},
+    poison=_grouped_poison,
+)
+
+
+def _exact(rng, shape, dtype):
+    """Integers times powers of 2 (one per row), which 8 bits and a scale that is a power of 2 hold exactly."""
+    scale = 2.0 ** rng.integers(-3, 4, size=(*shape[:-1], 1))
+    return (rng.integers(-8, 9, size=shape) * scale).astype(jnp.dtype(dtype))
+
+
+def _dense_operands(rng, size, dtype):
+    batch, seq, k, n = {
+        "regular": (8, 8, 256, 32),
+        "odd": (8, 8, 256, 48),
+        "empty": (0, 8, 256, 16),
+    }[size]
+    w = _exact(rng, (n, k), dtype).T  # a scale per column: blocks lie along K
+    return _exact(rng, (batch, seq, k), dtype), w, rng.normal(size=n).astype(dtype)
+
+
+DENSE = OpCase(
+    name="dense",
+    function=partial(dense, recipe="mxfp8"),
+    operands=_dense_operands,
+    oracle=_gemm_oracle,
+    layouts=GEMM.layouts,
+)
+
+
+def _grouped_dense_operands(rng, size, dtype):
+    lhs, rhs, sizes, bias = _grouped_operands(rng, size, dtype)
+    n = 16 if size == "empty" else 32
+    lhs = _exact(rng, (*lhs.shape[:2], 256), dtype)
+    rhs = np.moveaxis(_exact(rng, (rhs.shape[0], 2, n, 256), dtype), -1, 1)
+    return lhs, rhs, sizes, rng.normal(size=(rhs.shape[0], 2, n)).astype(lhs.dtype)
+
+
+GROUPED_DENSE = OpCase(
+    name="grouped_dense",
+    function=partial(grouped_dense, recipe="mxfp8"),
+    operands=_grouped_dense_operands,
+    oracle=_grouped_oracle,
+    layouts=GROUPED_GEMM.layouts,
+    independent=GROUPED_GEMM.independent,
     poison=_grouped_poison,
 )
 
@@ -679,8 +727,10 @@ HISTOGRAM = OpCase(
 CASES = [
     GEMM,
     GEMM_TOKENS,
+    DENSE,
     GROUPED_GEMM,
     GROUPED_GEMM_EP,
+    GROUPED_DENSE,
     PERMUTE,
     UNPERMUTE,
     PERMUTE_MAP,

@@ -183,9 +183,13 @@ def test_scales_decide_where_blocks_may_be_cut():
     q = quantize(x, formats[0]), quantize(kernel, formats[1], axis=0, across=1)
     mesh = mesh_of(EXPLICIT)
     cut = [jax.tree.map(lambda a: put(mesh, a, P()), one) for one in q]
-    cut[0] = jax.tree.map(lambda a: put(mesh, a, P(None, None, "tp")) if a.shape[2] > 1 else a, cut[0])
+    cut[0] = jax.tree.map(
+        lambda a: put(mesh, a, P(None, None, "tp")) if a.shape[2] > 1 else a, cut[0]
+    )
     want = gemm(*q, out_dtype=jnp.float32)
-    np.testing.assert_array_equal(jax.jit(gemm, static_argnames="out_dtype")(*cut, out_dtype="float32"), want)
+    np.testing.assert_array_equal(
+        jax.jit(gemm, static_argnames="out_dtype")(*cut, out_dtype="float32"), want
+    )
 
 
 def test_the_cache_lies_where_the_kernel_is():
