@@ -78,11 +78,7 @@ def divide(x, y):
     quotient = (ratio * jnp.where(small > 0, 2.0**24, 2.0**23).astype(jnp.float32)).astype(
         jnp.int32
     )
-    # Both products exceed 32 bits; their difference does not, as the quotient is off by a few units only.
-    rest = (over << (23 + small)) - quotient * under
-    for _ in range(3):
-        step = (rest >= under).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
-        quotient, rest = quotient + step, rest - step * under
+    quotient, rest = corrected(quotient, over, under, 23 + small)
     lost_bits = jnp.clip(-126 - exponent, 0, 25)  # by which a subnormal result is shorter
     lost = quotient & ((1 << lost_bits) - 1)
     kept = quotient >> lost_bits
@@ -94,6 +90,16 @@ def divide(x, y):
     kept += (above | (tie & ((kept & 1) > 0))).astype(jnp.int32)
     bits = kept + jnp.where(whole, jnp.clip(exponent, -126, 127) + 126 << 23, 0)
     return _float(jnp.where(exponent > 127, _LARGEST, jnp.minimum(bits, _LARGEST)))
+
+
+def corrected(quotient, over, under, shift):
+    """(quotient, rest) of int32 `over << shift` by `under`, of a quotient that is wrong by at most 3."""
+    # Both products exceed 32 bits; their difference does not.
+    rest = (over << shift) - quotient * under
+    for _ in range(3):
+        step = (rest >= under).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+        quotient, rest = quotient + step, rest - step * under
+    return quotient, rest
 
 
 def power_of_2(biased):
