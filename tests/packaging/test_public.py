@@ -7,8 +7,9 @@ import inspect
 import pytest
 
 PUBLIC = {
-    "expertmesh.core": """ACTIVATIONS Activation ChunkPlan DelayedScaling DelayedState Float8BlockScaling Float8CurrentScaling
-        Format Kernel LayerFormats MXFP8BlockScaling MeshResource NVFP4BlockScaling Op PermutePlan Plan
+    "expertmesh.core": """ACTIVATIONS Activation ChunkPlan DelayedScaling DelayedState Float8BlockScaling
+        Float8CurrentScaling Format Kernel LayerFormats MXFP8BlockScaling MeshResource NVFP4BlockScaling Op
+        PermutePlan Plan
         QuantizedArray Query RECIPES ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics
         Routing SCORE_FUNCTIONS TensorFormat accumulate_gradient activate alignment_of autocast
         choices_to_rows current_recipe current_resource dequantize differentiable expert_counts
