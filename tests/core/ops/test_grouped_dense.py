@@ -132,13 +132,16 @@ def test_without_participants_and_without_a_recipe():
     assert y.shape == (224, 2, 32)
 
 
-def test_debug_checks_the_sizes():
+@pytest.mark.parametrize(
+    "sizes, words", [([128, 97], ["add up", "225"]), ([120, 64], ["multiples", "32", "120"])]
+)
+def test_debug_checks_the_sizes(sizes, words):
     x, kernel, *_ = data()
     checked = checkify.checkify(
-        lambda sizes: grouped_dense(x, kernel, sizes, recipe="fp8_current", debug=True)
+        lambda sizes: grouped_dense(x, kernel, sizes, recipe="mxfp8", debug=True)
     )
-    error, _ = checked(jnp.array([[128, 97], [0, 160]]))
-    assert "grouped_dense: group_sizes" in error.get() and "225" in error.get()
+    error, _ = jax.jit(checked)(jnp.array([sizes, [0, 160]]))
+    assert all(word in error.get() for word in ["grouped_dense: group", *words]), error.get()
 
 
 def struct(*sizes, dtype="float32"):

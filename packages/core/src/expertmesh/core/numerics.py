@@ -175,8 +175,19 @@ def round_randomly(x, dtype, bits):
 def cast(x, dtype):
     """float32 x, already one of the numbers of `dtype`, in `dtype`; NaN is `NAN_CODE`, or 0 where there is none."""
     is_nan = jnp.isnan(x)
-    codes = jnp.where(is_nan, jnp.float32(0), x).astype(dtype)
-    if jnp.finfo(dtype).bits < 8:
-        return codes
-    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    if jnp.dtype(dtype) == jnp.float4_e2m1fn:
+        return _four_bits(jnp.where(is_nan, jnp.float32(0), x))
+    codes = jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
     return jax.lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(NAN_CODE), codes), dtype)
+
+
+def _four_bits(x):
+    """The same bits as `astype`, which XLA:CPU takes twice as long for."""
+    bits = _bits(x)
+    magnitudes = bits & 0x7FFFFFFF
+    # From 1 on, two bits of exponent and one of mantissa; below, 0 and 1/2.
+    codes = jnp.where(
+        magnitudes >= 0x3F800000, (magnitudes >> 22) - 252, (magnitudes > 0).astype(jnp.int32)
+    )
+    codes |= (bits >> 28) & 8
+    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), jnp.float4_e2m1fn)

@@ -34,7 +34,7 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_op,
     grouped_gemm,
 )
-from expertmesh.core.ops.grouped_quantize import grouped_quantize
+from expertmesh.core.ops.grouped_quantize import check_starts, grouped_quantize
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
@@ -46,7 +46,7 @@ from expertmesh.core.ops.quantized_grouped_gemm import (
     quantized_grouped_gemm_dgrad,
     quantized_grouped_gemm_wgrad,
 )
-from expertmesh.core.recipe import Recipe, current_recipe, recipe_of
+from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
@@ -76,8 +76,8 @@ def grouped_dense(
     Args:
       x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
       kernel: float[E, K, *N].
-      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). In block formats the groups' first rows must be
-        multiples of the block: pad each group's size to one.
+      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
+        `alignment_of(recipe)`, as those of `plan_permute(..., alignment=)` are.
       bias: float[E, *N] or None; added to the rows of the groups only.
       contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
       recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
@@ -89,7 +89,8 @@ def grouped_dense(
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
-      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`).
+      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
+        that do not start at multiples of `alignment_of(recipe)`.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; rows after the last group are zeros, whatever
@@ -131,6 +132,8 @@ def grouped_dense(
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
+    if debug:
+        check_starts("grouped_dense", group_sizes, alignment_of(recipe))
         x_spec, out_spec = (
             None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
         )
