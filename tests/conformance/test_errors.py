@@ -12,8 +12,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core import (
     Kernel,
     MeshResource,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Op,
+    QuantizedArray,
     RouterConfig,
+    TensorFormat,
+    dense,
     from_routing_map,
     gated_activation,
     gemm,
@@ -57,6 +62,22 @@ def on_mesh(x, *spec, sizes=(2, 4), names=("dp", "ep"), kind=AxisType.Explicit):
 def under(resource, function):
     with global_shard_guard(resource):
         return function()
+
+
+F8 = jnp.float8_e4m3fn
+E4M3, E5M2 = TensorFormat(dtype="float8_e4m3fn"), TensorFormat(dtype="float8_e5m2")
+MX, NV = MXFP8BlockScaling().formats(), NVFP4BlockScaling().formats()
+
+
+def eight_bits(format, axis=1):
+    """Ones, [32, 32]."""
+    data, dtype = jnp.ones((32, 32), format.dtype), "float32"
+    if format.block is None:
+        return QuantizedArray(data, jnp.ones(()), format=format, dtype=dtype)
+    block = (1, format.block[1]) if axis else (format.block[1], 1)
+    scale = jnp.ones([32 // b for b in block], format.scale)
+    tensor = jnp.ones(()) if format.scale == "float8_e4m3fn" else None
+    return QuantizedArray(data, scale, tensor, block=block, format=format, dtype=dtype)
 
 
 def handle():
@@ -310,6 +331,48 @@ TABLE = [
         lambda: grouped_gemm(X[:4], jnp.ones((2, 7, 5)), SIZES),
         ValueError,
         *("(4, 16)", "(2, 7, 5)"),
+    ),
+    # Quantization
+    row("e5m2 x e5m2", lambda: gemm(eight_bits(E5M2), eight_bits(E5M2)), ValueError, "e4m3fn"),
+    row(
+        "mixed scaling modes",
+        lambda: gemm(eight_bits(E4M3), eight_bits(MX.kernel, 0)),
+        ValueError,
+        *("one kind", "float8_e8m0fnu"),
+    ),
+    row(
+        "one-sided RHT",
+        lambda: gemm(eight_bits(NV.x_wgrad), eight_bits(NV.x, 0)),
+        ValueError,
+        *("Hadamard", "hadamard=True"),
+    ),
+    row(
+        "half a pair",
+        lambda: gemm(eight_bits(E4M3), jnp.ones((32, 8))),
+        ValueError,
+        "QuantizedArray",
+        "float32",
+    ),
+    row(
+        "scales of another shape",
+        lambda: gemm(
+            dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
+            dataclasses.replace(eight_bits(MX.kernel, 0), data=jnp.ones((64, 32), F8)),
+        ),
+        ValueError,
+        *("(32, 2)", "(32, 1)"),
+    ),
+    row(
+        "block that does not divide the contraction",
+        lambda: dense(X, jnp.ones((16, 32)), recipe="mxfp8"),
+        ValueError,
+        *("16", "block, 32"),
+    ),
+    row(
+        "delayed scaling without state",
+        lambda: dense(X, jnp.ones((16, 32)), recipe="fp8_delayed"),
+        ValueError,
+        *("state=None", "init_dense_state"),
     ),
     # Choices among names
     row(

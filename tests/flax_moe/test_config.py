@@ -27,7 +27,7 @@ def test_fields_are_frozen():
         ("aux_loss_coeff", 0.0),
         ("z_loss_coeff", 0.0),
         ("capacity_factor", None),
-        ("alignment", 1),
+        ("alignment", None),
         ("transport", "auto"),
         ("ep_axis", None),
         ("dtype", jnp.bfloat16),
@@ -43,6 +43,8 @@ def test_fields_are_frozen():
         ("remat", "save_all"),
         ("overflow", "drop"),
         ("debug", False),
+        ("recipe", None),
+        ("quantize_backward_combine", False),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         MoEConfig(**VALID).top_k = 3

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from expertmesh.core import specs
+from expertmesh.core.layer import DenseState, init_dense_state
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
@@ -12,6 +13,13 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
+from expertmesh.core.ops.delayed_scaling import (
+    DelayedState,
+    grouped_quantize_delayed,
+    init_delayed,
+    quantize_delayed,
+)
+from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -19,7 +27,9 @@ from expertmesh.core.ops.expert_bias import (
 )
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gemm import gemm
+from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
+from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.permute import (
     PermutePlan,
@@ -33,6 +43,8 @@ from expertmesh.core.ops.permute import (
     unpermute,
 )
 from expertmesh.core.ops.permute_map import plan_permute_map
+from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.ops.ragged_params import (
     RaggedParams,
     local_permute_after_a2a,
@@ -50,6 +62,23 @@ from expertmesh.core.ops.topk_weights import (
     probs_to_topk_weights,
     topk_weights_to_probs,
 )
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.recipe import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    LayerFormats,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    TensorFormat,
+    alignment_of,
+    autocast,
+    current_recipe,
+    recipe_of,
+)
 from expertmesh.core.support import is_supported
 from expertmesh.core.vjp import differentiable
 
@@ -57,23 +86,42 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "ChunkPlan",
+    "DelayedScaling",
+    "DelayedState",
     "DenseRouting",
+    "DenseState",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
     "Kernel",
+    "LayerFormats",
+    "MXFP8BlockScaling",
     "MeshResource",
+    "NVFP4BlockScaling",
     "Op",
     "PermutePlan",
     "Plan",
+    "QuantizedArray",
+    "QuantizedKernel",
     "Query",
+    "RECIPES",
     "ROUTING_MAP_FORMATS",
     "RaggedParams",
+    "Recipe",
     "RouterConfig",
     "RouterStatistics",
     "Routing",
     "SCORE_FUNCTIONS",
+    "TensorFormat",
     "accumulate_gradient",
     "activate",
+    "alignment_of",
+    "autocast",
     "choices_to_rows",
+    "current_recipe",
     "current_resource",
+    "dense",
+    "dequantize",
     "differentiable",
     "expert_counts",
     "from_routing_map",
@@ -81,7 +129,12 @@ __all__ = [
     "gather_weight",
     "gemm",
     "global_shard_guard",
+    "grouped_dense",
     "grouped_gemm",
+    "grouped_quantize",
+    "grouped_quantize_delayed",
+    "init_delayed",
+    "init_dense_state",
     "is_supported",
     "load_balance_loss",
     "local_permute_after_a2a",
@@ -96,7 +149,12 @@ __all__ = [
     "plan_permute_map",
     "probs_to_topk_weights",
     "quantile_expert_bias",
+    "quantize",
+    "quantize_dbias",
+    "quantize_delayed",
+    "quantize_kernel",
     "ragged_params",
+    "recipe_of",
     "required_bias_histogram",
     "route",
     "route_map",

@@ -1,13 +1,25 @@
 """What this installation and a device can do."""
 
+import functools
 import importlib.metadata
+import math
 import re
+import warnings
 
 import jax
 
 from expertmesh.core import _jax
+from expertmesh.core.recipe import RECIPES
 
-FEATURES = ("reference", "triton")
+# The compute capability from which on NVIDIA GPUs multiply the operands of a recipe, and the one that ends it.
+_NATIVE = {
+    "fp8_delayed": (8.9, math.inf),
+    "fp8_current": (8.9, math.inf),
+    "fp8_block": (9.0, 10.0),
+    "mxfp8": (10.0, math.inf),
+    "nvfp4": (10.0, math.inf),
+}
+FEATURES = ("reference", "triton", *_NATIVE)
 TRITON = ("jax-triton>=0.4.1", "triton>=3.8")  # older ones lack TMA descriptors as parameters
 
 
@@ -44,7 +56,9 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     """Whether a feature of core can be used on a device, and why not.
 
     Args:
-      feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs.
+      feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs; a name of
+        `expertmesh.core.recipe.RECIPES`: GEMMs that multiply its operands as they are. Where that is not so the recipe
+        runs emulated: the operands are dequantized inside the GEMM, to the same numbers.
       device: None for the default device.
 
     Returns:
@@ -57,12 +71,45 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     if feature == "reference":
         return True, ""
     device = jax.devices()[0] if device is None else device
+    if feature in _NATIVE:
+        return False, f"{feature} runs emulated: {_why_emulated(feature, device)}"
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
     problem = first_missing(TRITON)
     if problem:
         return False, f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
     return True, ""
+
+
+def _why_emulated(feature: str, device: jax.Device) -> str:
+    first, end = _NATIVE[feature]
+    if device.platform != "gpu":
+        return f"native GEMMs need an NVIDIA GPU; the device is {device.device_kind}"
+    capability = float(device.compute_capability)
+    if not first <= capability < end:
+        until = "" if end == math.inf else f" to below {end}"
+        return f"native GEMMs need compute capability {first}{until}; the device has {capability}"
+    return "this version has no kernel for it"
+
+
+def warn_if_emulated(recipe, *operands: jax.Array) -> None:
+    """A UserWarning, once per process and recipe, if a GPU that runs this call does not multiply its operands natively.
+
+    Args:
+      recipe: whose GEMMs the call makes.
+      operands: of the call, concrete or traced.
+    """
+    if platform_of(*operands) != "cuda" or not any(d.platform == "gpu" for d in jax.devices()):
+        return
+    name = next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
+    native, reason = is_supported(name)
+    if not native:
+        _warn_once(reason)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}; the numbers are the same", stacklevel=3)
 
 
 def platform_of(*operands: jax.Array) -> str:

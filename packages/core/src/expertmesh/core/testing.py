@@ -9,11 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import pathlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.hlo import collectives
@@ -383,6 +386,34 @@ def _with_gradients(function, wrt, cotangents):
         return y, vjp(jax.tree.unflatten(tree, given))
 
     return both if wrt else lambda *operands: (function(*operands), ())
+
+
+def compile_partitioned(lowered) -> tuple[jax.stages.Compiled, str]:
+    """The compiled program, and its HLO as the partitioner left it.
+
+    XLA:CPU later sends 8-bit and bfloat16 numbers as wider ones, so only this text shows in which dtype they cross
+    devices. Never taken from the compilation cache.
+    """
+    with tempfile.TemporaryDirectory() as folder, _without_cache():
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_pass_re": "spmd-partition.*",
+            "xla_dump_hlo_as_text": True,
+        }
+        compiled = lowered.compile(compiler_options=options)
+        (text,) = pathlib.Path(folder).glob("*after_spmd-partitioning*")
+        return compiled, text.read_text()
+
+
+@contextlib.contextmanager
+def _without_cache():
+    # Whether there is a cache is decided once, and again after a reset.
+    with _config("jax_enable_compilation_cache", False):
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            compilation_cache.reset_cache()
 
 
 def relative_error(got, want) -> float:

@@ -15,13 +15,14 @@ class _Types(tuple):
     """Types of the primals: a static leaf of the residuals."""
 
 
-def differentiable(fwd: Callable, bwd: Callable) -> Callable:
+def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) -> Callable:
     """Makes one function of a forward and a backward rule. Call it at module level.
 
     Args:
       fwd: `fwd(*operands, **options) -> (out, residuals)`.
       bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`; None where there is none
         (integer operands, absent operands, pytrees of integers).
+      value: `value(*operands, **options) -> out`, where no derivative is asked for; None: `fwd` without its residuals.
 
     Returns:
       `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
@@ -32,6 +33,8 @@ def differentiable(fwd: Callable, bwd: Callable) -> Callable:
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options, *operands):
+        if value is not None:
+            return value(*operands, **dict(options))
         return fwd(*operands, **dict(options))[0]
 
     def call_fwd(options, *operands):
@@ -67,3 +70,23 @@ def _cast(cotangent, primal):
     if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
         cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
     return _jax.match_varying(cotangent, frozenset(primal.manual_axis_type.varying))
+
+
+def not_differentiable(x, remedy: str):
+    """`x`; NotImplementedError that says `remedy` where a derivative of it is asked for."""
+    return _opaque(remedy, x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _opaque(remedy, x):
+    del remedy
+    return x
+
+
+@_opaque.defjvp
+def _opaque_jvp(remedy, primals, tangents):
+    del primals, tangents
+    name, _, remedy = remedy.partition(": ")
+    raise NotImplementedError(
+        f"{name}: it has no derivative; got a differentiated operand; {remedy}, or stop_gradient"
+    )

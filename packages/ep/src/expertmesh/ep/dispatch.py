@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.gather_rows import gather_values
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
 from expertmesh.ep.config import TRANSPORTS, EpConfig
 from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
-from expertmesh.ep.transports import choose
+from expertmesh.ep.transports import choose, choose_blocks
+from expertmesh.ep.wire import Wire, from_bytes, scale_of_zeros, to_bytes, travels
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +103,32 @@ def _combine_reference(rows_1CD, slot, source_1C, row_1GK, *, axis, transport):
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
 
+def _dispatch_quantized_reference(
+    data, scale, slot, source_1C, row_1GK, *, axis, transport, format
+):
+    route = _route(slot, source_1C, row_1GK)
+    bytes_T = to_bytes(flatten_leading(data), flatten_leading(scale))
+    move = choose(transport, route, bytes_T.dtype.itemsize, axis).dispatch
+    bytes_C = move(bytes_T, route, axis=axis)
+    data_CD, scale_CB = from_bytes(bytes_C, data.shape[-1], data.dtype, scale.dtype)
+    is_padding_C1 = route.source_C[:, None] < 0
+    scale_CB = jnp.where(is_padding_C1, scale_of_zeros(format), scale_CB)
+    return data_CD[None], scale_CB[None]
+
+
+def _combine_quantized_reference(
+    rows_1CD, slot, source_1C, row_1GK, *, axis, transport, wire_format
+):
+    if row_1GK.size == 0:  # nothing moves
+        return _combine_reference(
+            rows_1CD, slot, source_1C, row_1GK, axis=axis, transport=transport
+        )
+    route = _route(slot, source_1C, row_1GK)
+    move = choose_blocks(transport, route, axis).combine
+    tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
+    return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
+
+
 def _dispatch_values_reference(values, slot, source_1C, row_1GK, *, axis):
     del slot, row_1GK
     values_GK = all_gather(flatten_leading(values), axis)
@@ -128,6 +157,18 @@ _dispatch_rows = Op(
 _combine_rows = Op(
     "ep_combine",
     _combine_reference,
+    "p c d, t... k, p c, p g k -> t... d",
+    plan=partition.plan_combine,
+)
+_dispatch_quantized = Op(
+    "ep_dispatch_quantized",
+    _dispatch_quantized_reference,
+    "t... d, t... b, t... k, p c, p g k -> p c d, p c b",
+    plan=partition.plan_dispatch_quantized,
+)
+_combine_quantized = Op(
+    "ep_combine_quantized",
+    _combine_quantized_reference,
     "p c d, t... k, p c, p g k -> t... d",
     plan=partition.plan_combine,
 )
@@ -203,38 +244,66 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
     return handle
 
 
-def dispatch(handle: Handle, tokens: jax.Array, *, transport: str | None = None) -> jax.Array:
+def dispatch(handle: Handle, tokens, *, transport: str | None = None):
     """Copies each token to its rows: rows[p, n] = the token of choice source[p, n], 0 for padding.
 
     Args:
       handle: from `prepare`.
       tokens: [..., D], leading dimensions as in topk_idx; real numbers of whole bytes: bfloat16, float16, float32, and
-        what quantized payloads and scales are held in (differentiable if floating).
+        what quantized payloads and scales are held in (differentiable if floating). Or a QuantizedArray of 8 bits with
+        blocks inside a token (not differentiable): its data and scales travel as one array of bytes.
       transport: overrides the config's.
 
     Returns:
       [P, C, D] in the tokens' dtype, sharded over (outer..., EP) and as D was. Padding rows are exactly 0. The
-      cotangent of tokens is `combine` of the rows' cotangent.
+      cotangent of tokens is `combine` of the rows' cotangent. Of a QuantizedArray the QuantizedArray that quantizing
+      the rows would give, bit for bit.
 
     Raises:
       TypeError: any other dtype.
-      ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks.
+      ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks; a
+        QuantizedArray whose scales do not belong to single tokens.
 
     Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard, with a RuntimeWarning if D is
     sharded over axes of the tokens.
     """
-    _check_payload("dispatch", tokens.dtype)
+    transport = _transport("dispatch", handle, transport)
     _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
-    return _dispatch(tokens, handle, transport=_transport("dispatch", handle, transport))
+    if isinstance(tokens, QuantizedArray):
+        return _dispatched_quantized(handle, tokens, transport)
+    _check_payload("dispatch", tokens.dtype)
+    return _dispatch(tokens, handle, transport=transport)
 
 
-def combine(handle: Handle, rows: jax.Array, *, transport: str | None = None) -> jax.Array:
+def _dispatched_quantized(handle, tokens, transport):
+    _check_travels("dispatch", "tokens", tokens.format)
+    data, scale = _dispatch_quantized(
+        tokens.data,
+        tokens.scale,
+        *handle.maps,
+        axis=handle.axis,
+        transport=transport,
+        format=tokens.format,
+    )
+    return dataclasses.replace(tokens, data=data, scale=scale, block=(1, 1, tokens.block[-1]))
+
+
+def combine(
+    handle: Handle,
+    rows: jax.Array,
+    *,
+    transport: str | None = None,
+    wire_format: TensorFormat | None = None,
+) -> jax.Array:
     """Adds up each token's rows: out[t] = sum_k rows[participant and row of slot[t, k]], unweighted.
 
     Args:
       handle: from `prepare`.
       rows: float[P, C, D], such as the experts' outputs times `dispatch_weights`. Padding rows are never read.
       transport: overrides the config's.
+      wire_format: 8 bits with blocks inside a token: what each rank has added up for a token is quantized so, and added
+        to the other ranks' in float32 where it arrives. Not differentiable. None: it travels in float32 (in the rows'
+        dtype where K is 1, for "all_to_all" and "ragged").
 
     Returns:
       [..., D] in the rows' dtype, summed in float32; 0 for a token without rows. The cotangent of rows is `dispatch`
@@ -242,7 +311,8 @@ def combine(handle: Handle, rows: jax.Array, *, transport: str | None = None) ->
 
     Raises:
       TypeError: rows are not floating.
-      ValueError: rows do not fit the handle, or an unknown transport, or one that the platform lacks.
+      ValueError: rows do not fit the handle, or an unknown transport, or one that the platform lacks; a `wire_format`
+        whose scales do not belong to single tokens, or together with "ring", which adds on the way.
 
     Costs what the transport costs.
     """
@@ -252,7 +322,18 @@ def combine(handle: Handle, rows: jax.Array, *, transport: str | None = None) ->
             "dequantize them first"
         )
     _check_shape("combine", "rows", rows.shape[:-1], handle.source.shape)
-    return _combine(rows, handle, transport=_transport("combine", handle, transport))
+    transport = _transport("combine", handle, transport)
+    if wire_format is None:
+        return _combine(rows, handle, transport=transport)
+    _check_travels("combine", "wire_format", wire_format)
+    if transport == "ring":
+        raise ValueError(
+            "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "
+            "use 'auto' or 'all_to_all'"
+        )
+    return _combine_quantized(
+        rows, *handle.maps, axis=handle.axis, transport=transport, wire_format=wire_format
+    )
 
 
 def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
@@ -327,6 +408,14 @@ def _check_payload(function, dtype):
         raise TypeError(
             f"{function}: tokens must be real numbers of whole bytes (floating or integer, 8 bits or more); "
             f"got dtype={dtype}; view or pack them as uint8"
+        )
+
+
+def _check_travels(function, name, format):
+    if not travels(format):
+        raise ValueError(
+            f"{function}: {name} must be of 8 bits with scales for blocks inside a token; got format={format}; "
+            "move the array before it is quantized"
         )
 
 

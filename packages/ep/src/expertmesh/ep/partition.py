@@ -111,13 +111,12 @@ def _split_over(name, axes, sizes, mesh_shape):
     )
 
 
-def _features(function: str, query: Query, layout: Layout) -> Entry:
-    """The features of operand 0 stay as they are sharded, where the tokens do not use the axis."""
+def _features(function: str, query: Query, layout: Layout, block: int = 1) -> Entry:
+    """The features of operand 0 stay as they are sharded, where the tokens do not use the axis and cut no block."""
     axes = [a for a in entry_axes(query.operand_specs[0][-1]) if a in query.mesh_shape]
-    taken = entry_axes(layout.participants)
-    free = dividing_axes(
-        [a for a in axes if a not in taken], [query.shapes[0][-1]], query.mesh_shape
-    )
+    taken, size = entry_axes(layout.participants), query.shapes[0][-1]
+    free = [a for a in axes if a not in taken and size % block == 0]
+    free = dividing_axes(free, [size // block], query.mesh_shape)
     if set(axes) & set(taken):
         _warn_resharded(function, query.operand_specs[0], (*layout.leading, make_entry(free)))
     return make_entry(free)
@@ -169,10 +168,20 @@ def plan_dispatch(query: Query) -> Plan:
     return Plan((tokens, *_route_specs(layout)), (rows,))
 
 
+def plan_dispatch_quantized(query: Query) -> Plan:
+    """data[..., D], scale[..., B], slot, source, row -> data[P, C, D], scale[P, C, B]; B is split as D is."""
+    layout = _layout_like(query, 2)
+    d = _features("dispatch", query, layout, query.options["format"].block[1])
+    tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
+    return Plan((tokens, tokens, *_route_specs(layout)), (rows, rows))
+
+
 def plan_combine(query: Query) -> Plan:
     """rows[P, C, D], slot, source, row -> tokens[..., D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
-    d = _features("combine", query, layout)
+    wire_format = query.options.get("wire_format")
+    block = 1 if wire_format is None else wire_format.block[1]
+    d = _features("combine", query, layout, block)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
     return Plan((rows, *_route_specs(layout)), (tokens,))
 

@@ -14,6 +14,7 @@ from expertmesh.flax_moe.params import (
     param_specs,
     split_wi,
 )
+from expertmesh.flax_moe.quantization import init_quant_state, quantize_kernels
 from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
 from expertmesh.flax_moe.support import is_supported
 
@@ -25,6 +26,7 @@ __all__ = [
     "NativeMoEBlock",
     "REMAT_POLICIES",
     "init_params",
+    "init_quant_state",
     "is_supported",
     "linen",
     "merge_wi",
@@ -33,5 +35,6 @@ __all__ = [
     "nnx",
     "param_shapes",
     "param_specs",
+    "quantize_kernels",
     "split_wi",
 ]

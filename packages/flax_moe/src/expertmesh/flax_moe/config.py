@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.ops.router import RouterConfig
+from expertmesh.core.recipe import Recipe, alignment_of, recipe_of
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
-__all__ = ["MoEConfig", "MoEOutput"]
+__all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class MoEConfig:
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
         buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
-      alignment: rows of each expert are padded to a multiple of it, a power of two.
+      alignment: rows of each expert are padded to a multiple of it, a power of two. None: what the recipe needs, 1
+        without one; `row_alignment` is the number.
       transport: how tokens reach their experts; one of `expertmesh.ep`'s transports or "auto".
       ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
         there is one, else read from the types of the arrays.
@@ -51,9 +53,15 @@ class MoEConfig:
         returned for `expertmesh.ep.raise_overflow`; see `expertmesh.ep.EpConfig`.
       debug: under `jax.experimental.checkify.checkify`, ids >= E in a given topk_idx are errors. Off by default; see
         `expertmesh.ep.EpConfig`.
+      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.recipe_of` takes,
+        kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
+        router is never quantized.
+      quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
+        gradients too, as each device's sums, and not as wide as they are added up. For a recipe under which tokens are
+        dispatched in 8 bits, and for transports other than "ring", which adds on the way.
 
     Raises:
-      ValueError: a value outside its range.
+      ValueError: a value outside its range; an alignment that the recipe does not take.
       TypeError: a value of the wrong type.
     """
 
@@ -67,7 +75,7 @@ class MoEConfig:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
-    alignment: int = 1
+    alignment: int | None = None
     transport: str = "auto"
     ep_axis: str | tuple[str, ...] | None = None
     dtype: Any = jnp.bfloat16
@@ -83,12 +91,15 @@ class MoEConfig:
     remat: str = "save_all"
     overflow: str = "drop"
     debug: bool = False
+    recipe: Recipe | None = None
+    quantize_backward_combine: bool = False
 
     def __post_init__(self):
-        for name in ("num_experts", "top_k", "expert_dim", "alignment", "num_chunks"):
+        for name in ("num_experts", "top_k", "expert_dim", "num_chunks"):
             _check_positive_int(name, getattr(self, name))
-        if self.shared_expert_dim is not None:
-            _check_positive_int("shared_expert_dim", self.shared_expert_dim)
+        for name in ("shared_expert_dim", "alignment"):
+            if getattr(self, name) is not None:
+                _check_positive_int(name, getattr(self, name))
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             _check_coefficient(name, getattr(self, name))
         for name in ("dtype", "param_dtype"):
@@ -113,6 +124,9 @@ class MoEConfig:
                 f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={self.remat!r}; "
                 "use 'save_all' to recompute nothing"
             )
+        object.__setattr__(self, "recipe", recipe_of(self.recipe))
+        _check_alignment(self.alignment, self.recipe)
+        _check_backward_combine(self)
         # The parts refuse what is wrong with their own fields.
         self.router.check_groups("MoEConfig", self.num_experts)
         self.exchange(axis=())
@@ -134,6 +148,29 @@ class MoEConfig:
             scaling_factor=self.scaling_factor,
         )
 
+    @property
+    def row_alignment(self) -> int:
+        """What rows of each expert are padded to: `alignment`, or if that is None what `recipe` needs.
+
+        See `expertmesh.core.alignment_of`. Results do not depend on it.
+        """
+        return alignment_of(self.recipe) if self.alignment is None else self.alignment
+
+    def under(self, recipe: Recipe | None) -> "MoEConfig":
+        """This config where `recipe` is in context: its own recipe comes first.
+
+        Raises:
+          ValueError: an alignment or option that the recipe does not take.
+        """
+        if self.recipe is None and recipe is not None:
+            return dataclasses.replace(self, recipe=recipe)
+        if self.recipe is None and self.quantize_backward_combine:
+            raise ValueError(
+                "moe: quantize_backward_combine must go with a recipe; got recipe=None, and none in context; "
+                "pass MoEConfig(recipe=...) or call it under autocast(...)"
+            )
+        return self
+
     def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
         """The expert-parallel part.
 
@@ -144,7 +181,7 @@ class MoEConfig:
         return EpConfig(
             num_experts=self.num_experts,
             capacity=capacity,
-            alignment=self.alignment,
+            alignment=self.row_alignment,
             transport=self.transport,
             axis=axis,
             overflow=self.overflow,
@@ -165,6 +202,7 @@ class MoEOutput(NamedTuple):
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
       overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
         above 1 its arrays are [n]. None otherwise.
+      quant_state: the next call's `quant_state`; None unless the recipe is a DelayedScaling.
     """
 
     y: jax.Array
@@ -175,6 +213,39 @@ class MoEOutput(NamedTuple):
     entropy: jax.Array
     topk_idx: jax.Array
     overflow: Overflow | None = None
+    quant_state: Any = None
+
+
+def dispatches_quantized(recipe: Recipe | None) -> bool:
+    """Whether tokens are quantized before they are dispatched: to 8 bits, with scales of a token's own."""
+    if recipe is None:
+        return False
+    x = recipe.formats().x
+    return x.block is not None and x.block[0] == 1 and x.dtype.startswith("float8")
+
+
+def _check_alignment(alignment, recipe):
+    least = alignment_of(recipe)
+    if alignment is not None and alignment % least:
+        raise ValueError(
+            f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={alignment}, "
+            f"recipe={recipe}; leave it out for {least}"
+        )
+
+
+def _check_backward_combine(config):
+    if not config.quantize_backward_combine:
+        return
+    if config.transport == "ring":
+        raise ValueError(
+            "MoEConfig: quantize_backward_combine must go with a transport that does not add on the way; "
+            "got transport='ring'; use 'auto' or 'all_to_all'"
+        )
+    if config.recipe is not None and not dispatches_quantized(config.recipe):
+        raise ValueError(
+            "MoEConfig: quantize_backward_combine must go with a recipe of 8-bit blocks within a token; "
+            f"got recipe={config.recipe}; use Float8BlockScaling or MXFP8BlockScaling, or leave it out"
+        )
 
 
 def _check_positive_int(name, value):

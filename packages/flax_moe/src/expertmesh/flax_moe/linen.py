@@ -1,5 +1,7 @@
 """The MoE block as a Flax Linen module: parameters and their logical axes, nothing else."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,15 @@ import jax.numpy as jnp
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_shapes
+from expertmesh.flax_moe.quantization import init_quant_state
 
-__all__ = ["EXPERT_BIAS", "MoEBlock"]
+__all__ = ["EXPERT_BIAS", "QUANT_STATE", "MoEBlock"]
 
 EXPERT_BIAS = "expert_bias"
 """The collection of the biases that steer the choice of experts."""
+
+QUANT_STATE = "quant_state"
+"""The collection of what delayed scaling remembers."""
 
 
 class MoEBlock(nn.Module):
@@ -21,6 +27,9 @@ class MoEBlock(nn.Module):
     `EXPERT_BIAS`, which no optimizer of the parameters sees. The block only reads it; balance it between steps:
 
         bias = update_expert_bias(variables[EXPERT_BIAS]["expert_bias"], out.tokens_per_expert, rate)
+
+    Under DelayedScaling there is "quant_state", the tree of `init_quant_state`, in the collection `QUANT_STATE`. It is
+    read only, too: the next step's is `{"quant_state": out.quant_state}`.
 
     Attributes:
       config: see MoEConfig.
@@ -39,6 +48,8 @@ class MoEBlock(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        kernels_quantized: Any = None,
+        key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]."""
         shapes = param_shapes(x.shape[-1], self.config)
@@ -53,6 +64,9 @@ class MoEBlock(nn.Module):
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             topk_idx=topk_idx,
+            quant_state=self._quant_state(),
+            kernels_quantized=kernels_quantized,
+            key=key,
         )
 
     def _init(self, name):
@@ -67,3 +81,8 @@ class MoEBlock(nn.Module):
             return None
         shape = (self.config.num_experts,)
         return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value
+
+    def _quant_state(self):
+        if init_quant_state(self.config) is None:
+            return None
+        return self.variable(QUANT_STATE, "quant_state", init_quant_state, self.config).value

@@ -1,10 +1,12 @@
 """The Mixture-of-Experts block, in global view: every step is an op with its own sharding rule and VJP.
 
-    route -> prepare -> dispatch -> grouped_gemm -> activate -> grouped_gemm -> weight_rows -> combine
+    route -> prepare -> dispatch -> grouped_dense -> activate -> grouped_dense -> weight_rows -> combine
 
     y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. weight_rows may come before the second grouped_gemm instead of after it.
+with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it. A
+recipe quantizes the products with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they
+are dispatched, and dispatch is one step with the first product (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
 width, F expert width, n chunks.
@@ -13,6 +15,7 @@ width, F expert width, n chunks.
 import warnings
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +24,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.ops.choices import debug_check_ids
+from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gemm import gemm
+from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.router import route
 from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.token_mask import check_token_mask
+from expertmesh.core.recipe import current_recipe
 from expertmesh.core.specs import entry_axes
 from expertmesh.ep import (
     Handle,
@@ -39,8 +45,10 @@ from expertmesh.ep import (
     recv_capacity,
 )
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
-from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_params, param_specs
+from expertmesh.flax_moe.quantization import check_quantization, output_and_state
+from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
 
@@ -55,6 +63,9 @@ def moe(
     expert_bias: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
+    quant_state: Any = None,
+    kernels_quantized: Any = None,
+    key: jax.Array | None = None,
 ) -> MoEOutput:
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
 
@@ -69,6 +80,9 @@ def moe(
       token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count, no
         loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
+      quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
+      kernels_quantized: of `quantize_kernels`, if the weights are quantized once for several calls; else None.
+      key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
 
     Returns:
       MoEOutput. Logits, routing weights and both losses are float32, the experts compute in `config.dtype`.
@@ -98,6 +112,8 @@ def moe(
         )
     if x.ndim < 2:
         raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
+    config = config.under(current_recipe())
+    given = check_quantization("moe", config, quant_state, kernels_quantized, key)
     ep_axis = _ep_axis(params, config)
     check_params("moe", params, x.shape[-1], config, _experts_held(x, config, ep_axis))
     if token_mask is not None:
@@ -108,6 +124,8 @@ def moe(
     if config.debug and topk_idx is not None:
         debug_check_ids("moe", topk_idx, config.num_experts)
 
+    if config.num_chunks > 1:
+        given = given.with_kernels(params, config)
     specs = _specs(config)
     gate_kernel = params["gate_kernel"].astype(jnp.float32)
     logits = gemm(x.astype(jnp.float32), gate_kernel, w_spec=specs.get("gate_kernel"))
@@ -115,12 +133,13 @@ def moe(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
     experts = {k: w for k, w in params.items() if k in ("wi", "wo", "wi_bias", "wo_bias")}
-    y, num_dropped, overflow = _routed_in_chunks(
-        config, ep_axis, experts, x, topk_idx, topk_weights
+    y, num_dropped, overflow, state = _routed_in_chunks(
+        config, ep_axis, experts, given.of(experts), x, topk_idx, topk_weights
     )
     y = _laid_out_like(x, y)
     if config.shared_expert_dim is not None:
-        y += _shared(params, x.astype(config.dtype), config, specs)
+        shared, more = _shared(params, x.astype(config.dtype), config, specs, given)
+        y, state = y + shared, state and {**state, **more}
     return MoEOutput(
         y=y.astype(x.dtype),
         aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
@@ -131,6 +150,7 @@ def moe(
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
         topk_idx=topk_idx,
         overflow=overflow,
+        quant_state=state,
     )
 
 
@@ -171,49 +191,87 @@ def _z_loss(logits, token_mask, config):
     return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
 
 
-def _routed(config, ep_axis, params, x, topk_idx, topk_weights):
-    """y [..., D] in the experts' dtype, the number of dropped choices, and MoEOutput's overflow."""
+def _routed(config, ep_axis, params, given, x, topk_idx, topk_weights):
+    """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
-    rows_PCD = named("dispatched", dispatch(handle, x.astype(config.dtype)))
     weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
-    y = combine(handle, _experts(params, rows_PCD, weights_PC, handle, config))
+    h, wi_state = _first_product(params, x.astype(config.dtype), handle, config, given)
+    y_PCD, wo_state = _second_product(params, h, weights_PC, handle, config, given)
+    state = given.state and {"wi": wi_state, "wo": wo_state}
     overflow = find_overflow(handle) if config.overflow == "error" else None
-    return named("combined", y), jnp.sum(handle.num_dropped), overflow
+    y = named("combined", combine(handle, y_PCD))
+    return y, jnp.sum(handle.num_dropped), overflow, state
 
 
 _ROUTED = rematerialized(_routed, static_argnums=(0, 1))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _routed_in_chunks(config, ep_axis, params, x, topk_idx, topk_weights):
+def _routed_in_chunks(config, ep_axis, params, given, x, topk_idx, topk_weights):
     """`_routed`, one part of the tokens after the other."""
     routed = partial(_ROUTED[config.remat], config, ep_axis, params)
     if config.num_chunks == 1 or x.size == 0:
-        return routed(x, topk_idx, topk_weights)
+        return routed(given, x, topk_idx, topk_weights)
     parts, dim = split_chunks("moe", (x, topk_idx, topk_weights), config.num_chunks)
-    _, (y, num_dropped, overflow) = jax.lax.scan(lambda _, part: (None, routed(*part)), None, parts)
-    return merge_chunks(y, dim), jnp.sum(num_dropped), overflow
+
+    def one(state, part):
+        number, *tokens = part
+        y, num_dropped, overflow, state = routed(given.of_part(state, number), *tokens)
+        return state, (y, num_dropped, overflow)
+
+    numbers = jnp.arange(config.num_chunks)
+    state, (y, num_dropped, overflow) = jax.lax.scan(one, given.state, (numbers, *parts))
+    return merge_chunks(y, dim), jnp.sum(num_dropped), overflow, state
 
 
-def _experts(params, rows_PCD, weights_PC, handle, config):
-    """Every expert's feed-forward on its rows, times the rows' weights; 0 for rows that hold no token."""
+def _first_product(params, x, handle, config, given):
+    """[P, C, 2, F], every expert's first projection of its rows; and the layer's next state."""
+    wi, bias, spec = params["wi"], params.get("wi_bias"), _specs(config).get("wi")
+    if dispatches_quantized(config.recipe):
+        h = dispatch_dense(
+            handle,
+            x,
+            wi,
+            bias,
+            recipe=config.recipe,
+            kernel_quantized=given.layer("wi")["kernel_quantized"],
+            w_spec=spec,
+            quantize_combine=config.quantize_backward_combine,
+        )
+        return h, None
+    rows_PCD = named("dispatched", dispatch(handle, x))
+    return _grouped(config, given, "wi", rows_PCD, wi, handle.group_sizes, bias, spec)
+
+
+def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
+    """A product by experts, and the layer's next state."""
+    # It casts the weights, so that gradients of float32 masters are summed and scattered in float32.
+    more = given.layer(name)
+    out = grouped_dense(rows, kernel, group_sizes, bias, recipe=config.recipe, w_spec=spec, **more)
+    return output_and_state(out, more["state"])
+
+
+def _second_product(params, h, weights_PC, handle, config, given):
+    """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
     specs, sizes = _specs(config), handle.group_sizes
-    # The GEMMs cast the weights, so that gradients of float32 masters are summed and scattered in float32.
-    h = grouped_gemm(rows_PCD, params["wi"], sizes, params.get("wi_bias"), rhs_spec=specs.get("wi"))
     a_PCF = activate(named("hidden", h), config.activation)
     wo, bias = params["wo"], params.get("wo_bias")
 
-    def weigh(rows, spec=None):
+    def weigh(rows, spec=None, weights_PC=weights_PC):
         return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert, y_spec=spec)
 
+    product = partial(_grouped, config, given, "wo")
     if not config.apply_topk_weights_early:
-        y_PCD = grouped_gemm(a_PCF, wo, sizes, bias, rhs_spec=specs.get("wo"))
-        return weigh(named("expert_output", y_PCD))
+        if config.recipe is not None and bias is not None:
+            # A group's padding has its bias, which must not enter the scales of its tokens.
+            a_PCF = weigh(a_PCF, _hidden_spec(specs), jnp.ones_like(weights_PC))
+        y_PCD, state = product(a_PCF, wo, sizes, bias, specs.get("wo"))
+        return weigh(named("expert_output", y_PCD)), state
     a_PCF = weigh(a_PCF, _hidden_spec(specs))
-    y_PCD = grouped_gemm(a_PCF, wo, sizes, rhs_spec=specs.get("wo"))
+    y_PCD, state = product(a_PCF, wo, sizes, None, specs.get("wo"))
     if bias is not None:
         y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)
-    return named("expert_output", y_PCD)
+    return named("expert_output", y_PCD), state
 
 
 def _hidden_spec(specs):
@@ -235,10 +293,17 @@ def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):
     )
 
 
-def _shared(params, x, config, specs):
-    """The feed-forward that every token takes."""
-    h = gemm(x, params["shared_wi"], w_spec=specs.get("shared_wi"))
-    return gemm(activate(h, config.activation), params["shared_wo"], w_spec=specs.get("shared_wo"))
+def _shared(params, x, config, specs, given):
+    """The feed-forward that every token takes, and its layers' next state."""
+
+    def product(name, rows):
+        more = given.layer(name)
+        out = dense(rows, params[name], recipe=config.recipe, w_spec=specs.get(name), **more)
+        return output_and_state(out, more["state"])
+
+    h, wi_state = product("shared_wi", x)
+    y, wo_state = product("shared_wo", activate(h, config.activation))
+    return y, {"shared_wi": wi_state, "shared_wo": wo_state}
 
 
 def _ep_axis(params, config) -> tuple[str, ...]:
@@ -283,7 +348,7 @@ def _prepare(topk_idx, config, ep_axis) -> Handle:
         config.top_k,
         prod(topk_idx.shape[:-1]) // participants,
         config.num_experts // num_local,
-        config.alignment,
+        config.row_alignment,
         config.capacity_factor,
     )
     return prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))

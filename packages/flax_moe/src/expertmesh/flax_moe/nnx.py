@@ -1,5 +1,7 @@
 """The MoE block as a Flax NNX module: parameters and their logical axes, nothing else."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,12 +11,17 @@ from expertmesh.core.specs import spec_axes
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_names, param_shapes
+from expertmesh.flax_moe.quantization import init_quant_state
 
-__all__ = ["ExpertBias", "MoEBlock"]
+__all__ = ["ExpertBias", "MoEBlock", "QuantState"]
 
 
 class ExpertBias(nnx.Variable):
     """The bias [E] that steers the choice of experts: no `nnx.Param`, so no optimizer of the parameters sees it."""
+
+
+class QuantState(nnx.Variable):
+    """What delayed scaling remembers: no `nnx.Param`, so no optimizer of the parameters sees it."""
 
 
 class MoEBlock(nnx.Module):
@@ -24,6 +31,10 @@ class MoEBlock(nnx.Module):
     only reads it; balance it between steps:
 
         block.expert_bias[...] = update_expert_bias(block.expert_bias[...], out.tokens_per_expert, rate)
+
+    Under DelayedScaling there is `quant_state`, a QuantState of the tree of `init_quant_state`. It is read only, too:
+
+        block.quant_state.set_value(out.quant_state)
     """
 
     def __init__(
@@ -53,6 +64,9 @@ class MoEBlock(nnx.Module):
             setattr(self, name, nnx.Param(value, **metadata))
         if config.use_expert_bias:
             self.expert_bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32))
+        state = init_quant_state(config)
+        if state is not None:
+            self.quant_state = QuantState(state)
 
     def __call__(
         self,
@@ -60,8 +74,11 @@ class MoEBlock(nnx.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        kernels_quantized: Any = None,
+        key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
+        state = None if init_quant_state(self.config) is None else self.quant_state.get_value()
         return moe(
             {name: getattr(self, name)[...] for name in param_names(self.config)},
             x,
@@ -69,6 +86,9 @@ class MoEBlock(nnx.Module):
             expert_bias=self.expert_bias[...] if self.config.use_expert_bias else None,
             token_mask=token_mask,
             topk_idx=topk_idx,
+            quant_state=state,
+            kernels_quantized=kernels_quantized,
+            key=key,
         )
 
 

@@ -19,15 +19,19 @@ CHECKPOINT_NAMES = {
     "hidden": ("mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", "grug_moe_expert_hidden"),
     "expert_output": ("mlpwo", "moe_mlpwo", "grug_moe_dispatch_output"),
     "combined": ("grug_moe_output",),
+    "quantized_x": ("quantized_x",),
+    "quantized_kernel": ("quantized_kernel",),
 }
 """The names of each value that a block names:
 
 | value | what it is |
 |---|---|
-| dispatched | all that came from other devices: rows [P, C, D], their weights [P, C], the integers of the exchange |
+| dispatched | all that came from other devices: rows [P, C, D] or their data and scales, weights [P, C], integers |
 | hidden | the result of the first GEMM, [P, C, 2, F] |
 | expert_output | the result of the second GEMM, [P, C, D] |
 | combined | the weighted sum, [..., D] |
+| quantized_x | under a recipe: what each product keeps of its rows, data and scales |
+| quantized_kernel | under a recipe: what it keeps of its weight, this device's shard, data and scales |
 """
 
 REMAT_POLICIES = {

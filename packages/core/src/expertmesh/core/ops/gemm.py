@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op
+from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.vjp import differentiable
 
 
@@ -82,10 +84,11 @@ def gemm(
     """Multiplies the last dimension of `x` with the first of `w`: `jnp.tensordot(x, w, 1) + bias`.
 
     Args:
-      x: float[..., K].
-      w: float[K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own.
+      x: float[..., K], or `quantize(..., axis=-1)`.
+      w: float[K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own. With a quantized
+        `x`, `quantize(..., axis=0)`.
       bias: float[*N] or None.
-      out_dtype: dtype of the result; None: that of `x`.
+      out_dtype: dtype of the result; None: that of `x` (of what it was quantized from).
       x_spec, w_spec: where `x` and `w` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep), `w`
         over fsdp along K.
       out_spec: where the result is wanted; None: tokens where those of `x` are, N where that of `w` is in use.
@@ -94,10 +97,14 @@ def gemm(
       [..., *N], accumulated in float32 and rounded once. Where K = 0, the bias or 0.
 
     Raises:
-      ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ; a spec with an axis twice or not in the mesh.
+      ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ; a spec with an axis twice or not in the mesh;
+        one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
+        lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      NotImplementedError: quantized operands are differentiated.
 
-    Differentiable in `x`, `w` and `bias`. Under sharding the weight is gathered over every axis that shards the tokens,
-    in the dtype of `x`; the tokens are not. Over axes of the resource's role tp the weight is used as it is:
+    Differentiable in `x`, `w` and `bias`, unless they are quantized (see `dense`). Under sharding the weight is
+    gathered over every axis that shards the tokens, in the dtype of `x`; the tokens are not. Over axes of the
+    resource's role tp the weight is used as it is:
 
     | weight | forward | input gradient | weight gradient |
     |---|---|---|---|
@@ -119,6 +126,8 @@ def gemm(
             "reshape it"
         )
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
+        return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)
     return _gemm(
         x,
         w,
@@ -129,6 +138,12 @@ def gemm(
         w_spec=w_spec,
         out_spec=out_spec,
     )
+
+
+def _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec):
+    x, w = both_quantized("gemm", "dense", x, w)
+    y = quantized_gemm(x, w, out_dtype=out_dtype, specs=(x_spec, w_spec), out_spec=out_spec)
+    return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
 
 
 def _gemm_fwd(x, w, bias, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):

@@ -8,6 +8,7 @@ dimensions (any number), E experts (weights), G groups per participant, R partic
 """
 
 import dataclasses
+from functools import partial
 from math import prod
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.ops.quantized_gemm import both_quantized
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.rule import (
     Split,
     factor_sizes,
@@ -56,54 +59,109 @@ def _blocks(group_sizes_G, block):
     return last_step_G[-1], locate
 
 
-def _rows(x_CD, first, block):
-    return jax.lax.dynamic_slice_in_dim(x_CD, first, block)
+def rows_reader(x_CD, block):
+    """A function from a step's first row and group to its rows; the last step may read beyond the end."""
+    x_CD = jnp.pad(x_CD, ((0, block), *[(0, 0)] * (x_CD.ndim - 1)))
+    return lambda first, group: jax.lax.dynamic_slice_in_dim(x_CD, first, block)
 
 
-def _multiply(lhs_CK, rhs_GKN, group_sizes_G, *, contract_rhs, out_dtype):
-    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared."""
-    C, G = lhs_CK.shape[0], rhs_GKN.shape[0]
-    width = rhs_GKN.shape[2 if contract_rhs == 1 else 1]
-    block = _block_rows(C, G)
-    lhs_CK = jnp.pad(lhs_CK, ((0, block), (0, 0)))
+def multiply_rows(
+    lhs_reader,
+    weight_of,
+    group_sizes_G,
+    shape,
+    operands,
+    *,
+    contract_rhs,
+    out_dtype,
+    precision=None,
+):
+    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared.
+
+    Args:
+      lhs_reader: `lhs_reader(block)` is a function from (first row, group) to [block, K].
+      weight_of: `weight_of(group)` is [K, N].
+      shape: (C, N) of the result.
+      operands: what the readers read.
+    """
+    C, N = shape
+    block = _block_rows(C, group_sizes_G.shape[0])
+    rows_of = lhs_reader(block)
     num_steps, locate = _blocks(group_sizes_G, block)
+    dims = (((1,), (contract_rhs - 1,)), ((), ()))
 
     def body(step, out_CN):
         group, first, _ = locate(step)
-        rhs_KN = jax.lax.dynamic_index_in_dim(rhs_GKN, group, keepdims=False)
-        dims = (((1,), (contract_rhs - 1,)), ((), ()))
         y = jax.lax.dot_general(
-            _rows(lhs_CK, first, block), rhs_KN, dims, preferred_element_type=jnp.float32
+            rows_of(first, group),
+            weight_of(group),
+            dims,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
 
-    out_CN = jnp.zeros((C + block, width), out_dtype)
-    out_CN = jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((out_CN, lhs_CK, rhs_GKN))[0])
+    out_CN = jnp.zeros((C + block, N), out_dtype)
+    out_CN = jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((out_CN, *operands))[0])
     live_C = jnp.arange(C) < jnp.sum(group_sizes_G)
     return jnp.where(live_C[:, None], out_CN[:C], 0)
 
 
-def _accumulate(lhs_CK, dy_CN, group_sizes_G):
-    """One participant's weight gradients, float32[G, K, N]."""
-    C, G = lhs_CK.shape[0], group_sizes_G.shape[0]
-    block = _block_rows(C, G)
-    lhs_CK, dy_CN = (jnp.pad(x, ((0, block), (0, 0))) for x in (lhs_CK, dy_CN))
+def _multiply(lhs_CK, rhs_GKN, group_sizes_G, *, contract_rhs, out_dtype):
+    """One participant."""
+    return multiply_rows(
+        partial(rows_reader, lhs_CK),
+        lambda group: jax.lax.dynamic_index_in_dim(rhs_GKN, group, keepdims=False),
+        group_sizes_G,
+        (lhs_CK.shape[0], rhs_GKN.shape[2 if contract_rhs == 1 else 1]),
+        (lhs_CK, rhs_GKN),
+        contract_rhs=contract_rhs,
+        out_dtype=out_dtype,
+    )
+
+
+def accumulate_weights(lhs_reader, dy_reader, group_sizes_G, rows, shape, operands, precision=None):
+    """One participant's weight gradients, float32[G, K, N].
+
+    Args:
+      lhs_reader, dy_reader: as in `multiply_rows`.
+      rows: C.
+      shape: (K, N) of a weight.
+      operands: what the readers read.
+    """
+    G = group_sizes_G.shape[0]
+    block = _block_rows(rows, G)
+    readers = lhs_reader(block), dy_reader(block)
     num_steps, locate = _blocks(group_sizes_G, block)
 
     def body(step, dw_GKN):
         group, first, count = locate(step)
         live = (jnp.arange(block) < count)[:, None]
-        x, dy = (jnp.where(live, _rows(a, first, block), 0) for a in (lhs_CK, dy_CN))
+        x, dy = (jnp.where(live, rows_of(first, group), 0) for rows_of in readers)
         dims = (((0,), (0,)), ((), ()))
-        dw_KN = jax.lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
+        dw_KN = jax.lax.dot_general(
+            x, dy, dims, precision=precision, preferred_element_type=jnp.float32
+        )
         old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
 
-    dw_GKN = jnp.zeros((G, lhs_CK.shape[1], dy_CN.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((dw_GKN, lhs_CK, dy_CN))[0])
+    dw_GKN = jnp.zeros((G, *shape), jnp.float32)
+    return jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((dw_GKN, *operands))[0])
 
 
-def _per_participant(function, num_sets, *operands):
+def _accumulate(lhs_CK, dy_CN, group_sizes_G):
+    """One participant's weight gradients, float32[G, K, N]."""
+    return accumulate_weights(
+        partial(rows_reader, lhs_CK),
+        partial(rows_reader, dy_CN),
+        group_sizes_G,
+        lhs_CK.shape[0],
+        (lhs_CK.shape[1], dy_CN.shape[1]),
+        (lhs_CK, dy_CN),
+    )
+
+
+def per_participant(function, num_sets, *operands):
     """Calls `function(set, *operands[p])` for each participant p, one after the other; set = p % num_sets."""
     P = operands[0].shape[0]
     if P == 1:
@@ -111,7 +169,7 @@ def _per_participant(function, num_sets, *operands):
     return jax.lax.map(lambda args: function(*args), (jnp.arange(P) % num_sets, *operands))
 
 
-def _flat(x, keep):
+def flattened(x, keep):
     """Merges all dimensions after the first `keep`."""
     return x.reshape(*x.shape[:keep], prod(x.shape[keep:]))
 
@@ -127,10 +185,10 @@ def _grouped(lhs_PCK, rhs_EKN, group_sizes_PG, contract_rhs, out_dtype):
             lhs_CK, rhs_GKN, group_sizes_G, contract_rhs=contract_rhs, out_dtype=out_dtype
         )
 
-    return _per_participant(one, num_sets, lhs_PCK, group_sizes_PG)
+    return per_participant(one, num_sets, lhs_PCK, group_sizes_PG)
 
 
-def _empty(shape, dtype, *operands):
+def empty_result(shape, dtype, *operands):
     """The zeros that an op on empty operands returns; XLA:CPU crashes on loops over empty buffers."""
     return _jax.match_varying((jnp.zeros(shape, dtype), *operands))[0]
 
@@ -138,26 +196,26 @@ def _empty(shape, dtype, *operands):
 def _fprop_reference(lhs, rhs, group_sizes, *, out_dtype):
     shape = (*lhs.shape[:2], *rhs.shape[2:])
     if lhs.size == 0 or rhs.size == 0:
-        return _empty(shape, out_dtype, lhs, rhs)
-    return _grouped(lhs, _flat(rhs, 2), group_sizes, 1, out_dtype).reshape(shape)
+        return empty_result(shape, out_dtype, lhs, rhs)
+    return _grouped(lhs, flattened(rhs, 2), group_sizes, 1, out_dtype).reshape(shape)
 
 
 def _dgrad_reference(dy, rhs, group_sizes, *, out_dtype):
     if dy.size == 0 or rhs.size == 0:
-        return _empty((*dy.shape[:2], rhs.shape[1]), out_dtype, dy, rhs)
-    return _grouped(_flat(dy, 2), _flat(rhs, 2), group_sizes, 2, out_dtype)
+        return empty_result((*dy.shape[:2], rhs.shape[1]), out_dtype, dy, rhs)
+    return _grouped(flattened(dy, 2), flattened(rhs, 2), group_sizes, 2, out_dtype)
 
 
 def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
     shape = (num_experts, lhs.shape[2], *dy.shape[2:])
     if lhs.size == 0 or dy.size == 0:
-        return _empty(shape, out_dtype, lhs, dy)
+        return empty_result(shape, out_dtype, lhs, dy)
 
     def one(_, lhs_CK, dy_CN, group_sizes_G):
         return _accumulate(lhs_CK, dy_CN, group_sizes_G)
 
     num_sets = num_experts // group_sizes.shape[1]
-    dw_PGKN = _per_participant(one, num_sets, lhs, _flat(dy, 2), group_sizes)
+    dw_PGKN = per_participant(one, num_sets, lhs, flattened(dy, 2), group_sizes)
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
@@ -187,7 +245,7 @@ def _add_bias_reference(y, bias, group_sizes):
 
 def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
     if dy.size == 0:
-        return _empty((num_experts, *dy.shape[2:]), out_dtype, dy)
+        return empty_result((num_experts, *dy.shape[2:]), out_dtype, dy)
     P, G = group_sizes.shape
     groups_PC = _row_groups(dy.shape[1], group_sizes)
     db_PGN = jax.vmap(lambda d, g: jax.ops.segment_sum(d, g, num_segments=G))(
@@ -216,7 +274,7 @@ def expert_axes(
     return (), ()
 
 
-def _plan(sharding: str, parameter: int, summed: str = ""):
+def grouped_plan(sharding: str, parameter: int, summed: str = ""):
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
 
     def plan(query: Query) -> Plan:
@@ -322,7 +380,7 @@ grouped_gemm_op = Op(
     _fprop_reference,
     _FPROP,
     roles=_TOKENS_WEIGHT,
-    plan=_plan(_FPROP, 1, "k"),
+    plan=grouped_plan(_FPROP, 1, "k"),
     kernels=_triton("rows", _rows_supported),
 )
 grouped_gemm_dgrad_op = Op(
@@ -330,7 +388,7 @@ grouped_gemm_dgrad_op = Op(
     _dgrad_reference,
     _DGRAD,
     roles=_TOKENS_WEIGHT,
-    plan=_plan(_DGRAD, 1, "n..."),
+    plan=grouped_plan(_DGRAD, 1, "n..."),
     kernels=_triton("rows_dgrad", _rows_supported),
 )
 grouped_gemm_wgrad_op = Op(
@@ -338,15 +396,15 @@ grouped_gemm_wgrad_op = Op(
     _wgrad_reference,
     _WGRAD,
     roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
-    plan=_plan(_WGRAD, 3),
+    plan=grouped_plan(_WGRAD, 3),
     kernels=_triton("weights", _weights_supported),
 )
-group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=_plan(_ADD_BIAS, 1))
+group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=grouped_plan(_ADD_BIAS, 1))
 group_bias_grad_op = Op(
     "group_bias_grad",
     _bias_grad_reference,
     _BIAS_GRAD,
-    plan=_plan(_BIAS_GRAD, 2),
+    plan=grouped_plan(_BIAS_GRAD, 2),
 )
 
 
@@ -368,12 +426,13 @@ def grouped_gemm(
     O(C * N).
 
     Args:
-      lhs: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
-      rhs: float[E, K, *N]; cast to the dtype of `lhs`, its gradient is accumulated and returned in its own.
+      lhs: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1). Or `grouped_quantize(..., axis=2)`.
+      rhs: float[E, K, *N]; cast to the dtype of `lhs`, its gradient is accumulated and returned in its own. With a
+        quantized `lhs`, `quantize(..., axis=1, batch_dims=1)`.
       group_sizes: int32[P, G], rows of each group, sum at most C; E is a multiple of G and P of E / G: participant p
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
-      out_dtype: dtype of the result; None: that of `lhs`.
+      out_dtype: dtype of the result; None: that of `lhs` (of what it was quantized from).
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
@@ -385,11 +444,14 @@ def grouped_gemm(
       `lhs` holds there.
 
     Raises:
-      ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh.
+      ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
+        one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
+        lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      NotImplementedError: quantized operands are differentiated.
       TypeError: `group_sizes` are not integers.
 
-    Differentiable in `lhs`, `rhs` and `bias`; empty groups have zero weight gradients, rows after the last group zero
-    input gradients.
+    Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
+    weight gradients, rows after the last group zero input gradients.
 
     Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing), and the weight is
     gathered over all other axes that shard P, in the dtype of `lhs`; rows are not gathered. Over axes of the resource's
@@ -399,9 +461,9 @@ def grouped_gemm(
     is reduce-scattered into the weight's own spec. An axis that shards the C rows, or a parameter without sharding P
     and without a role, is a RuntimeWarning: what it shards is gathered.
     """
-    _check(lhs, rhs, group_sizes, bias)
-    if debug:
-        _check_data(lhs, group_sizes)
+    if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
+        return _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec)
+    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -419,12 +481,35 @@ def grouped_gemm(
     return out[0] if flat else out
 
 
-def _check_data(lhs, group_sizes):
+def _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec):
+    from expertmesh.core.ops.quantized_grouped_gemm import (
+        quantized_grouped_gemm,
+    )  # builds on this module
+
+    lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
+    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
+    out = quantized_grouped_gemm(
+        lhs,
+        rhs,
+        group_sizes,
+        out_dtype=out_dtype or lhs.dtype,
+        specs=(lhs_spec, rhs_spec),
+        out_spec=out_spec,
+    )
+    if bias is None:
+        return out
+    return group_bias_op(
+        out, bias, group_sizes, operand_specs=(out_spec, _bias_spec(rhs_spec), None)
+    )
+
+
+def _check_data(name, lhs, group_sizes):
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
         (least >= 0) & (most <= lhs.shape[-2]),
-        "grouped_gemm: group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
+        name
+        + ": group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
         "sum of {most}; count the rows again",
         rows=jnp.int32(lhs.shape[-2]),
         least=least,
@@ -436,11 +521,13 @@ def _with_participant(spec):
     return None if spec is None else PartitionSpec(None, *spec)
 
 
-def _check(lhs, rhs, group_sizes, bias):
+def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
+    """Raises where the operands of grouped GEMM `name` do not fit; with `debug` the sizes are checked as they run."""
+
     def require(ok, what, remedy):
         if not ok:
             shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
-            raise ValueError(f"grouped_gemm: {what}; got {shapes}; {remedy}")
+            raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
 
     require(
         (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
@@ -449,7 +536,7 @@ def _check(lhs, rhs, group_sizes, bias):
     )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(
-            f"grouped_gemm: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
+            f"{name}: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
         )
     require(
         lhs.shape[-1] == rhs.shape[1],
@@ -473,8 +560,10 @@ def _check(lhs, rhs, group_sizes, bias):
         require(num_groups == num_experts, "without P there must be one group per expert", "add P")
     if bias is not None and bias.shape != (num_experts, *rhs.shape[2:]):
         raise ValueError(
-            f"grouped_gemm: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
+            f"{name}: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
         )
+    if debug:
+        _check_data(name, lhs, group_sizes)
 
 
 def _grouped_gemm_fwd(

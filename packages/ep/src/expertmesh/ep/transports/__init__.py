@@ -39,6 +39,17 @@ def choose(name: str, route: Route, itemsize: int, axis: Axis) -> ModuleType:
     return _BY_NAME[name]
 
 
+def choose_blocks(name: str, route: Route, axis: Axis) -> ModuleType:
+    """The transport for sums that are quantized on the way, by any name but "ring": it brings them back in blocks.
+
+    Raises:
+      ValueError: as `choose`.
+    """
+    chosen = choose(name, route, 1, axis)
+    # With one rank its blocks are the tokens, so that the sums are rounded as in any other group.
+    return all_to_all if chosen in (local, ring) else chosen
+
+
 def cheapest(num_tokens: int, top_k: int, capacity: int, ep_size: int, itemsize: int) -> str:
     """The transport that receives the fewest bytes in one dispatch and one combine; "ring" at equal cost.
 

@@ -7,6 +7,7 @@ import jax
 
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import blocks
+from expertmesh.ep.wire import PLAIN, Wire
 
 
 def dispatch(tokens_TD, route: Route, *, axis: Axis):
@@ -15,9 +16,10 @@ def dispatch(tokens_TD, route: Route, *, axis: Axis):
     return blocks.rows_of_blocks(received_RBD, route, size)
 
 
-def combine(rows_CD, route: Route, *, axis: Axis):
+def combine(rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
     size = group_size(axis)
-    back_RBD = _exchange(blocks.blocks_of_sums(rows_CD, route, size), axis)
+    sums_RBD = blocks.blocks_of_sums(rows_CD, route, size)
+    back_RBD = wire.decode(_exchange(wire.encode(sums_RBD), axis), sums_RBD)
     return blocks.tokens_of_blocks(back_RBD, route, size).astype(rows_CD.dtype)
 
 

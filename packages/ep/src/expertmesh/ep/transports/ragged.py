@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from expertmesh.core.ops.ragged_params import RaggedParams
 from expertmesh.ep.route import Axis, Route, group_rank, group_size
 from expertmesh.ep.transports import blocks
+from expertmesh.ep.wire import PLAIN, Wire
 
 
 def dispatch(tokens_TD, route: Route, *, axis: Axis):
@@ -21,11 +22,12 @@ def dispatch(tokens_TD, route: Route, *, axis: Axis):
     return blocks.rows_of_blocks(received_RBD, route, size)
 
 
-def combine(rows_CD, route: Route, *, axis: Axis):
+def combine(rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
     size = group_size(axis)
     sent_R, received_R = _sizes(route, size)
     sums_RBD = blocks.blocks_of_sums(rows_CD, route, size)
-    back_RBD = _exchange(sums_RBD, received_R, sent_R, axis)
+    back_RBD = _exchange(wire.encode(sums_RBD), received_R, sent_R, axis)
+    back_RBD = wire.decode(back_RBD, sums_RBD)
     return blocks.tokens_of_blocks(back_RBD, route, size).astype(rows_CD.dtype)
 
 

@@ -1,0 +1,170 @@
+"""Writes the table of docs/numerics.md: the bytes that a step of the block moves between devices, under each recipe.
+
+    python docs/wire_bytes.py            write it
+    python docs/wire_bytes.py --print    only print it
+
+Nothing runs: the step is compiled for a mesh of CPU devices, and its collectives are read as the partitioner leaves
+them. XLA:CPU would widen 8-bit collectives afterwards.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MeshResource,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    global_shard_guard,
+    hlo,
+)
+from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
+
+PAGE = pathlib.Path(__file__).with_name("numerics.md")
+BEGIN, END = "<!-- docs/wire_bytes.py -->", "<!-- end -->"
+AXES = {"fsdp": 2, "ep": 4}
+RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+TOKENS_PER_DEVICE, D, F, E, K = 4096, 2048, 768, 64, 6
+# name -> options of MoEConfig
+ROWS = {
+    "bfloat16": {},
+    "DelayedScaling": dict(recipe=DelayedScaling(amax_history_len=16)),
+    "Float8CurrentScaling": dict(recipe=Float8CurrentScaling()),
+    "Float8BlockScaling": dict(recipe=Float8BlockScaling()),
+    "Float8BlockScaling, quantize_backward_combine": dict(
+        recipe=Float8BlockScaling(), quantize_backward_combine=True
+    ),
+    "MXFP8BlockScaling": dict(recipe=MXFP8BlockScaling()),
+    "NVFP4BlockScaling": dict(recipe=NVFP4BlockScaling(disable_stochastic_rounding=True)),
+}
+LEGS = (
+    "weight gathers",
+    "forward dispatch",
+    "forward combine",
+    "backward dispatch",
+    "backward combine",
+    "weight gradients",
+)
+_OVER_FSDP = {"all-gather": "weight gathers", "reduce-scatter": "weight gradients"}
+
+
+def compiled(options: dict, kind: AxisType = AxisType.Explicit) -> str:
+    """The partitioned HLO of the block and all its gradients; over Auto axes under a MeshResource."""
+    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * len(AXES))
+    ep_axis = "ep" if kind == AxisType.Explicit else None
+    sizes = dict(num_experts=E, top_k=K, expert_dim=F, transport="all_to_all", ep_axis=ep_axis)
+    config = MoEConfig(**sizes, **options)
+
+    def struct(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    specs = param_specs(config, RESOURCE)
+    shapes = param_shapes(D, config)
+    params = {name: struct(shape, jnp.float32, specs[name]) for name, shape in shapes.items()}
+    tokens = math.prod(AXES.values()) * TOKENS_PER_DEVICE
+    x = struct((tokens, D), jnp.bfloat16, PartitionSpec(tuple(AXES)))
+    state = jax.tree.map(
+        lambda a: struct(a.shape, a.dtype, PartitionSpec()),
+        jax.eval_shape(lambda: init_quant_state(config)),
+    )
+
+    def step(params, x, dy, state):
+        def forward(params, x):
+            out = moe(params, x, config, quant_state=state)
+            return out.y, out.quant_state
+
+        y, pull, state = jax.vjp(forward, params, x, has_aux=True)
+        return y, pull(dy), state
+
+    with global_shard_guard(None if kind == AxisType.Explicit else RESOURCE), _no_cache():
+        lowered = jax.jit(step).lower(params, x, x, state)
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            lowered.compile(compiler_options=dump)
+            (found,) = pathlib.Path(folder).glob("*after_spmd-partitioning*.txt")
+            return found.read_text()
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """A program that is taken from the compilation cache is not dumped."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def moved(text: str) -> dict[str, int]:
+    """Bytes that one device receives in each of LEGS."""
+    legs = dict.fromkeys(LEGS, 0)
+    exchanges = []
+    for found in hlo.collectives(text):
+        axes, size = hlo.axes_of(found.groups, AXES), received(found)
+        if found.kind == "all-to-all":
+            exchanges.append(size)
+        elif axes == ("fsdp",) and found.kind in _OVER_FSDP:
+            legs[_OVER_FSDP[found.kind]] += size
+    assert len(exchanges) == 4, exchanges
+    return legs | dict(zip(LEGS[1:5], exchanges, strict=True))
+
+
+def received(found: hlo.Collective) -> int:
+    """Bytes that one device receives from the others in the group."""
+    whole, n = sum(map(num_bytes, found.shapes)), found.group_size
+    if found.kind == "reduce-scatter":
+        return whole * (n - 1)
+    return whole * (n - 1) // n
+
+
+def num_bytes(shape: str) -> int:
+    """Of an HLO shape such as f8e4m3fn[2,3]; elements of 4 bits count half a byte."""
+    dtype, _, sizes = shape.rstrip("]").partition("[")
+    bits = int(re.search(r"\d+", dtype)[0])
+    return bits * math.prod(map(int, filter(None, sizes.split(",")))) // 8
+
+
+def line(name: str, legs: dict[str, int], plain: dict[str, int]) -> str:
+    """A row: MiB of each leg, and in how many times the bytes of bfloat16 where they differ."""
+    cells = []
+    for leg in LEGS:
+        ratio = legs[leg] / plain[leg]
+        cells.append(f"{legs[leg] / 2**20:.1f}" + (f" ({ratio:.3f})" if ratio != 1 else ""))
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def table() -> str:
+    measured = {name: moved(compiled(options)) for name, options in ROWS.items()}
+    head = [f"| | {' | '.join(LEGS)} |", f"|---|{'---|' * len(LEGS)}"]
+    plain = measured["bfloat16"]
+    return "\n".join(head + [line(name, legs, plain) for name, legs in measured.items()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="leave the page alone")
+    new = table()
+    if parser.parse_args().print:
+        print(new)
+        return
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{new}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(math.prod(AXES.values())))
+    main()

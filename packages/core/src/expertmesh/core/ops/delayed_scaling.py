@@ -1,0 +1,157 @@
+"""Delayed scaling: the multiplier of a step is made of the amaxes of steps before it.
+
+    q_t = quantize(x_t, multiplier_t)
+    multiplier_{t+1} = max / amax / 2^margin,  amax = max(amax_t, ..., amax_{t-L+1}) or amax_t
+
+An amax that is 0, Inf or NaN leaves the multiplier as it is. State in, state out: nothing is kept elsewhere. Dimension
+key: e tensors with a state of their own (any number of dimensions), L steps.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core import numerics
+from expertmesh.core.op import Op
+from expertmesh.core.ops.grouped_quantize import grouped_quantize_with_amax
+from expertmesh.core.ops.quantize import quantize_with_amax
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.recipe import DelayedScaling
+from expertmesh.core.scales import amax_multiplier
+
+__all__ = ["DelayedState", "grouped_quantize_delayed", "init_delayed", "quantize_delayed"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedState:
+    """What delayed scaling remembers of one operand; a pytree that an optimizer must not touch.
+
+    Attributes:
+      multiplier: float32[*e], by which the next step quantizes: the reciprocal of the scale.
+      amax_history: float32[*e, L]: the amaxes of the last L - 1 steps, the last one at the end; 0 at the start, where
+        that of the step goes.
+    """
+
+    multiplier: jax.Array
+    amax_history: jax.Array
+
+
+def init_delayed(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+    """The state before the first step: multipliers of 1, no amax.
+
+    Args:
+      recipe: gives L.
+      shape: () for one tensor, or for all groups of rows together; (E,) for the weights of experts.
+    """
+    length = recipe.amax_history_len
+    return DelayedState(jnp.ones(shape, jnp.float32), jnp.zeros((*shape, length), jnp.float32))
+
+
+def _update_reference(amax, multiplier, amax_history, *, margin, largest, most_recent):
+    history = jnp.concatenate([amax[..., None], amax_history[..., 1:]], axis=-1)
+    seen = numerics.magnitude(amax if most_recent else history)
+    seen = seen if most_recent else jnp.max(seen, axis=-1)
+    fresh = amax_multiplier(seen, largest, numerics.largest(jnp.float32))
+    # Down to the least normal number, whose reciprocal is finite.
+    fresh = jnp.maximum(fresh * jnp.float32(2.0**-margin), jnp.float32(2.0**-126))
+    history = jnp.roll(history, -1, axis=-1)
+    history = jnp.concatenate([jnp.zeros_like(history[..., :1]), history[..., 1:]], axis=-1)
+    return jnp.where(numerics.is_regular(seen), fresh, multiplier), history
+
+
+_update_op = Op("update_delayed", _update_reference, "..., ..., ... l -> ..., ... l", whole=("l",))
+
+
+def _updated(state: DelayedState, amax, recipe: DelayedScaling) -> DelayedState:
+    multiplier, history = _update_op(
+        amax,
+        state.multiplier,
+        state.amax_history,
+        margin=recipe.margin,
+        largest=numerics.largest(recipe.formats().x.dtype),
+        most_recent=recipe.amax_compute_algo == "most_recent",
+    )
+    return DelayedState(multiplier, history)
+
+
+def quantize_delayed(
+    x, state: DelayedState, recipe: DelayedScaling, *, spec: PartitionSpec | None = None
+) -> tuple[QuantizedArray, DelayedState]:
+    """`quantize(x, recipe.formats().x, multiplier=state.multiplier)`, and the state after it.
+
+    Args:
+      x: float32, bfloat16 or float16 [*e, ...]: tokens, or a kernel.
+      state: of `init_delayed(recipe, x.shape[:n])`, n = 0 for one tensor.
+      spec: where `x` is, as of `quantize`.
+
+    Returns:
+      (q, state): the new state's multiplier knows the amax of `x`, q's scale does not. Larger numbers than the
+      multiplier allows saturate.
+
+    Raises:
+      TypeError: no state, or no DelayedScaling. ValueError: a state of another shape or length.
+
+    The amax is maximised over the axes that shard `x`; the state is the same on all devices.
+    """
+    _check_state("quantize_delayed", state, recipe)
+    q, amax = quantize_with_amax(
+        x, recipe.formats().x, state.multiplier, batch_dims=state.multiplier.ndim, spec=spec
+    )
+    return q, _updated(state, amax, recipe)
+
+
+def grouped_quantize_delayed(
+    x,
+    group_sizes,
+    state: DelayedState,
+    recipe: DelayedScaling,
+    *,
+    spec: PartitionSpec | None = None,
+) -> tuple[QuantizedArray, DelayedState]:
+    """`quantize_delayed` of rows in groups: one multiplier for all of them, of the amax of all of them.
+
+    Args:
+      x: [P, C, *K], as of `grouped_quantize`; rows after the last group enter no amax.
+      group_sizes: int32[P, G].
+      state: of `init_delayed(recipe)`.
+      spec: where `x` is, as of `grouped_quantize`.
+
+    Returns:
+      (q, state); q's scales [P, G] are all equal.
+
+    Raises:
+      As `quantize_delayed`; ValueError: a state with dimensions.
+    """
+    _check_state("grouped_quantize_delayed", state, recipe)
+    if state.multiplier.ndim:
+        raise ValueError(
+            f"grouped_quantize_delayed: the groups must share one state; got a state of shape "
+            f"{state.multiplier.shape}; make it with init_delayed(recipe)"
+        )
+    multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
+    q, amax_PG = grouped_quantize_with_amax(
+        x, group_sizes, recipe.formats().x, multiplier, spec=spec
+    )
+    amax = numerics.from_magnitude(jnp.max(numerics.magnitude(amax_PG), initial=0))
+    return q, _updated(state, amax, recipe)
+
+
+def _check_state(name: str, state, recipe) -> None:
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(
+            f"{name}: the recipe must be DelayedScaling; got {recipe!r}; use quantize for the others"
+        )
+    if not isinstance(state, DelayedState):
+        raise TypeError(
+            f"{name}: DelayedScaling needs a DelayedState; got state={state!r}; start with init_delayed(recipe)"
+        )
+    want = (*state.multiplier.shape, recipe.amax_history_len)
+    if state.amax_history.shape != want:
+        raise ValueError(
+            f"{name}: amax_history must have the multiplier's shape and amax_history_len = "
+            f"{recipe.amax_history_len} steps; got {state.amax_history.shape}, multiplier {state.multiplier.shape}; "
+            "start with init_delayed(recipe)"
+        )

@@ -1,0 +1,280 @@
+"""A dense layer per group of rows: the three grouped GEMMs of experts in the formats of a recipe.
+
+    y[p, r]  = x[p, r] @ w[e] + bias[e]              x and w quantized along K; e = expert of the row's group
+    dx[p, r] = dy[p, r] @ w[e]^T                     dy and w quantized along N
+    dw[e]    = sum of x[p, r]^T dy[p, r] over its rows      x and dy quantized along the rows
+    dbias[e] = sum of dy[p, r] over its rows         not quantized
+
+Groups, participants and experts as in grouped_gemm. Dimension key: P participants, C rows per participant, K
+contraction, N output dimensions (any number), E experts, G groups per participant.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.layer import (
+    DenseState,
+    Extra,
+    Layer,
+    after,
+    at_rest,
+    check_extra,
+    gradient_keys,
+    num_contracted,
+    residuals,
+    specs_in_use,
+)
+from expertmesh.core.mesh import current_resource, filter_roles
+from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
+from expertmesh.core.ops.grouped_gemm import (
+    check_operands,
+    group_bias_grad_op,
+    group_bias_op,
+    grouped_gemm,
+)
+from expertmesh.core.ops.grouped_quantize import check_starts, grouped_quantize
+from expertmesh.core.ops.quantize_kernel import (
+    QuantizedKernel,
+    dgrad_copy,
+    forward_copy,
+    serves_both,
+)
+from expertmesh.core.ops.quantized_grouped_gemm import (
+    quantized_grouped_gemm,
+    quantized_grouped_gemm_dgrad,
+    quantized_grouped_gemm_wgrad,
+)
+from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
+from expertmesh.core.specs import pad_spec
+from expertmesh.core.support import warn_if_emulated
+from expertmesh.core.vjp import differentiable
+
+__all__ = ["grouped_dense"]
+
+
+def grouped_dense(
+    x,
+    kernel,
+    group_sizes,
+    bias=None,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (1,)),
+    recipe: Recipe | str | None = None,
+    state: DenseState | None = None,
+    key=None,
+    kernel_quantized: QuantizedKernel | None = None,
+    out_dtype=None,
+    x_spec: PartitionSpec | None = None,
+    w_spec: PartitionSpec | None = None,
+    out_spec: PartitionSpec | None = None,
+    debug: bool = False,
+):
+    """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
+
+    Args:
+      x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
+      kernel: float[E, K, *N].
+      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
+        `alignment_of(recipe)`, as those of `plan_permute(..., alignment=)` are.
+      bias: float[E, *N] or None; added to the rows of the groups only.
+      contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
+      recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
+      state: under DelayedScaling: `init_dense_state(recipe, num_experts=E)`; one scale for all rows, one per expert.
+      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
+      kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
+        is that of `kernel` either way.
+      out_dtype: dtype of the result; None: that of `x`.
+      x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+        P(ep, fsdp).
+      out_spec: where the result is wanted.
+      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
+        that do not start at multiples of `alignment_of(recipe)`.
+
+    Returns:
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; rows after the last group are zeros, whatever
+      `x` holds there. Under DelayedScaling `(y, new_state)`.
+
+    Raises:
+      ValueError: as `grouped_gemm` and `dense`.
+      TypeError: `group_sizes` are not integers.
+
+    Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, rows after the last group
+    too. Kept for the backward as by `dense`.
+
+    Under sharding as `grouped_gemm`; each device quantizes its shard of the kernel, and data and scales are gathered,
+    anew in the backward. Scales of a whole tensor (one per expert, one per group) are reduced first, over the axes that
+    shard it.
+    """
+    recipe = recipe_of(recipe) or current_recipe()
+    extra = Extra(state, key, kernel_quantized)
+    if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
+        raise ValueError(
+            f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "
+            "kernel"
+        )
+    check_extra("grouped_dense", kernel, extra, recipe)
+    if recipe is None:
+        return grouped_gemm(
+            x,
+            kernel,
+            group_sizes,
+            bias,
+            out_dtype=out_dtype,
+            lhs_spec=x_spec,
+            rhs_spec=w_spec,
+            out_spec=out_spec,
+            debug=debug,
+        )
+    check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
+    warn_if_emulated(recipe, x, kernel)
+    flat = x.ndim == 2
+    if flat:
+        x, group_sizes = x[None], group_sizes[None]
+    if debug:
+        check_starts("grouped_dense", group_sizes, alignment_of(recipe))
+        x_spec, out_spec = (
+            None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
+        )
+    given = x_spec, w_spec, out_spec
+    layer = Layer(
+        recipe=recipe,
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        given=given,
+        used=used_specs(kernel.ndim, *given),
+    )
+    out = _grouped_dense(x, kernel, group_sizes, bias, extra, layer=layer)
+    if not flat:
+        return out
+    return (out[0][0], out[1]) if layer.delayed else out[0]
+
+
+def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
+    """The layer's `used`."""
+    resource = current_resource()
+    if resource is None:
+        return x_spec, w_spec, out_spec
+    roles = map(resource.entry, ("experts", "fsdp"))
+    w = pad_spec(tuple(roles) if w_spec is None else w_spec, kernel_ndim)
+    return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
+
+
+def _forward(x, kernel, group_sizes, bias, extra: Extra, layer: Layer):
+    """(what the layer returns, x and the kernel quantized along K)."""
+    x_spec, w_spec, _ = layer.used
+    state, w_state = extra.state, extra.state.kernel if extra.state is not None else None
+    if state is None or layer.delayed is None:
+        q_x = grouped_quantize(x, group_sizes, layer.formats.x, axis=2, spec=x_spec)
+        x_state = None
+    else:
+        q_x, x_state = grouped_quantize_delayed(x, group_sizes, state.x, layer.delayed, spec=x_spec)
+    if extra.kernel_quantized is None:
+        q_kernel, w_state = forward_copy(kernel, layer.recipe, 1, w_state, w_spec)
+    else:
+        q_kernel = extra.kernel_quantized.forward
+    y = product(q_x, q_kernel, group_sizes, bias, layer)
+    if x_state is None or w_state is None:
+        return y, q_x, q_kernel
+    return (y, DenseState(x_state, w_state)), q_x, q_kernel
+
+
+def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
+    """The forward's product, and the bias."""
+    x_spec, w_spec, out_spec = layer.used
+    y = quantized_grouped_gemm(
+        q_x,
+        q_kernel,
+        group_sizes,
+        out_dtype=layer.out_dtype,
+        specs=(x_spec, w_spec),
+        out_spec=layer.given[2],
+    )
+    if bias is None:
+        return y
+    return group_bias_op(y, bias, group_sizes, operand_specs=(out_spec, _bias_spec(w_spec), None))
+
+
+def _value(x, kernel, group_sizes, bias, extra, *, layer):
+    return _forward(x, kernel, group_sizes, bias, extra, layer)[0]
+
+
+def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
+    out, q_x, q_kernel = _forward(x, kernel, group_sizes, bias, extra, layer)
+    if not layer.x_is_quantized_once:
+        q_x = grouped_quantize(x, group_sizes, layer.formats.x_wgrad, axis=1, spec=layer.used[0])
+    q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
+    return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
+
+
+def kernel_for_dgrad(kernel, forward, extra: Extra, layer: Layer):
+    """The copy that the backward reads."""
+    if extra.kernel_quantized is not None:
+        return extra.kernel_quantized.for_dgrad()
+    if serves_both(layer.formats):
+        return forward
+    return dgrad_copy(kernel, layer.recipe, 1, layer.used[1])
+
+
+def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
+    """The cotangents of x, the kernel, the group sizes (None), the bias and the rest (None).
+
+    Args:
+      carried: x and the kernel as `residuals` names them, the group sizes, the bias, the key.
+    """
+    q_x, q_kernel, group_sizes, bias, key = carried
+    x_spec, w_spec, out_spec = layer.used
+    dy = cotangent[0] if layer.delayed else cotangent
+    dy_n, dy_t = _dy_copies(dy, group_sizes, layer, key)
+    q_kernel, dy_n = after(q_kernel, dy_n)
+    dx = quantized_grouped_gemm_dgrad(
+        dy_n,
+        q_kernel,
+        group_sizes,
+        out_dtype=q_x.dtype,
+        specs=(out_spec, w_spec),
+        out_spec=at_rest(q_x.data, layer.given[0]),
+    )
+    dw = quantized_grouped_gemm_wgrad(
+        q_x,
+        dy_t,
+        group_sizes,
+        num_experts=q_kernel.shape[0],
+        out_dtype=q_kernel.dtype,
+        specs=(x_spec, out_spec),
+        out_spec=at_rest(q_kernel.data, layer.given[1]),
+    )
+    if bias is None:
+        return dx, dw, None, None, None
+    db = group_bias_grad_op(
+        dy,
+        group_sizes,
+        num_experts=q_kernel.shape[0],
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, None),
+        result_specs=(at_rest(bias, _bias_spec(w_spec)),),
+    )
+    return dx, dw, None, db, None
+
+
+def _dy_copies(dy, group_sizes, layer: Layer, key):
+    """dy quantized along the last of N and along the rows."""
+    formats, keys = layer.formats, gradient_keys("grouped_dense", layer, key)
+    spec, last = layer.used[2], dy.ndim - 1
+    along_n = grouped_quantize(
+        dy, group_sizes, formats.grad_dgrad, axis=last, key=keys[0], spec=spec
+    )
+    if layer.dy_is_quantized_once:
+        return along_n, along_n
+    along_rows = grouped_quantize(
+        dy, group_sizes, formats.grad_wgrad, axis=1, key=keys[1], spec=spec
+    )
+    return along_n, along_rows
+
+
+def _bias_spec(w_spec):
+    """Of a kernel's bias in use, whose dimensions are those of the kernel without K."""
+    return None if w_spec is None else filter_roles((*w_spec[:1], *w_spec[2:]), "experts", "tp")
+
+
+_grouped_dense = differentiable(_fwd, grouped_dense_bwd, _value)

@@ -1,0 +1,297 @@
+"""GEMMs of quantized operands: y = dequantized(x) . dequantized(w), accumulated in float32.
+
+The three GEMMs of a layer contract K (forward), N (input gradient) and the tokens (weight gradient); the blocks of both
+operands lie along the contraction. Dimension key: t token dimensions (any number), K contraction, n output dimensions
+(any number).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core.ops.quantize import dequantize_values
+from expertmesh.core.quantized import QuantizedArray, check_quantized
+from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.rule import parse_rule, plan_by_rule
+from expertmesh.core.vjp import not_differentiable
+
+__all__ = ["quantized_gemm", "quantized_gemm_dgrad", "quantized_gemm_wgrad"]
+
+# What an operand consists of: its data, and a scale of the tensor, scales of blocks, or both.
+SCALINGS = ("tensor", "blocks", "two levels")
+
+
+def scaling(q: QuantizedArray) -> str:
+    """Which of SCALINGS an operand has."""
+    return "tensor" if not q.block else "blocks" if q.tensor_scale is None else "two levels"
+
+
+def arrays(q: QuantizedArray) -> tuple[jax.Array, ...]:
+    """The arrays that an op takes for `q`."""
+    return (q.data, q.scale, *(() if q.tensor_scale is None else (q.tensor_scale,)))
+
+
+def per_array(kind: str, data, tensor) -> tuple:
+    """One value per array of an operand: scales of blocks go with the data, scales of the tensor do not."""
+    return {"tensor": (data, tensor), "blocks": (data, data), "two levels": (data, data, tensor)}[
+        kind
+    ]
+
+
+def halves(operands: Sequence) -> tuple[Sequence, Sequence]:
+    """The arrays of the first and of the second quantized operand."""
+    middle = len(operands) // 2
+    return operands[:middle], operands[middle : 2 * middle]
+
+
+def whole_blocks(query: Query, num_operands: int) -> Query:
+    """The query in which a dimension that does not consist of whole blocks has one, and so is never split."""
+    shapes = list(query.shapes)
+    per_operand = num_operands // 2
+    for first, block in zip((0, per_operand), query.options["blocks"], strict=True):
+        if block:
+            data, scale = shapes[first : first + 2]
+            shapes[first + 1] = tuple(
+                blocks if size % length == 0 else 1
+                for size, blocks, length in zip(data, scale, block, strict=True)
+            )
+    return dataclasses.replace(query, shapes=tuple(shapes))
+
+
+def multiply(a, b, dims, out_dtype):
+    """Exact products: of operands that were 8 bits wide, TensorFloat-32 would lose digits of the scales."""
+    out = jax.lax.dot_general(
+        a,
+        b,
+        (dims, ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(out_dtype)
+
+
+def _fprop_reference(*operands, blocks, out_dtype):
+    x, w = _wide(operands, blocks)
+    return multiply(x, w, ((x.ndim - 1,), (0,)), out_dtype)
+
+
+def _dgrad_reference(*operands, blocks, out_dtype):
+    dy, w = _wide(operands, blocks)
+    n = w.ndim - 1
+    dims = tuple(range(dy.ndim - n, dy.ndim)), tuple(range(1, w.ndim))
+    return multiply(dy, w, dims, out_dtype)
+
+
+def _wgrad_reference(*operands, blocks, out_dtype):
+    x, dy = _wide(operands, blocks)
+    tokens = tuple(range(x.ndim - 1))
+    return multiply(x, dy, (tokens, tokens), out_dtype)
+
+
+def _wide(operands, blocks):
+    return tuple(
+        dequantize_values(*half, block=block)
+        for half, block in zip(halves(operands), blocks, strict=True)
+    )
+
+
+def _ops(name: str, reference: Callable, rule: tuple[str, str, str], summed: str, roles, parameter):
+    """The op for each of SCALINGS. `parameter`: which term of `rule` (two operands, one result) is the weight."""
+
+    def one(kind: str) -> Op:
+        per_operand = len(per_array(kind, "", ""))
+        sides = [
+            ", ".join(per_array(kind, side[0], "()") + per_array(kind, side[1], "()"))
+            + f" -> {side[2]}"
+            for side in (rule, roles)
+        ]
+        num_operands = 2 * per_operand
+
+        def plan(query: Query) -> Plan:
+            query = whole_blocks(query, num_operands)
+            parsed = parse_rule(sides[0], [len(shape) for shape in query.shapes])
+            names = parsed.expand((summed,))
+            return plan_by_rule(query, parsed, frozenset(), names, parameter * per_operand)
+
+        return Op(name, reference, sides[0], (summed,), roles=sides[1], plan=plan)
+
+    return {kind: one(kind) for kind in SCALINGS}
+
+
+_FPROP = _ops(
+    "quantized_gemm",
+    _fprop_reference,
+    ("t... k", "k n...", "t... n..."),
+    "k",
+    ("tokens .", "fsdp .", "tokens ."),
+    1,
+)
+_DGRAD = _ops(
+    "quantized_gemm_dgrad",
+    _dgrad_reference,
+    ("t... n...", "k n...", "t... k"),
+    "n...",
+    ("tokens .", "fsdp .", "tokens ."),
+    1,
+)
+_WGRAD = _ops(
+    "quantized_gemm_wgrad",
+    _wgrad_reference,
+    ("t... k", "t... n...", "k n..."),
+    "t...",
+    ("tokens .", "tokens .", "fsdp ."),
+    2,
+)
+
+
+def quantized_gemm(x: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, out_spec=None):
+    """y[t, n] = sum_k x[t, k] * w[k, n].
+
+    Args:
+      x: [..., K], its blocks along K.
+      w: [K, *N], its blocks along K.
+      out_dtype: dtype of the result.
+      specs: of `x` and `w` over Auto axes, or None for each.
+      out_spec: where the result is wanted.
+
+    Returns:
+      [..., *N]; accumulated in float32, rounded once.
+
+    Raises:
+      ValueError: formats or blocks that no GEMM takes (see `check_pair`).
+
+    Under sharding as `gemm`; what is gathered of the weight is its data and its scales.
+    """
+    check_pair("gemm", (x, x.ndim - 1), (w, 0))
+    for q in (x, w):
+        _check_one_tensor(q)
+    return _call(_FPROP, x, w, out_dtype, specs, out_spec)
+
+
+def quantized_gemm_dgrad(dy: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, out_spec=None):
+    """dx[t, k] = sum_n dy[t, n] * w[k, n]; blocks along the last dimension of N. Otherwise as `quantized_gemm`."""
+    check_pair("gemm's input gradient", (dy, dy.ndim - 1), (w, w.ndim - 1))
+    return _call(_DGRAD, dy, w, out_dtype, specs, out_spec)
+
+
+def quantized_gemm_wgrad(x: QuantizedArray, dy: QuantizedArray, *, out_dtype, specs, out_spec=None):
+    """dw[k, n] = sum_t x[t, k] * dy[t, n]; blocks along the last token dimension. Otherwise as `quantized_gemm`."""
+    tokens = x.ndim - 1
+    check_pair("gemm's weight gradient", (x, tokens - 1), (dy, tokens - 1), multiple=False)
+    return _call(_WGRAD, x, dy, out_dtype, specs, out_spec)
+
+
+def _call(ops, a, b, out_dtype, specs, out_spec):
+    return ops[scaling(a)](
+        *arrays(a),
+        *arrays(b),
+        blocks=(a.block, b.block),
+        out_dtype=check_out_dtype("gemm", out_dtype),
+        operand_specs=(
+            *per_array(scaling(a), specs[0], PartitionSpec()),
+            *per_array(scaling(b), specs[1], PartitionSpec()),
+        ),
+        result_specs=(out_spec,),
+    )
+
+
+def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, QuantizedArray]:
+    """Both operands of GEMM `name`, as constants: asking for a derivative is an error that names `layer`.
+
+    Raises:
+      ValueError: one of them is not quantized.
+    """
+    if not (isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray)):
+        kinds = [
+            type(x).__name__ if isinstance(x, QuantizedArray) else str(x.dtype) for x in (a, b)
+        ]
+        raise ValueError(
+            f"{name}: both operands must be quantized or none; got {kinds[0]} and {kinds[1]}; quantize the other too, "
+            "or dequantize this one"
+        )
+
+    def constant(x):
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return not_differentiable(x, f"{name}: use {layer}") if is_float else x
+
+    return jax.tree.map(constant, a), jax.tree.map(constant, b)
+
+
+def _check_one_tensor(q: QuantizedArray) -> None:
+    scale = q.tensor_scale if q.block else q.scale
+    if scale is not None and scale.ndim:
+        raise ValueError(
+            f"gemm: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; quantize it "
+            "with batch_dims=0, or use grouped_gemm"
+        )
+
+
+def check_out_dtype(name: str, dtype):
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize < 2:
+        raise ValueError(
+            f"{name}: the result must have at least 16 bits; got out_dtype={dtype.name}; quantize the result instead"
+        )
+    return dtype
+
+
+def check_pair(
+    name: str, a: tuple[QuantizedArray, int], b: tuple[QuantizedArray, int], *, multiple=True
+) -> None:
+    """Raises ValueError for two operands (and the dimension of each that is contracted) that no GEMM takes.
+
+    Both e5m2; scales of different kinds or blocks of different length; two operands with two-dimensional blocks; only
+    one operand rotated; blocks across another dimension than the contracted one; scales that do not fit their data; a
+    contraction that is no multiple of what the format needs (see `contraction_multiple`), with `multiple`.
+    """
+    _check_formats(name, a[0].format, b[0].format)
+    for q, dim in (a, b):
+        check_quantized(name, q)
+        if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
+            raise ValueError(
+                f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
+                f"block={q.block} of {q.shape}; quantize it with axis={dim}"
+            )
+        size, needed = q.shape[dim], contraction_multiple(q.format)
+        if multiple and size % needed:
+            raise ValueError(
+                f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
+                f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
+            )
+
+
+def contraction_multiple(format: TensorFormat) -> int:
+    """What the contracted dimension must be a multiple of: what tensor cores take, and whole blocks of 32 and 16."""
+    four_bits = format.dtype == "float4_e2m1fn"
+    return 32 if four_bits or (format.block or (1, 1))[1] == 32 else 16
+
+
+def describe(format: TensorFormat) -> str:
+    blocks = "one scale" if format.block is None else f"blocks {format.block} of {format.scale}"
+    return f"{format.dtype} with {blocks}"
+
+
+def _check_formats(name: str, fa: TensorFormat, fb: TensorFormat) -> None:
+    got = f"got {describe(fa)} and {describe(fb)}"
+    if fa.dtype == fb.dtype == "float8_e5m2":
+        raise ValueError(
+            f"{name}: one operand must be float8_e4m3fn; {got}; use Format.HYBRID or Format.E4M3"
+        )
+    along = [format.block and format.block[1] for format in (fa, fb)]
+    if along[0] != along[1] or fa.scale != fb.scale:
+        raise ValueError(
+            f"{name}: both operands must have scales of one kind; {got}; quantize both by one recipe"
+        )
+    if fa.block and fb.block and min(fa.block[0], fb.block[0]) > 1:
+        raise ValueError(
+            f"{name}: one operand at most may have two-dimensional blocks; {got}; give the tokens blocks of one row"
+        )
+    if fa.hadamard != fb.hadamard:
+        raise ValueError(
+            f"{name}: both operands must be rotated by the Hadamard transform or none; got hadamard={fa.hadamard} "
+            f"and {fb.hadamard}; use the formats of one GEMM"
+        )

@@ -1,0 +1,294 @@
+"""Grouped GEMMs of quantized operands: each step of a group's rows is dequantized, multiplied, accumulated in float32.
+
+Groups, participants and experts as in grouped_gemm. Rows have a scale per group ([P, G]) or scales of blocks, which
+restart at row 0 of a participant; experts have a scale each ([E]) or scales of blocks. Dimension key: P participants,
+C rows per participant, K contraction, N output dimensions (any number), E experts, G groups per participant,
+R participants that share one set of weights.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core.ops.grouped_gemm import (
+    accumulate_weights,
+    empty_result,
+    flattened,
+    grouped_plan,
+    multiply_rows,
+    per_participant,
+    rows_reader,
+)
+from expertmesh.core.ops.quantize import dequantize_values
+from expertmesh.core.ops.quantized_gemm import (
+    SCALINGS,
+    arrays,
+    check_out_dtype,
+    check_pair,
+    halves,
+    per_array,
+    scaling,
+    whole_blocks,
+)
+from expertmesh.core.quantized import QuantizedArray
+
+__all__ = [
+    "quantized_grouped_gemm",
+    "quantized_grouped_gemm_dgrad",
+    "quantized_grouped_gemm_wgrad",
+]
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _wide_rows(data_CD, scale, tensor_scale_G=None, *, block, step):
+    """A reader (see `rows_reader`) of one participant's rows, float32[step, flattened D].
+
+    Args:
+      data_CD, scale, tensor_scale_G: one participant's; without blocks `scale` is [G].
+      block: of [P, C, *D], or ().
+    """
+    read = rows_reader(data_CD, step)
+    if not block:
+        return lambda first, group: flattened(
+            dequantize_values(read(first, group), scale[group]), 1
+        )
+
+    def rows(first, group):
+        # A step may end within a block, and read beyond the last one.
+        blocks = (first + jnp.arange(step)) // block[1]
+        of_rows = jnp.take(scale, blocks, axis=0, mode="clip")
+        per_group = None if tensor_scale_G is None else tensor_scale_G[group]
+        wide = dequantize_values(read(first, group), of_rows, per_group, block=(1, *block[2:]))
+        return flattened(wide, 1)
+
+    return rows
+
+
+def _wide_weight(data_GKN, scale_G, tensor_scale_G=None, *, block, group):
+    """One expert's weight, float32[K, flattened N]."""
+    one = [
+        None if x is None else jax.lax.dynamic_index_in_dim(x, group, keepdims=False)
+        for x in (data_GKN, scale_G, tensor_scale_G)
+    ]
+    return flattened(dequantize_values(*one, block=block[1:]), 1)
+
+
+def _rows_reference(*operands, contract_rhs, blocks, out_dtype):
+    lhs, rhs = halves(operands[:-1])
+    group_sizes_PG = operands[-1]
+    E, K, *N = rhs[0].shape
+    P, C = lhs[0].shape[:2]
+    result = tuple(N) if contract_rhs == 1 else (K,)
+    if lhs[0].size == 0 or rhs[0].size == 0:
+        return empty_result((P, C, *result), out_dtype, *operands)
+    num_groups = group_sizes_PG.shape[1]
+    num_sets = E // num_groups
+    sets = [x.reshape(num_sets, num_groups, *x.shape[1:]) for x in rhs]
+
+    def one(r, *of_participant):
+        *lhs_C, group_sizes_G = of_participant
+        weights = [x[0] if num_sets == 1 else x[r] for x in sets]
+        return multiply_rows(
+            lambda step: _wide_rows(*lhs_C, block=blocks[0], step=step),
+            lambda group: _wide_weight(*weights, block=blocks[1], group=group),
+            group_sizes_G,
+            (C, prod(result)),
+            (*lhs_C, *weights),
+            contract_rhs=contract_rhs,
+            out_dtype=out_dtype,
+            precision=_HIGHEST,
+        )
+
+    return per_participant(one, num_sets, *lhs, group_sizes_PG).reshape(P, C, *result)
+
+
+def _wgrad_reference(*operands, num_experts, blocks, out_dtype):
+    lhs, dy = halves(operands[:-1])
+    group_sizes_PG = operands[-1]
+    shape = (num_experts, lhs[0].shape[2], *dy[0].shape[2:])
+    if lhs[0].size == 0 or dy[0].size == 0:
+        return empty_result(shape, out_dtype, *operands)
+
+    def one(_, *of_participant):
+        *both, group_sizes_G = of_participant
+        lhs_reader, dy_reader = (
+            partial(_reader, half, block) for half, block in zip(halves(both), blocks, strict=True)
+        )
+        return accumulate_weights(
+            lhs_reader,
+            dy_reader,
+            group_sizes_G,
+            lhs[0].shape[1],
+            (shape[1], prod(shape[2:])),
+            both,
+            _HIGHEST,
+        )
+
+    num_sets = num_experts // group_sizes_PG.shape[1]
+    dw_PGKN = per_participant(one, num_sets, *lhs, *dy, group_sizes_PG)
+    return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
+
+
+def _reader(half, block, step):
+    return _wide_rows(*half, block=block, step=step)
+
+
+def _ops(name: str, reference: Callable, rule, tensor_terms, summed: str, roles, parameter: int):
+    """The op for each of SCALINGS.
+
+    Args:
+      rule: the data of both operands, and the result.
+      tensor_terms: of the scales of a whole tensor, for each operand.
+      roles: of both operands and of the result.
+      parameter: which of the operands or result is the weight.
+    """
+    tensor_roles = ["tokens ." if term == "p g" else "experts" for term in tensor_terms]
+
+    def one(kind: str) -> Op:
+        sharding, role = (
+            ", ".join(
+                (
+                    *per_array(kind, side[0], tensor[0]),
+                    *per_array(kind, side[1], tensor[1]),
+                    last,
+                )
+            )
+            + f" -> {side[2]}"
+            for side, tensor, last in (
+                (rule, tensor_terms, "p g"),
+                (roles, tensor_roles, "tokens ."),
+            )
+        )
+        per_operand = len(per_array(kind, "", ""))
+        index = parameter * per_operand + (parameter == 2)
+        inner = grouped_plan(sharding, index, summed)
+
+        def plan(query: Query) -> Plan:
+            return inner(whole_blocks(query, 2 * per_operand))
+
+        return Op(name, reference, sharding, roles=role, plan=plan)
+
+    return {kind: one(kind) for kind in SCALINGS}
+
+
+_ROLES = ("tokens . .", "experts fsdp .", "tokens . .")
+_FPROP = _ops(
+    "quantized_grouped_gemm",
+    partial(_rows_reference, contract_rhs=1),
+    ("p c k", "e k n...", "p c n..."),
+    ("p g", "e"),
+    "k",
+    _ROLES,
+    1,
+)
+_DGRAD = _ops(
+    "quantized_grouped_gemm_dgrad",
+    partial(_rows_reference, contract_rhs=2),
+    ("p c n...", "e k n...", "p c k"),
+    ("p g", "e"),
+    "n...",
+    _ROLES,
+    1,
+)
+_WGRAD = _ops(
+    "quantized_grouped_gemm_wgrad",
+    _wgrad_reference,
+    ("p c k", "p c n...", "e k n..."),
+    ("p g", "p g"),
+    "",
+    ("tokens . .", "tokens . .", "experts fsdp ."),
+    2,
+)
+
+
+def quantized_grouped_gemm(
+    lhs: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None
+):
+    """out[p, r] = lhs[p, r] @ rhs[expert of the row's group]; rows after the last group are zeros.
+
+    Args:
+      lhs: [P, C, K], its blocks along K.
+      rhs: [E, K, *N], its blocks along K.
+      group_sizes: int[P, G].
+      out_dtype: dtype of the result.
+      specs: of `lhs` and `rhs` over Auto axes, or None for each.
+      out_spec: where the result is wanted.
+
+    Returns:
+      [P, C, *N], accumulated in float32, rounded once.
+
+    Raises:
+      ValueError: formats, blocks or scales that do not fit.
+
+    Under sharding as `grouped_gemm`; what is gathered of the weight is its data and its scales.
+    """
+    check_pair("grouped_gemm", (lhs, 2), (rhs, 1))
+    check_tensor_scales(lhs, rhs, group_sizes)
+    return _call(_FPROP, lhs, rhs, group_sizes, out_dtype, specs, out_spec)
+
+
+def quantized_grouped_gemm_dgrad(
+    dy: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None
+):
+    """dlhs[p, r] = dy[p, r] @ rhs[expert]^T; blocks along the last of N. Otherwise as `quantized_grouped_gemm`."""
+    check_pair("grouped_gemm's input gradient", (dy, dy.ndim - 1), (rhs, rhs.ndim - 1))
+    check_tensor_scales(dy, rhs, group_sizes)
+    return _call(_DGRAD, dy, rhs, group_sizes, out_dtype, specs, out_spec)
+
+
+def quantized_grouped_gemm_wgrad(
+    lhs: QuantizedArray,
+    dy: QuantizedArray,
+    group_sizes,
+    *,
+    num_experts: int,
+    out_dtype,
+    specs,
+    out_spec=None,
+):
+    """drhs[e] = sum of lhs[p, r]^T dy[p, r] over the expert's rows; blocks along the rows of a participant.
+
+    Experts without rows have a gradient of exact zeros. Otherwise as `quantized_grouped_gemm`.
+    """
+    check_pair("grouped_gemm's weight gradient", (lhs, 1), (dy, 1), multiple=False)
+    check_tensor_scales(lhs, dy, group_sizes)
+    options = dict(num_experts=num_experts)
+    return _call(_WGRAD, lhs, dy, group_sizes, out_dtype, specs, out_spec, **options)
+
+
+def _call(ops, a, b, group_sizes, out_dtype, specs, out_spec, **options):
+    tensor_specs = [None if spec is None else PartitionSpec(*tuple(spec)[:1]) for spec in specs]
+    return ops[scaling(a)](
+        *arrays(a),
+        *arrays(b),
+        group_sizes,
+        blocks=(a.block, b.block),
+        out_dtype=check_out_dtype("grouped_gemm", out_dtype),
+        operand_specs=(
+            *per_array(scaling(a), specs[0], tensor_specs[0]),
+            *per_array(scaling(b), specs[1], tensor_specs[1]),
+            None,
+        ),
+        result_specs=(out_spec,),
+        **options,
+    )
+
+
+def check_tensor_scales(a: QuantizedArray, b: QuantizedArray, group_sizes) -> None:
+    """Raises ValueError unless a scale of rows is [P, G], and of weights [E]."""
+    for q in (a, b):
+        scale = q.scale if not q.block else q.tensor_scale
+        weights = q.group_sizes is None
+        want = q.shape[:1] if weights else group_sizes.shape
+        if scale is not None and scale.shape != want:
+            raise ValueError(
+                f"grouped_gemm: there must be one scale per {'expert' if weights else 'group'}, {want}; got scale "
+                f"{scale.shape} of data {q.shape}; make it with expertmesh.core."
+                f"{'quantize(..., batch_dims=1)' if weights else 'grouped_quantize'}"
+            )

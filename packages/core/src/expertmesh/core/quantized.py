@@ -1,0 +1,105 @@
+"""QuantizedArray: 8- or 4-bit data with the scales that turn it back into numbers."""
+
+import dataclasses
+
+import jax
+
+from expertmesh.core.recipe import TensorFormat
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """A pytree: an argument or result of jit, a scan carry, a residual, a checkpoint's leaf.
+
+    `dequantize(q) = data * scale * tensor_scale`, each scale repeated over the elements that share it. Two arrays
+    whose `format`, `block` and `dtype` are equal have equal tree structures.
+
+    Attributes:
+      data: [..., in the shape of what was quantized], of `format.dtype`.
+      scale: with blocks, `ceil(shape / block)` of `format.scale`'s dtype. Without: float32[] of a tensor, [E] of
+        experts, [P, G] of groups of rows.
+      tensor_scale: float32, in the shape that `scale` has without blocks; None unless `format.scale` has two levels.
+      group_sizes: int[P, G] of grouped rows whose scales are per group; else None.
+      block: elements of each dimension that share a scale; () without blocks (static).
+      format: (static).
+      dtype: what dequantizing gives: the dtype of what was quantized (static).
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    tensor_scale: jax.Array | None = None
+    group_sizes: jax.Array | None = None
+    block: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+    format: TensorFormat = dataclasses.field(
+        default=TensorFormat(dtype="float8_e4m3fn"), metadata=dict(static=True)
+    )
+    dtype: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+
+def check_quantized(name: str, q: QuantizedArray) -> None:
+    """Raises in the name of `name` unless the parts of `q` fit each other.
+
+    Raises:
+      TypeError: not a QuantizedArray, or parts of other dtypes than its format's.
+      ValueError: scales, block or group sizes of other shapes than the data's.
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(
+            f"{name}: the operand must be a QuantizedArray; got {type(q).__name__}; quantize it first"
+        )
+    two_level = q.format.scale == "float8_e4m3fn"
+    dtypes = {
+        "data": (q.data, q.format.dtype),
+        "scale": (q.scale, "float32" if q.format.scale == "power_of_2" else q.format.scale),
+        "tensor_scale": (q.tensor_scale, "float32" if two_level else None),
+    }
+    for part, (x, want) in dtypes.items():
+        if (None if x is None else x.dtype.name) != want:
+            raise TypeError(
+                f"{name}: {part} must be of dtype {want}; got {None if x is None else x.dtype}, format {q.format}; "
+                "make it with quantize"
+            )
+    _check_shapes(name, q)
+
+
+def _check_shapes(name: str, q: QuantizedArray) -> None:
+    def require(ok, rule):
+        if not ok:
+            shapes = {
+                part: None if x is None else x.shape
+                for part in ("data", "scale", "tensor_scale", "group_sizes")
+                for x in [getattr(q, part)]
+            }
+            raise ValueError(
+                f"{name}: {rule}; got {shapes}, block={q.block}; pass it as quantize made it"
+            )
+
+    require(
+        bool(q.block) == (q.format.block is not None) and len(q.block) in (0, q.ndim),
+        "the block must have one entry per dimension, and none for formats without blocks",
+    )
+    if q.block:
+        want = tuple(-(-n // b) for n, b in zip(q.shape, q.block, strict=True))
+        require(q.scale.shape == want, f"scale must be ceil(shape / block) = {want}")
+    lead = q.tensor_scale if q.block else q.scale
+    if lead is None:
+        return
+    if q.group_sizes is not None:
+        require(
+            q.ndim >= 2
+            and lead.shape == q.group_sizes.shape
+            and lead.ndim == 2
+            and lead.shape[0] == q.shape[0],
+            "the scales of groups and group_sizes must be [P, G], data [P, C, ...]",
+        )
+    else:
+        require(lead.shape == q.shape[: lead.ndim], "tensor scales must be of leading dimensions")

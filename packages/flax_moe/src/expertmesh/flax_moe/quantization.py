@@ -1,0 +1,191 @@
+"""What a quantized block carries from step to step, and what it makes once per step.
+
+The *layers* of a block are its products with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
+`shared_wi`, `shared_wo`. The router's is not one of them.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core.layer import DenseState, init_dense_state
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
+from expertmesh.core.recipe import DelayedScaling, current_recipe
+from expertmesh.flax_moe.config import MoEConfig
+from expertmesh.flax_moe.params import Params, param_specs
+
+__all__ = [
+    "Quantization",
+    "check_quantization",
+    "init_quant_state",
+    "output_and_state",
+    "quantize_kernels",
+]
+
+_EXPERT_LAYERS = ("wi", "wo")
+_SHARED_LAYERS = ("shared_wi", "shared_wo")
+_LAYERS = _EXPERT_LAYERS + _SHARED_LAYERS
+
+
+def _layers(config: MoEConfig) -> tuple[str, ...]:
+    return _EXPERT_LAYERS + _SHARED_LAYERS * (config.shared_expert_dim is not None)
+
+
+def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
+    """The quantizers' state of a block that has seen nothing.
+
+    Args:
+      config: see MoEConfig; without a recipe of its own, under the one in context.
+
+    Returns:
+      Under DelayedScaling one `DenseState` per layer: a multiplier and a history of what enters it, and of its weight;
+      of `wi` and `wo` for each expert. The same on every mesh, and replicated. None under any other recipe and under
+      none.
+    """
+    recipe = config.under(current_recipe()).recipe
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return {
+        name: init_dense_state(
+            recipe, num_experts=config.num_experts if name in _EXPERT_LAYERS else None
+        )
+        for name in _layers(config)
+    }
+
+
+def quantize_kernels(params: Params, config: MoEConfig) -> dict[str, QuantizedKernel]:
+    """Quantizes a block's weights once for all calls between two updates of them, such as a step's microbatches.
+
+    Args:
+      params, config: as for `moe`.
+
+    Returns:
+      One QuantizedKernel per layer, laid out like its parameter: the `kernels_quantized` of `moe`, which gives the same
+      result as without. Not differentiable; the gradients still go to `params`.
+
+    Raises:
+      ValueError: no recipe; DelayedScaling, whose scales change with each call; blocks that a weight or its shards are
+        not made of.
+
+    Costs what `expertmesh.core.quantize_kernel` costs: each device quantizes its shards.
+    """
+    recipe = config.under(current_recipe()).recipe
+    if recipe is None or isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"quantize_kernels: there must be a recipe without state; got recipe={recipe}; "
+            "leave kernels_quantized out"
+        )
+    specs = {} if current_resource() is None else param_specs(config)
+    return {
+        name: quantize_kernel(
+            params[name],
+            recipe,
+            batch_dims=int(name in _EXPERT_LAYERS),
+            spec=specs.get(name),
+        )
+        for name in _layers(config)
+    }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """What the layers of a call are given besides tokens and weights.
+
+    Attributes:
+      state: of `init_quant_state`, or None.
+      kernels: of `quantize_kernels`, or None.
+      key: for stochastic rounding, or None.
+    """
+
+    state: Mapping[str, Any] | None = None
+    kernels: Mapping[str, Any] | None = None
+    key: jax.Array | None = None
+
+    def of(self, names: Collection[str]) -> "Quantization":
+        """Of some layers only."""
+        state, kernels = (
+            each and {name: value for name, value in each.items() if name in names}
+            for each in (self.state, self.kernels)
+        )
+        return Quantization(state, kernels, self.key)
+
+    def with_kernels(self, params: Params, config: MoEConfig) -> "Quantization":
+        """With the weights quantized once, for several parts; where there is a state, it may change with each part."""
+        if config.recipe is None or self.state is not None or self.kernels is not None:
+            return self
+        return dataclasses.replace(self, kernels=quantize_kernels(params, config))
+
+    def of_part(self, state, number) -> "Quantization":
+        """Of one part of the tokens, after the parts before it have left `state`."""
+        key = None if self.key is None else jax.random.fold_in(self.key, len(_LAYERS) + number)
+        return dataclasses.replace(self, state=state, key=key)
+
+    def layer(self, name: str) -> dict[str, Any]:
+        """The arguments of one layer; its random numbers are its own."""
+        return dict(
+            state=self.state and self.state[name],
+            kernel_quantized=self.kernels and self.kernels[name],
+            key=None if self.key is None else jax.random.fold_in(self.key, _LAYERS.index(name)),
+        )
+
+
+def check_quantization(
+    function: str, config: MoEConfig, state: Any, kernels: Any, key: jax.Array | None
+) -> Quantization:
+    """What a call is given for its recipe, `config` being the one under the recipe in context.
+
+    Raises:
+      ValueError: something that the recipe needs is missing or has no use, or is not of this block's layers.
+    """
+    recipe, layers = config.recipe, set(_layers(config))
+    delayed = isinstance(recipe, DelayedScaling)
+    if delayed != (state is not None):
+        raise ValueError(
+            f"{function}: quant_state must be given with DelayedScaling, and with nothing else; got recipe={recipe}, "
+            f"quant_state {'None' if state is None else 'given'}; "
+            f"{'start with init_quant_state(config)' if delayed else 'leave it out'}"
+        )
+    if kernels is not None and (recipe is None or delayed):
+        raise ValueError(
+            f"{function}: kernels_quantized must go with a recipe without state; got recipe={recipe}; leave it out"
+        )
+    for name, given in (("quant_state", state), ("kernels_quantized", kernels)):
+        if given is not None and set(given) != layers:
+            raise ValueError(
+                f"{function}: {name} must have the layers {', '.join(sorted(layers))}; "
+                f"got {', '.join(sorted(given))}; make it for this config"
+            )
+    if key is None and recipe is not None and _is_stochastic(recipe):
+        raise ValueError(
+            f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
+            "pass a new jax.random.key for each call"
+        )
+    return Quantization(jax.lax.stop_gradient(state), kernels, key)
+
+
+def _is_stochastic(recipe) -> bool:
+    formats = recipe.formats()
+    return formats.grad_dgrad.stochastic or formats.grad_wgrad.stochastic
+
+
+def output_and_state(output, state):
+    """(y, next state) of what a layer returns that was given `state`, or None."""
+    if state is None:
+        return output, None
+    y, new = output
+    return y, jax.tree.map(_laid_out_like, jax.lax.stop_gradient(new), state)
+
+
+def _laid_out_like(new, old):
+    """Where the old one was, so that a carry keeps its type; over Auto axes on every device."""
+    mesh, spec = jax.typeof(new).sharding.mesh, jax.typeof(old).sharding.spec
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(new, NamedSharding(mesh, spec))
+    if AxisType.Auto in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(new, NamedSharding(mesh, PartitionSpec()))
+    return new

@@ -1,0 +1,97 @@
+"""What crosses devices in a step of the quantized block, and the table of docs/numerics.md, which is made of it."""
+
+import functools
+import importlib.util
+import pathlib
+import re
+
+import pytest
+from jax.sharding import AxisType
+
+from expertmesh.core import hlo
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+
+
+@functools.cache
+def script():
+    spec = importlib.util.spec_from_file_location("wire_bytes", DOCS / "wire_bytes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _program(name, kind):
+    return script().compiled(script().ROWS[name], kind)
+
+
+def program(name, kind=AxisType.Explicit):
+    return _program(name, kind)  # XLA dumps nothing of what JAX has compiled before
+
+
+def table() -> dict[str, str]:
+    """Name -> row of the page."""
+    page = (DOCS / "numerics.md").read_text()
+    rows = page.partition(script().BEGIN)[2].partition(script().END)[0].split("\n")
+    return {row.split("|")[1].strip(): row for row in rows if row.startswith("|")}
+
+
+def check(name):
+    plain, legs = (script().moved(program(n)) for n in ("bfloat16", name))
+    assert table()[name] == script().line(name, legs, plain)
+
+
+def test_the_table_is_current():
+    assert set(script().ROWS) <= set(table())
+    check("bfloat16")
+    check("Float8BlockScaling")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", script().ROWS)
+def test_every_row_is_current(name):
+    check(name)
+
+
+def test_no_more_than_0_55_of_the_bytes():
+    """Weights under every recipe; dispatched tokens where their scales are their own."""
+    head = table()[""].split("|")
+    weights, tokens = head.index(" weight gathers "), head.index(" forward dispatch ")
+    for name in set(script().ROWS) - {"bfloat16"}:
+        ratios = [re.search(r"\((.*)\)", cell) for cell in table()[name].split("|")]
+        assert float(ratios[weights][1]) <= 0.55, name
+        if "Block" in name and "4" not in name:
+            assert float(ratios[tokens][1]) <= 0.55, name
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+def test_what_crosses_devices(kind):
+    """Weights: data of one byte and float32 scales, never wider, each way. Their gradients: summed in float32."""
+    s = script()
+    e, mesh = s.E // s.AXES["ep"], s.AXES
+    found = [
+        (c.kind, hlo.axes_of(c.groups, mesh), shape)
+        for c in hlo.collectives(program("Float8BlockScaling", kind))
+        for shape in c.shapes
+    ]
+    over_fsdp = [(kind, shape) for kind, axes, shape in found if axes == ("fsdp",)]
+    gathered = [
+        f"f8e4m3fn[{e},{s.D},2,{s.F}]",
+        f"f32[{e},{s.D // 128},2,{s.F // 128}]",
+        f"f8e4m3fn[{e},{s.F},{s.D}]",
+        f"f32[{e},{s.F // 128},{s.D // 128}]",
+    ]
+    scattered = [f"f32[{e},{s.D // 2},2,{s.F}]", f"f32[{e},{s.F},{s.D // 2}]"]
+    want = [("all-gather", shape) for shape in 2 * gathered]
+    want += [("reduce-scatter", shape) for shape in scattered]
+    assert sorted(over_fsdp) == sorted(want)
+    payload = s.D + 4 * s.D // 128
+    blocks = s.AXES["ep"] * s.TOKENS_PER_DEVICE
+    exchanged = [shape for kind, axes, shape in found if kind == "all-to-all"]
+    assert exchanged == [
+        f"u8[{blocks},{payload}]",
+        f"f32[{blocks},{s.D}]",
+        f"bf16[{blocks},{s.D}]",
+        f"f32[{blocks},{s.D}]",
+    ]
