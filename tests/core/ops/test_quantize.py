@@ -72,7 +72,7 @@ def compiled(name, dtype):
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("name", SETTINGS)
-@hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 @hypothesis.given(data=st.data())
 def test_equals_the_oracle_bit_for_bit(name, data):
     dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
@@ -99,7 +99,6 @@ def test_dequantize_equals_the_oracle(name):
     np.testing.assert_array_equal(dequantize(q), np.where(np.abs(want) < 2.0**-126, 0, want))
     again = dequantize_values(q.data, q.scale, q.tensor_scale, block=q.block)
     np.testing.assert_array_equal(again, dequantize(q))
-    assert dequantize(compiled(name, "bfloat16")(x.astype(jnp.bfloat16))).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,8 @@ LAYOUTS = [
 def test_layouts_change_no_bit(kind, format, key, axis, batch, spec, data, scale, tensor, group):
     """Each shard is quantized where it is; what crosses devices is the amax, over the axes that split the tensor."""
     mesh = mesh_of(kind, a=2, b=4)
-    x = oracle.wild_numbers(np.random.default_rng(1), (8, 256, 512), np.float32, "none")
+    shape = (2, 256, 512) if format is BLOCK.kernel else (8, 128, 64)
+    x = oracle.wild_numbers(np.random.default_rng(1), shape, np.float32, "none")
     key = jax.random.key(0) if key else None
 
     @jax.jit
@@ -319,7 +319,7 @@ def test_errors(call, error, words):
 def test_empty_and_scalar_operands():
     q = quantize(jnp.zeros((0, 32), jnp.bfloat16), MX.x)
     assert q.data.shape == (0, 32) and q.scale.shape == (0, 1)
-    assert dequantize(q).shape == (0, 32)
+    assert dequantize(q).shape == (0, 32) and dequantize(q).dtype == jnp.bfloat16
     q = quantize(jnp.zeros((0, 32)), CURRENT.x)
     assert q.scale == 1
     np.testing.assert_array_equal(dequantize(quantize(jnp.float32(3), CURRENT.x)), 3.0)
