@@ -126,7 +126,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
 
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
         # What is rounded at random is in the backward.
-        key = _key(config, 0, 0)
+        key = key_of_step(config, 0, 0)
         return _cross_entropy(config, state.params, batch, state.quant_state, key)[0]
 
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -142,7 +142,7 @@ def _train_step(
 ) -> tuple[TrainState, StepMetrics]:
     loss_and_output = functools.partial(_loss, config)
     grad, (loss, output) = jax.grad(loss_and_output, has_aux=True)(
-        state.params, batch, state.quant_state, _key(config, seed, step)
+        state.params, batch, state.quant_state, key_of_step(config, seed, step)
     )
     updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
     metrics = StepMetrics(
@@ -157,7 +157,7 @@ def _train_step(
     return TrainState(params, opt_state, output.quant_state), metrics
 
 
-def _key(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
+def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
     """The key of a step; None where nothing is quantized."""
     if config.moe.recipe is None:
         return None
