@@ -1,6 +1,6 @@
 # README's two commands are `make train` and `make test`; each sets up .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint docs bench faults constraints
+.PHONY: help setup train test lint docs bench numerics faults constraints
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
 # GPUs. ci/matrix.py sets the others, for venvs of other JAX versions.
@@ -46,6 +46,9 @@ docs: $(DONE)  ## build docs/_build/html
 
 bench: $(DONE)  ## run every benchmark; JSON into runs/bench/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+numerics: $(DONE)  ## train under each recipe, hours on few cores; results into docs/
+	JAX_PLATFORMS=cpu $(BIN)/python docs/training_curves.py $(ARGS)
 
 faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)

@@ -124,8 +124,8 @@ def test_auto_axes_keep_the_layout_of_the_state():
         shardings = state_shardings(CONFIG, optimizer, mesh)
         state = init_state(CONFIG, optimizer, shardings, seed=0)
         step = make_train_step(CONFIG, optimizer, shardings, mesh)
-        for _ in range(2):
-            state, _ = step(state, jax.device_put(batch_BS, rows))
+        for number in range(2):
+            state, _ = step(state, jax.device_put(batch_BS, rows), number)
     assert step._cache_size() == 1
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

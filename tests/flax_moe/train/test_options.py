@@ -44,6 +44,7 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--mesh tp=2", "made of the axes fsdp and ep, not 'tp'; got 'tp=2'"),
         ("--mesh ep=2,ep=4", "without a second 'ep'"),
         ("--axis-types manual", "one of explicit, auto; got 'manual'; give explicit"),
+        ("--recipe fp8", "one of fp8_delayed, fp8_current, fp8_block, mxfp8, nvfp4; got 'fp8'"),
         ("--dtype float16", "one of auto, float32, bfloat16; got 'float16'"),
         ("--coordinator host", "must be host:port; got 'host'"),
         ("--coordinator host:99999", "must be host:port; got 'host:99999'"),

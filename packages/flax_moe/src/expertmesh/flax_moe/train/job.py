@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from expertmesh.core import global_shard_guard
+from expertmesh.core import global_shard_guard, recipe_of
 from expertmesh.ep import EpConfig
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.flax_moe.train import checkpoint, data, devices, metrics, order1, rundir
@@ -73,9 +73,10 @@ def run(options: Options) -> int:
     job = plan(options, corpus)
     _say(_describe(job))
     with jax.set_mesh(job.mesh), global_shard_guard(RESOURCE):
+        functions = _functions(job)
         start, state = _begin(job)
         began = time.perf_counter()
-        step, signal_number = _loop(job, start, state)
+        step, signal_number = _loop(job, functions, start, state)
     if signal_number is not None:
         name = signal.Signals(signal_number).name
         _say(f"stopped by {name} after step {step}; --resume continues from its checkpoint")
@@ -140,6 +141,7 @@ def model_config(options: ModelOptions) -> ModelConfig:
             z_loss_coeff=options.z_loss,
             capacity_factor=options.capacity_factor,
             transport=options.transport,
+            recipe=recipe_of(options.recipe),
             dtype=jnp.dtype(options.dtype),
             param_dtype=jnp.float32,
         )
@@ -227,6 +229,11 @@ def _on_first_process(action: Callable[[], str | None]) -> None:
 
 
 def _functions(job: Job) -> Functions:
+    """Makes them, without compiling.
+
+    Raises:
+      UsageError: for a recipe whose blocks the model or its shards are not made of.
+    """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     optimizer = make_optimizer(training)
     shardings = state_shardings(job.config, optimizer, job.mesh)
@@ -243,14 +250,24 @@ def _functions(job: Job) -> Functions:
         return place(job.corpus.train, starts)
 
     def evaluate(state: TrainState) -> float:
-        return float(np.mean([float(eval_step(state.params, rows)) for rows in valid]))
+        return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
 
-    return Functions(batch, make_train_step(job.config, optimizer, shardings, job.mesh), evaluate)
+    train_step = make_train_step(job.config, optimizer, shardings, job.mesh, seed=training.seed)
+    if job.config.moe.recipe is not None:
+        state = abstract_state(job.config, optimizer, shardings)
+        rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
+        try:
+            jax.eval_shape(train_step, state, rows, 0)
+        except ValueError as error:
+            raise UsageError(
+                f"--recipe must fit the model and its shards; got {job.options.model.recipe}: {error}"
+            ) from error
+    return Functions(batch, train_step, evaluate)
 
 
-def _loop(job: Job, start: int, state: TrainState) -> tuple[int, int | None]:
+def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tuple[int, int | None]:
     """Trains after step `start`; returns the last step and the signal that ended it early, if any."""
-    training, run_options, functions = job.options.training, job.options.run, _functions(job)
+    training, run_options = job.options.training, job.options.run
     names = metrics.header(job.config.layers, job.config.moe.num_experts)
     tokens = _batch_size(job.options) * job.options.model.seq_len
     recorder = Recorder(
@@ -263,7 +280,7 @@ def _loop(job: Job, start: int, state: TrainState) -> tuple[int, int | None]:
     )
     with recorder, StopRequest() as stop:
         for step in range(start + 1, training.steps + 1):
-            state, step_metrics = functions.train_step(state, functions.batch(step))
+            state, step_metrics = functions.train_step(state, functions.batch(step), step)
             last, stopped = step == training.steps, stop.reached(step)
             validates = last or step % training.eval_every == 0
             recorder.add(step, step_metrics, functions.evaluate(state) if validates else None)
@@ -315,7 +332,8 @@ def _describe(job: Job) -> str:
             f"data    {corpus.source}; {len(corpus.train):,} bytes to train on, "
             f"{len(corpus.valid):,} held out",
             f"model   {model.layers} layers of width {model.model_dim}, {model.experts} experts of width "
-            f"{model.expert_dim}, top {model.top_k}, {model.dtype}",
+            f"{model.expert_dim}, top {model.top_k}, {model.dtype}"
+            + (f", experts in {model.recipe}" if model.recipe else ""),
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
             f"mesh {axes}, {job.options.devices.axis_types} axes",
         )

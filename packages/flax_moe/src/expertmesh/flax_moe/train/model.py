@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import MeshResource
-from expertmesh.flax_moe import MoEConfig, init_params, moe, param_specs
+from expertmesh.flax_moe import MoEConfig, init_params, init_quant_state, moe, param_specs
 from expertmesh.flax_moe.train.mesh import place
 
 VOCAB = 256
@@ -60,6 +60,7 @@ class Output(NamedTuple):
     z_loss: jax.Array  # float32[], summed over the layers
     tokens_per_expert: jax.Array  # int32[L, E]
     num_dropped: jax.Array  # int32[], summed over the layers
+    quant_state: list[Any]  # of each layer, for the next call; [] but under DelayedScaling
 
 
 def init(key: jax.Array, config: ModelConfig) -> Params:
@@ -107,13 +108,34 @@ def specs(config: ModelConfig, resource: MeshResource) -> Params:
     }
 
 
-def forward(params: Params, bytes_BS: jax.Array, config: ModelConfig) -> Output:
-    """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses."""
+def init_quant_states(config: ModelConfig) -> list[Any]:
+    """What each layer's quantizers remember before the first step; [] but under DelayedScaling."""
+    state = init_quant_state(config.moe)
+    return [] if state is None else [state] * config.layers
+
+
+def forward(
+    params: Params,
+    bytes_BS: jax.Array,
+    config: ModelConfig,
+    quant_state: Sequence[Any] = (),
+    key: jax.Array | None = None,
+) -> Output:
+    """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
+
+    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random.
+    """
     x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
     outputs = []
-    for layer in params["layers"]:
+    for i, layer in enumerate(params["layers"]):
         x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
-        output = moe(layer["moe"], _rms_norm(x_BSD, layer["moe_norm"]), config.moe)
+        output = moe(
+            layer["moe"],
+            _rms_norm(x_BSD, layer["moe_norm"]),
+            config.moe,
+            quant_state=quant_state[i] if quant_state else None,
+            key=None if key is None else jax.random.fold_in(key, i),
+        )
         x_BSD += output.y
         outputs.append(output)
     head_DV = _gather(params["head"], x_BSD.dtype)
@@ -124,6 +146,7 @@ def forward(params: Params, bytes_BS: jax.Array, config: ModelConfig) -> Output:
         z_loss=_total(o.z_loss for o in outputs),
         tokens_per_expert=jnp.stack([o.tokens_per_expert for o in outputs]),
         num_dropped=_total(o.num_dropped for o in outputs),
+        quant_state=[o.quant_state for o in outputs if o.quant_state is not None],
     )
 
 

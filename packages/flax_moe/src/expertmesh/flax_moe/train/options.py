@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# The names of expertmesh.core.recipe, which is not imported before the options are read.
+RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
 
 class UsageError(ValueError):
     """Input that the user can put right. The message is one line: what, rule, value, remedy."""
@@ -126,6 +129,12 @@ class ModelOptions:
     aux_loss: float = _option(5e-2, _non_negative, "coefficient of the load-balance loss", "X")
     z_loss: float = _option(1e-3, _non_negative, "coefficient of the router z-loss", "X")
     transport: str = _option("auto", str, "how tokens move between devices", "NAME")
+    recipe: str | None = _option(
+        None,
+        _one_of(*RECIPES),
+        f"how the experts are quantized: {', '.join(RECIPES)}; unset: not at all",
+        "NAME",
+    )
     dtype: str = _option(
         "auto",
         _one_of("auto", "float32", "bfloat16"),

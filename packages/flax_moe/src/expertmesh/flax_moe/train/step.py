@@ -20,10 +20,11 @@ WARMUP_STEPS = 20
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds: the parameters, and AdamW's moments and step count."""
+    """What a checkpoint holds: the parameters, AdamW's moments and step count, and what quantizers remember."""
 
     params: Any
     opt_state: Any
+    quant_state: list[Any]  # see model.init_quant_states
 
 
 class StepMetrics(NamedTuple):
@@ -37,8 +38,8 @@ class StepMetrics(NamedTuple):
     tokens_per_expert: jax.Array  # int32[L, E]
 
 
-TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
-EvalStep = Callable[[Any, jax.Array], jax.Array]
+TrainStep = Callable[[TrainState, jax.Array, int], tuple[TrainState, StepMetrics]]
+EvalStep = Callable[[TrainState, jax.Array], jax.Array]
 
 
 def schedule(options: TrainingOptions) -> optax.Schedule:
@@ -66,16 +67,18 @@ def state_shardings(
     """Where the state lives: the moments lie with their parameters, the rest is replicated."""
     specs = model.specs(config, RESOURCE)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    opt_state = jax.eval_shape(lambda: _init(config, optimizer, 0)).opt_state
+    state = jax.eval_shape(lambda: _init(config, optimizer, 0))
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
-        opt_state,
+        state.opt_state,
         shardings,
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(shardings, opt_shardings)
+    return TrainState(
+        shardings, opt_shardings, jax.tree.map(lambda _: replicated, state.quant_state)
+    )
 
 
 def init_state(
@@ -98,33 +101,49 @@ def abstract_state(
 
 def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     params = model.init(jax.random.key(seed), config)
-    return TrainState(params, optimizer.init(params))
+    return TrainState(params, optimizer.init(params), model.init_quant_states(config))
 
 
 def make_train_step(
-    config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState, mesh: Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
 ) -> TrainStep:
-    """(state, int32[B, S + 1]) -> (next state, metrics), compiled; the state's buffers are reused."""
+    """(state, int32[B, S + 1], step) -> (next state, metrics), compiled; the state's buffers are reused.
+
+    Random rounding depends on (seed, step) alone.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
-    step = functools.partial(_train_step, config, optimizer)
+    step = functools.partial(_train_step, config, optimizer, seed)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
 def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
-    """(params, int32[B, S + 1]) -> float32[], the mean cross entropy in nats per byte, compiled."""
-    step = functools.partial(_cross_entropy, config)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda params, batch: step(params, batch)[0], out_shardings=replicated)
+    """(state, int32[B, S + 1]) -> float32[], the mean cross entropy in nats per byte, compiled."""
+
+    def step(state: TrainState, batch: jax.Array) -> jax.Array:
+        # What is rounded at random is in the backward.
+        key = key_of_step(config, 0, 0)
+        return _cross_entropy(config, state.params, batch, state.quant_state, key)[0]
+
+    return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _train_step(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
+    seed: int,
     state: TrainState,
     batch: jax.Array,
+    step: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
     loss_and_output = functools.partial(_loss, config)
-    grad, (loss, output) = jax.grad(loss_and_output, has_aux=True)(state.params, batch)
+    grad, (loss, output) = jax.grad(loss_and_output, has_aux=True)(
+        state.params, batch, state.quant_state, key_of_step(config, seed, step)
+    )
     updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
     metrics = StepMetrics(
         loss=loss,
@@ -134,18 +153,30 @@ def _train_step(
         num_dropped=output.num_dropped,
         tokens_per_expert=output.tokens_per_expert,
     )
-    return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, opt_state, output.quant_state), metrics
+
+
+def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
+    """The key of a step; None where nothing is quantized."""
+    if config.moe.recipe is None:
+        return None
+    return jax.random.fold_in(jax.random.key(seed), step)
 
 
 def _loss(
-    config: ModelConfig, params: Any, batch: jax.Array
+    config: ModelConfig, params: Any, *inputs: Any
 ) -> tuple[jax.Array, tuple[jax.Array, model.Output]]:
-    loss, output = _cross_entropy(config, params, batch)
+    loss, output = _cross_entropy(config, params, *inputs)
     return loss + output.aux_loss + output.z_loss, (loss, output)
 
 
 def _cross_entropy(
-    config: ModelConfig, params: Any, batch: jax.Array
+    config: ModelConfig,
+    params: Any,
+    batch: jax.Array,
+    quant_state: list[Any],
+    key: jax.Array | None,
 ) -> tuple[jax.Array, model.Output]:
-    output = model.forward(params, batch[:, :-1], config)
+    output = model.forward(params, batch[:, :-1], config, quant_state, key)
     return jnp.mean(model.cross_entropy(output.logits, batch[:, 1:])), output

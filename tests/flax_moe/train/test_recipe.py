@@ -1,0 +1,141 @@
+"""The main job's steps under recipes: the quantizers' state goes on where it was, random rounding by seed and step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
+from expertmesh.core.recipe import RECIPES
+from expertmesh.flax_moe import MoEConfig
+from expertmesh.flax_moe.train import checkpoint, data, job, options
+from expertmesh.flax_moe.train.mesh import AXES, RESOURCE
+from expertmesh.flax_moe.train.model import ModelConfig
+from expertmesh.flax_moe.train.options import ModelOptions, Options, TrainingOptions, UsageError
+from expertmesh.flax_moe.train.step import (
+    abstract_state,
+    init_state,
+    key_of_step,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    state_shardings,
+)
+
+B, S = 8, 7
+
+
+def model_of(recipe):
+    moe = MoEConfig(num_experts=4, top_k=2, expert_dim=32, dtype=jnp.float32, recipe=recipe)
+    return ModelConfig(layers=1, model_dim=32, heads=2, moe=moe)
+
+
+class Training:
+    """A model on a mesh, and its batches."""
+
+    def __init__(self, recipe, sizes=(1, 1)):
+        self.config = model_of(recipe)
+        self.optimizer = make_optimizer(TrainingOptions(steps=4))
+        self.mesh = jax.make_mesh(
+            sizes,
+            AXES,
+            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+            devices=jax.devices()[: np.prod(sizes)],
+        )
+        self.shardings = state_shardings(self.config, self.optimizer, self.mesh)
+        self.step = make_train_step(self.config, self.optimizer, self.shardings, self.mesh)
+
+    def init(self):
+        return init_state(self.config, self.optimizer, self.shardings, seed=0)
+
+    def abstract(self):
+        return abstract_state(self.config, self.optimizer, self.shardings)
+
+    def batch(self, number):
+        rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
+        batch = np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
+        return jax.device_put(batch, rows)
+
+    def run(self, state, first, last):
+        for number in range(first, last + 1):
+            state, metrics = self.step(state, self.batch(number), number)
+        return state, metrics
+
+
+def test_the_names_are_those_of_core():
+    assert set(options.RECIPES) == set(RECIPES)
+    for name in options.RECIPES:
+        config = job.model_config(ModelOptions(dtype="float32", recipe=name))
+        assert config.moe.recipe == recipe_of(name)
+    assert job.model_config(ModelOptions(dtype="float32")).moe.recipe is None
+
+
+def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
+    """Three steps are, bit for bit, two steps, a checkpoint, and the third; the state is not that of the start."""
+    training = Training(DelayedScaling(amax_history_len=3), (1, 2))
+    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
+        begun = jax.tree.map(np.asarray, training.init().quant_state)
+        state, _ = training.run(training.init(), 1, 2)
+        checkpoint.save(tmp_path, 2, state, keep=1)
+        whole = training.run(state, 3, 3)
+        step, restored = checkpoint.restore(tmp_path, training.abstract(), pytest.fail)
+        assert step == 2
+        remembered = jax.tree.map(np.asarray, restored.quant_state)
+        again = training.run(restored, 3, 3)
+        evaluate = make_eval_step(training.config, training.mesh)
+        same, other = (
+            float(evaluate(again[0]._replace(quant_state=s), training.batch(9)))
+            for s in (again[0].quant_state, begun)
+        )
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    changed = [
+        np.any(a != b)
+        for a, b in zip(jax.tree.leaves(begun), jax.tree.leaves(remembered), strict=True)
+    ]
+    # Multiplier and history of x and kernel, of wi and wo.
+    assert len(changed) == 8 and all(changed)
+    assert np.isfinite(same) and same != other  # it is validated with what it has learned
+
+
+def test_random_rounding_is_of_the_step():
+    """The third step, as another step and as itself; before it there is no gradient to round."""
+    training = Training(recipe_of("nvfp4"))
+
+    def norm_of_third(number):
+        state, _ = training.run(training.init(), 1, 2)
+        batch = training.batch(3)
+        return float(training.step(state, batch, number)[1].grad_norm)
+
+    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
+        third, again, as_fourth = map(norm_of_third, (3, 3, 4))
+    assert third == again != as_fourth
+
+
+def test_each_seed_and_step_has_a_key_of_its_own():
+    def numbers(seed, step, recipe="nvfp4"):
+        key = key_of_step(model_of(recipe_of(recipe)), seed, step)
+        return None if key is None else tuple(jax.random.key_data(key).tolist())
+
+    keys = {numbers(seed, step) for seed in range(3) for step in range(3)}
+    assert len(keys) == 9 and numbers(0, 1, recipe=None) is None
+
+
+def test_a_recipe_that_does_not_fit_is_bad_input():
+    """Blocks of 128 along a width of 128 in 8 shards; found before anything is written."""
+    model = ModelOptions(
+        recipe="fp8_block", layers=1, model_dim=64, heads=2, experts=4, expert_dim=64, seq_len=8
+    )
+    corpus = data.Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
+    planned = job.plan(Options(model=model), corpus)
+    with (
+        jax.set_mesh(planned.mesh),
+        global_shard_guard(RESOURCE),
+        pytest.raises(UsageError) as error,
+    ):
+        job._functions(planned)
+    assert str(error.value).startswith(
+        "--recipe must fit the model and its shards; got fp8_block: "
+    )
+    assert "\n" not in str(error.value)
