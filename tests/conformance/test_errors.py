@@ -19,12 +19,9 @@ from expertmesh.core import (
     Op,
     QuantizedArray,
     RouterConfig,
-<<<<<<< HEAD
     TensorFormat,
     dense,
-=======
     dequantize,
->>>>>>> formats
     from_routing_map,
     gated_activation,
     gemm,
