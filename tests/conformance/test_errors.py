@@ -10,6 +10,8 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
+    DelayedScaling,
+    Format,
     Kernel,
     MeshResource,
     MXFP8BlockScaling,
@@ -19,12 +21,18 @@ from expertmesh.core import (
     RouterConfig,
     TensorFormat,
     dense,
+    dequantize,
     from_routing_map,
     gated_activation,
     gemm,
     global_shard_guard,
     grouped_gemm,
+    grouped_quantize,
+    init_delayed,
     plan_permute,
+    quantize,
+    quantize_delayed,
+    recipe_of,
     route,
     shard_rows,
     specs,
@@ -88,6 +96,10 @@ def small_handle():
     return prepare(IDX, EpConfig(num_experts=4, capacity=8, overflow="error"))
 
 
+def quantized():
+    return quantize(jnp.ones((8, 32)), MXFP8)
+
+
 def ep(**changes):
     return EpConfig(**dict(num_experts=8, axis="ep") | changes)
 
@@ -119,6 +131,7 @@ MISSING_KERNEL = Op(
     "... -> ...",
     kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
+MXFP8 = MXFP8BlockScaling().formats().x
 AUTO_RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
 
 TABLE = [
@@ -354,7 +367,7 @@ TABLE = [
         "float32",
     ),
     row(
-        "scales of another shape",
+        "scales of an operand of another shape",
         lambda: gemm(
             dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
             dataclasses.replace(eight_bits(MX.kernel, 0), data=jnp.ones((64, 32), F8)),
@@ -460,11 +473,65 @@ TABLE = [
         *("top_k=4", "num_groups=8", "16 experts"),
     ),
     row("more choices than experts", lambda: route(X, router(top_k=17)), ValueError, "top_k=17"),
+<<<<<<< HEAD
     row(
         "a gradient of a gradient",
         lambda: jax.hessian(lambda x: jnp.sin(gemm(x, jnp.ones((16, 2)))).sum())(X),
         NotImplementedError,
         *("gemm", "no derivative", "gradient of a gradient"),
+=======
+    # Quantization
+    row(
+        "a block does not divide the dimension",
+        lambda: quantize(X, MXFP8),
+        ValueError,
+        *("quantize", "dimension 1", "16", "32"),
+    ),
+    row(
+        "a block does not divide the shard",
+        lambda: quantize(on_mesh(jnp.ones((4, 96)), None, "dp"), MXFP8),
+        ValueError,
+        *("quantize", "(4, 96)", "dim=1", "32", "'dp'"),
+    ),
+    row(
+        "a block of grouped rows does not divide the dimension",
+        lambda: grouped_quantize(jnp.ones((1, 8, 16)), SIZES[None], MXFP8),
+        ValueError,
+        *("grouped_quantize", "dimension 2", "16", "32"),
+    ),
+    row(
+        "scales of another shape",
+        lambda: dequantize(dataclasses.replace(quantized(), scale=quantized().scale[:1])),
+        ValueError,
+        *("dequantize", "(8, 1)", "(1, 1)"),
+    ),
+    row(
+        "no state for delayed scaling",
+        lambda: quantize_delayed(X, None, DelayedScaling()),
+        TypeError,
+        *("quantize_delayed", "DelayedState", "init_delayed"),
+    ),
+    row(
+        "a state of another length",
+        lambda: quantize_delayed(
+            X, init_delayed(DelayedScaling()), DelayedScaling(amax_history_len=8)
+        ),
+        ValueError,
+        *("quantize_delayed", "8", "(1024,)"),
+    ),
+    row(
+        "both operands in e5m2",
+        lambda: MXFP8BlockScaling(fp8_format=Format.E5M2),
+        ValueError,
+        *("MXFP8BlockScaling", "float8_e5m2"),
+    ),
+    row("an unknown recipe", lambda: recipe_of("fp9"), ValueError, "'fp9'", "mxfp8, nvfp4"),
+    row(
+        "no key for random rounding",
+        lambda: quantize(X, NVFP4BlockScaling().formats().grad_dgrad),
+        ValueError,
+        *("quantize", "key=None"),
+>>>>>>> gemms
     ),
     # Data that break a contract, where someone looks
     row(

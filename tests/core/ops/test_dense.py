@@ -14,6 +14,7 @@ from expertmesh.core import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     autocast,
@@ -27,7 +28,7 @@ from expertmesh.core.testing import magnitudes, relative_error
 
 RECIPES = {
     "tensors": Float8CurrentScaling(),
-    "blocks": Float8BlockScaling(),
+    "blocks": Float8BlockScaling(fp8_format=Format.HYBRID, power_2_scale=False),
     "mx": MXFP8BlockScaling(),
     "four bits": NVFP4BlockScaling(),
 }

@@ -117,16 +117,22 @@ def dense(
             f"dense: bias must be {kernel.shape[1:]}; got bias {bias.shape}; reshape it"
         )
     warn_if_emulated(recipe, x, kernel)
+    flat = x.ndim == 1
+    if flat:
+        x = x[None]
+        x_spec, out_spec = (
+            None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
+        )
     given = x_spec, w_spec, out_spec
     layer = Layer(
         recipe=recipe,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
         given=given,
-        used=_used(max(x.ndim, 2), kernel.ndim, *given),
+        used=_used(x.ndim, kernel.ndim, *given),
     )
-    if x.ndim > 1:
-        return _dense(x, kernel, bias, extra, layer=layer)
-    out = _dense(x[None], kernel, bias, extra, layer=layer)
+    out = _dense(x, kernel, bias, extra, layer=layer)
+    if not flat:
+        return out
     return (out[0][0], out[1]) if layer.delayed else out[0]
 
 
