@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
@@ -99,13 +100,15 @@ def compiled(options: dict, kind: AxisType = AxisType.Explicit) -> str:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """A program that is taken from the compilation cache is not dumped."""
+    """A program that is taken from the compilation cache is not dumped. JAX looks at the option once, until a reset."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def moved(text: str) -> dict[str, int]:

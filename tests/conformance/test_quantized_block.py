@@ -11,7 +11,8 @@ from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8Block
 from flax_moe import moe_oracle, quantized_oracle
 
 RECIPES = {
-    "explicit": Float8BlockScaling(),
+    # Scales that are no powers of two: other rows in a block change every number of it.
+    "explicit": Float8BlockScaling(power_2_scale=False),
     "resource": MXFP8BlockScaling(),
     "manual": Float8CurrentScaling(),
     "auto": MXFP8BlockScaling(),

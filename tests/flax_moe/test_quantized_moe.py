@@ -44,7 +44,7 @@ from flax_moe.moe_oracle import (
 )
 
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
-HYBRID = Float8BlockScaling(fp8_format=Format.HYBRID, power_2_scale=False)
+HYBRID = Float8BlockScaling(fp8_format=Format.HYBRID)
 FOUR = NVFP4BlockScaling(disable_stochastic_rounding=True)
 DELAYED = DelayedScaling(amax_history_len=3, margin=1)
 TOLERANCE = 1e-5

@@ -115,8 +115,8 @@ def _features(function: str, query: Query, layout: Layout, block: int = 1) -> En
     """The features of operand 0 stay as they are sharded, where the tokens do not use the axis and cut no block."""
     axes = [a for a in entry_axes(query.operand_specs[0][-1]) if a in query.mesh_shape]
     taken, size = entry_axes(layout.participants), query.shapes[0][-1]
-    free = [a for a in axes if a not in taken and size % block == 0]
-    free = dividing_axes(free, [size // block], query.mesh_shape)
+    usable = [a for a in axes if a not in taken and size % block == 0]
+    free = dividing_axes(usable, [size // block], query.mesh_shape)
     if set(axes) & set(taken):
         _warn_resharded(function, query.operand_specs[0], (*layout.leading, make_entry(free)))
     return make_entry(free)

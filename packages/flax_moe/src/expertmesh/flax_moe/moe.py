@@ -47,7 +47,7 @@ from expertmesh.ep import (
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_params, param_specs
-from expertmesh.flax_moe.quantization import check_quantization, output_and_state
+from expertmesh.flax_moe.quantization import check_quantization, output_and_state, placed_like
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
@@ -150,7 +150,8 @@ def moe(
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
         topk_idx=topk_idx,
         overflow=overflow,
-        quant_state=state,
+        # Again: what a loop over parts returns is where the compiler left it.
+        quant_state=placed_like(state, given.state),
     )
 
 

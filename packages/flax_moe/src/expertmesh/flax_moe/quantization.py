@@ -23,6 +23,7 @@ __all__ = [
     "check_quantization",
     "init_quant_state",
     "output_and_state",
+    "placed_like",
     "quantize_kernels",
 ]
 
@@ -178,11 +179,15 @@ def output_and_state(output, state):
     if state is None:
         return output, None
     y, new = output
-    return y, jax.tree.map(_laid_out_like, jax.lax.stop_gradient(new), state)
+    return y, placed_like(jax.lax.stop_gradient(new), state)
 
 
-def _laid_out_like(new, old):
-    """Where the old one was, so that a carry keeps its type; over Auto axes on every device."""
+def placed_like(new, old):
+    """The new state where the old one was, so that a carry keeps its type; over Auto axes on every device."""
+    return jax.tree.map(_placed_like, new, old)
+
+
+def _placed_like(new, old):
     mesh, spec = jax.typeof(new).sharding.mesh, jax.typeof(old).sharding.spec
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(new, NamedSharding(mesh, spec))
