@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core import MeshResource, global_shard_guard, hlo
+from expertmesh.core import Float8BlockScaling, MeshResource, global_shard_guard, hlo
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.flax_moe.params import param_shapes, param_specs
 
@@ -60,7 +60,7 @@ EXCHANGE = {
 }
 
 
-def config(transport):
+def config(transport, recipe=None):
     return MoEConfig(
         num_experts=E,
         top_k=K,
@@ -68,13 +68,14 @@ def config(transport):
         aux_loss_coeff=0.01,
         z_loss_coeff=0.001,
         transport=transport,
+        recipe=recipe,
     )
 
 
-def compiled(mesh, transport, resource):
+def compiled(mesh, transport, resource, recipe=None):
     """Loss and gradients of the parameters and the tokens."""
     tokens = PartitionSpec(("fsdp", "ep"))
-    block = config(transport)
+    block = config(transport, recipe)
 
     def struct(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -163,3 +164,23 @@ def test_memory(program):
     assert memory.temp_size_in_bytes < bound
     # This device's part of every parameter, of x and of dy.
     assert memory.argument_size_in_bytes == 4 * (weights // 2 + D * E) + 2 * 2 * T * D
+
+
+def test_quantized(mode):
+    """Weights are gathered as 8-bit data and scales, tokens dispatched as bytes; sums cross in float32."""
+    program = compiled(mode[0], "all_to_all", mode[1], Float8BlockScaling())
+    moved = {key for key in crossing(program) if key[0] != "all-reduce"}
+    weights = {
+        ("all-gather", "fsdp", f"{dtype}[{e},{sizes}]")
+        for dtype, block in [("f8e4m3fn", 1), ("f32", 128)]
+        for sizes in [
+            f"{D // block},2,{F // block}",
+            f"{F // block},{D // block}",
+            f"{D // block},{F // block}",  # wo, which XLA may gather transposed
+        ]
+    }
+    dispatched = ("all-to-all", "ep", f"u8[{R * T},{D + 4 * D // 128}]")
+    over_fsdp = {key for key in moved if key[1] == "fsdp"}
+    assert SCATTERED <= over_fsdp <= SCATTERED | weights
+    assert {key[2].partition("[")[0] for key in over_fsdp - SCATTERED} == {"f8e4m3fn", "f32"}
+    assert moved - over_fsdp == ROUTING | EXCHANGE["all_to_all"] | {dispatched}

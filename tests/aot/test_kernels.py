@@ -68,6 +68,33 @@ def test_grouped_gemm(which, arch):
         blocks = [(tiles.k, tiles.m), (tiles.k, tiles.n)]
         types = [*blocks, "*i32", "*bf16", "*bf16", "*fp32" if wide else "*bf16"]
         compiled = _compile(kernels._weights_kernel, types, tiles, sizes, arch)
+    _check(compiled, arch)
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("width", [28672, 128])
+def test_weight_gradients_on_hopper(out, width):
+    from triton.experimental.gluon import language as gl
+
+    from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.gluon_call import compile_gluon
+
+    dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
+    tiles = kernels._fit_hopper(kernels.WEIGHTS_HOPPER, width, dtype)
+    types = ["*i32", f"*{out}"]
+    for columns in (tiles.n, tiles.m):
+        layout = gl.NVMMASharedLayout.get_default_for([1, tiles.k, columns], gl.bfloat16)
+        types.insert(0, f"tensordesc<bf16[1,{tiles.k},{columns}],{layout!r}>")
+    constants = {"K": 4096, "N": width, "G": 8, "G_POW2": 32, "NUM_PROGRAMS": 132}
+    constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "BAND": tiles.group_m}
+    constants["STAGES"] = tiles.stages
+    compiled = compile_gluon(kernels._weights_hopper_kernel, types, constants, 90)
+    _check(compiled, 90)
+    waits = re.findall(r"wgmma.wait_group.sync.aligned (\d)", compiled.asm["ptx"])
+    assert "1" in waits, "every product waits for itself"
+
+
+def _check(compiled, arch):
     assert _stack_bytes(compiled.asm["cubin"]) == 0, "registers spill"
     assert compiled.metadata.shared <= SHARED_LIMIT
     assert MATRIX_INSTRUCTION[arch] in compiled.asm["ptx"]

@@ -1,22 +1,32 @@
 """At least one OpCase per public op of core."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from core import quantize_oracle
 from core.ops import router_oracle
 from expertmesh.core import (
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
     RouterConfig,
+    dense,
+    dequantize,
     expert_counts,
     from_routing_map,
     gated_activation,
     gemm,
+    grouped_dense,
     grouped_gemm,
+    grouped_quantize,
     load_balance_loss,
     permute,
     plan_permute,
     plan_permute_map,
     probs_to_topk_weights,
+    quantize,
     required_bias_histogram,
     route,
     router_statistics,
@@ -97,6 +107,9 @@ def _grouped_oracle(lhs, rhs, sizes, bias):
     return out
 
 
+_PARTICIPANTS = {"one": (P("b"),), "several": (P("a"),), "tuple": (P(("a", "b")),)}
+
+
 def _grouped_poison(lhs, rhs, sizes, bias):
     lhs = lhs.copy()
     for p in range(lhs.shape[0]):
@@ -115,7 +128,7 @@ GROUPED_GEMM = OpCase(
         "several": (P("a"), P(), P("a"), P()),
         "tuple": (P(("a", "b")), P(), P(("a", "b")), P()),
     },
-    independent={"one": (P("b"),), "several": (P("a"),), "tuple": (P(("a", "b")),)},
+    independent=_PARTICIPANTS,
     poison=_grouped_poison,
 )
 
@@ -147,6 +160,50 @@ GROUPED_GEMM_EP = OpCase(
         "tuple": (P(("a", "b")), P(("a", "b")), P(("a", "b")), P(("a", "b"))),
     },
     independent={"one": (P("b"),), "tuple": (P(("a", "b")),)},
+    poison=_grouped_poison,
+)
+
+
+def _exact(rng, shape, dtype):
+    """Integers times powers of 2 (one per row), which 8 bits and a scale that is a power of 2 hold exactly."""
+    scale = 2.0 ** rng.integers(-3, 4, size=(*shape[:-1], 1))
+    return (rng.integers(-8, 9, size=shape) * scale).astype(jnp.dtype(dtype))
+
+
+def _dense_operands(rng, size, dtype):
+    batch, seq, k, n = {
+        "regular": (8, 8, 256, 32),
+        "odd": (8, 8, 256, 48),
+        "empty": (0, 8, 256, 16),
+    }[size]
+    w = _exact(rng, (n, k), dtype).T  # a scale per column: blocks lie along K
+    return _exact(rng, (batch, seq, k), dtype), w, rng.normal(size=n).astype(dtype)
+
+
+DENSE = OpCase(
+    name="dense",
+    function=partial(dense, recipe="mxfp8"),
+    operands=_dense_operands,
+    oracle=_gemm_oracle,
+    layouts=GEMM.layouts,
+)
+
+
+def _grouped_dense_operands(rng, size, dtype):
+    lhs, rhs, sizes, bias = _grouped_operands(rng, size, dtype)
+    n = 16 if size == "empty" else 32
+    lhs = _exact(rng, (*lhs.shape[:2], 256), dtype)
+    rhs = np.moveaxis(_exact(rng, (rhs.shape[0], 2, n, 256), dtype), -1, 1)
+    return lhs, rhs, sizes, rng.normal(size=(rhs.shape[0], 2, n)).astype(lhs.dtype)
+
+
+GROUPED_DENSE = OpCase(
+    name="grouped_dense",
+    function=partial(grouped_dense, recipe="mxfp8"),
+    operands=_grouped_dense_operands,
+    oracle=_grouped_oracle,
+    layouts=GROUPED_GEMM.layouts,
+    independent=GROUPED_GEMM.independent,
     poison=_grouped_poison,
 )
 
@@ -676,11 +733,63 @@ HISTOGRAM = OpCase(
     layouts=_three(_LEADING.items(), P(), None),
 )
 
+_MX = MXFP8BlockScaling().formats().x
+_CURRENT = Float8CurrentScaling().formats().x
+
+
+def _quantize_operands(rng, size, dtype):
+    batch, seq = {"regular": (8, 4), "odd": (8, 3), "empty": (0, 4)}[size]
+    return (magnitudes(rng, (batch, seq, 128), dtype),)
+
+
+def _quantize_oracle(x):
+    block = (1, 1, 32)
+    return quantize_oracle.dequantize(quantize_oracle.quantize(x, _MX, block), block)
+
+
+QUANTIZE = OpCase(
+    name="quantize",
+    function=lambda x: dequantize(quantize(x, _MX)),
+    operands=_quantize_operands,
+    oracle=_quantize_oracle,
+    layouts={"one": (P("b"),), "several": (P("a", None, "b"),), "tuple": (P(("a", "b")),)},
+    independent={"one": (P("b"),), "several": (P("a", None, "b"),), "tuple": (P(("a", "b")),)},
+)
+
+
+def _grouped_quantize_operands(rng, size, dtype):
+    lhs, _, sizes, _ = _grouped_operands(rng, size, dtype)
+    return lhs, sizes
+
+
+def _grouped_quantize_oracle(x, sizes):
+    out = np.zeros(x.shape)
+    for p, g in np.ndindex(*sizes.shape):
+        end = sizes[p, : g + 1].sum()
+        rows = slice(end - sizes[p, g], end)
+        out[p, rows] = quantize_oracle.dequantize(
+            quantize_oracle.quantize(x[p, rows], _CURRENT), ()
+        )
+    return out
+
+
+GROUPED_QUANTIZE = OpCase(
+    name="grouped_quantize",
+    function=lambda x, sizes: dequantize(grouped_quantize(x, sizes, _CURRENT)),
+    operands=_grouped_quantize_operands,
+    oracle=_grouped_quantize_oracle,
+    layouts={layout: (spec, spec) for layout, (spec,) in _PARTICIPANTS.items()},
+    independent=_PARTICIPANTS,
+    poison=lambda x, sizes: _grouped_poison(x, None, sizes, None)[::2],
+)
+
 CASES = [
     GEMM,
     GEMM_TOKENS,
+    DENSE,
     GROUPED_GEMM,
     GROUPED_GEMM_EP,
+    GROUPED_DENSE,
     PERMUTE,
     UNPERMUTE,
     PERMUTE_MAP,
@@ -707,4 +816,6 @@ CASES = [
     SEQUENCE_BALANCE,
     STATISTICS,
     HISTOGRAM,
+    QUANTIZE,
+    GROUPED_QUANTIZE,
 ]

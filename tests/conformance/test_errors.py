@@ -10,16 +10,29 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
+    DelayedScaling,
+    Format,
     Kernel,
     MeshResource,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Op,
+    QuantizedArray,
     RouterConfig,
+    TensorFormat,
+    dense,
+    dequantize,
     from_routing_map,
     gated_activation,
     gemm,
     global_shard_guard,
     grouped_gemm,
+    grouped_quantize,
+    init_delayed,
     plan_permute,
+    quantize,
+    quantize_delayed,
+    recipe_of,
     route,
     shard_rows,
     specs,
@@ -59,12 +72,32 @@ def under(resource, function):
         return function()
 
 
+F8 = jnp.float8_e4m3fn
+E4M3, E5M2 = TensorFormat(dtype="float8_e4m3fn"), TensorFormat(dtype="float8_e5m2")
+MX, NV = MXFP8BlockScaling().formats(), NVFP4BlockScaling().formats()
+
+
+def eight_bits(format, axis=1):
+    """Ones, [32, 32]."""
+    data, dtype = jnp.ones((32, 32), format.dtype), "float32"
+    if format.block is None:
+        return QuantizedArray(data, jnp.ones(()), format=format, dtype=dtype)
+    block = (1, format.block[1]) if axis else (format.block[1], 1)
+    scale = jnp.ones([32 // b for b in block], format.scale)
+    tensor = jnp.ones(()) if format.scale == "float8_e4m3fn" else None
+    return QuantizedArray(data, scale, tensor, block=block, format=format, dtype=dtype)
+
+
 def handle():
     return prepare(IDX, EpConfig(num_experts=4))
 
 
 def small_handle():
     return prepare(IDX, EpConfig(num_experts=4, capacity=8, overflow="error"))
+
+
+def quantized():
+    return quantize(jnp.ones((8, 32)), MXFP8)
 
 
 def ep(**changes):
@@ -98,6 +131,7 @@ MISSING_KERNEL = Op(
     "... -> ...",
     kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
+MXFP8 = MXFP8BlockScaling().formats().x
 AUTO_RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
 
 TABLE = [
@@ -311,6 +345,48 @@ TABLE = [
         ValueError,
         *("(4, 16)", "(2, 7, 5)"),
     ),
+    # Quantization
+    row("e5m2 x e5m2", lambda: gemm(eight_bits(E5M2), eight_bits(E5M2)), ValueError, "e4m3fn"),
+    row(
+        "mixed scaling modes",
+        lambda: gemm(eight_bits(E4M3), eight_bits(MX.kernel, 0)),
+        ValueError,
+        *("one kind", "float8_e8m0fnu"),
+    ),
+    row(
+        "one-sided RHT",
+        lambda: gemm(eight_bits(NV.x_wgrad), eight_bits(NV.x, 0)),
+        ValueError,
+        *("Hadamard", "hadamard=True"),
+    ),
+    row(
+        "half a pair",
+        lambda: gemm(eight_bits(E4M3), jnp.ones((32, 8))),
+        ValueError,
+        "QuantizedArray",
+        "float32",
+    ),
+    row(
+        "scales of another shape",
+        lambda: gemm(
+            dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
+            dataclasses.replace(eight_bits(MX.kernel, 0), data=jnp.ones((64, 32), F8)),
+        ),
+        ValueError,
+        *("(32, 2)", "(32, 1)"),
+    ),
+    row(
+        "block that does not divide the contraction",
+        lambda: dense(X, jnp.ones((16, 32)), recipe="mxfp8"),
+        ValueError,
+        *("16", "block, 32"),
+    ),
+    row(
+        "delayed scaling without state",
+        lambda: dense(X, jnp.ones((16, 32)), recipe="fp8_delayed"),
+        ValueError,
+        *("state=None", "init_dense_state"),
+    ),
     # Choices among names
     row(
         "activation",
@@ -402,6 +478,58 @@ TABLE = [
         lambda: jax.hessian(lambda x: jnp.sin(gemm(x, jnp.ones((16, 2)))).sum())(X),
         NotImplementedError,
         *("gemm", "no derivative", "gradient of a gradient"),
+    ),
+    # Quantization
+    row(
+        "a block does not divide the dimension",
+        lambda: quantize(X, MXFP8),
+        ValueError,
+        *("quantize", "dimension 1", "16", "32"),
+    ),
+    row(
+        "a block does not divide the shard",
+        lambda: quantize(on_mesh(jnp.ones((4, 96)), None, "dp"), MXFP8),
+        ValueError,
+        *("quantize", "(4, 96)", "dim=1", "32", "'dp'"),
+    ),
+    row(
+        "a block of grouped rows does not divide the dimension",
+        lambda: grouped_quantize(jnp.ones((1, 8, 16)), SIZES[None], MXFP8),
+        ValueError,
+        *("grouped_quantize", "dimension 2", "16", "32"),
+    ),
+    row(
+        "scales of another shape, to be dequantized",
+        lambda: dequantize(dataclasses.replace(quantized(), scale=quantized().scale[:1])),
+        ValueError,
+        *("dequantize", "(8, 1)", "(1, 1)"),
+    ),
+    row(
+        "no state for delayed scaling",
+        lambda: quantize_delayed(X, None, DelayedScaling()),
+        TypeError,
+        *("quantize_delayed", "DelayedState", "init_delayed"),
+    ),
+    row(
+        "a state of another length",
+        lambda: quantize_delayed(
+            X, init_delayed(DelayedScaling()), DelayedScaling(amax_history_len=8)
+        ),
+        ValueError,
+        *("quantize_delayed", "8", "(1024,)"),
+    ),
+    row(
+        "both operands in e5m2",
+        lambda: MXFP8BlockScaling(fp8_format=Format.E5M2),
+        ValueError,
+        *("MXFP8BlockScaling", "float8_e5m2"),
+    ),
+    row("an unknown recipe", lambda: recipe_of("fp9"), ValueError, "'fp9'", "mxfp8, nvfp4"),
+    row(
+        "no key for random rounding",
+        lambda: quantize(X, NVFP4BlockScaling().formats().grad_dgrad),
+        ValueError,
+        *("quantize", "key=None"),
     ),
     # Data that break a contract, where someone looks
     row(

@@ -56,7 +56,6 @@ DATA, SCALES = "f8e4m3fn[2,256,256]", "f32[2,2,2]"
 CASES = {
     "blocks on K, roles": ("fp8_block", ALONG_K, "resource", [DATA, SCALES]),
     "blocks on N, types": ("fp8_block", ALONG_N, "explicit", [DATA, SCALES]),
-    "mx on K, types": ("mxfp8", ALONG_K, "explicit", [DATA, "f8e8m0fnu[2,8,256]"]),
     "mx on N, propagation": ("mxfp8", ALONG_N, "auto", [DATA, "f8e8m0fnu[2,8,256]"]),
     "tensors on K, propagation": ("fp8_current", ALONG_K, "auto", [DATA]),
     "bfloat16 on N, roles": (None, ALONG_N, "resource", ["bf16[2,256,256]"]),

@@ -111,9 +111,8 @@ def apply(fault: Fault, tree: pathlib.Path, *, check: bool = False) -> str:
 
 def test(tree: pathlib.Path, arguments: list[str]) -> tuple[int, str]:
     """pytest's exit status and output, with the packages of `tree`."""
-    sources = [str(path) for path in sorted(tree.glob("packages/*/src"))]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
-        "PYTHONPATH": os.pathsep.join(sources),
+        "PYTHONPATH": python_path(tree),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_PLATFORMS": "cpu",
         # A program that a fault does not change is not compiled again.
@@ -135,12 +134,17 @@ def test(tree: pathlib.Path, arguments: list[str]) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
+def python_path(tree: pathlib.Path) -> str:
+    """The packages of `tree`, before what is on the path already."""
+    sources = [str(path) for path in sorted(tree.glob("packages/*/src"))]
+    return os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def uses_copy(tree: pathlib.Path) -> bool:
     """Whether the copy's packages are the ones that get imported."""
     program = "import expertmesh.core.specs as specs; print(specs.__file__)"
-    sources = os.pathsep.join(str(path) for path in sorted(tree.glob("packages/*/src")))
     command = [sys.executable, "-c", program]
-    environment = os.environ | {"PYTHONPATH": sources, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": python_path(tree), "JAX_PLATFORMS": "cpu"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return pathlib.Path(found.stdout.strip()).resolve().is_relative_to(tree.resolve())
 

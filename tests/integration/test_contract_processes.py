@@ -12,7 +12,7 @@ MODES = ("explicit", "resource", "auto", "manual")
 
 def meshes():
     """Those of all devices: 8 virtual ones, or 4 GPUs."""
-    return ((2, 2),) if jax.device_count() == 4 else ((2, 4), (4, 2))
+    return ((2, 2),) if jax.device_count() == 4 else ((2, 4), (8, 1))
 
 
 def settings(processes):

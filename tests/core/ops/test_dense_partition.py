@@ -3,6 +3,7 @@
 The same layouts as test_gemm_partition; grouped_dense is tests/conformance/test_quantized_dense.py.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -177,19 +178,16 @@ def test_a_block_on_two_shards_is_an_error(layer, mode):
 
 def test_scales_decide_where_blocks_may_be_cut():
     """Data that were laid out anew, so that a shard ends within a block, are gathered: values are the same."""
-    x, kernel = data()[0][:, :, :96], data()[1][:96]
+    x, kernel, *_ = data()
+    x = np.concatenate([x, 64 * x[:, :, :64]], axis=2)  # 192 = 128 + 64, and 2 * 96
+    kernel = np.concatenate([kernel, kernel[:64]])
     formats = Float8BlockScaling().formats()
-    formats = formats.x, formats.kernel
-    q = quantize(x, formats[0]), quantize(kernel, formats[1], axis=0, across=1)
+    q = quantize(x, formats.x), quantize(kernel, formats.kernel, axis=0, across=1)
     mesh = mesh_of(EXPLICIT)
-    cut = [jax.tree.map(lambda a: put(mesh, a, P()), one) for one in q]
-    cut[0] = jax.tree.map(
-        lambda a: put(mesh, a, P(None, None, "tp")) if a.shape[2] > 1 else a, cut[0]
-    )
-    want = gemm(*q, out_dtype=jnp.float32)
-    np.testing.assert_array_equal(
-        jax.jit(gemm, static_argnames="out_dtype")(*cut, out_dtype="float32"), want
-    )
+    cut, whole = (jax.tree.map(lambda a: put(mesh, a, P()), one) for one in q)
+    cut = dataclasses.replace(cut, data=put(mesh, q[0].data, P(None, None, "tp")))
+    function = functools.partial(gemm, out_dtype=jnp.float32)
+    np.testing.assert_array_equal(jax.jit(function)(cut, whole), function(*q))
 
 
 def test_the_cache_lies_where_the_kernel_is():

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from expertmesh.core import specs
+from expertmesh.core.layer import DenseState, init_dense_state
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
@@ -18,13 +19,7 @@ from expertmesh.core.ops.delayed_scaling import (
     init_delayed,
     quantize_delayed,
 )
-from expertmesh.core.ops.dense import (
-    DenseState,
-    QuantizedKernel,
-    dense,
-    init_dense_state,
-    quantize_kernel,
-)
+from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
@@ -49,6 +44,7 @@ from expertmesh.core.ops.permute import (
 )
 from expertmesh.core.ops.permute_map import plan_permute_map
 from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.ops.ragged_params import (
     RaggedParams,
     local_permute_after_a2a,

@@ -78,11 +78,7 @@ def divide(x, y):
     quotient = (ratio * jnp.where(small > 0, 2.0**24, 2.0**23).astype(jnp.float32)).astype(
         jnp.int32
     )
-    # Both products exceed 32 bits; their difference does not, as the quotient is off by a few units only.
-    rest = (over << (23 + small)) - quotient * under
-    for _ in range(3):
-        step = (rest >= under).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
-        quotient, rest = quotient + step, rest - step * under
+    quotient, rest = corrected(quotient, over, under, 23 + small)
     lost_bits = jnp.clip(-126 - exponent, 0, 25)  # by which a subnormal result is shorter
     lost = quotient & ((1 << lost_bits) - 1)
     kept = quotient >> lost_bits
@@ -94,6 +90,16 @@ def divide(x, y):
     kept += (above | (tie & ((kept & 1) > 0))).astype(jnp.int32)
     bits = kept + jnp.where(whole, jnp.clip(exponent, -126, 127) + 126 << 23, 0)
     return _float(jnp.where(exponent > 127, _LARGEST, jnp.minimum(bits, _LARGEST)))
+
+
+def corrected(quotient, over, under, shift):
+    """(quotient, rest) of int32 `over << shift` by `under`, of a quotient that is wrong by at most 3."""
+    # Both products exceed 32 bits; their difference does not.
+    rest = (over << shift) - quotient * under
+    for _ in range(3):
+        step = (rest >= under).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+        quotient, rest = quotient + step, rest - step * under
+    return quotient, rest
 
 
 def power_of_2(biased):
@@ -169,8 +175,19 @@ def round_randomly(x, dtype, bits):
 def cast(x, dtype):
     """float32 x, already one of the numbers of `dtype`, in `dtype`; NaN is `NAN_CODE`, or 0 where there is none."""
     is_nan = jnp.isnan(x)
-    codes = jnp.where(is_nan, jnp.float32(0), x).astype(dtype)
-    if jnp.finfo(dtype).bits < 8:
-        return codes
-    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    if jnp.dtype(dtype) == jnp.float4_e2m1fn:
+        return _four_bits(jnp.where(is_nan, jnp.float32(0), x))
+    codes = jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
     return jax.lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(NAN_CODE), codes), dtype)
+
+
+def _four_bits(x):
+    """The same bits as `astype`, which XLA:CPU takes twice as long for."""
+    bits = _bits(x)
+    magnitudes = bits & 0x7FFFFFFF
+    # From 1 on, two bits of exponent and one of mantissa; below, 0 and 1/2.
+    codes = jnp.where(
+        magnitudes >= 0x3F800000, (magnitudes >> 22) - 252, (magnitudes > 0).astype(jnp.int32)
+    )
+    codes |= (bits >> 28) & 8
+    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), jnp.float4_e2m1fn)

@@ -21,6 +21,8 @@ def block_amax(magnitudes, block: tuple[int, ...]):
 
 def spread(values, shape: tuple[int, ...], block: tuple[int, ...]):
     """One value per block, repeated over the elements of its block."""
+    # Else the compiler computes the value of a block for each of its elements.
+    values = jax.lax.optimization_barrier(values)
     for dim, (size, b) in enumerate(zip(shape, block, strict=True)):
         if b > 1:
             values = jax.lax.slice_in_dim(jnp.repeat(values, b, axis=dim), 0, size, axis=dim)

@@ -15,13 +15,14 @@ class _Types(tuple):
     """Types of the primals: a static leaf of the residuals."""
 
 
-def differentiable(fwd: Callable, bwd: Callable) -> Callable:
+def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) -> Callable:
     """Makes one function of a forward and a backward rule. Call it at module level.
 
     Args:
       fwd: `fwd(*operands, **options) -> (out, residuals)`.
       bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`; None where there is none
         (integer operands, absent operands, pytrees of integers).
+      value: `value(*operands, **options) -> out`, where no derivative is asked for; None: `fwd` without its residuals.
 
     Returns:
       `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
@@ -32,6 +33,8 @@ def differentiable(fwd: Callable, bwd: Callable) -> Callable:
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options, *operands):
+        if value is not None:
+            return value(*operands, **dict(options))
         return fwd(*operands, **dict(options))[0]
 
     def call_fwd(options, *operands):

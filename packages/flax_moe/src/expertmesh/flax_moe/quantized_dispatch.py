@@ -18,14 +18,16 @@ E experts, G groups per participant.
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.ops.dense import QuantizedKernel, check_cache, kernel_copies
+from expertmesh.core.layer import Extra, Layer, check_extra, residuals
 from expertmesh.core.ops.grouped_dense import (
-    multiply_rows,
-    multiply_rows_bwd,
-    specs_in_use,
+    grouped_dense_bwd,
+    kernel_for_dgrad,
+    product,
+    used_specs,
 )
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.quantize import dequantize, quantize
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel, forward_copy
 from expertmesh.core.recipe import Recipe
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
@@ -68,43 +70,53 @@ def dispatch_dense(
     quantized along N; the dispatched rows have their checkpoint names too.
     Costs a dispatch of D bytes and the scales per row, and in the backward a combine; else as `grouped_dense`.
     """
-    check_cache("dispatch_dense", kernel, kernel_quantized, recipe)
+    extra = Extra(kernel_quantized=kernel_quantized)
+    check_extra("dispatch_dense", kernel, extra, recipe)
     warn_if_emulated(recipe, x, kernel)
+    given = None, w_spec, None
+    layer = Layer(
+        recipe=recipe, out_dtype=x.dtype, given=given, used=used_specs(kernel.ndim, *given)
+    )
     return _dispatch_dense(
         x,
         kernel,
         bias,
         handle,
-        kernel_quantized,
-        recipe=recipe,
-        wire_format=recipe.formats().grad_dgrad if quantize_combine else None,
-        specs=specs_in_use(kernel.ndim, None, w_spec, None),
-        w_spec=w_spec,
+        extra,
+        layer=layer,
+        wire_format=layer.formats.grad_dgrad if quantize_combine else None,
     )
 
 
-def _dispatch_dense_fwd(x, kernel, bias, handle, cached, *, recipe, specs, w_spec, **backward):
-    del w_spec, backward
-    formats, sizes = recipe.formats(), handle.group_sizes
-    rows = named("dispatched", dispatch(handle, quantize(x, formats.x)))
-    along_rows = grouped_quantize(
-        dequantize(rows, spec=specs[0]), sizes, formats.x_wgrad, axis=1, spec=specs[0]
-    )
-    if cached is None:
-        cached, _ = kernel_copies(kernel, recipe, 1, None, specs[1])
-    y, residuals = multiply_rows(
-        (rows, along_rows), cached, sizes, bias, out_dtype=x.dtype, specs=specs
-    )
-    return y, (residuals, handle)
+def _forward(x, kernel, bias, handle, extra: Extra, layer: Layer):
+    """(y, the rows and the kernel quantized along D)."""
+    rows = named("dispatched", dispatch(handle, quantize(x, layer.formats.x)))
+    if extra.kernel_quantized is None:
+        q_kernel, _ = forward_copy(kernel, layer.recipe, 1, None, layer.used[1])
+    else:
+        q_kernel = extra.kernel_quantized.forward
+    return product(rows, q_kernel, handle.group_sizes, bias, layer), rows, q_kernel
 
 
-def _dispatch_dense_bwd(residuals, dy, *, recipe, specs, w_spec, wire_format):
-    of_rows, handle = residuals
-    d_rows, d_kernel, d_bias = multiply_rows_bwd(
-        of_rows, dy, recipe=recipe, specs=specs, x_spec=specs[0], w_spec=w_spec
-    )
-    d_x = combine(handle, d_rows, wire_format=wire_format)
-    return d_x, d_kernel, d_bias, None, None
+def _value(x, kernel, bias, handle, extra, *, layer: Layer, wire_format):
+    del wire_format
+    return _forward(x, kernel, bias, handle, extra, layer)[0]
 
 
-_dispatch_dense = differentiable(_dispatch_dense_fwd, _dispatch_dense_bwd)
+def _fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format):
+    del wire_format
+    y, rows, q_kernel = _forward(x, kernel, bias, handle, extra, layer)
+    spec, sizes = layer.used[0], handle.group_sizes
+    arrived = dequantize(rows, spec=spec)
+    along_rows = grouped_quantize(arrived, sizes, layer.formats.x_wgrad, axis=1, spec=spec)
+    q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
+    return y, ((*residuals(along_rows, q_kernel), sizes, bias, None), handle)
+
+
+def _bwd(carried, dy, *, layer: Layer, wire_format):
+    of_rows, handle = carried
+    d_rows, d_kernel, _, d_bias, _ = grouped_dense_bwd(of_rows, dy, layer=layer)
+    return combine(handle, d_rows, wire_format=wire_format), d_kernel, d_bias, None, None
+
+
+_dispatch_dense = differentiable(_fwd, _bwd, _value)

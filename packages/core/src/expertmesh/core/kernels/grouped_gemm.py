@@ -15,6 +15,17 @@ import jax.numpy as jnp
 import jax_triton
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from expertmesh.core.kernels.gluon_call import gluon_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +144,181 @@ def _weights_kernel(
         tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@gluon.jit
+def _tile(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr,
+          BAND: gl.constexpr):  # fmt: skip
+    """The group of a tile, the rows [start, end) that it sums, and the tile's row and column."""
+    lane_G: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    index_G = gl.arange(0, G_POW2, lane_G)
+    size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
+    group = tile // (NUM_M * NUM_N)
+    end = gl.sum(gl.where(index_G <= group, size_G, 0), 0)
+    start = gl.sum(gl.where(index_G < group, size_G, 0), 0)
+    within = tile % (NUM_M * NUM_N)
+    band = within // (BAND * NUM_N)
+    band_m = gl.minimum(NUM_M - band * BAND, BAND)
+    inner = within % (BAND * NUM_N)
+    return group, start, end, band * BAND + inner % band_m, inner // band_m
+
+
+@gluon.jit
+def _load_rows(
+    lhs_desc, dy_desc, sizes, a_smem, b_smem, full, empty,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The role that loads: BK rows of both operands a step, as long as a slot is empty."""
+    step = 0
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        _, start, end, tile_m, tile_n = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
+        for first in range(start, end, BK):
+            # The descriptors hold windows of BK rows: what lies beyond a window is TMA's zeros. The last one of a group
+            # ends where the group ends, unless no window does.
+            window = gl.maximum(gl.minimum(end - first, BK) + first - BK, 0)
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
+            at = full.index(slot)
+            tma.async_load(lhs_desc, [window, first - window, tile_m * BM], at, a_smem.index(slot))
+            tma.async_load(dy_desc, [window, first - window, tile_n * BN], at, b_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _clear_rows(smem, live, BK: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeros in the rows from `live` on, whatever they hold."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, BK, gl.SliceLayout(1, layout))
+    for column in gl.static_range(0, WIDTH, 64):
+        part = smem.slice(column, 64, dim=1)
+        values = part.load(layout)
+        part.store(gl.where((rows < live)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _multiply_rows(
+    sizes, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply: BM / 2 of a tile's rows; hands its result over in two halves."""
+    BH: gl.constexpr = BM // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    step = 0
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        _, start, end, _, _ = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
+        acc = gl.zeros((BH, BN), gl.float32, mma)
+        for first in range(start, end, BK):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            a = a_smem.index(slot).reshape((BK, BM)).slice(HALF * BH, BH, dim=1)
+            b = b_smem.index(slot).reshape((BK, BN))
+            if end < BK:  # the rows of the next group, which may hold NaN, are in the window too
+                _clear_rows(a, end - first, BK, BH)
+                _clear_rows(b, end - first, BK, BN)
+                fence_async_shared()
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
+            # One product stays under way; the slot of the one before it is free.
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if first > start:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if end > start:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        left, right = acc.reshape((BH, 2, BN // 2)).permute((0, 2, 1)).split()
+        mbarrier.wait(free, 1)
+        out_smem.store(left.to(out_smem.dtype))
+        mbarrier.arrive(ready)
+        mbarrier.wait(free, 0)
+        out_smem.store(right.to(out_smem.dtype))
+        mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _store_part(smem, ready, free, phase, out, row, column, K: gl.constexpr, N: gl.constexpr):
+    """Part of a gradient [K, N] from shared memory to where it belongs."""
+    ROWS: gl.constexpr = 32 // (out.dtype.element_ty.primitive_bitwidth // 8)
+    WIDTH: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mbarrier.wait(ready, phase)
+    HEIGHT: gl.constexpr = smem.shape[0]
+    for first in gl.static_range(0, HEIGHT, ROWS):
+        values = smem.slice(first, ROWS).load(layout)
+        rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        where = out + rows.to(gl.int64)[:, None] * N + columns[None, :]
+        gl.store(where, values, mask=(rows < K)[:, None] & (columns < N)[None, :])
+    mbarrier.arrive(free)
+
+
+@gluon.jit
+def _store_tiles(
+    sizes, out, smem0, smem1, ready, free, K: gl.constexpr, N: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """The role that stores, while the next tile is multiplied."""
+    # A step is half of a tile's columns; were the halves unrolled, their addresses would not fit into registers.
+    steps = 2 * ((G * NUM_M * NUM_N - gl.program_id(0) + NUM_PROGRAMS - 1) // NUM_PROGRAMS)
+    for step in range(0, steps):
+        tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
+        group, _, _, tile_m, tile_n = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
+        mine = out + group.to(gl.int64) * K * N
+        row = tile_m * BM
+        column = tile_n * BN + step % 2 * (BN // 2)
+        _store_part(smem0, ready.index(0), free.index(0), step & 1, mine, row, column, K, N)
+        _store_part(
+            smem1, ready.index(1), free.index(1), step & 1, mine, row + BM // 2, column, K, N
+        )
+
+
+@gluon.jit
+def _weights_hopper_kernel(
+    lhs_desc, dy_desc, sizes, out,
+    K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g: one role loads, two multiply, one stores."""
+    NUM_M: gl.constexpr = (K + BM - 1) // BM
+    NUM_N: gl.constexpr = (N + BN - 1) // BN
+    part: gl.constexpr = [BM // 2, BN // 2]
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
+    a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BK, BM], lhs_desc.layout)
+    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, 1, BK, BN], dy_desc.layout)
+    smem0 = gl.allocate_shared_memory(dtype, part, layout)
+    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    ready = mbarrier.allocate_mbarrier(batch=2)
+    free = mbarrier.allocate_mbarrier(batch=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (sizes, a_smem, b_smem, smem0, full, empty, ready.index(0), free.index(0), 0,
+                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
+            (_multiply_rows, (sizes, a_smem, b_smem, smem1, full, empty, ready.index(1), free.index(1), 1,
+                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
+            (_store_tiles, (sizes, out, smem0, smem1, ready, free, K, N,
+                            G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND)),
+            (_load_rows, (lhs_desc, dy_desc, sizes, a_smem, b_smem, full, empty,
+                          G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
+        ],
+        [4, 2, 1],  # warps of the roles after the first
+        [200, 88, 88],  # and their registers
+    )  # fmt: skip
+
+
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 
 
 def rows(lhs, rhs, group_sizes, *, out_dtype):
@@ -159,7 +342,10 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     del num_experts
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
-    out = launch_weights(lhs[0], dy.reshape(C, N), group_sizes[0], out_dtype=out_dtype)
+    # wgmma is Hopper's alone, and its windows need as many rows as a step.
+    hopper = _capability() == 90 and C >= WEIGHTS_HOPPER.k
+    launch = launch_weights_hopper if hopper else launch_weights
+    out = launch(lhs[0], dy.reshape(C, N), group_sizes[0], out_dtype=out_dtype)
     return out.reshape(-1, K, *dy.shape[2:])
 
 
@@ -196,6 +382,37 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
     )  # fmt: skip
 
 
+def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS_HOPPER):
+    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
+    tiles = _fit_hopper(tiles, N, out_dtype)
+    return gluon_call(
+        _windows(lhs, tiles.k, tiles.m), _windows(dy, tiles.k, tiles.n), group_sizes,
+        kernel=_weights_hopper_kernel,
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
+        programs=_num_programs(), NUM_PROGRAMS=_num_programs(), capability=_capability(),
+        K=K, N=N, G=G, G_POW2=max(32, triton.next_power_of_2(G)),
+        BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.group_m, STAGES=tiles.stages,
+    )  # fmt: skip
+
+
+def _fit_hopper(tiles: Tiles, width: int, out_dtype) -> Tiles:
+    """Narrow outputs take narrow tiles; float32 ones, staged in shared memory, leave less of it for loads."""
+    if width <= 128:
+        tiles = dataclasses.replace(tiles, n=128)
+    if jnp.dtype(out_dtype).itemsize == 4:
+        tiles = dataclasses.replace(tiles, stages=min(tiles.stages, 3))
+    return tiles
+
+
+def _windows(x, rows: int, columns: int):
+    """`x` [C, N] as a window of `rows` rows from each row on: TMA loads no row beyond the window."""
+    C, N = x.shape
+    block = (1, rows, columns)
+    dtype = gl.float16 if x.dtype == jnp.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    return jax_triton.TensorDescriptor(x, (C - rows + 1, rows, N), (N, N, 1), block, layout)
+
+
 _descriptor = jax_triton.TensorDescriptor.from_array
 
 
@@ -219,6 +436,12 @@ def _num_programs() -> int:
     """One program per multiprocessor; an H100's where there is no GPU, as when compiling ahead of time."""
     gpu = _gpu()
     return gpu.core_count if gpu else 132
+
+
+def _capability() -> int:
+    """Ten times that of the GPU; an H100's where there is none."""
+    gpu = _gpu()
+    return round(float(gpu.compute_capability) * 10) if gpu else 90
 
 
 def _target() -> dict:

@@ -14,37 +14,39 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import _jax
-from expertmesh.core.mesh import current_resource, filter_roles
-from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
-from expertmesh.core.ops.dense import (
+from expertmesh.core.layer import (
     DenseState,
-    QuantizedKernel,
+    Extra,
+    Layer,
     after,
     at_rest,
-    check_cache,
-    check_state,
-    contracted,
+    check_extra,
     gradient_keys,
-    in_use,
-    keep,
-    kernel_copies,
-    raw_key,
-    serves_both_ways,
+    num_contracted,
+    residuals,
+    specs_in_use,
 )
+from expertmesh.core.mesh import current_resource, filter_roles
+from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
 from expertmesh.core.ops.grouped_gemm import (
     check_operands,
     group_bias_grad_op,
     group_bias_op,
     grouped_gemm,
 )
-from expertmesh.core.ops.grouped_quantize import grouped_quantize
+from expertmesh.core.ops.grouped_quantize import check_starts, grouped_quantize
+from expertmesh.core.ops.quantize_kernel import (
+    QuantizedKernel,
+    dgrad_copy,
+    forward_copy,
+    serves_both,
+)
 from expertmesh.core.ops.quantized_grouped_gemm import (
     quantized_grouped_gemm,
     quantized_grouped_gemm_dgrad,
     quantized_grouped_gemm_wgrad,
 )
-from expertmesh.core.recipe import DelayedScaling, Recipe, current_recipe, recipe_of
+from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
@@ -59,7 +61,7 @@ def grouped_dense(
     bias=None,
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (1,)),
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     state: DenseState | None = None,
     key=None,
     kernel_quantized: QuantizedKernel | None = None,
@@ -74,8 +76,8 @@ def grouped_dense(
     Args:
       x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
       kernel: float[E, K, *N].
-      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). In block formats the groups' first rows must be
-        multiples of the block: pad each group's size to one.
+      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
+        `alignment_of(recipe)`, as those of `plan_permute(..., alignment=)` are.
       bias: float[E, *N] or None; added to the rows of the groups only.
       contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
       recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
@@ -87,7 +89,8 @@ def grouped_dense(
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
-      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`).
+      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
+        that do not start at multiples of `alignment_of(recipe)`.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; rows after the last group are zeros, whatever
@@ -105,13 +108,13 @@ def grouped_dense(
     shard it.
     """
     recipe = recipe_of(recipe) or current_recipe()
-    check_state("grouped_dense", recipe, state)
-    if contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
+    extra = Extra(state, key, kernel_quantized)
+    if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
         raise ValueError(
             f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "
             "kernel"
         )
-    flat = x.ndim == 2
+    check_extra("grouped_dense", kernel, extra, recipe)
     if recipe is None:
         return grouped_gemm(
             x,
@@ -126,152 +129,142 @@ def grouped_dense(
         )
     check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
     warn_if_emulated(recipe, x, kernel)
-    check_cache("grouped_dense", kernel, kernel_quantized, recipe)
+    flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
+    if debug:
+        check_starts("grouped_dense", group_sizes, alignment_of(recipe))
         x_spec, out_spec = (
             None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
         )
-    out = _grouped_dense(
-        x,
-        kernel,
-        group_sizes,
-        bias,
-        state,
-        raw_key(key),
-        kernel_quantized,
+    given = x_spec, w_spec, out_spec
+    layer = Layer(
         recipe=recipe,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
-        specs=specs_in_use(kernel.ndim, x_spec, w_spec, out_spec),
-        x_spec=x_spec,
-        w_spec=w_spec,
-        out_spec=out_spec,
+        given=given,
+        used=used_specs(kernel.ndim, *given),
     )
+    out = _grouped_dense(x, kernel, group_sizes, bias, extra, layer=layer)
     if not flat:
         return out
-    return out[0] if state is None else (out[0][0], out[1])
+    return (out[0][0], out[1]) if layer.delayed else out[0]
 
 
-def specs_in_use(kernel_ndim, x_spec, w_spec, out_spec):
-    """Where x, the kernel and the result are in use over Auto axes under a MeshResource; else None for each."""
+def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
+    """The layer's `used`."""
     resource = current_resource()
     if resource is None:
         return x_spec, w_spec, out_spec
     roles = map(resource.entry, ("experts", "fsdp"))
     w = pad_spec(tuple(roles) if w_spec is None else w_spec, kernel_ndim)
-    return in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
+    return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
 
 
-def _grouped_dense_fwd(
-    x, kernel, group_sizes, bias, state, key, cached, *, recipe, out_dtype, specs, **given
-):
-    q_x, q_x_wgrad, x_state = _x_copies(x, group_sizes, recipe, state, specs[0])
-    kernel_state = state and state.kernel
-    if cached is None:
-        cached, kernel_state = kernel_copies(kernel, recipe, 1, kernel_state, specs[1])
-    y, residuals = multiply_rows(
-        (q_x, q_x_wgrad),
-        cached,
-        group_sizes,
-        bias,
-        key,
-        out_dtype=out_dtype,
-        specs=specs,
-        out_spec=given["out_spec"],
-    )
-    return y if state is None else (y, DenseState(x_state, kernel_state)), residuals
+def _forward(x, kernel, group_sizes, bias, extra: Extra, layer: Layer):
+    """(what the layer returns, x and the kernel quantized along K)."""
+    x_spec, w_spec, _ = layer.used
+    state, w_state = extra.state, extra.state.kernel if extra.state is not None else None
+    if state is None or layer.delayed is None:
+        q_x = grouped_quantize(x, group_sizes, layer.formats.x, axis=2, spec=x_spec)
+        x_state = None
+    else:
+        q_x, x_state = grouped_quantize_delayed(x, group_sizes, state.x, layer.delayed, spec=x_spec)
+    if extra.kernel_quantized is None:
+        q_kernel, w_state = forward_copy(kernel, layer.recipe, 1, w_state, w_spec)
+    else:
+        q_kernel = extra.kernel_quantized.forward
+    y = product(q_x, q_kernel, group_sizes, bias, layer)
+    if x_state is None or w_state is None:
+        return y, q_x, q_kernel
+    return (y, DenseState(x_state, w_state)), q_x, q_kernel
 
 
-def multiply_rows(
-    x_copies, kernel, group_sizes, bias, key=None, *, out_dtype, specs, out_spec=None
-):
-    """The layer from quantized operands on, and the residuals of `multiply_rows_bwd`.
-
-    Args:
-      x_copies: x [P, C, K] quantized along K, and along the rows.
-      kernel: QuantizedKernel.
-      specs: of `specs_in_use`.
-    """
-    q_x, q_x_wgrad = x_copies
+def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
+    """The forward's product, and the bias."""
+    x_spec, w_spec, out_spec = layer.used
     y = quantized_grouped_gemm(
         q_x,
-        kernel.forward,
+        q_kernel,
         group_sizes,
-        out_dtype=out_dtype,
-        specs=specs[:2],
-        out_spec=out_spec,
+        out_dtype=layer.out_dtype,
+        specs=(x_spec, w_spec),
+        out_spec=layer.given[2],
     )
-    if bias is not None:
-        bias_specs = (specs[2], _bias_spec(specs[1]), None)
-        y = group_bias_op(y, bias, group_sizes, operand_specs=bias_specs)
-    saved = keep(q_x_wgrad, "quantized_x"), keep(kernel.for_dgrad(), "quantized_kernel")
-    return y, (*saved, group_sizes, bias, key)
+    if bias is None:
+        return y
+    return group_bias_op(y, bias, group_sizes, operand_specs=(out_spec, _bias_spec(w_spec), None))
 
 
-def _x_copies(x, group_sizes, recipe, state, spec):
-    """x quantized along K and along the rows, and the new state."""
-    formats = recipe.formats()
-    if state is not None:
-        q, state = grouped_quantize_delayed(x, group_sizes, state.x, recipe, spec=spec)
-        return q, q, state
-    q = grouped_quantize(x, group_sizes, formats.x, axis=2, spec=spec)
-    if formats.x == formats.x_wgrad and serves_both_ways(formats.x):
-        return q, q, None
-    return q, grouped_quantize(x, group_sizes, formats.x_wgrad, axis=1, spec=spec), None
+def _value(x, kernel, group_sizes, bias, extra, *, layer):
+    return _forward(x, kernel, group_sizes, bias, extra, layer)[0]
 
 
-def _grouped_dense_bwd(residuals, cotangent, *, recipe, out_dtype, specs, x_spec, w_spec, out_spec):
-    del out_dtype, out_spec
-    dy = cotangent[0] if isinstance(recipe, DelayedScaling) else cotangent
-    dx, dw, db = multiply_rows_bwd(
-        residuals, dy, recipe=recipe, specs=specs, x_spec=x_spec, w_spec=w_spec
-    )
-    return dx, dw, None, db, None, None, None
+def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
+    out, q_x, q_kernel = _forward(x, kernel, group_sizes, bias, extra, layer)
+    if not layer.x_is_quantized_once:
+        q_x = grouped_quantize(x, group_sizes, layer.formats.x_wgrad, axis=1, spec=layer.used[0])
+    q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
+    return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
 
 
-def multiply_rows_bwd(residuals, dy, *, recipe, specs, x_spec, w_spec):
-    """Gradients of x, of the kernel and of the bias."""
-    q_x, q_kernel, group_sizes, bias, key = residuals
-    dy_dgrad, dy_wgrad = _dy_copies(dy, group_sizes, recipe, key, specs[2])
-    q_kernel, dy_dgrad = after(q_kernel, dy_dgrad)
+def kernel_for_dgrad(kernel, forward, extra: Extra, layer: Layer):
+    """The copy that the backward reads."""
+    if extra.kernel_quantized is not None:
+        return extra.kernel_quantized.for_dgrad()
+    if serves_both(layer.formats):
+        return forward
+    return dgrad_copy(kernel, layer.recipe, 1, layer.used[1])
+
+
+def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
+    """The cotangents of x, the kernel, the group sizes (None), the bias and the rest (None).
+
+    Args:
+      carried: x and the kernel as `residuals` names them, the group sizes, the bias, the key.
+    """
+    q_x, q_kernel, group_sizes, bias, key = carried
+    x_spec, w_spec, out_spec = layer.used
+    dy = cotangent[0] if layer.delayed else cotangent
+    dy_n, dy_t = _dy_copies(dy, group_sizes, layer, key)
+    q_kernel, dy_n = after(q_kernel, dy_n)
     dx = quantized_grouped_gemm_dgrad(
-        dy_dgrad,
+        dy_n,
         q_kernel,
         group_sizes,
         out_dtype=q_x.dtype,
-        specs=(specs[2], specs[1]),
-        out_spec=at_rest(q_x, x_spec),
+        specs=(out_spec, w_spec),
+        out_spec=at_rest(q_x.data, layer.given[0]),
     )
     dw = quantized_grouped_gemm_wgrad(
         q_x,
-        dy_wgrad,
+        dy_t,
         group_sizes,
         num_experts=q_kernel.shape[0],
         out_dtype=q_kernel.dtype,
-        specs=(specs[0], specs[2]),
-        out_spec=at_rest(q_kernel, w_spec),
+        specs=(x_spec, out_spec),
+        out_spec=at_rest(q_kernel.data, layer.given[1]),
     )
-    db = None
-    if bias is not None:
-        bias_spec = _bias_spec(specs[1])
-        db = group_bias_grad_op(
-            dy,
-            group_sizes,
-            num_experts=q_kernel.shape[0],
-            out_dtype=bias.dtype,
-            operand_specs=(specs[2], None),
-            result_specs=(_jax.explicit_spec(bias) if bias_spec is None else bias_spec,),
-        )
-    return dx, dw, db
+    if bias is None:
+        return dx, dw, None, None, None
+    db = group_bias_grad_op(
+        dy,
+        group_sizes,
+        num_experts=q_kernel.shape[0],
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, None),
+        result_specs=(at_rest(bias, _bias_spec(w_spec)),),
+    )
+    return dx, dw, None, db, None
 
 
-def _dy_copies(dy, group_sizes, recipe, key, spec):
-    """dy quantized along N and along the rows."""
-    formats, keys = recipe.formats(), gradient_keys("grouped_dense", recipe, key)
+def _dy_copies(dy, group_sizes, layer: Layer, key):
+    """dy quantized along the last of N and along the rows."""
+    formats, keys = layer.formats, gradient_keys("grouped_dense", layer, key)
+    spec, last = layer.used[2], dy.ndim - 1
     along_n = grouped_quantize(
-        dy, group_sizes, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec
+        dy, group_sizes, formats.grad_dgrad, axis=last, key=keys[0], spec=spec
     )
-    if formats.grad_dgrad == formats.grad_wgrad and serves_both_ways(formats.grad_dgrad):
+    if layer.dy_is_quantized_once:
         return along_n, along_n
     along_rows = grouped_quantize(
         dy, group_sizes, formats.grad_wgrad, axis=1, key=keys[1], spec=spec
@@ -284,4 +277,4 @@ def _bias_spec(w_spec):
     return None if w_spec is None else filter_roles((*w_spec[:1], *w_spec[2:]), "experts", "tp")
 
 
-_grouped_dense = differentiable(_grouped_dense_fwd, _grouped_dense_bwd)
+_grouped_dense = differentiable(_fwd, grouped_dense_bwd, _value)

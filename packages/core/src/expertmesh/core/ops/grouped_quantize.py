@@ -180,7 +180,7 @@ def _quantize(name, x, group_sizes, format, axis, multiplier, key, spec, debug):
     _check_groups(name, x, group_sizes)
     block = block_shape(name, x.shape, format, axis, None, 1)
     if debug and block and block[1] > 1:
-        _check_starts(group_sizes, block[1])
+        check_starts(name, group_sizes, block[1])
     operands = [not_differentiable(x, f"{name}: use grouped_dense"), group_sizes]
     if multiplier is not None:
         check_multiplier(name, multiplier, group_sizes.shape, block)
@@ -216,11 +216,13 @@ def _check_groups(name, x, group_sizes):
         )
 
 
-def _check_starts(group_sizes, block):
+def check_starts(name: str, group_sizes, block: int) -> None:
+    """A checkify error where a group that is not empty starts within a block."""
     starts = jnp.cumsum(group_sizes, axis=1) - group_sizes
     checkify.debug_check(
         jnp.all((starts % block == 0) | (group_sizes == 0)),
-        "grouped_quantize: groups must start at multiples of the block, {block}; got starts {starts}; permute with "
+        name
+        + ": groups must start at multiples of the block, {block}; got starts {starts}; permute with "
         "alignment_of(recipe)",
         block=jnp.int32(block),
         starts=starts,

@@ -1,0 +1,245 @@
+"""Recipes: the roles of their formats, names, Transformer Engine's objects, the context, what runs emulated."""
+
+import dataclasses
+import enum
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from expertmesh.core import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    TensorFormat,
+    alignment_of,
+    autocast,
+    current_recipe,
+    is_supported,
+    recipe_of,
+    support,
+)
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def test_roles():
+    """dy is e5m2 in hybrid recipes; 1-D formats along each contraction; squares of the kernel for both."""
+    hybrid = DelayedScaling().formats()
+    assert (hybrid.x.dtype, hybrid.kernel_dgrad.dtype) == (E4M3, E4M3)
+    assert (hybrid.grad_dgrad.dtype, hybrid.grad_wgrad.dtype) == (E5M2, E5M2)
+    assert Float8CurrentScaling(fp8_format=Format.E4M3).formats().grad_wgrad.dtype == E4M3
+    block = Float8BlockScaling().formats()
+    assert (block.x.block, block.kernel.block, block.grad_wgrad.block) == (
+        (1, 128),
+        (128, 128),
+        (1, 128),
+    )
+    assert block.x.scale == "power_of_2" and block.grad_dgrad.dtype == E4M3
+    assert Float8BlockScaling(power_2_scale=False).formats().kernel.scale == "float32"
+    assert MXFP8BlockScaling().formats().kernel == MXFP8BlockScaling().formats().x
+    nv = NVFP4BlockScaling().formats()
+    assert [f.name for f in dataclasses.fields(nv) if getattr(nv, f.name).hadamard] == [
+        "x_wgrad",
+        "grad_wgrad",
+    ]
+    assert [f.name for f in dataclasses.fields(nv) if getattr(nv, f.name).stochastic] == [
+        "grad_dgrad",
+        "grad_wgrad",
+    ]
+    assert nv.kernel.block == nv.kernel_dgrad.block == (16, 16)
+    plain = NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    )
+    assert set(vars(plain.formats()).values()) == {plain.formats().x}
+
+
+def test_the_fields_of_recipes():
+    fields = {cls.__name__: [f.name for f in dataclasses.fields(cls)] for cls in RECIPES.values()}
+    assert fields == {
+        "DelayedScaling": ["margin", "fp8_format", "amax_history_len", "amax_compute_algo"],
+        "Float8CurrentScaling": ["fp8_format"],
+        "Float8BlockScaling": ["fp8_format", "power_2_scale", "amax_epsilon"],
+        "MXFP8BlockScaling": ["fp8_format"],
+        "NVFP4BlockScaling": [
+            "disable_stochastic_rounding",
+            "disable_rht",
+            "disable_2d_quantization",
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "name, rows", list(zip([None, *RECIPES], [1, 16, 16, 128, 32, 16], strict=True))
+)
+def test_names_and_alignment(name, rows):
+    recipe = recipe_of(name)
+    assert recipe is None or recipe == RECIPES[name]() == recipe_of(type(recipe).__name__)
+    assert recipe_of(recipe) is recipe and hash(recipe) == hash(recipe_of(name))
+    assert alignment_of(recipe) == alignment_of(name) == rows
+
+
+class TheirFormat(enum.Enum):
+    E4M3 = (448, 448)
+    HYBRID = (448, 57344)
+
+
+def theirs(name, **attributes):
+    """An object like Transformer Engine's: its class name, its attributes."""
+    return type(name, (), {"fp8_format": TheirFormat.E4M3, **attributes})()
+
+
+def q_params(power_2_scale=True, amax_epsilon=0.0):
+    params = types.SimpleNamespace(power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    return {f"fp8_quant_{part}": params for part in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
+
+@pytest.mark.parametrize(
+    "obj, want",
+    [
+        (
+            theirs("DelayedScaling", margin=1, amax_history_len=4, amax_compute_algo="max"),
+            DelayedScaling(margin=1, amax_history_len=4, fp8_format=Format.E4M3),
+        ),
+        (
+            theirs("Float8CurrentScaling", fp8_format=TheirFormat.HYBRID),
+            Float8CurrentScaling(),
+        ),
+        (theirs("MXFP8BlockScaling", margin=0), MXFP8BlockScaling()),
+        (
+            theirs("NVFP4BlockScaling", disable_rht=True, nvfp4_4over6="none"),
+            NVFP4BlockScaling(disable_rht=True),
+        ),
+        (
+            theirs("Float8BlockScaling", w_block_scaling_dim=2, **q_params(False, 0.5)),
+            Float8BlockScaling(power_2_scale=False, amax_epsilon=0.5),
+        ),
+    ],
+)
+def test_objects_of_transformer_engine(obj, want):
+    assert recipe_of(obj) == want
+
+
+@pytest.mark.parametrize(
+    "obj, error, words",
+    [
+        ("fp9", ValueError, ["'fp9'", "mxfp8", "MXFP8BlockScaling"]),
+        (3, TypeError, ["3", "NVFP4BlockScaling"]),
+        (MXFP8BlockScaling, TypeError, ["MXFP8BlockScaling"]),
+        (theirs("MXFP8BlockScaling", margin=2), ValueError, ["margin=2", "0"]),
+        (theirs("DelayedScaling", reduce_amax=False), ValueError, ["reduce_amax=False"]),
+        (theirs("DelayedScaling", amax_compute_algo=max), ValueError, ["amax_compute_algo"]),
+        (
+            theirs("Float8BlockScaling", x_block_scaling_dim=2),
+            ValueError,
+            ["x_block_scaling_dim=2"],
+        ),
+        (
+            theirs(
+                "Float8BlockScaling",
+                **q_params() | {"fp8_quant_bwd_grad": q_params(False)["fp8_quant_fwd_inp"]},
+            ),
+            ValueError,
+            ["fp8_quant_*"],
+        ),
+        (theirs("NVFP4BlockScaling", nvfp4_4over6="all"), ValueError, ["nvfp4_4over6='all'"]),
+    ],
+)
+def test_what_is_no_recipe(obj, error, words):
+    with pytest.raises(error) as info:
+        recipe_of(obj)
+    assert all(word in str(info.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), ValueError, ["float8_e5m2", "itself"]),
+        (lambda: Float8CurrentScaling(fp8_format="E4M3"), TypeError, ["'E4M3'", "Format.HYBRID"]),
+        (lambda: DelayedScaling(amax_history_len=0), ValueError, ["amax_history_len=0"]),
+        (lambda: DelayedScaling(margin=-1), ValueError, ["margin=-1"]),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, ["'mean'", "most_recent"]),
+        (lambda: Float8BlockScaling(amax_epsilon=-1.0), ValueError, ["amax_epsilon=-1.0"]),
+        (lambda: TensorFormat(dtype="int8"), ValueError, ["'int8'", E4M3]),
+        (lambda: TensorFormat(dtype=E4M3, scale="e8m0"), ValueError, ["'e8m0'", "power_of_2"]),
+        (lambda: TensorFormat(dtype=E4M3, scale="power_of_2"), ValueError, ["float32"]),
+        (lambda: TensorFormat(dtype="float4_e2m1fn"), ValueError, ["4 bits", "float8_e4m3fn"]),
+        (lambda: TensorFormat(dtype=E4M3, block=(0, 8)), ValueError, ["(0, 8)", "positive"]),
+        (lambda: TensorFormat(dtype=E4M3, stochastic=True), ValueError, ["random"]),
+        (lambda: TensorFormat(dtype=E4M3, hadamard=True), ValueError, ["1 x 16"]),
+    ],
+)
+def test_errors(make, error, words):
+    with pytest.raises(error) as info:
+        make()
+    assert all(word in str(info.value) for word in words)
+
+
+def test_the_context():
+    """Nested, restored after an exception, and part of jit's key."""
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(current_recipe())
+        return x
+
+    assert current_recipe() is None
+    with autocast(MXFP8BlockScaling()) as outer:
+        function(1.0)
+        with pytest.raises(KeyError), autocast("nvfp4"):
+            function(1.0)
+            with autocast(None):
+                assert current_recipe() is None
+            raise KeyError
+        assert current_recipe() is outer
+        function(1.0)
+    function(1.0)
+    assert current_recipe() is None
+    assert traced == [MXFP8BlockScaling(), NVFP4BlockScaling(), None]
+
+
+class Gpu:
+    platform, device_kind = "gpu", "a GPU"
+
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    "feature, device, words",
+    [
+        ("mxfp8", jax.devices("cpu")[0], "NVIDIA GPU"),
+        ("mxfp8", Gpu("9.0"), "compute capability 10.0; the device has 9.0"),
+        ("fp8_block", Gpu("10.0"), "9.0 to below 10.0"),
+        ("fp8_current", Gpu("8.0"), "8.9"),
+        ("fp8_block", Gpu("9.0"), "no kernel"),
+    ],
+)
+def test_what_runs_emulated(feature, device, words):
+    ok, reason = is_supported(feature, device)
+    assert not ok and reason.startswith(f"{feature} runs emulated: ") and words in reason
+
+
+def test_emulation_on_a_gpu_is_said_once(monkeypatch):
+    x = jnp.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        support.warn_if_emulated(MXFP8BlockScaling(), x)
+    monkeypatch.setattr(support._jax, "platform", lambda operands: "cuda")
+    monkeypatch.setattr(support.jax, "devices", lambda *_: [Gpu("9.0")])
+    support._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="mxfp8 runs emulated.*the numbers are the same"):
+        support.warn_if_emulated(MXFP8BlockScaling(), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        support.warn_if_emulated(MXFP8BlockScaling(), x)
+    with pytest.warns(UserWarning, match="nvfp4"):
+        support.warn_if_emulated(NVFP4BlockScaling(), x)
+    support._warn_once.cache_clear()
