@@ -367,7 +367,7 @@ TABLE = [
         "float32",
     ),
     row(
-        "scales of another shape",
+        "scales of an operand of another shape",
         lambda: gemm(
             dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
             dataclasses.replace(eight_bits(MX.kernel, 0), data=jnp.ones((64, 32), F8)),
