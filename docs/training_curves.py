@@ -299,6 +299,7 @@ def report(runs: dict[str, dict], docs: pathlib.Path) -> int:
     rows = compare(runs)
     new = table(rows)
     print(new)
+    picture = "![Training losses, and validation losses relative to bfloat16](numerics.png)"
     page = docs / "numerics.md"
     before, found, rest = page.read_text().partition(BEGIN)
     if not found:
@@ -306,7 +307,7 @@ def report(runs: dict[str, dict], docs: pathlib.Path) -> int:
             f"training_curves: {page} must have the line {BEGIN}; got none; add it and {END}"
         )
     _, _, after = rest.partition(END)
-    write_whole(page, f"{before}{BEGIN}\n\n{new}\n\n{END}{after}")
+    write_whole(page, f"{before}{BEGIN}\n\n{new}\n\n{picture}\n\n{END}{after}")
     plot(runs, rows, docs / "numerics.png")
     for row in rows:
         if not row.is_within:

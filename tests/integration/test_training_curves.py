@@ -69,7 +69,7 @@ def test_report(curves, tmp_path, loss, status, capsys):
     assert curves.report(results(fp8_delayed=(loss, 4.0)), tmp_path) == status
     text = page.read_text()
     assert text.startswith("before\n<!-- docs/training_curves.py -->\n\n| | mean of 2 |")
-    assert text.endswith("|\n\n<!-- end -->\nafter\n") and "old" not in text
+    assert text.endswith("(numerics.png)\n\n<!-- end -->\nafter\n") and "old" not in text
     mean = (loss + 4) / 2
     change = f"{100 * (mean / 3 - 1):+.2f} %"
     assert f"| fp8_delayed | {mean:.4f} | {change} | {loss:.4f}, 4.0000 |" in text
