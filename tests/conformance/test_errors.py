@@ -473,13 +473,12 @@ TABLE = [
         *("top_k=4", "num_groups=8", "16 experts"),
     ),
     row("more choices than experts", lambda: route(X, router(top_k=17)), ValueError, "top_k=17"),
-<<<<<<< HEAD
     row(
         "a gradient of a gradient",
         lambda: jax.hessian(lambda x: jnp.sin(gemm(x, jnp.ones((16, 2)))).sum())(X),
         NotImplementedError,
         *("gemm", "no derivative", "gradient of a gradient"),
-=======
+    ),
     # Quantization
     row(
         "a block does not divide the dimension",
@@ -531,7 +530,6 @@ TABLE = [
         lambda: quantize(X, NVFP4BlockScaling().formats().grad_dgrad),
         ValueError,
         *("quantize", "key=None"),
->>>>>>> gemms
     ),
     # Data that break a contract, where someone looks
     row(
