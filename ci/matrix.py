@@ -46,6 +46,8 @@ def cells() -> dict[str, dict]:
         name = "-".join(values[:3]) + ("" if default else f"-jax{cell['jax']}")
         select = MATRIX["select"]
         selected = f"({select[cell['platform']]}) and ({select[cell['processes']]})"
+        if not default:
+            selected += f" and ({select['other_jax']})"
         tests = MATRIX["tests"][cell["package"]]
         named[name] = cell | {"name": name, "tests": tests, "select": selected}
     for name, cell in MATRIX["cells"].items():

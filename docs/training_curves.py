@@ -192,9 +192,10 @@ def result_of(folder: pathlib.Path, chosen: dict) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A recipe's validation loss after the last step: of each seed, and their mean relative to bfloat16's."""
+    """A recipe's validation loss after the last step: of each seed, and their mean, relative to bfloat16's."""
 
     recipe: str
+    seeds: tuple[int, ...]
     losses: tuple[float, ...]
     difference: float
 
@@ -209,7 +210,7 @@ class Row:
 
 
 def compare(runs: dict[str, dict]) -> list[Row]:
-    """One row for bfloat16 and for each recipe with the same seeds.
+    """One row for bfloat16 and for each recipe, over the seeds that both have.
 
     Raises:
       ValueError: no run of bfloat16, or runs that cannot be compared.
@@ -221,38 +222,34 @@ def compare(runs: dict[str, dict]) -> list[Row]:
             "run them on one machine, or delete docs/numerics.json"
         )
     last = {name: list(run["valid_loss"].values())[-1] for name, run in runs.items()}
-    seeds = seeds_of(runs)
-    plain = statistics.fmean(last[str(Run(PLAIN, seed))] for seed in seeds)
     rows = []
     for recipe in (PLAIN, *RECIPES):
-        names = [str(Run(recipe, seed)) for seed in seeds]
-        if missing := [name for name in names if name not in last]:
-            print(f"not yet: {', '.join(missing)}")
+        seeds = seeds_of(runs, recipe)
+        if not seeds and recipe == PLAIN:
+            raise ValueError(
+                f"training_curves: there must be runs of {PLAIN}; got {sorted(runs)}; make them"
+            )
+        if not seeds:
+            print(f"not yet: {recipe}")
             continue
-        losses = tuple(last[name] for name in names)
-        rows.append(Row(recipe, losses, statistics.fmean(losses) / plain - 1))
+        losses = tuple(last[str(Run(recipe, seed))] for seed in seeds)
+        plain = statistics.fmean(last[str(Run(PLAIN, seed))] for seed in seeds)
+        rows.append(Row(recipe, seeds, losses, statistics.fmean(losses) / plain - 1))
     return rows
 
 
-def seeds_of(runs: dict[str, dict]) -> list[int]:
-    """The seeds of the runs of bfloat16.
-
-    Raises:
-      ValueError: there are none.
-    """
-    seeds = [int(name.rpartition("-")[2]) for name in sorted(runs) if name.startswith(PLAIN)]
-    if not seeds:
-        raise ValueError(
-            f"training_curves: there must be runs of {PLAIN}; got {sorted(runs)}; make them"
-        )
-    return seeds
+def seeds_of(runs: dict[str, dict], recipe: str) -> tuple[int, ...]:
+    """The seeds with which the recipe and bfloat16 were run."""
+    seeds = sorted(int(n.rpartition("-")[2]) for n in runs if n.rpartition("-")[0] == recipe)
+    return tuple(seed for seed in seeds if str(Run(PLAIN, seed)) in runs)
 
 
 def table(rows: list[Row]) -> str:
-    seeds = len(rows[0].losses)
-    lines = [f"| | mean of {seeds} | to bfloat16 | each seed |", "|---|---|---|---|"]
+    lines = ["| | mean | to bfloat16 | each seed |", "|---|---|---|---|"]
     for row in rows:
-        change = "" if row.recipe == PLAIN else f"{100 * row.difference:+.2f} %"
+        change = (
+            "" if row.recipe == PLAIN else f"{100 * row.difference:+.2f} %, {len(row.seeds)} seeds"
+        )
         each = ", ".join(f"{loss:.4f}" for loss in row.losses)
         lines.append(f"| {row.recipe} | {row.mean:.4f} | {change} | {each} |")
     return "\n".join(lines)
@@ -264,10 +261,10 @@ def plot(runs: dict[str, dict], rows: list[Row], path: pathlib.Path) -> None:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    seeds = seeds_of(runs)
-    plain = [runs[str(Run(PLAIN, seed))] for seed in seeds]
     for row in rows:
-        mine = [runs[str(Run(row.recipe, seed))] for seed in seeds]
+        mine, plain = (
+            [runs[str(Run(name, seed))] for seed in row.seeds] for name in (row.recipe, PLAIN)
+        )
         mean = [statistics.fmean(p) for p in zip(*(r["train_loss"] for r in mine), strict=True)]
         steps = [SMOOTHED * (i + 0.5) for i in range(len(mean))]
         (line,) = left.plot(steps, mean, linewidth=0.9, label=row.recipe)

@@ -8,17 +8,12 @@ them. XLA:CPU would widen 8-bit collectives afterwards.
 """
 
 import argparse
-import contextlib
 import math
-import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
@@ -31,6 +26,7 @@ from expertmesh.core import (
     global_shard_guard,
     hlo,
 )
+from expertmesh.core.testing import compile_partitioned
 from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
 
 PAGE = pathlib.Path(__file__).with_name("numerics.md")
@@ -89,26 +85,8 @@ def compiled(options: dict, kind: AxisType = AxisType.Explicit) -> str:
         y, pull, state = jax.vjp(forward, params, x, has_aux=True)
         return y, pull(dy), state
 
-    with global_shard_guard(None if kind == AxisType.Explicit else RESOURCE), _no_cache():
-        lowered = jax.jit(step).lower(params, x, x, state)
-        with tempfile.TemporaryDirectory() as folder:
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-            lowered.compile(compiler_options=dump)
-            (found,) = pathlib.Path(folder).glob("*after_spmd-partitioning*.txt")
-            return found.read_text()
-
-
-@contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """A program that is taken from the compilation cache is not dumped. JAX looks at the option once, until a reset."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+    with global_shard_guard(None if kind == AxisType.Explicit else RESOURCE):
+        return compile_partitioned(jax.jit(step).lower(params, x, x, state))[1]
 
 
 def moved(text: str) -> dict[str, int]:
@@ -169,5 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(math.prod(AXES.values())))
+    jax.config.update("jax_num_cpu_devices", math.prod(AXES.values()))
     main()

@@ -37,7 +37,7 @@ def run_the_suite():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_suite_over_several_processes(multiprocess, processes):
     results = multiprocess(
         "conformance.test_processes:run_the_suite",

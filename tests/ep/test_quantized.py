@@ -89,8 +89,11 @@ def test_data_and_scales_are_one_collective_of_bytes():
         assert len(collectives(text)) == 1 and moved == {"u8"}, collectives(text)
 
 
-@pytest.mark.parametrize("ranks, transport", [(4, "all_to_all"), (4, "auto"), (1, "local")])
-def test_sums_that_are_quantized_on_the_way(ranks, transport):
+@pytest.mark.parametrize(
+    "ranks, transport, wire_format",
+    [(4, "all_to_all", E8M0), (4, "auto", "bfloat16"), (1, "local", E8M0)],
+)
+def test_sums_that_are_rounded_on_the_way(ranks, transport, wire_format):
     """Each rank rounds what it has added up for a token; what is added up of that is not rounded again."""
     x, idx = operands()
     blocks = list(shards({"ep": ranks}, ("ep",), (N,), ("ep",)))
@@ -103,13 +106,17 @@ def test_sums_that_are_quantized_on_the_way(ranks, transport):
         for q, n, t, _ in exchange.live():
             if q == p:
                 sums[t] += rows[p, n]
-        want += rounded(sums, E8M0, 1)
+        want += (
+            sums.astype(jnp.bfloat16).astype(np.float32)
+            if wire_format == "bfloat16"
+            else rounded(sums, wire_format, 1)
+        )
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,))
     config = EpConfig(num_experts=E, axis="ep", capacity=exchange.C, transport=transport)
 
     @jax.jit
     def function(idx, rows):
-        return combine(prepare(idx, config), rows, wire_format=E8M0)
+        return combine(prepare(idx, config), rows, wire_format=wire_format)
 
     got = function(*jax.device_put((idx, rows), NamedSharding(mesh, P("ep"))))
     assert relative_error(got, want) < 1e-6

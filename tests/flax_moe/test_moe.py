@@ -58,7 +58,7 @@ def compare(config, data, mesh=None, tolerance=1e-5, **oracle):
 
 @pytest.mark.parametrize(
     "mode, shape",
-    [(mode, (2, 4)) for mode in MODES]
+    [pytest.param(mode, (2, 4), marks=pytest.mark.full) for mode in MODES]
     + [("explicit", (8, 1)), ("resource", (1, 8)), ("auto", (1, 2))],
 )
 def test_every_mesh_mode(mode, shape):
@@ -95,7 +95,10 @@ def test_one_device_options(changes):
     compare(config, make_data(config))
 
 
-@pytest.mark.parametrize("transport, alignment, top_k", [("ring", 8, 2), ("all_to_all", 1, 5)])
+@pytest.mark.parametrize(
+    "transport, alignment, top_k",
+    [pytest.param("ring", 8, 2, marks=pytest.mark.full), ("all_to_all", 1, 5)],
+)
 def test_transports(transport, alignment, top_k):
     config = make_config(transport=transport, alignment=alignment, top_k=top_k)
     with setting("explicit", (2, 4)) as mesh:
@@ -126,9 +129,9 @@ def test_several_axes_and_tokens_over_the_sequence():
 @pytest.mark.parametrize(
     "kind, roles",
     [
-        (EXPLICIT, ("fsdp", "ep", "tp")),
+        pytest.param(EXPLICIT, ("fsdp", "ep", "tp"), marks=pytest.mark.full),
         (AUTO, ("fsdp", "ep", "tp")),
-        (AUTO, ("dp", "fsdp", "ep")),
+        pytest.param(AUTO, ("dp", "fsdp", "ep"), marks=pytest.mark.full),
     ],
 )
 def test_three_axes(kind, roles):
@@ -164,7 +167,7 @@ def test_vmap_over_layers():
         np.testing.assert_array_equal(out.tokens_per_expert[i], want.tokens_per_expert)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_inside_the_users_shard_map(check_vma):
     """x and the expert weights are shards; statistics and losses are about the shard's tokens."""
     config = make_config(ep_axis="ep", aux_loss_coeff=0.0, z_loss_coeff=0.0)
@@ -199,7 +202,7 @@ def test_inside_the_users_shard_map(check_vma):
     assert_result(output, gradients, run(data, config))
 
 
-@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+@pytest.mark.parametrize("kind", [EXPLICIT, pytest.param(AUTO, marks=pytest.mark.full)])
 def test_stages_of_a_pipeline(kind):
     """Inside a shard_map over another axis, the rest Explicit or with roles; outputs and gradients of both stages."""
     config = make_config(aux_loss_coeff=0.0, z_loss_coeff=0.0)
@@ -348,7 +351,7 @@ def test_one_token_with_flat_input():
     compare(config, make_data(config, (1, 16)))
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.full), True])
 def test_scan_over_layers(remat):
     """Stacked parameters under scan: the sum over layers of y and both losses, and its gradients."""
     config = make_config()
@@ -392,7 +395,7 @@ def test_second_call_compiles_nothing(caplog):
     assert not compiled, compiled
 
 
-@pytest.mark.parametrize("mode", ["explicit", "resource"])
+@pytest.mark.parametrize("mode", ["explicit", pytest.param("resource", marks=pytest.mark.full)])
 def test_what_crosses_devices(mode):
     """Forward and backward move nothing else: no logits, no tokens but to their experts, no whole weight gradients."""
     config = make_config(num_experts=32, transport="all_to_all")

@@ -10,6 +10,8 @@ from jax.sharding import AxisType
 
 from expertmesh.core import hlo
 
+pytestmark = pytest.mark.default_jax
+
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -65,7 +67,11 @@ def test_no_more_than_0_55_of_the_bytes():
             assert float(ratios[tokens][1]) <= 0.55, name
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.full)],
+    ids=lambda kind: kind.name,
+)
 def test_what_crosses_devices(kind):
     """Weights: data of one byte and float32 scales, never wider, each way. Their gradients: summed in float32."""
     s = script()

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.default_jax
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_model.py"
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_own_model_runs(devices):
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(

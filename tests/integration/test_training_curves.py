@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.default_jax
+
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = (
     "--layers 1 --model-dim 32 --heads 2 --experts 4 --expert-dim 16 --seq-len 16 "
@@ -46,11 +48,17 @@ def test_differences_are_of_means_over_seeds(curves, capsys):
     assert found == pytest.approx(
         {"bfloat16": 0, "fp8_block": -0.07 / 6, "mxfp8": 0.05 / 6, "nvfp4": 1 / 6}
     )
-    assert (
-        "not yet: fp8_delayed-0, fp8_delayed-1\nnot yet: fp8_current-0" in capsys.readouterr().out
-    )
+    assert "not yet: fp8_delayed\nnot yet: fp8_current\n" in capsys.readouterr().out
     # 1 % either way; of four bits nothing is asked.
     assert {row.recipe for row in rows if not row.is_within} == {"fp8_block"}
+
+
+def test_a_recipe_is_compared_over_its_own_seeds(curves):
+    (plain, mxfp8) = curves.compare(
+        results() | {"mxfp8-1": result(5.0, 4.04), "mxfp8-7": result(9.0)}
+    )
+    assert plain.seeds == (0, 1) and mxfp8.seeds == (1,)
+    assert mxfp8.difference == pytest.approx(0.01)
 
 
 def test_runs_that_cannot_be_compared(curves):
@@ -68,10 +76,10 @@ def test_report(curves, tmp_path, loss, status, capsys):
     page.write_text("before\n<!-- docs/training_curves.py -->\nold\n<!-- end -->\nafter\n")
     assert curves.report(results(fp8_delayed=(loss, 4.0)), tmp_path) == status
     text = page.read_text()
-    assert text.startswith("before\n<!-- docs/training_curves.py -->\n\n| | mean of 2 |")
+    assert text.startswith("before\n<!-- docs/training_curves.py -->\n\n| | mean |")
     assert text.endswith("(numerics.png)\n\n<!-- end -->\nafter\n") and "old" not in text
     mean = (loss + 4) / 2
-    change = f"{100 * (mean / 3 - 1):+.2f} %"
+    change = f"{100 * (mean / 3 - 1):+.2f} %, 2 seeds"
     assert f"| fp8_delayed | {mean:.4f} | {change} | {loss:.4f}, 4.0000 |" in text
     assert (tmp_path / "numerics.png").read_bytes().startswith(b"\x89PNG")
     assert ("more than 1 %" in capsys.readouterr().out) == bool(status)
@@ -80,6 +88,7 @@ def test_report(curves, tmp_path, loss, status, capsys):
         curves.report(results(), tmp_path)
 
 
+@pytest.mark.full
 def test_runs_are_resumed_and_kept(curves, tmp_path):
     """A killed run goes on; a finished one is not run again."""
     text = tmp_path / "text"

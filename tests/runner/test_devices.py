@@ -7,6 +7,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from multiprocess_runner import on_gpu
 
+pytestmark = pytest.mark.default_jax
+
 
 @pytest.mark.any_device
 def test_default_platform():

@@ -15,6 +15,8 @@ from expertmesh.core import (
     topk_weights_to_probs,
 )
 
+pytestmark = pytest.mark.default_jax
+
 E = 300  # 44 in int8
 IDX = np.asarray([[0, 50], [119, -1], [119, 1]], np.int8)
 COUNTS = np.bincount([0, 50, 119, 119, 1], minlength=E)

@@ -78,7 +78,7 @@ def test_gradients_are_refused():
         return jnp.sum(function(first, pair[1]).astype(jnp.float32))
 
     for pair, function in ((q, gemm), (grouped, lambda a, b: grouped_gemm(a, b, a.group_sizes))):
-        with pytest.raises(NotImplementedError, match="has no derivative"):
+        with pytest.raises(NotImplementedError, match="has no derivative.*use"):
             jax.grad(of_scale)(pair[0].scale, pair, function)
 
 

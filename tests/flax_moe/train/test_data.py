@@ -14,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.flax_moe.train import data, order1
 from expertmesh.flax_moe.train.options import UsageError
 
+pytestmark = pytest.mark.default_jax
+
 
 def write(folder: Path, name: str, text: bytes) -> None:
     path = folder / name

@@ -9,6 +9,8 @@ from expertmesh.flax_moe.train import metrics
 from expertmesh.flax_moe.train.recorder import Recorder
 from expertmesh.flax_moe.train.step import StepMetrics
 
+pytestmark = pytest.mark.default_jax
+
 NAMES = metrics.header(2, 2)
 
 

@@ -15,6 +15,8 @@ from expertmesh.flax_moe.train.options import (
 )
 from expertmesh.flax_moe.train.rundir import RunFolder
 
+pytestmark = pytest.mark.default_jax
+
 CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
 
 

@@ -23,6 +23,8 @@ from expertmesh.flax_moe.train.step import (
     state_shardings,
 )
 
+pytestmark = pytest.mark.default_jax
+
 B, S = 8, 7
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from expertmesh.flax_moe.train.stop import StopRequest
 
+pytestmark = pytest.mark.default_jax
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_noted_and_the_handlers_come_back(number):

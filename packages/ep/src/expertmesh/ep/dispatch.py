@@ -293,7 +293,7 @@ def combine(
     rows: jax.Array,
     *,
     transport: str | None = None,
-    wire_format: TensorFormat | None = None,
+    wire_format: TensorFormat | str | None = None,
 ) -> jax.Array:
     """Adds up each token's rows: out[t] = sum_k rows[participant and row of slot[t, k]], unweighted.
 
@@ -301,9 +301,9 @@ def combine(
       handle: from `prepare`.
       rows: float[P, C, D], such as the experts' outputs times `dispatch_weights`. Padding rows are never read.
       transport: overrides the config's.
-      wire_format: 8 bits with blocks inside a token: what each rank has added up for a token is quantized so, and added
-        to the other ranks' in float32 where it arrives. Not differentiable. None: it travels in float32 (in the rows'
-        dtype where K is 1, for "all_to_all" and "ragged").
+      wire_format: 8 bits with blocks inside a token, or the name of a floating dtype: what each rank has added up for a
+        token is quantized or rounded so, and added to the other ranks' in float32 where it arrives. Not differentiable.
+        None: it travels in float32 (in the rows' dtype where K is 1, for "all_to_all" and "ragged").
 
     Returns:
       [..., D] in the rows' dtype, summed in float32; 0 for a token without rows. The cotangent of rows is `dispatch`
@@ -325,7 +325,13 @@ def combine(
     transport = _transport("combine", handle, transport)
     if wire_format is None:
         return _combine(rows, handle, transport=transport)
-    _check_travels("combine", "wire_format", wire_format)
+    if not isinstance(wire_format, str):
+        _check_travels("combine", "wire_format", wire_format)
+    elif not jnp.issubdtype(jnp.dtype(wire_format), jnp.floating):
+        raise ValueError(
+            "combine: wire_format must be a TensorFormat or a floating dtype; "
+            f"got wire_format={wire_format!r}; pass for example 'bfloat16'"
+        )
     if transport == "ring":
         raise ValueError(
             "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import Plan, Query
+from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.specs import (
     Entry,
     axis_size,
@@ -180,8 +181,8 @@ def plan_combine(query: Query) -> Plan:
     """rows[P, C, D], slot, source, row -> tokens[..., D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
     wire_format = query.options.get("wire_format")
-    block = 1 if wire_format is None else wire_format.block[1]
-    d = _features("combine", query, layout, block)
+    blocks = wire_format.block if isinstance(wire_format, TensorFormat) else None
+    d = _features("combine", query, layout, blocks[1] if blocks else 1)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
     return Plan((rows, *_route_specs(layout)), (tokens,))
 

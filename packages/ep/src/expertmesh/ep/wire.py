@@ -56,25 +56,25 @@ def _of_bytes(rows, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What rows of wide numbers are on the way: as they are, or quantized row by row.
+    """What rows of wide numbers are on the way: as they are, rounded to a dtype, or quantized row by row.
 
     Attributes:
-      format: of the rows on the way; None: as they are.
+      format: of the rows on the way, or the name of a floating dtype; None: as they are.
     """
 
-    format: TensorFormat | None = None
+    format: TensorFormat | str | None = None
 
     def encode(self, rows_ND):
         """The rows as they travel."""
-        if self.format is None:
-            return rows_ND
+        if self.format is None or isinstance(self.format, str):
+            return rows_ND if self.format is None else rows_ND.astype(self.format)
         q = quantize(rows_ND, self.format)
         return to_bytes(q.data, q.scale)
 
     def decode(self, sent_N, like_ND):
         """The rows that arrive, in shape and dtype those of `like`."""
-        if self.format is None:
-            return sent_N
+        if self.format is None or isinstance(self.format, str):
+            return sent_N.astype(like_ND.dtype)
         assert self.format.block is not None
         data, scale = from_bytes(
             sent_N, like_ND.shape[-1], self.format.dtype, _scale_dtype(self.format)

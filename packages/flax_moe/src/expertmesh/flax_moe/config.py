@@ -57,8 +57,8 @@ class MoEConfig:
         kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
         router is never quantized.
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
-        gradients too, as each device's sums, and not as wide as they are added up. For a recipe under which tokens are
-        dispatched in 8 bits, and for transports other than "ring", which adds on the way.
+        gradients too, as each device's sums, and not in `dtype`. For a recipe under which tokens are dispatched in 8
+        bits, and for transports other than "ring", which adds on the way, in float32.
 
     Raises:
       ValueError: a value outside its range; an alignment that the recipe does not take.

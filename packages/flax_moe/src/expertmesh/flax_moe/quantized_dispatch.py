@@ -16,6 +16,7 @@ E experts, G groups per participant.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import Extra, Layer, check_extra, residuals
@@ -57,7 +58,8 @@ def dispatch_dense(
       bias: float[E, *N] or None.
       recipe: one for which `dispatches_quantized` holds.
       kernel_quantized: see `expertmesh.core.grouped_dense`.
-      quantize_combine: gradients of x travel in the format of the recipe's gradients; see `combine`'s `wire_format`.
+      quantize_combine: gradients of x travel in the format of the recipe's gradients, else in the dtype of x (over
+        "ring", which adds on the way, in float32); see `combine`'s `wire_format`.
       w_spec: where `kernel` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
@@ -84,8 +86,13 @@ def dispatch_dense(
         handle,
         extra,
         layer=layer,
-        wire_format=layer.formats.grad_dgrad if quantize_combine else None,
+        wire_format=layer.formats.grad_dgrad if quantize_combine else _plain_wire(handle, x),
     )
+
+
+def _plain_wire(handle: Handle, x) -> str | None:
+    """The dtype in which sums of gradients travel where they are not quantized."""
+    return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
 
 
 def _forward(x, kernel, bias, handle, extra: Extra, layer: Layer):
