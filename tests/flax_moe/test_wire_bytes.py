@@ -99,5 +99,5 @@ def test_what_crosses_devices(kind):
         f"u8[{blocks},{payload}]",
         f"f32[{blocks},{s.D}]",
         f"bf16[{blocks},{s.D}]",
-        f"f32[{blocks},{s.D}]",
+        f"bf16[{blocks},{s.D}]",
     ]

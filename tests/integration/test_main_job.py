@@ -13,3 +13,188 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.xdist_group("main_job")  # the tests share one run
+
+STEPS = 20
+TINY = (
+    "--steps 20 --layers 1 --model-dim 32 --heads 2 --experts 4 --expert-dim 16 --seq-len 16 "
+    "--eval-windows 8 --eval-every 8 --checkpoint-every 4 --log-every 1 --learning-rate 1e-2"
+).split()
+
+
+def command(text, out, *arguments):
+    program = [sys.executable, "-m", "expertmesh.flax_moe.train"]
+    return [*program, *TINY, "--data", str(text), "--out", str(out), *map(str, arguments)]
+
+
+def start(text, out, *arguments):
+    return subprocess.Popen(
+        command(text, out, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(text, out, *arguments):
+    """Runs to the end; returns what was printed."""
+    result = subprocess.run(
+        command(text, out, *arguments), capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def rows(out):
+    """The CSV's rows as text, without the one column that is not reproducible."""
+    with open(out / "metrics.csv", newline="") as stream:
+        return [
+            {name: text for name, text in row.items() if name != "tokens_per_second"}
+            for row in csv.DictReader(stream)
+        ]
+
+
+def losses(out):
+    return [float(row["loss"]) for row in rows(out)]
+
+
+def wait_for(process, pattern):
+    """Reads the process's lines until one matches."""
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return
+    pytest.fail(f"no line matched {pattern!r}: {process.stderr.read()}")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Some 70 kB of this folder's own sources, as one file."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    path.write_bytes(b"".join(source.read_bytes() for source in sources)[:70_000])
+    return path
+
+
+@pytest.fixture(scope="session")
+def whole(text, tmp_path_factory):
+    """A run that nothing interrupts: 1 process x 8 devices, Explicit axes."""
+    out = tmp_path_factory.mktemp("main_job") / "whole"
+    return out, train(text, out)
+
+
+def test_files_and_lines_of_a_run(whole):
+    out, printed = whole
+    assert [row["step"] for row in rows(out)] == [str(step) for step in range(1, STEPS + 1)]
+    assert [row["step"] for row in rows(out) if row["valid_loss"]] == ["8", "16", "20"]
+    for picture in ("loss.png", "experts.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert sorted(int(step.name) for step in (out / "checkpoints").iterdir()) == [12, 16, 20]
+    lines = printed.splitlines()
+    assert "mesh fsdp=2 ep=4, explicit axes" in printed and "8 cpu in 1 process(es)" in printed
+    progress = [line for line in lines if line.startswith("step ")]
+    assert len(progress) == STEPS and "\r" not in printed
+    assert re.fullmatch(
+        r"step 8/20: loss \d\.\d+, validation \d\.\d+, \d+ tokens/s, imbalance \d\.\d+, dropped 0",
+        progress[7],
+    )
+
+
+def test_reported_numbers_are_those_of_the_files(whole, text):
+    out, printed = whole
+    summary = json.loads((out / "summary.json").read_text())
+    valid_loss = float(rows(out)[-1]["valid_loss"])
+    assert summary["valid_loss"] == valid_loss
+    assert f"validation loss        {valid_loss:.4f} nats per byte" in printed
+    assert f"order-1 byte model     {summary['order1_loss']:.4f} nats per byte" in printed
+    last = rows(out)[-5:]
+    counts = [[int(row[f"rows_l0_e{e}"]) for row in last] for e in range(4)]
+    assert sum(map(sum, counts)) == 5 * 8 * 16 * 2  # steps x sequences x bytes x top-k
+    share = min(map(sum, counts)) / sum(map(sum, counts))
+    assert summary["smallest_expert_share"] == pytest.approx(share)
+    assert f"smallest expert share  {share:.4f}" in printed
+
+
+def test_the_loss_falls(whole):
+    out, _ = whole
+    assert losses(out)[0] == pytest.approx(5.545, abs=0.001)  # log 256
+    assert losses(out)[-1] < losses(out)[0] - 0.3
+
+
+@pytest.mark.default_jax
+def test_killed_with_a_corrupt_checkpoint_and_resumed(whole, text, tmp_path):
+    """kill -9 at a random step, then a flipped bit in the newest checkpoint: bitwise the same run."""
+    out, step = tmp_path / "run", random.randrange(9, STEPS - 1)
+    process = start(text, out)
+    wait_for(process, f"^step {step}/")
+    process.kill()
+    process.communicate()
+    finished = [
+        int(folder.name)
+        for folder in (out / "checkpoints").iterdir()
+        if (folder / "manifest.json").exists()
+    ]
+    newest = max(finished)
+    assert len(finished) >= 2 and newest < STEPS, (step, finished)
+    damaged = out / "checkpoints" / str(newest) / "state" / "manifest.ocdbt"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    printed = train(text, out, "--resume")
+    assert f"refused the checkpoint of step {newest}: " in printed, step
+    resumed_at = max(set(finished) - {newest})
+    assert f"resuming after step {resumed_at}" in printed, step
+    assert rows(out) == rows(whole[0]), step
+
+
+@pytest.mark.default_jax
+def test_stopped_by_sigterm(text, tmp_path):
+    out = tmp_path / "run"
+    process = start(text, out)
+    wait_for(process, "^step 2/")
+    process.terminate()
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
+    stopped = re.search(r"stopped by SIGTERM after step (\d+); --resume continues", printed)
+    assert stopped, printed + errors
+    assert (out / "checkpoints" / stopped[1] / "manifest.json").exists()
+    assert len(rows(out)) == int(stopped[1])
+
+
+@pytest.mark.full
+def test_auto_axes_train_the_same(whole, text, tmp_path):
+    train(text, tmp_path / "run", "--axis-types", "auto")
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.default_jax
+@pytest.mark.parametrize("axes", [pytest.param("explicit", marks=pytest.mark.full), "auto"])
+def test_4_processes_train_the_same(whole, text, tmp_path, axes):
+    """Over the axes that one process had, and over others: 4 x 2 against 1 x 8, and Auto against Explicit."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    joining = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", 4, "--cpu-devices", 2)
+    joining += ("--axis-types", axes)
+    processes = [
+        start(text, tmp_path / "run", *joining, "--process-id", process) for process in range(4)
+    ]
+    try:
+        printed = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * 4, printed
+    assert "8 cpu in 4 process(es), mesh fsdp=2 ep=4" in printed[0][0]
+    for out, _ in printed[1:]:  # Gloo's lines cannot be turned off and break into one another
+        assert not re.search("step|loss|mesh|data", out), out
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+def test_a_mesh_that_does_not_fit(text, tmp_path):
+    arguments = command(text, tmp_path / "run", "--mesh", "fsdp=3,ep=2")
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.startswith("train: error: ") and result.stderr.count("\n") == 1
+    assert "fsdp=3 x ep=2 = 6 with 8 devices" in result.stderr
+    assert not (tmp_path / "run").exists()
