@@ -80,7 +80,10 @@ def expected(recipe, w_spec, gathered):
     return Counter(moves)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [*list(CASES)[:3], *(pytest.param(case, marks=pytest.mark.full) for case in list(CASES)[3:])],
+)
 def test_weights_are_gathered_in_eight_bits(case):
     recipe, w_spec, mode, gathered = CASES[case]
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto

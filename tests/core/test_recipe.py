@@ -26,7 +26,6 @@ from expertmesh.core import (
     support,
 )
 
-
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 

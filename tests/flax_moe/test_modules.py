@@ -42,6 +42,7 @@ def assert_equal_trees(got, want):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 def test_same_bits_with_the_same_parameters():
     """Outputs, losses, statistics and gradients of both modules are those of the function."""
     config = make_config()

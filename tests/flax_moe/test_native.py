@@ -31,6 +31,7 @@ def native(params, x, config):
     return native_moe(params, x, config)
 
 
+@pytest.mark.full
 def test_one_device_every_activation():
     configs = {activation: make_config(activation=activation) for activation in ACTIVATIONS}
     data = make_data(configs["silu"])

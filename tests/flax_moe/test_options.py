@@ -136,6 +136,7 @@ def temp_bytes(config, shape=(64, 8, 32), grad=False):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_memory():
     """Parts of the tokens need a part of the buffers; without gradients less than with; within a bound by formula."""
     options = dict(num_experts=8, top_k=4, expert_dim=64, use_bias=False)

@@ -87,6 +87,7 @@ def test_against_the_emulation(recipe, cached, changes):
     assert_result(output, gradients, quantized_oracle.run(data, config, parts), TOLERANCE)
 
 
+@pytest.mark.full
 def test_rounding_at_random():
     """The same bits for the same key; with another, other gradients, right on average. The forward has no chance."""
     recipe = NVFP4BlockScaling(disable_rht=True)

@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 
 from expertmesh.core import hlo
 
-
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 

@@ -101,6 +101,7 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     assert np.isfinite(same) and same != other  # it is validated with what it has learned
 
 
+@pytest.mark.full
 def test_random_rounding_is_of_the_step():
     """The third step, as another step and as itself; before it there is no gradient to round."""
     training = Training(recipe_of("nvfp4"))
