@@ -24,6 +24,8 @@ from flax_moe.moe_oracle import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.default_jax
+
 OTHER = dict(use_bias=False, top_k=5, use_pre_softmax=True)
 
 

@@ -10,6 +10,8 @@ from expertmesh.flax_moe.train import checkpoint
 from expertmesh.flax_moe.train.mesh import make_mesh
 from expertmesh.flax_moe.train.options import UsageError
 
+pytestmark = pytest.mark.default_jax
+
 VALUES = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8) / 7, "n": np.int32(5)}
 
 

@@ -22,6 +22,8 @@ from expertmesh.flax_moe.train.step import (
     state_shardings,
 )
 
+pytestmark = pytest.mark.default_jax
+
 MOE = MoEConfig(
     num_experts=4,
     top_k=2,
