@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles
 from expertmesh.core.ops.delayed_scaling import DelayedState, init_delayed
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel, check_state
@@ -159,11 +158,6 @@ def specs_in_use(tokens: PartitionSpec, w, batch_dims: int, x_spec, out_spec) ->
     return x, w, PartitionSpec(*out_spec)
 
 
-def at_rest(x, spec) -> PartitionSpec | None:
-    """Where a gradient is wanted: where its primal is."""
-    return _jax.explicit_spec(x) if spec is None else spec
-
-
 def residuals(q_x: QuantizedArray, q_kernel: QuantizedArray) -> tuple:
     """What the backward reads of x and the kernel, under names for checkpoint policies."""
     names = "quantized_x", "quantized_kernel"
@@ -183,7 +177,7 @@ def after(kernel: QuantizedArray, dy: QuantizedArray):
 
 def gradient_keys(name: str, layer: Layer, key):
     """A key for dy along N and one for dy along the tokens; None for each where nothing is random."""
-    if not (layer.formats.grad_dgrad.stochastic or layer.formats.grad_wgrad.stochastic):
+    if not layer.formats.is_stochastic:
         return None, None
     if key is None:
         raise ValueError(

@@ -113,6 +113,11 @@ class LayerFormats:
     x_wgrad: TensorFormat
     grad_wgrad: TensorFormat
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether gradients are rounded at random."""
+        return self.grad_dgrad.stochastic or self.grad_wgrad.stochastic
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling:

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import _jax
 
@@ -70,6 +70,11 @@ def _cast(cotangent, primal):
     if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
         cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
     return _jax.match_varying(cotangent, frozenset(primal.manual_axis_type.varying))
+
+
+def at_rest(x, spec: PartitionSpec | None) -> PartitionSpec | None:
+    """Where a gradient is wanted: where its primal is."""
+    return _jax.explicit_spec(x) if spec is None else spec
 
 
 def not_differentiable(x, remedy: str):

@@ -66,14 +66,14 @@ class Wire:
 
     def encode(self, rows_ND):
         """The rows as they travel."""
-        if self.format is None or isinstance(self.format, str):
-            return rows_ND if self.format is None else rows_ND.astype(self.format)
+        if not isinstance(self.format, TensorFormat):
+            return rows_ND.astype(self.format or rows_ND.dtype)
         q = quantize(rows_ND, self.format)
         return to_bytes(q.data, q.scale)
 
     def decode(self, sent_N, like_ND):
         """The rows that arrive, in shape and dtype those of `like`."""
-        if self.format is None or isinstance(self.format, str):
+        if not isinstance(self.format, TensorFormat):
             return sent_N.astype(like_ND.dtype)
         assert self.format.block is not None
         data, scale = from_bytes(

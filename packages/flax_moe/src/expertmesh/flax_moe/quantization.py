@@ -161,17 +161,12 @@ def check_quantization(
                 f"{function}: {name} must have the layers {', '.join(sorted(layers))}; "
                 f"got {', '.join(sorted(given))}; make it for this config"
             )
-    if key is None and recipe is not None and _is_stochastic(recipe):
+    if key is None and recipe is not None and recipe.formats().is_stochastic:
         raise ValueError(
             f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
             "pass a new jax.random.key for each call"
         )
     return Quantization(jax.lax.stop_gradient(state), kernels, key)
-
-
-def _is_stochastic(recipe) -> bool:
-    formats = recipe.formats()
-    return formats.grad_dgrad.stochastic or formats.grad_wgrad.stochastic
 
 
 def output_and_state(output, state):

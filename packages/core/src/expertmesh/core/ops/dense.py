@@ -19,16 +19,15 @@ from expertmesh.core.layer import (
     Extra,
     Layer,
     after,
-    at_rest,
     check_extra,
     gradient_keys,
     num_contracted,
     residuals,
     specs_in_use,
 )
-from expertmesh.core.mesh import current_resource, filter_roles
+from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.delayed_scaling import quantize_delayed
-from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, gemm
+from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
 from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
@@ -44,7 +43,7 @@ from expertmesh.core.ops.quantized_gemm import (
 from expertmesh.core.recipe import Recipe, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec, spec_axes
 from expertmesh.core.support import warn_if_emulated
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["dense"]
 
@@ -179,7 +178,7 @@ def _forward(x, kernel, bias, extra: Extra, layer: Layer):
         out_spec=layer.given[2],
     )
     if bias is not None:
-        y = add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
+        y = add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
     if x_state is None or w_state is None:
         return y, q_x, q_kernel
     return (y, DenseState(x_state, w_state)), q_x, q_kernel
@@ -226,8 +225,8 @@ def _bwd(carried, cotangent, *, layer: Layer):
         dy,
         bias,
         out_dtype=bias.dtype,
-        operand_specs=(out_spec, _bias_spec(w_spec)),
-        result_specs=(at_rest(bias, _bias_spec(w_spec)),),
+        operand_specs=(out_spec, bias_spec(w_spec)),
+        result_specs=(at_rest(bias, bias_spec(w_spec)),),
     )
     return dx, dw, db, None
 
@@ -239,11 +238,6 @@ def _dy_copies(dy, tokens: int, layer: Layer, key):
     if layer.dy_is_quantized_once:
         return along_n, along_n
     return along_n, quantize(dy, formats.grad_wgrad, axis=tokens, key=keys[1], spec=spec)
-
-
-def _bias_spec(w_spec):
-    """Of a kernel's bias in use, whose dimensions are those of the kernel without K."""
-    return None if w_spec is None else filter_roles(w_spec[1:], "tp")
 
 
 _dense = differentiable(_fwd, _bwd, _value)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op
 from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
 from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.vjp import at_rest, differentiable
 
 
 def _dot(a, b, dims, out_dtype):
@@ -143,7 +142,7 @@ def gemm(
 def _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec):
     x, w = both_quantized("gemm", "dense", x, w)
     y = quantized_gemm(x, w, out_dtype=out_dtype, specs=(x_spec, w_spec), out_spec=out_spec)
-    return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
+    return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
 
 
 def _gemm_fwd(x, w, bias, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
@@ -151,7 +150,7 @@ def _gemm_fwd(x, w, bias, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
     w = narrow_at_rest(w, x.dtype, w_spec, ("fsdp",))
     y = gemm_op(x, w, out_dtype=out_dtype, operand_specs=(x_spec, w_spec), result_specs=(out_spec,))
     if bias is not None:
-        y = add_bias_op(y, bias, operand_specs=(out_spec, _bias_spec(w_spec)))
+        y = add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
     return y, (x, w, bias)
 
 
@@ -163,14 +162,14 @@ def _gemm_bwd(residuals, dy, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
         w,
         out_dtype=x.dtype,
         operand_specs=(out_spec, w_spec),
-        result_specs=(_at_rest(x, x_spec),),
+        result_specs=(at_rest(x, x_spec),),
     )
     dw = gemm_wgrad_op(
         x,
         dy,
         out_dtype=w_dtype,
         operand_specs=(x_spec, out_spec),
-        result_specs=(_at_rest(w, w_spec),),
+        result_specs=(at_rest(w, w_spec),),
     )
     if bias is None:
         return dx, dw, None
@@ -178,18 +177,13 @@ def _gemm_bwd(residuals, dy, *, out_dtype, w_dtype, x_spec, w_spec, out_spec):
         dy,
         bias,
         out_dtype=bias.dtype,
-        operand_specs=(out_spec, _bias_spec(w_spec)),
-        result_specs=(_at_rest(bias, _bias_spec(w_spec)),),
+        operand_specs=(out_spec, bias_spec(w_spec)),
+        result_specs=(at_rest(bias, bias_spec(w_spec)),),
     )
     return dx, dw, db
 
 
-def _at_rest(x, spec):
-    """Where a gradient is wanted: where its primal is."""
-    return _jax.explicit_spec(x) if spec is None else spec
-
-
-def _bias_spec(w_spec):
+def bias_spec(w_spec):
     """Of a weight's bias in use, whose dimensions are those of the weight without K."""
     return None if w_spec is None else filter_roles(w_spec[1:], "tp")
 

@@ -19,16 +19,16 @@ from expertmesh.core.layer import (
     Extra,
     Layer,
     after,
-    at_rest,
     check_extra,
     gradient_keys,
     num_contracted,
     residuals,
     specs_in_use,
 )
-from expertmesh.core.mesh import current_resource, filter_roles
+from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
 from expertmesh.core.ops.grouped_gemm import (
+    bias_spec,
     check_operands,
     group_bias_grad_op,
     group_bias_op,
@@ -49,7 +49,7 @@ from expertmesh.core.ops.quantized_grouped_gemm import (
 from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec
 from expertmesh.core.support import warn_if_emulated
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["grouped_dense"]
 
@@ -192,7 +192,7 @@ def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
     )
     if bias is None:
         return y
-    return group_bias_op(y, bias, group_sizes, operand_specs=(out_spec, _bias_spec(w_spec), None))
+    return group_bias_op(y, bias, group_sizes, operand_specs=(out_spec, bias_spec(w_spec), None))
 
 
 def _value(x, kernel, group_sizes, bias, extra, *, layer):
@@ -252,7 +252,7 @@ def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
         num_experts=q_kernel.shape[0],
         out_dtype=bias.dtype,
         operand_specs=(out_spec, None),
-        result_specs=(at_rest(bias, _bias_spec(w_spec)),),
+        result_specs=(at_rest(bias, bias_spec(w_spec)),),
     )
     return dx, dw, None, db, None
 
@@ -270,11 +270,6 @@ def _dy_copies(dy, group_sizes, layer: Layer, key):
         dy, group_sizes, formats.grad_wgrad, axis=1, key=keys[1], spec=spec
     )
     return along_n, along_rows
-
-
-def _bias_spec(w_spec):
-    """Of a kernel's bias in use, whose dimensions are those of the kernel without K."""
-    return None if w_spec is None else filter_roles((*w_spec[:1], *w_spec[2:]), "experts", "tp")
 
 
 _grouped_dense = differentiable(_fwd, grouped_dense_bwd, _value)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.rule import (
@@ -30,7 +31,7 @@ from expertmesh.core.rule import (
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
 from expertmesh.core.support import TRITON
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.vjp import at_rest, differentiable
 
 _MAX_BLOCK = 128
 
@@ -219,14 +220,6 @@ def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
-def _row_groups(num_rows, group_sizes_PG):
-    """[P, C] group of each row; G past the last group."""
-    rows_C = jnp.arange(num_rows)
-    return jax.vmap(lambda ends: jnp.searchsorted(ends, rows_C, side="right"))(
-        jnp.cumsum(group_sizes_PG, axis=1)
-    )
-
-
 def _add_bias_reference(y, bias, group_sizes):
     if y.size == 0:
         return y
@@ -236,10 +229,8 @@ def _add_bias_reference(y, bias, group_sizes):
         bias.reshape(num_sets, G, *bias.shape[1:]), (P // num_sets, *[1] * bias.ndim)
     )
     bias_PGN = bias_PGN.reshape(P, G, *bias.shape[1:]).astype(jnp.float32)
-    groups_PC = _row_groups(y.shape[1], group_sizes)
-    added = jax.vmap(lambda b, g: jnp.take(b, g, axis=0, mode="fill", fill_value=0))(
-        bias_PGN, groups_PC
-    )
+    groups_PC = row_groups(group_sizes, y.shape[1])
+    added = of_rows(bias_PGN, groups_PC)
     return (y.astype(jnp.float32) + added).astype(y.dtype)
 
 
@@ -247,7 +238,7 @@ def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
     if dy.size == 0:
         return empty_result((num_experts, *dy.shape[2:]), out_dtype, dy)
     P, G = group_sizes.shape
-    groups_PC = _row_groups(dy.shape[1], group_sizes)
+    groups_PC = row_groups(group_sizes, dy.shape[1])
     db_PGN = jax.vmap(lambda d, g: jax.ops.segment_sum(d, g, num_segments=G))(
         dy.astype(jnp.float32), groups_PC
     )
@@ -499,7 +490,7 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_s
     if bias is None:
         return out
     return group_bias_op(
-        out, bias, group_sizes, operand_specs=(out_spec, _bias_spec(rhs_spec), None)
+        out, bias, group_sizes, operand_specs=(out_spec, bias_spec(rhs_spec), None)
     )
 
 
@@ -580,7 +571,7 @@ def _grouped_gemm_fwd(
         result_specs=(out_spec,),
     )
     if bias is not None:
-        specs = (out_spec, _bias_spec(rhs_spec), None)
+        specs = (out_spec, bias_spec(rhs_spec), None)
         out = group_bias_op(out, bias, group_sizes, operand_specs=specs)
     return out, (lhs, rhs, group_sizes, bias)
 
@@ -595,7 +586,7 @@ def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec
         group_sizes,
         out_dtype=lhs.dtype,
         operand_specs=(out_spec, rhs_spec, None),
-        result_specs=(_at_rest(lhs, lhs_spec),),
+        result_specs=(at_rest(lhs, lhs_spec),),
     )
     drhs = grouped_gemm_wgrad_op(
         lhs,
@@ -604,7 +595,7 @@ def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec
         num_experts=num_experts,
         out_dtype=rhs_dtype,
         operand_specs=(lhs_spec, out_spec, None),
-        result_specs=(_at_rest(rhs, rhs_spec),),
+        result_specs=(at_rest(rhs, rhs_spec),),
     )
     if bias is None:
         return dlhs, drhs, None, None
@@ -614,17 +605,12 @@ def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec
         num_experts=num_experts,
         out_dtype=bias.dtype,
         operand_specs=(out_spec, None),
-        result_specs=(_at_rest(bias, _bias_spec(rhs_spec)),),
+        result_specs=(at_rest(bias, bias_spec(rhs_spec)),),
     )
     return dlhs, drhs, None, db
 
 
-def _at_rest(x, spec):
-    """Where a gradient is wanted: where its primal is."""
-    return _jax.explicit_spec(x) if spec is None else spec
-
-
-def _bias_spec(rhs_spec):
+def bias_spec(rhs_spec):
     """Of a weight's bias in use, whose dimensions are those of the weight without K."""
     if rhs_spec is None:
         return None

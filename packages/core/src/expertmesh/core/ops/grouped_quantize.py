@@ -22,6 +22,7 @@ from expertmesh.core.ops.quantize import (
     check_multiplier,
     check_source,
     key_words,
+    lead,
     of_rows,
     random_bits,
     rotate,
@@ -39,10 +40,6 @@ from expertmesh.core.vjp import not_differentiable
 __all__ = ["grouped_quantize"]
 
 
-def _trailing(values, ndim: int):
-    return values.reshape(values.shape + (1,) * (ndim - values.ndim))
-
-
 def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
     """int32[P, G]; rows of the group `num_groups` enter none."""
     rows_PC = jnp.max(magnitudes, axis=tuple(range(2, magnitudes.ndim)), initial=0)
@@ -57,7 +54,7 @@ def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
     live_PC = groups_PC < num_groups
-    x = jnp.where(_trailing(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
+    x = jnp.where(lead(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
     multiplier = rest[0] if has_multiplier else None
     bits = random_bits(rest[-1], x.shape, origin) if format.stochastic else None
     if format.hadamard:
@@ -65,7 +62,7 @@ def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(
     magnitudes, wide = numerics.magnitude(x), numerics.widen(x)
 
     def by_group(multiplier_PG):
-        rows = _trailing(of_rows(multiplier_PG, groups_PC), x.ndim)
+        rows = lead(of_rows(multiplier_PG, groups_PC), x.ndim)
         return to_data(wide, rows, format, bits)
 
     def amax():
@@ -80,7 +77,7 @@ def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(
     if format.scale == "float8_e4m3fn":
         g, tensor_scale = tensor_scales(amax(), format)
         # A group starts with a block, so a block's first row says whose it is.
-        g = _trailing(of_rows(g, groups_PC[:, :: block[1]], fill=1), x.ndim)
+        g = lead(of_rows(g, groups_PC[:, :: block[1]], fill=1), x.ndim)
     multiplier, scale = block_scales(block_amax(magnitudes, block), format, x.dtype, g)
     data = to_data(wide, spread(multiplier, x.shape, block), format, bits)
     return (data, scale) if tensor_scale is None else (data, scale, tensor_scale)

@@ -42,7 +42,7 @@ __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
 _NEGATIVE_ROWS = 0b1101011111101000
 
 
-def _lead(values, ndim: int):
+def lead(values, ndim: int):
     """Values of the leading dimensions, to be broadcast over the others."""
     return values.reshape(values.shape + (1,) * (ndim - values.ndim))
 
@@ -111,10 +111,10 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     """
     values = data.astype(jnp.float32)
     scale = numerics.scale_values(scale)
-    scale = spread(scale, data.shape, block) if block else _lead(scale, data.ndim)
+    scale = spread(scale, data.shape, block) if block else lead(scale, data.ndim)
     values = numerics.multiply(values, scale)
     if tensor_scale is not None:
-        values = numerics.multiply(values, _lead(tensor_scale, data.ndim))
+        values = numerics.multiply(values, lead(tensor_scale, data.ndim))
     return values.astype(dtype)
 
 
@@ -134,15 +134,15 @@ def _quantize_reference(
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
     if has_multiplier:
-        data = to_data(wide, _lead(multiplier, x.ndim), format, bits)
+        data = to_data(wide, lead(multiplier, x.ndim), format, bits)
         return data, reciprocal(multiplier), numerics.from_magnitude(tensor_amax())
     if not block:
         multiplier, scale = tensor_scales(tensor_amax(), format)
-        return to_data(wide, _lead(multiplier, x.ndim), format, bits), scale
+        return to_data(wide, lead(multiplier, x.ndim), format, bits), scale
     two_level = format.scale == "float8_e4m3fn"
     g, tensor_scale = tensor_scales(tensor_amax(), format) if two_level else (None, None)
     multiplier, scale = block_scales(
-        block_amax(magnitudes, block), format, x.dtype, None if g is None else _lead(g, x.ndim)
+        block_amax(magnitudes, block), format, x.dtype, None if g is None else lead(g, x.ndim)
     )
     data = to_data(wide, spread(multiplier, x.shape, block), format, bits)
     return (data, scale, tensor_scale) if two_level else (data, scale)
@@ -172,7 +172,7 @@ def _dequantize_reference(data, scale, *rest, block, dtype, two_level):
         scale = scale if block else of_rows(scale, groups_PC)
     values = dequantize_values(data, scale, tensor_scale, block=block, dtype=dtype)
     live_PC = groups_PC < rest[-1].shape[1]
-    return jnp.where(_lead(live_PC, data.ndim), values, jnp.zeros((), dtype))
+    return jnp.where(lead(live_PC, data.ndim), values, jnp.zeros((), dtype))
 
 
 def _column_sums(x, *, feature_dims, out_dtype):
