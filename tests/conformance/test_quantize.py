@@ -158,7 +158,8 @@ def scale_of_each(x, format):
 def test_random_rounding():
     """Test 19: the mean error falls as 1 / sqrt(n); devices draw differently; one seed, one result."""
     format, plain = (getattr(NVFP4BlockScaling().formats(), r) for r in ("grad_dgrad", "x"))
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("dp",), axis_types=(AxisType.Explicit,), devices=devices)
     rng = np.random.default_rng(19)
     x = np.tile(rng.normal(size=(1, 512)), (2, 1)).astype(np.float32)
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))

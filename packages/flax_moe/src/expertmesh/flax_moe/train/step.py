@@ -16,7 +16,7 @@ from expertmesh.flax_moe.train.mesh import RESOURCE
 from expertmesh.flax_moe.train.model import ModelConfig
 from expertmesh.flax_moe.train.options import TrainingOptions
 
-WARMUP_STEPS = 20
+WARMUP = 0.2  # of the steps; with a shorter one most tokens crowd on two of eight experts for a while
 
 
 class TrainState(NamedTuple):
@@ -43,8 +43,8 @@ EvalStep = Callable[[TrainState, jax.Array], jax.Array]
 
 
 def schedule(options: TrainingOptions) -> optax.Schedule:
-    """Learning rate of a step: linear warm-up over WARMUP_STEPS, cosine to a twentieth of the peak."""
-    peak, warmup = options.learning_rate, min(WARMUP_STEPS, options.steps // 2)
+    """Learning rate of a step: linear warm-up over WARMUP of all, cosine to a twentieth of the peak."""
+    peak, warmup = options.learning_rate, int(WARMUP * options.steps)
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(options.steps, 2), peak / 20)
 
 
