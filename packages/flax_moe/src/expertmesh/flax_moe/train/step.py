@@ -16,7 +16,8 @@ from expertmesh.flax_moe.train.mesh import RESOURCE
 from expertmesh.flax_moe.train.model import ModelConfig
 from expertmesh.flax_moe.train.options import TrainingOptions
 
-WARMUP = 0.2  # of the steps; with a shorter one most tokens crowd on two of eight experts for a while
+# Of the steps. With a shorter one most tokens crowd on two of eight experts for a while.
+WARMUP = 0.2
 
 
 class TrainState(NamedTuple):
