@@ -71,7 +71,7 @@ def _version(name: str) -> str | None:
 
 
 def write(path: pathlib.Path | None, rows: Iterable[dict]) -> None:
-    """Prints each row when it is there; writes all of them as a JSON list."""
+    """Prints each row when it is there, and writes those that there are as a JSON list: a run may be cut short."""
     done = []
     for one in rows:
         print(
@@ -79,5 +79,5 @@ def write(path: pathlib.Path | None, rows: Iterable[dict]) -> None:
             flush=True,
         )
         done.append(one)
-    if path:
-        path.write_text(json.dumps(done, indent=1) + "\n")
+        if path:
+            path.write_text(json.dumps(done, indent=1) + "\n")
