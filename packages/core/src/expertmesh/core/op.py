@@ -11,6 +11,7 @@ This is the only module that knows mesh axis types, `shard_map` and `custom_part
 """
 
 import dataclasses
+import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +37,7 @@ from expertmesh.core.specs import (
     pad_spec,
     spec_axes,
 )
-from expertmesh.core.support import first_missing
+from expertmesh.core.support import TRITON, first_missing
 
 __all__ = ["Kernel", "Op", "Plan", "Query"]
 
@@ -52,6 +53,7 @@ class Kernel:
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
+      auto: whether `implementation="auto"` takes it; else only its name does.
     """
 
     name: str
@@ -60,6 +62,15 @@ class Kernel:
     requires: tuple[str, ...] = ()
     install: str = ""
     supports: Callable[..., str | None] | None = None
+    auto: bool = True
+
+    @classmethod
+    def triton(
+        cls, module: str, function: str, supports: Callable[..., str | None], *, auto: bool = True
+    ) -> "Kernel":
+        """`function` of `module`, which imports Triton, on NVIDIA GPUs."""
+        install = "pip install 'expertmesh-core[cuda13]'"
+        return cls("triton", "cuda", _Imported(module, function), TRITON, install, supports, auto)
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
@@ -73,6 +84,17 @@ class Kernel:
         if self.supports is None:
             return None
         return self.supports(*map(jax.typeof, operands), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Imported:
+    """A function whose module is imported when it is called; equal for equal names, so that no op is traced twice."""
+
+    module: str
+    function: str
+
+    def __call__(self, *operands, **options):
+        return getattr(importlib.import_module(self.module), self.function)(*operands, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +328,7 @@ def _local(call: _Call, operands, overrides=()):
     for kernel in call.op.kernels:
         named = call.implementation == kernel.name
         # A kernel of another platform is not even traced, so that its package is not imported.
-        chosen = call.implementation == "auto" and kernel.platform == platform
+        chosen = call.implementation == "auto" and kernel.auto and kernel.platform == platform
         if not named and not chosen:
             continue
         missing = kernel.missing()

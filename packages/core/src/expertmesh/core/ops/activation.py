@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
@@ -222,6 +222,14 @@ def _function_grad(h, d_out, *, function):
     return (d_out.astype(jnp.float32) * slope).astype(h.dtype)
 
 
+def _why_not(h, *rest, **options) -> str | None:
+    """What keeps these types from the kernel, or None."""
+    del rest, options
+    if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
+    return None if h.size else "there must be elements"
+
+
 _gated_op = Op(
     "gated_activation",
     _gate_times_up,
@@ -235,6 +243,7 @@ _gated_grad_op = Op(
     "... c f, ... f -> ... c f",
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
+    kernels=(Kernel.triton("expertmesh.core.kernels.activation", "gated_grad", _why_not),),
 )
 _plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
 _plain_grad_op = Op(
