@@ -34,7 +34,11 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_op,
     grouped_gemm,
 )
-from expertmesh.core.ops.grouped_quantize import check_starts, grouped_quantize
+from expertmesh.core.ops.grouped_quantize import (
+    check_starts,
+    grouped_quantize,
+    grouped_quantize_both,
+)
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
@@ -160,15 +164,15 @@ def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
     return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
 
 
-def _forward(x, kernel, group_sizes, bias, extra: Extra, layer: Layer):
-    """(what the layer returns, x and the kernel quantized along K)."""
+def _forward(x, kernel, group_sizes, bias, extra: Extra, layer: Layer, q_x=None):
+    """(what the layer returns, x and the kernel quantized along K); `q_x` where x is quantized already."""
     x_spec, w_spec, _ = layer.used
     state, w_state = extra.state, extra.state.kernel if extra.state is not None else None
-    if state is None or layer.delayed is None:
-        q_x = grouped_quantize(x, group_sizes, layer.formats.x, axis=2, spec=x_spec)
-        x_state = None
-    else:
+    x_state = None
+    if state is not None and layer.delayed is not None:
         q_x, x_state = grouped_quantize_delayed(x, group_sizes, state.x, layer.delayed, spec=x_spec)
+    elif q_x is None:
+        q_x = grouped_quantize(x, group_sizes, layer.formats.x, axis=2, spec=x_spec)
     if extra.kernel_quantized is None:
         q_kernel, w_state = forward_copy(kernel, layer.recipe, 1, w_state, w_spec)
     else:
@@ -200,9 +204,12 @@ def _value(x, kernel, group_sizes, bias, extra, *, layer):
 
 
 def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
-    out, q_x, q_kernel = _forward(x, kernel, group_sizes, bias, extra, layer)
+    q_x = q_x_wgrad = None
     if not layer.x_is_quantized_once:
-        q_x = grouped_quantize(x, group_sizes, layer.formats.x_wgrad, axis=1, spec=layer.used[0])
+        both = layer.formats.x, layer.formats.x_wgrad
+        q_x, q_x_wgrad = grouped_quantize_both(x, group_sizes, both, spec=layer.used[0])
+    out, q_x, q_kernel = _forward(x, kernel, group_sizes, bias, extra, layer, q_x)
+    q_x = q_x_wgrad or q_x
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
     return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
 
@@ -260,16 +267,12 @@ def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
 def _dy_copies(dy, group_sizes, layer: Layer, key):
     """dy quantized along the last of N and along the rows."""
     formats, keys = layer.formats, gradient_keys("grouped_dense", layer, key)
-    spec, last = layer.used[2], dy.ndim - 1
-    along_n = grouped_quantize(
-        dy, group_sizes, formats.grad_dgrad, axis=last, key=keys[0], spec=spec
-    )
+    spec = layer.used[2]
     if layer.dy_is_quantized_once:
-        return along_n, along_n
-    along_rows = grouped_quantize(
-        dy, group_sizes, formats.grad_wgrad, axis=1, key=keys[1], spec=spec
-    )
-    return along_n, along_rows
+        q_dy = grouped_quantize(dy, group_sizes, formats.grad_dgrad, key=keys[0], spec=spec)
+        return q_dy, q_dy
+    both = formats.grad_dgrad, formats.grad_wgrad
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=spec)
 
 
 _grouped_dense = differentiable(_fwd, grouped_dense_bwd, _value)

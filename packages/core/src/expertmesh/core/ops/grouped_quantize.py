@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import numerics
-from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.quantize import (
     block_shape,
     check_blocks,
@@ -29,6 +29,7 @@ from expertmesh.core.ops.quantize import (
     row_groups,
     rule_of,
     to_data,
+    why_no_kernel,
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
@@ -83,6 +84,15 @@ def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(
     return (data, scale) if tensor_scale is None else (data, scale, tensor_scale)
 
 
+def _both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
+    """(data, scale, data, scale) in both `blocks`."""
+    return tuple(
+        part
+        for block in blocks
+        for part in _reference(x, group_sizes, format=format, block=block, has_multiplier=False)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """The layout of the rows, each participant's whole."""
@@ -93,9 +103,8 @@ class _Plan:
         rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
         given = query.operand_specs[0]
         kept = PartitionSpec(given[0], None, *given[2:])
-        check_blocks(
-            "grouped_quantize", query.shapes[0], query.options["block"], kept, query.mesh_shape
-        )
+        for block in query.options.get("blocks") or (query.options["block"],):
+            check_blocks("grouped_quantize", query.shapes[0], block, kept, query.mesh_shape)
         query = dataclasses.replace(query, result_specs=None)
         plan = plan_by_rule(query, rule, frozenset({"d1", "g", "key"}), frozenset())
         spec = plan.operand_specs[0]
@@ -108,6 +117,26 @@ class _Plan:
             },
             idle_axes=tuple(axis for axis in entry_axes(given[1]) if axis not in used),
         )
+
+
+def _why_not(x, group_sizes, *rest, format: TensorFormat, block, **options) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    del rest, options
+    if x.shape[0] != 1 or group_sizes.shape[1] == 0:
+        return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
+    if x.ndim < 3 or any(b > 1 for b in block[2:-1]):
+        return f"blocks must lie along the rows or the last of other dimensions; they are {block}"
+    return why_no_kernel(x, format, block)
+
+
+def _why_not_both(x, group_sizes, *, format, blocks, **options) -> str | None:
+    del options
+    reasons = [_why_not(x, group_sizes, format=format, block=block) for block in blocks]
+    return next(filter(None, reasons), None)
+
+
+def _triton(function: str, supports) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.grouped_quantize", function, supports),)
 
 
 def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool) -> Op:
@@ -125,6 +154,22 @@ def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool) -> Op:
         sharding,
         roles=rule_of(*terms(roles, ".", ".")),
         plan=_Plan(sharding),
+        kernels=_triton("grouped_quantize", _why_not),
+    )
+
+
+def _both_op(ndim: int) -> Op:
+    def terms(dims: Names, group: str):
+        return (dims, (dims[0], group), None, *[dims] * 4)
+
+    sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g"))
+    return Op(
+        "grouped_quantize_both",
+        _both_reference,
+        sharding,
+        roles=rule_of(*terms(("tokens", *["."] * (ndim - 1)), ".")),
+        plan=_Plan(sharding),
+        kernels=_triton("grouped_quantize_both", _why_not_both),
     )
 
 
@@ -164,6 +209,39 @@ def grouped_quantize(
     """
     q, _ = _quantize("grouped_quantize", x, group_sizes, format, axis, multiplier, key, spec, debug)
     return q
+
+
+def grouped_quantize_both(
+    x, group_sizes, formats: tuple[TensorFormat, TensorFormat], *, keys=(None, None), spec=None
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """(`grouped_quantize` by the first format along the last dimension, by the second along the rows).
+
+    Where both are one 8-bit format with blocks, `x` is read once.
+
+    Args:
+      x, group_sizes, spec: as of `grouped_quantize`.
+      keys: one for each format.
+    """
+    last, rows = formats
+    if last != rows or last.block is None or last.dtype == "float4_e2m1fn":
+        along = zip(formats, (x.ndim - 1, 1), keys, strict=True)
+        first, second = (
+            grouped_quantize(x, group_sizes, format, axis=axis, key=key, spec=spec)
+            for format, axis, key in along
+        )
+        return first, second
+    name = "grouped_quantize"
+    check_source(name, x, last)
+    _check_groups(name, x, group_sizes)
+    blocks = tuple(block_shape(name, x.shape, last, axis, None, 1) for axis in (x.ndim - 1, 1))
+    operands = not_differentiable(x, f"{name}: use grouped_dense"), group_sizes
+    rows_spec = None if spec is None else PartitionSpec(*tuple(spec)[:1])
+    out = _both_op(x.ndim)(*operands, operand_specs=(spec, rows_spec), format=last, blocks=blocks)
+    first, second = (
+        QuantizedArray(data, scale, None, None, block, last, x.dtype.name)
+        for (data, scale), block in zip((out[:2], out[2:]), blocks, strict=True)
+    )
+    return first, second
 
 
 def grouped_quantize_with_amax(x, group_sizes, format: TensorFormat, multiplier, *, spec=None):

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import numerics
-from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core import _jax, numerics
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
@@ -237,6 +237,24 @@ def data_roles(ndim: int, batch_dims: int) -> Names:
     return (*roles, *["."] * ndim)[:ndim]
 
 
+def why_no_kernel(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
+    """What keeps these numbers and this format from the kernels, or None."""
+    capability = _jax.compute_capability()
+    if capability is not None and capability < 8.9:
+        return f"GPUs convert to 8 bits from compute capability 8.9 on; this one has {capability}"
+    if format.dtype == "float4_e2m1fn" or format.hadamard:
+        return f"the kernels quantize to 8 bits, and rotate nothing; the format is {format}"
+    along = [dim for dim, b in enumerate(block) if b > 1]
+    if any(b & (b - 1) or b > 128 for b in block) or len(along) == 2 and along[1] < x.ndim - 1:
+        return f"blocks must be powers of two up to 128, square ones in the last dimension; they are {block}"
+    return None if x.size else "there must be elements"
+
+
+def _why_not(x, *rest, format, block, **options) -> str | None:
+    del rest, options
+    return why_no_kernel(x, format, block)
+
+
 def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, given: bool, key: bool):
     """The op for these operands: x, the multiplier if it is given, the key if there is one."""
 
@@ -253,6 +271,7 @@ def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, give
         sharding,
         roles=rule_of(*terms(data_roles(ndim, batch_dims), ".")),
         plan=_Plan("quantize", sharding, ("key",), batch_dims, finds_amax=True),
+        kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
     )
 
 

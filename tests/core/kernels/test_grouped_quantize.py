@@ -1,0 +1,84 @@
+"""The Triton kernels of grouped_quantize on a GPU, bit for bit against loops over blocks in NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import quantize_oracle as oracle
+from core.kernels.test_quantize import FORMATS, check, codes, pytestmark, run_twice  # noqa: F401
+from expertmesh.core import grouped_quantize
+from expertmesh.core.ops.grouped_quantize import (
+    grouped_quantize_both,
+    grouped_quantize_with_amax,
+)
+
+
+@pytest.mark.parametrize("which", [name for name in FORMATS if name != "square"])
+def test_rows_of_no_group_count_nowhere(which):
+    format, axis, _ = FORMATS[which]
+    sizes = np.array([[64, 0, 32, 128]], np.int32)
+    x = oracle.wild_numbers(np.random.default_rng(1), (1, 300, 2, 160), np.float32, special="")
+    x *= np.repeat(2.0 ** np.arange(-20, 40, 6), 30)[None, :, None, None].astype(np.float32)
+    x[:, 224:] = 0
+    poisoned = x.copy()
+    poisoned[:, 224:] = np.nan
+    poisoned[:, 230:] = np.inf
+    if format.scale == "float8_e8m0fnu" and axis == 1:
+        x, poisoned = x[:, :288], poisoned[:, :288]
+    q = run_twice(
+        lambda x, sizes: grouped_quantize(x, sizes, format, axis=axis),
+        jnp.asarray(poisoned, jnp.bfloat16),
+        jnp.asarray(sizes),
+    )
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16))
+    if format.block:
+        check(q, oracle.quantize(x, format, q.block), format)
+        return
+    first = 0
+    for group, size in enumerate(sizes[0]):
+        want = oracle.quantize(x[0, first : first + size], format)
+        data, scale, _ = want.codes(format)
+        np.testing.assert_array_equal(codes(q.data)[0, first : first + size], data)
+        np.testing.assert_array_equal(codes(q.scale)[0, group], scale)
+        first += size
+    assert not codes(q.data)[0, first:].any()
+
+
+@pytest.mark.parametrize("shape", [(200, 288), (160, 2, 256), (160, 3, 96)], ids=str)
+@pytest.mark.parametrize("which", ["block", "mx"])
+def test_both_ways(which, shape):
+    """In one pass the bits of both directions alone; in the last shape a block of 128 is partial."""
+    format = FORMATS[which][0]
+    shape = (1, 192, *shape[1:]) if which == "mx" else (1, *shape)
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.bfloat16))
+    x[:, 120:] = np.nan
+    x, sizes = jnp.asarray(x), jnp.asarray([[64, 56]], jnp.int32)
+    along = len(shape) - 1, 1
+    got = run_twice(lambda x, s: grouped_quantize_both(x, s, (format, format)), x, sizes)
+    for q, axis in zip(got, along, strict=True):
+        want = grouped_quantize(x, sizes, format, axis=axis)
+        assert q.block == want.block
+        np.testing.assert_array_equal(codes(q.data), codes(want.data))
+        np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
+
+
+def test_by_a_given_multiplier():
+    """The amax that comes with it is that of each group's rows."""
+    format = FORMATS["current"][0]
+    rows = oracle.wild_numbers(np.random.default_rng(2), (1, 210, 200), np.float32, special="")
+    multipliers = np.array([2.0**-3, 1.7, 2.0**12], np.float32)
+    sizes = np.array([[100, 0, 90]], np.int32)
+    poisoned = rows.copy()
+    poisoned[:, 190:] = np.nan
+    q, amax = run_twice(
+        lambda x, s, m: grouped_quantize_with_amax(x, s, format, m),
+        jnp.asarray(poisoned),
+        jnp.asarray(sizes),
+        jnp.asarray(multipliers[None]),
+    )
+    factor = np.repeat(multipliers, sizes[0])[None, :, None]
+    want = oracle.to_data(rows[:, :190], factor, "float8_e4m3fn")
+    np.testing.assert_array_equal(np.asarray(q.data[:, :190], np.float64), want)
+    assert not codes(q.data)[:, 190:].any()
+    groups = [np.abs(rows[0, :100]).max(), 0, np.abs(rows[0, 100:190]).max()]
+    np.testing.assert_array_equal(amax[0], groups)

@@ -1,0 +1,84 @@
+"""The Triton kernels of quantize on a GPU, bit for bit against loops over blocks in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import quantize_oracle as oracle
+from expertmesh.core import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    quantize,
+)
+from expertmesh.core.ops.quantize import quantize_with_amax
+from expertmesh.core.support import TRITON, missing_distribution
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
+    ),
+]
+
+CURRENT = Float8CurrentScaling().formats()
+BLOCK = Float8BlockScaling().formats()
+EXACT = Float8BlockScaling(power_2_scale=False, amax_epsilon=1e-4).formats()
+MX = MXFP8BlockScaling().formats()
+
+FORMATS = {
+    "current": (CURRENT.x, -1, None),
+    "current e5m2": (CURRENT.grad_dgrad, -1, None),
+    "block": (BLOCK.x, -1, None),
+    "block along rows": (BLOCK.x, 1, None),
+    "block, any scale": (EXACT.x, -1, None),
+    "square": (BLOCK.kernel, 1, 3),
+    "mx": (MX.x, -1, None),
+    "mx along rows": (MX.x, 1, None),
+}
+
+
+def run_twice(function, *operands):
+    """What the kernel gives, twice the same."""
+    jitted = jax.jit(function)
+    assert "triton" in jitted.lower(*operands).as_text(), "the reference would run"
+    first, second = jitted(*operands), jitted(*operands)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(codes(a), codes(b))
+    return first
+
+
+def codes(x):
+    x = np.asarray(x)
+    return x.view({1: np.uint8, 4: np.uint32}[x.dtype.itemsize])
+
+
+def check(q, want, format):
+    data, scale, _ = want.codes(format)
+    np.testing.assert_array_equal(codes(q.data), data)
+    np.testing.assert_array_equal(codes(q.scale), scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("which", FORMATS)
+def test_quantize(which, dtype):
+    """Partial blocks, zeros, subnormal numbers, an Inf and a NaN; no dimension is a multiple of a tile."""
+    format, axis, across = FORMATS[which]
+    x = oracle.wild_numbers(np.random.default_rng(0), (2, 160, 3, 96), np.dtype(jnp.dtype(dtype)))
+    q = run_twice(lambda x: quantize(x, format, axis=axis, across=across), jnp.asarray(x))
+    check(q, oracle.quantize(x, format, q.block), format)
+
+
+def test_by_a_given_multiplier():
+    """The amax that comes with it is that of each expert."""
+    x = oracle.wild_numbers(np.random.default_rng(2), (3, 70, 200), np.float32, special="")
+    multipliers = np.array([2.0**-3, 1.7, 2.0**12], np.float32)
+    q, amax = run_twice(
+        lambda x, m: quantize_with_amax(x, CURRENT.x, m, batch_dims=1),
+        jnp.asarray(x),
+        jnp.asarray(multipliers),
+    )
+    want = [oracle.to_data(e, m, "float8_e4m3fn") for e, m in zip(x, multipliers, strict=True)]
+    np.testing.assert_array_equal(np.asarray(q.data, np.float64), np.stack(want))
+    np.testing.assert_array_equal(amax, np.abs(x).max((1, 2)))
