@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 
 
 def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Callable[[], float]:
@@ -33,7 +34,8 @@ def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Calla
 
         return once
 
-    return run(max(1, min(50, int(seconds / run(1)()))))
+    # Ten calls: what a dispatch costs must not count as device time.
+    return run(max(1, min(1000, int(seconds / run(9)()))))
 
 
 def alternate(
@@ -45,6 +47,21 @@ def alternate(
     timed = [(a(), b()) for _ in range(pairs)]
     mine, theirs = (statistics.median(times) for times in zip(*timed, strict=True))
     return mine, theirs, statistics.median(other / own for own, other in timed)
+
+
+def against_copy(bench: str, case: str, function: Callable, operands: tuple, num_bytes: int):
+    """A row for what moves `num_bytes`, read and written, against a copy of as many bytes."""
+    source = jnp.zeros(num_bytes // 4, jnp.bfloat16)
+    ours, theirs, ratio = alternate((function, operands), (lambda x: x + 1, (source,)))
+    return row(
+        bench=bench,
+        case=case,
+        metric="rate",
+        value=num_bytes / ours / 1e12,
+        unit="TB/s",
+        reference=f"a copy of as many bytes, {num_bytes / theirs / 1e12:.2f} TB/s",
+        ratio=ratio,
+    )
 
 
 def row(**measured) -> dict:

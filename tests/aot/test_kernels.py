@@ -5,9 +5,18 @@ import re
 import subprocess
 import tempfile
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from expertmesh.core.op import Op
+from expertmesh.core.ops import activation, grouped_gemm, grouped_quantize, quantize
+from expertmesh.core.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    LayerFormats,
+    MXFP8BlockScaling,
+)
 from expertmesh.core.support import TRITON, missing_distribution
 
 pytestmark = [
@@ -23,17 +32,23 @@ MATRIX_INSTRUCTION = {90: "wgmma", 100: "tcgen05"}
 
 def _compile(kernel, types, tiles, constants, arch):
     """`types` of the operands before the constants: "*bf16", or the block of a TMA descriptor."""
+    constants = constants | {"NUM_PROGRAMS": 132, "BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
+    types = [t if isinstance(t, str) else f"tensordesc<bf16{list(t)}>" for t in types]
+    return _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
+
+
+def _assemble(kernel, types, constants, warps, stages, arch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = constants | {"NUM_PROGRAMS": 132, "BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
-    types = [t if isinstance(t, str) else f"tensordesc<bf16{list(t)}>" for t in types]
-    operands = dict(zip(kernel.arg_names[: len(types)], types, strict=True))
-    signature = operands | {name: "constexpr" for name in constants}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t[0] == "*"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    operands = dict(zip(names, types, strict=True))
+    signature = {name: operands.get(name, "constexpr") for name in kernel.arg_names}
+    pointers = [name for name, kind in operands.items() if kind[0] == "*"]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -95,6 +110,96 @@ def test_weight_gradients_on_hopper(out, width):
 
 
 def _check(compiled, arch):
+    _check_resources(compiled)
+    assert MATRIX_INSTRUCTION[arch] in compiled.asm["ptx"]
+
+
+def _check_resources(compiled):
     assert _stack_bytes(compiled.asm["cubin"]) == 0, "registers spill"
     assert compiled.metadata.shared <= SHARED_LIMIT
-    assert MATRIX_INSTRUCTION[arch] in compiled.asm["ptx"]
+
+
+def _launches(monkeypatch, op: Op, *operands, **options) -> list:
+    """(kernel, types, constants, warps) of each launch that an op makes for operands of these types."""
+    import jax_triton
+    from jax_triton.triton_lib import get_type_id
+
+    launches = []
+
+    def record(*operands, kernel, out_type, grid, num_warps, compute_capability, **constants):
+        del grid, compute_capability
+        names = iter(kernel.arg_names)
+        given = dict(zip(names, operands, strict=False))
+        constants |= {name: None for name, x in given.items() if x is None}
+        types = [get_type_id(jax.typeof(x)) for x in given.values() if x is not None]
+        types += [
+            get_type_id(jax.core.ShapedArray(x.shape, x.dtype)) for x in jax.tree.leaves(out_type)
+        ]
+        launches.append((kernel, types, constants, num_warps))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+    monkeypatch.setattr(jax_triton, "triton_call", record)
+    (kernel,) = op.kernels
+    assert kernel.refuses(operands, options, "cuda") is None
+    jax.eval_shape(lambda *x: kernel.launch(*x, **options), *operands)
+    return launches
+
+
+def _check_launches(launches, arch):
+    """No spills, and 16 bytes a load."""
+    for kernel, types, constants, warps in launches:
+        compiled = _assemble(kernel, types, constants, warps, 3, arch)
+        _check_resources(compiled)
+        assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("function", activation.ACTIVATIONS)
+def test_activation(monkeypatch, function, arch):
+    h, d = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in ((2, 1408), (1408,)))
+    options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
+    launches = _launches(monkeypatch, activation._gated_grad_op, h, d, **options)
+    assert len(launches) == 1
+    _check_launches(launches, arch)
+
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    Float8BlockScaling(power_2_scale=False),
+    MXFP8BlockScaling(),
+]
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_quantize(monkeypatch, recipe, arch):
+    formats: LayerFormats = recipe.formats()
+    x = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    blocks = formats.x.block is not None
+    for axis in (1, 2):
+        block = quantize.block_shape("test", x.shape, formats.x, axis, None, 1)
+        options = dict(format=formats.x, block=block, has_multiplier=False)
+        op = grouped_quantize._op(3, False, blocks, False, False)
+        _check_launches(_launches(monkeypatch, op, x, sizes, **options), arch)
+        block = quantize.block_shape("test", kernel.shape, formats.kernel, axis, 3 - axis, 1)
+        options = dict(format=formats.kernel, block=block, has_multiplier=False, batch_dims=1)
+        op = quantize._quantize_op(3, 1, False, blocks, False, False)
+        _check_launches(_launches(monkeypatch, op, kernel, **options), arch)
+    if blocks:
+        both = [quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1)]
+        op = grouped_quantize._both_op(3)
+        launches = _launches(monkeypatch, op, x, sizes, format=formats.x, blocks=tuple(both))
+        assert len(launches) == 1, "x would be read twice"
+        _check_launches(launches, arch)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_group_bias(monkeypatch, arch):
+    dy = jax.ShapeDtypeStruct((1, 4096, 2, 1408), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    options = {"num_experts": 8, "out_dtype": jnp.dtype("float32")}
+    launches = _launches(monkeypatch, grouped_gemm.group_bias_grad_op, dy, sizes, **options)
+    _check_launches(launches, arch)

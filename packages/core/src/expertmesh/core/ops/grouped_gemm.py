@@ -359,6 +359,13 @@ def _why_not(a, b, group_sizes, num_experts, widths) -> str | None:
     return None
 
 
+def _bias_supported(dy, group_sizes, *, num_experts, **options) -> str | None:
+    del options
+    if group_sizes.shape != (1, num_experts):
+        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+    return None if dy.size else "there must be elements"
+
+
 _FPROP = "p c k, e k n..., p g -> p c n..."
 _DGRAD = "p c n..., e k n..., p g -> p c k"
 _WGRAD = "p c k, p c n..., p g -> e k n..."
@@ -396,6 +403,11 @@ group_bias_grad_op = Op(
     _bias_grad_reference,
     _BIAS_GRAD,
     plan=grouped_plan(_BIAS_GRAD, 2),
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_supported, auto=False
+        ),
+    ),
 )
 
 

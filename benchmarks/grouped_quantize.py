@@ -1,0 +1,67 @@
+"""Quantization of rows in groups, each recipe and direction, against a copy of the bytes that it must read and write.
+
+A scale per group is made of the group's amax, so that the rows are read twice: these bytes count.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _measure
+from benchmarks.grouped_gemm import group_sizes, on_gpu
+from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from expertmesh.core.ops.grouped_quantize import grouped_quantize, grouped_quantize_both
+
+# rows, width, groups
+GPU = {"dsv3 hidden": (32768, 7168, 32), "narrow": (65536, 512, 64)}
+CPU = {"small": (1024, 256, 8)}
+RECIPES = {
+    "fp8_current": Float8CurrentScaling(),
+    "fp8_block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
+
+
+def ways(format):
+    """way -> function, how often the rows are read, and how often their data are written."""
+
+    def along(axis):
+        return lambda x, sizes: _arrays(grouped_quantize(x, sizes, format, axis=axis))
+
+    if format.block is None:
+        return {"per group": (along(-1), 2, 1)}
+
+    def both(x, sizes):
+        first, second = grouped_quantize_both(x, sizes, (format, format))
+        return *_arrays(first), *_arrays(second)
+
+    return {"along K": (along(-1), 1, 1), "along rows": (along(1), 1, 1), "both": (both, 1, 2)}
+
+
+def _arrays(q):
+    return q.data, q.scale
+
+
+def rows_of(name, rows, width, groups, dtype):
+    x = jax.random.normal(jax.random.key(0), (1, rows, width), dtype)
+    sizes = jnp.asarray(group_sizes(rows, groups))[None]
+    for recipe, value in RECIPES.items():
+        for way, (function, reads, writes) in ways(value.formats().x).items():
+            case = f"{jnp.dtype(dtype).name} {recipe} {way} {name} {rows}x{width}, {groups} groups"
+            moved = reads * x.nbytes + writes * x.size
+            yield _measure.against_copy("grouped_quantize", case, function, (x, sizes), moved)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
+    found = (row for name, shape in shapes.items() for row in rows_of(name, *shape, dtype))
+    _measure.write(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

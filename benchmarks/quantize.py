@@ -1,0 +1,51 @@
+"""Quantization of experts' weights by each recipe, against a copy of the bytes that it must read and write.
+
+A scale per expert is made of its amax, so that the weights are read twice: these bytes count.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _measure
+from benchmarks.grouped_gemm import on_gpu
+from benchmarks.grouped_quantize import RECIPES
+from expertmesh.core import quantize
+
+# experts, contraction, width
+GPU = {"dsv3 w2": (32, 2048, 7168)}
+CPU = {"small": (4, 256, 512)}
+
+
+def rows_of(name, shape, dtype):
+    w = jax.random.normal(jax.random.key(0), shape, dtype)
+    for recipe, value in RECIPES.items():
+        format = value.formats().kernel
+
+        def function(w, format=format):
+            q = quantize(w, format, axis=1, across=2, batch_dims=1)
+            return q.data, q.scale
+
+        case = f"{jnp.dtype(dtype).name} {recipe} {name} {'x'.join(map(str, shape))}"
+        moved = (2 if format.block is None else 1) * w.nbytes + w.size
+        yield _measure.against_copy("quantize", case, function, (w,), moved)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    shapes, dtypes = (GPU, (jnp.bfloat16, jnp.float32)) if on_gpu() else (CPU, (jnp.float32,))
+    found = (
+        row
+        for name, shape in shapes.items()
+        for dtype in dtypes
+        for row in rows_of(name, shape, dtype)
+    )
+    _measure.write(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
