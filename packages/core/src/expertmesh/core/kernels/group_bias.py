@@ -65,7 +65,7 @@ def group_bias_grad(dy, group_sizes, *, num_experts, out_dtype, tiles: Tiles = T
     num_n = triton.cdiv(N, tiles.columns)
     parts = max(1, tiles.programs // (G * num_n))
     sums = jax_triton.triton_call(
-        dy, group_sizes,
+        dy, group_sizes.astype(jnp.int32),
         kernel=_sums_kernel, out_type=jax.ShapeDtypeStruct((G, parts, N), jnp.float32),
         grid=(G * parts * num_n,), num_warps=tiles.warps,
         N=N, G=G, G_POW2=triton.next_power_of_2(G), PARTS=parts,
