@@ -21,6 +21,7 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.hlo import collectives
+from expertmesh.core.ops.grouped_quantize import grouped_quantize_both
 
 CURRENT = Float8CurrentScaling().formats()
 BLOCK = Float8BlockScaling().formats()
@@ -112,6 +113,22 @@ def test_layouts_change_no_bit(kind, format, scale):
     [found] = collectives(function.lower(*placed).compile().as_text())
     assert (found.kind, len(found.groups[0])) == ("all-reduce", 2)
     np.testing.assert_array_equal(jax.jit(dequantize)(got), dequantize(want))
+
+
+@pytest.mark.parametrize("format", [BLOCK.x, MX.x, CURRENT.x, NV.x], ids=lambda f: f.scale)
+def test_both_ways_are_each_way_alone(format):
+    """P over a, no bit differs; rows of no group and a partial block among them."""
+    x, sizes = operands(4)
+    x = np.concatenate([x, x], axis=-1).reshape(4, 96, -1)[..., :64]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    placed = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in (x, sizes)]
+    both = jax.jit(lambda x, sizes: grouped_quantize_both(x, sizes, (format, format)))(*placed)
+    for q, axis in zip(both, (2, 1), strict=True):
+        want = grouped_quantize(x, sizes, format, axis=axis)
+        assert jax.tree.structure(q) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert q.data.sharding.spec == P("a", None, None)
 
 
 def test_the_layout_of_auto_axes_under_a_resource():
