@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +52,8 @@ def test_the_migration_page_names_options_of_the_block():
     named = set(re.findall(r"`([a-z_]+)`", right)) - {"logical_axes"}  # of the modules
     fields = {field.name for field in dataclasses.fields(MoEConfig)}
     assert len(named) >= 8 and named <= fields, named - fields
+
+
+def test_the_performance_page_is_made_from_the_results():
+    command = [sys.executable, ROOT / "docs/performance.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python docs/performance.py`"
