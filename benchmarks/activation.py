@@ -10,7 +10,7 @@ from benchmarks import _measure
 from expertmesh.core import activate
 
 # rows, width
-GPU = {"w4096": (65536, 4096), "w2048": (32768, 2048), "w512": (65536, 512)}
+GPU = {"wide": (65536, 4096), "narrow": (65536, 512)}
 CPU = {"small": (1024, 256)}
 ACTIVATIONS = ("silu", "gelu")
 

@@ -15,7 +15,7 @@ from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8Block
 from expertmesh.core.ops.grouped_quantize import grouped_quantize, grouped_quantize_both
 
 # rows, width, groups
-GPU = {"dsv3 hidden": (32768, 7168, 32), "narrow": (65536, 512, 64)}
+GPU = {"dsv3 hidden": (32768, 7168, 32)}
 CPU = {"small": (1024, 256, 8)}
 RECIPES = {
     "fp8_current": Float8CurrentScaling(),
