@@ -9,7 +9,7 @@ Dimension key: P token groups, S source rows, N output rows, K terms per output 
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 
 MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
 
@@ -36,15 +36,15 @@ def _zeros_like(x):
 def _reference(src_SD, index_NK):
     if index_NK.shape[1] == 1:  # a copy, for every dtype
         return select_rows(src_SD, index_NK[:, 0])
-    return _weighted_sum(src_SD, index_NK, None)
+    return sum_rows(src_SD, index_NK, None)
 
 
 @jax.vmap
 def _weighted_reference(src_SD, index_NK, weight_NK):
-    return _weighted_sum(src_SD, index_NK, weight_NK)
+    return sum_rows(src_SD, index_NK, weight_NK)
 
 
-def _weighted_sum(src_SD, index_NK, weight_NK):
+def sum_rows(src_SD, index_NK, weight_NK):
     """One gather per term, so that memory is O(N * D) and not O(N * K * D)."""
     wide = accumulator_dtype(src_SD.dtype)
     num_out, num_terms = index_NK.shape
@@ -90,9 +90,43 @@ def _values_reference(values_S, index_N):
     return select_rows(values_S.reshape(-1), index_N)
 
 
-_gather = Op("gather_rows", _reference, "p s d, p n k -> p n d", whole=("s", "k"))
+def _why_not(src, index, weight=None) -> str | None:
+    if index.shape[-1] == 1 and weight is None:
+        return why_no_copy(src, index)
+    return why_no_sum(src, index)
+
+
+def why_no_copy(x, index) -> str | None:
+    """What keeps the kernels from copying rows of x [P, S, D] from or to index [P, N, K], or None."""
+    if x.dtype.itemsize > 4 or x.dtype in (jnp.bool_, jnp.float8_e8m0fnu, jnp.int4, jnp.uint4):
+        return f"rows must be of numbers of 8, 16 or 32 bits whose zero is all bits 0; they are {x.dtype}"
+    if not x.size or not index.size:
+        return f"there must be rows to read and to write; shapes are {x.shape}, {index.shape}"
+    if x.shape[-1] * x.dtype.itemsize < SHORT_ROW:
+        return f"rows must have at least {SHORT_ROW} bytes; they are {x.shape[-1]} x {x.dtype}"
+    if index.shape[-1] > MOST_TERMS:
+        return f"a row may have at most {MOST_TERMS} places; it has {index.shape[-1]}"
+    return None
+
+
+def why_no_sum(x, index) -> str | None:
+    """The same for sums of rows."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"rows must be float32, bfloat16 or float16 to be added; they are {x.dtype}"
+    return why_no_copy(x, index)
+
+
+SHORT_ROW = 512  # bytes; a program of a kernel has a row to itself
+MOST_TERMS = 32
+_KERNELS = (Kernel.triton("expertmesh.core.kernels.gather_rows", "gather", _why_not),)
+
+_gather = Op("gather_rows", _reference, "p s d, p n k -> p n d", whole=("s", "k"), kernels=_KERNELS)
 _gather_weighted = Op(
-    "gather_rows", _weighted_reference, "p s d, p n k, p n k -> p n d", whole=("s", "k")
+    "gather_rows",
+    _weighted_reference,
+    "p s d, p n k, p n k -> p n d",
+    whole=("s", "k"),
+    kernels=_KERNELS,
 )
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 

@@ -7,19 +7,21 @@ ordered by expert, then token, then k.
 
 import dataclasses
 import operator
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
     gather_rows,
     gather_values,
     select_rows,
+    sum_rows,
+    why_no_copy,
+    why_no_sum,
 )
 from expertmesh.core.vjp import differentiable
 
@@ -50,7 +52,7 @@ class PermutePlan:
     @property
     def token(self) -> jax.Array:
         """int32[P, N]: the token of each row, -1 for padding."""
-        return jnp.where(self.source < 0, -1, self.source // max(self.row.shape[-1], 1))
+        return _token(self.source, self.row.shape[-1])
 
     @property
     def group_offsets(self) -> jax.Array:
@@ -62,6 +64,10 @@ class PermutePlan:
         """int32[P]: routed choices that have no row."""
         held = jnp.sum(self.source >= 0, axis=-1, dtype=jnp.int32)
         return jnp.sum(self.tokens_per_expert, axis=-1, dtype=jnp.int32) - held
+
+
+def _token(source, top_k):
+    return jnp.where(source < 0, -1, source // max(top_k, 1))
 
 
 class RowPlan(NamedTuple):
@@ -84,7 +90,7 @@ def plan_rows(
     num_ranks: int = 1,
     rank: int | jax.Array = 0,
 ) -> RowPlan:
-    """Assigns each choice a row in the buffer of its expert's rank. Integers only; one sort; everything else gathers.
+    """Assigns each choice a row in the buffer of its expert's rank.
 
     Args:
       topk_idx_TK: int[T, K]; an id outside [0, num_experts) is not routed.
@@ -101,6 +107,25 @@ def plan_rows(
       total: int32, rows with padding that `rank` needs.
       num_dropped: int32, choices of `rank`'s experts that have no row.
     """
+    plan = _plan(
+        topk_idx_TK[None],
+        jnp.asarray(rank, jnp.int32)[None],
+        num_experts=num_experts,
+        num_rows=capacity,
+        alignment=alignment,
+        num_ranks=num_ranks,
+    )
+    return RowPlan(*(x[0] for x in plan))
+
+
+def _plan_reference(topk_idx_PTK, rank_P, **options):
+    return jax.vmap(lambda topk_idx_TK, rank: _plan_group(topk_idx_TK, rank, **options))(
+        topk_idx_PTK, rank_P
+    )
+
+
+def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_ranks):
+    """Integers only; one sort; everything else gathers."""
     num_local = num_experts // num_ranks
     ids_N = _expert_ids(topk_idx_TK, num_experts)
     order_N = jnp.argsort(ids_N, stable=True)
@@ -113,13 +138,13 @@ def plan_rows(
         return jax.lax.dynamic_slice_in_dim(x_E, rank * num_local, num_local)
 
     count_e, end_e, offset_e = mine(count_E), mine(end_E), mine(offset_E)
-    return RowPlan(
-        _rows_of_choices(ids_N, order_N, start_E1, offset_E, capacity).reshape(topk_idx_TK.shape),
-        choices_of_rows(order_N, mine(start_E1), count_e, offset_e, end_e, capacity),
+    return (
+        _rows_of_choices(ids_N, order_N, start_E1, offset_E, num_rows).reshape(topk_idx_TK.shape),
+        choices_of_rows(order_N, mine(start_E1), count_e, offset_e, end_e, num_rows),
         count_e,
-        jnp.minimum(end_e, capacity) - jnp.minimum(offset_e, capacity),
+        jnp.minimum(end_e, num_rows) - jnp.minimum(offset_e, num_rows),
         end_e[-1],
-        jnp.sum(count_e - jnp.clip(capacity - offset_e, 0, count_e), dtype=jnp.int32),
+        jnp.sum(count_e - jnp.clip(num_rows - offset_e, 0, count_e), dtype=jnp.int32),
     )
 
 
@@ -154,13 +179,25 @@ def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
     return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
 
 
-def _plan_reference(topk_idx_PTK, *, num_experts, num_rows, alignment):
-    plan = partial(plan_rows, num_experts=num_experts, capacity=num_rows, alignment=alignment)
-    return jax.vmap(lambda topk_idx_TK: tuple(plan(topk_idx_TK)[:4]))(topk_idx_PTK)
+@jax.vmap
+def _spread_reference(x_TD, row_TK, source_N):
+    """Each token at its rows. Both maps say the same: the one is read in the order of rows, the other of tokens."""
+    return select_rows(x_TD, _token(source_N, row_TK.shape[1]))
 
 
 @jax.vmap
-def _dot_reference(dout_TD, y_ND, row_TK):
+def _unpermute_grad_reference(dout_TD, y_ND, weight_TK, row_TK, source_N):
+    """The cotangents of rows and weights: weight[t, k] * dout[t] at row[t, k], and <dout[t], y[row[t, k]]>."""
+    token_N = _token(source_N, row_TK.shape[1])
+    weight_N = select_rows(weight_TK.reshape(-1), source_N)
+    dy_ND = sum_rows(dout_TD, token_N[:, None], weight_N[:, None])
+    # One dot for each choice or for each row, whichever are fewer.
+    if row_TK.size <= token_N.size:
+        return dy_ND, _dots_of_choices(dout_TD, y_ND, row_TK)
+    return dy_ND, select_rows(_dots_of_rows(dout_TD, y_ND, token_N), row_TK)
+
+
+def _dots_of_choices(dout_TD, y_ND, row_TK):
     wide = accumulator_dtype(y_ND.dtype)
     dots = []
     for k in range(row_TK.shape[1]):
@@ -171,6 +208,11 @@ def _dot_reference(dout_TD, y_ND, row_TK):
     return jnp.stack(dots, axis=1) if dots else jnp.zeros(row_TK.shape, wide)
 
 
+def _dots_of_rows(dout_TD, y_ND, token_N):
+    wide = accumulator_dtype(y_ND.dtype)
+    return jnp.sum(select_rows(dout_TD, token_N).astype(wide) * y_ND.astype(wide), axis=1)
+
+
 def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
     topk_idx_PTK = wide_ids(topk_idx_PTK)
     routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
@@ -178,21 +220,55 @@ def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
     return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
 
 
-@jax.vmap
-def _row_dot_reference(dout_TD, y_ND, token_N):
-    wide = accumulator_dtype(y_ND.dtype)
-    return jnp.sum(select_rows(dout_TD, token_N).astype(wide) * y_ND.astype(wide), axis=1)
+def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
+    del rank, alignment
+    if num_ranks > 1:
+        return f"one rank must have all experts; there are {num_ranks}"
+    if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
+        return f"there must be choices, in fewer than 2^16 groups, and rows; got {topk_idx.shape}, {num_rows} rows"
+    if num_experts > MOST_EXPERTS:
+        return f"there may be at most {MOST_EXPERTS} experts; there are {num_experts}"
+    return None
 
 
-_plan = Op("plan_permute", _plan_reference, "p t k -> p t k, p n, p e, p e", whole=("t", "k"))
-dot_rows = Op(
-    "dot_rows", _dot_reference, "p t d, p n d, p t k -> p t k", whole=("n",), summed=("d",)
+def _spread_supported(x, row, source) -> str | None:
+    return why_no_copy(x, row) if source.size else "there must be rows to write"
+
+
+def _unpermute_grad_supported(dout, y, weight, row, source) -> str | None:
+    del weight, source
+    return why_no_sum(y, row) or why_no_sum(dout, row)
+
+
+MOST_EXPERTS = 512
+
+_plan = Op(
+    "plan_permute",
+    _plan_reference,
+    "p t k, p -> p t k, p n, p e, p e, p, p",
+    whole=("t", "k"),
+    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
 )
-
+_spread = Op(
+    "permute",
+    _spread_reference,
+    "p t d, p t k, p n -> p n d",
+    whole=("t", "k", "n"),
+    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "spread", _spread_supported),),
+)
+_unpermute_grad = Op(
+    "unpermute_grad",
+    _unpermute_grad_reference,
+    "p t d, p n d, p t k, p t k, p n -> p n d, p t k",
+    whole=("t", "k", "n"),
+    summed=("d",),
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.permute", "unpermute_grad", _unpermute_grad_supported
+        ),
+    ),
+)
 _roll = Op("roll_experts", _roll_reference, "p t k, p -> p t k")
-_row_dots = Op(
-    "row_dots", _row_dot_reference, "p t d, p n d, p n -> p n", whole=("t",), summed=("d",)
-)
 
 
 def padded_rows(num_choices: int, num_experts: int, alignment: int = 1) -> int:
@@ -303,12 +379,15 @@ def plan_permute(
     worst = padded_rows(num_choices, num_experts, alignment)
     num_rows = check_rows("plan_permute", num_rows, worst, num_choices, drop)
     group_PTK = _as_group(topk_idx, 3)
-    out = _plan(
+    row, source, tokens_per_expert, group_sizes, _, _ = _plan(
         _rolled(group_PTK, group_roll("plan_permute", roll, group_PTK.shape[0]), num_experts),
+        jnp.zeros(group_PTK.shape[0], jnp.int32),
         num_experts=num_experts,
         num_rows=num_rows,
         alignment=alignment,
+        num_ranks=1,
     )
+    out = row, source, tokens_per_expert, group_sizes
     return PermutePlan(*(out if topk_idx.ndim == 3 else (x[0] for x in out)))
 
 
@@ -368,7 +447,7 @@ def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
     Raises:
       ValueError: x does not fit the plan.
 
-    Costs no communication when P or D is sharded; T is held whole.
+    Costs no communication when P or D is sharded; T and the plan are held whole.
     """
     _check_fit("permute", "x", x, plan.row, plan)
     out_PND = _permute(_as_group(x, 3), *_maps(plan))
@@ -417,7 +496,7 @@ def choices_to_rows(values: jax.Array, plan: PermutePlan) -> jax.Array:
     Costs no communication when P is sharded; T and K are held whole.
     """
     _check_choices("choices_to_rows", values, plan, floating=False)
-    row, source, _ = _maps(plan)
+    row, source = _maps(plan)
     out_PN = _choices_to_rows(_as_group(values, 3), row, source)
     return out_PN if values.ndim == 3 else out_PN[0]
 
@@ -439,49 +518,33 @@ def rows_to_choices(values: jax.Array, plan: PermutePlan) -> jax.Array:
             "rows_to_choices: values must have the shape of plan.source; got "
             f"values.shape={values.shape}, plan.source.shape={plan.source.shape}; use the plan that made the rows"
         )
-    row, source, _ = _maps(plan)
+    row, source = _maps(plan)
     out_PTK = _rows_to_choices(_as_group(values, 2), source, row)
     return out_PTK if values.ndim == 2 else out_PTK[0]
 
 
-def _permute_fwd(x_PTD, row_PTK, source_PN, token_PN):
-    return gather_rows(x_PTD, token_PN[..., None]), row_PTK
+def _permute_fwd(x_PTD, row_PTK, source_PN):
+    return _spread(x_PTD, row_PTK, source_PN), row_PTK
 
 
 def _permute_bwd(row_PTK, dout_PND):
-    return gather_rows(dout_PND, row_PTK), None, None, None
+    return gather_rows(dout_PND, row_PTK), None, None
 
 
-def _unpermute_fwd(y_PND, row_PTK, source_PN, token_PN):
-    return gather_rows(y_PND, row_PTK), token_PN
+def _unpermute_fwd(y_PND, row_PTK, source_PN):
+    return gather_rows(y_PND, row_PTK), (row_PTK, source_PN)
 
 
-def _unpermute_bwd(token_PN, dout_PTD):
-    return gather_rows(dout_PTD, token_PN[..., None]), None, None, None
+def _unpermute_bwd(residuals, dout_PTD):
+    return _spread(dout_PTD, *residuals), None, None
 
 
-def _unpermute_weighted_fwd(y_PND, weight_PTK, row_PTK, source_PN, token_PN):
-    return gather_rows(y_PND, row_PTK, weight_PTK), (
-        y_PND,
-        weight_PTK,
-        row_PTK,
-        source_PN,
-        token_PN,
-    )
+def _unpermute_weighted_fwd(y_PND, weight_PTK, row_PTK, source_PN):
+    return gather_rows(y_PND, row_PTK, weight_PTK), (y_PND, weight_PTK, row_PTK, source_PN)
 
 
 def _unpermute_weighted_bwd(residuals, dout_PTD):
-    y_PND, weight_PTK, row_PTK, source_PN, token_PN = residuals
-    weight_PN1 = gather_values(weight_PTK, source_PN)[..., None]
-    dy_PND = gather_rows(dout_PTD, token_PN[..., None], weight_PN1)
-    return dy_PND, _weight_dots(dout_PTD, y_PND, row_PTK, token_PN), None, None, None
-
-
-def _weight_dots(dout_PTD, y_PND, row_PTK, token_PN):
-    """<dout[t], y[row]> for each choice: one dot for each choice or for each row, whichever are fewer."""
-    if row_PTK.shape[1] * row_PTK.shape[2] <= token_PN.shape[1]:
-        return dot_rows(dout_PTD, y_PND, row_PTK)
-    return gather_values(_row_dots(dout_PTD, y_PND, token_PN), row_PTK)
+    return *_unpermute_grad(dout_PTD, *residuals), None, None
 
 
 def _values_fwd(values, to_source, to_target):
@@ -504,7 +567,7 @@ def _as_group(x, ndim):
 
 
 def _maps(plan: PermutePlan):
-    return _as_group(plan.row, 3), _as_group(plan.source, 2), _as_group(plan.token, 2)
+    return _as_group(plan.row, 3), _as_group(plan.source, 2)
 
 
 def _check_topk_idx(function, topk_idx):
