@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
@@ -110,7 +110,19 @@ def _check_operands(logits, config, expert_bias, topk_idx):
         )
 
 
-def _select(logits, expert_bias=None, *, config):
+def _choose(logits, token_mask=None, *, config):
+    """The choices and their weights before scaling."""
+    return _choose_biased(logits, None, token_mask, config=config)
+
+
+def _choose_biased(logits, expert_bias, token_mask=None, *, config):
+    topk_idx = _select(logits, expert_bias, config=config)
+    if token_mask is not None:
+        topk_idx = _keep(topk_idx, token_mask, num_experts=logits.shape[-1])
+    return topk_idx, _weigh(logits, topk_idx, config=config)
+
+
+def _select(logits, expert_bias, *, config):
     if logits.size > MAX_ELEMENTS:
         raise ValueError(
             f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
@@ -200,28 +212,76 @@ def _spread(values, topk_idx, num_experts):
     return jnp.sum(jnp.where(hit, values[..., None], jnp.float32(0)), axis=-2)
 
 
-_select_op = Op("route_select", _select, "... e -> ... k", whole=("e", "k"))
-_select_biased_op = Op("route_select_biased", _select, "... e, e -> ... k", whole=("e", "k"))
+def _why_not(logits, *rest, config) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    del rest
+    num_experts = logits.shape[-1]
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or not logits.size:
+        return f"logits must be float32, bfloat16 or float16, and there; they are {logits.dtype}{logits.shape}"
+    if config.score_function == "sqrtsoftplus":
+        return "the scores must be softmax or sigmoid; they are sqrtsoftplus"
+    if not 32 <= num_experts <= 512 or config.top_k > 16:
+        return (
+            "a warp compares 32 to 512 experts and chooses at most 16; "
+            f"there are {num_experts} experts, top_k={config.top_k}"
+        )
+    sizes = (num_experts, config.num_groups)
+    if config.num_groups and any(size & (size - 1) for size in sizes):
+        return f"the numbers of experts and groups must be powers of two; they are {sizes}"
+    return None
+
+
+_choose_op = Op(
+    "route_choose",
+    _choose,
+    "... e -> ... k, ... k",
+    whole=("e", "k"),
+    roles="tokens . -> tokens ., tokens .",
+    kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose", _why_not),),
+)
+_choose_biased_op = Op(
+    "route_choose_biased",
+    _choose_biased,
+    "... e, e -> ... k, ... k",
+    whole=("e", "k"),
+    roles="tokens ., . -> tokens ., tokens .",
+    kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose_biased", _why_not),),
+)
+_choose_masked_op, _choose_biased_masked_op = map(masked, (_choose_op, _choose_biased_op))
 _keep_op = Op("route_keep", _keep, "... k -> ... k", whole=("k",), roles="tokens . -> tokens .")
 _keep_masked_op = masked(_keep_op)
 _weigh_op = Op("route_weigh", _weigh, "... e, ... k -> ... k", whole=("e", "k"))
 _weigh_grad_op = Op(
-    "route_grad", _weigh_grad, "... e, ... k, ... k, ... k -> ... e", whole=("e", "k")
+    "route_grad",
+    _weigh_grad,
+    "... e, ... k, ... k, ... k -> ... e",
+    whole=("e", "k"),
+    kernels=(Kernel.triton("expertmesh.core.kernels.router", "weigh_grad", _why_not),),
 )
 
 
 def _route_fwd(logits, expert_bias, token_mask, topk_idx, *, config):
-    num_experts = logits.shape[-1]
     if topk_idx is not None:
-        topk_idx = _keep_op(topk_idx, num_experts=num_experts)
-    elif expert_bias is not None:
-        topk_idx = _select_biased_op(logits, expert_bias, config=config)
+        topk_idx, weights = _replay(logits, token_mask, topk_idx, config)
     else:
-        topk_idx = _select_op(logits, config=config)
-    if token_mask is not None:
-        topk_idx = _keep_masked_op(topk_idx, token_mask, num_experts=num_experts)
-    weights = _weigh_op(logits, topk_idx, config=config)
+        biased, masked_too = expert_bias is not None, token_mask is not None
+        op = {
+            (False, False): _choose_op,
+            (False, True): _choose_masked_op,
+            (True, False): _choose_biased_op,
+            (True, True): _choose_biased_masked_op,
+        }[biased, masked_too]
+        given = (x for x in (expert_bias, token_mask) if x is not None)
+        topk_idx, weights = op(logits, *given, config=config)
     return Routing(topk_idx, weights * config.scaling_factor), (logits, topk_idx, weights)
+
+
+def _replay(logits, token_mask, topk_idx, config):
+    """Given choices and their weights before scaling."""
+    topk_idx = _keep_op(topk_idx, num_experts=logits.shape[-1])
+    if token_mask is not None:
+        topk_idx = _keep_masked_op(topk_idx, token_mask, num_experts=logits.shape[-1])
+    return topk_idx, _weigh_op(logits, topk_idx, config=config)
 
 
 def _route_bwd(residuals, cotangent, *, config):
