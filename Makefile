@@ -25,7 +25,8 @@ $(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || { python=$$(ci/find-python) && "$$python" -m venv $(VENV); }
 	sed '$(if $(JAX),s/^\(jax\|jaxlib\)==.*/\1==$(JAX)/)' ci/constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(PINS) uv
-	$(UV) install -q --python $(BIN)/python -c $(PINS) $(EDITABLE) --group $(GROUP) $(WITH)
+	@# Compiled once, not by each of the tests' processes where PYTHONDONTWRITEBYTECODE is set.
+	$(UV) install -q --compile-bytecode --python $(BIN)/python -c $(PINS) $(EDITABLE) --group $(GROUP) $(WITH)
 	touch $@
 
 setup: $(DONE)  ## create .venv

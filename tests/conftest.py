@@ -1,5 +1,6 @@
 """Settings that JAX reads once, so they are in the environment before anything imports it."""
 
+import gc
 import os
 import pathlib
 
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Python's collector goes less often through the many long-lived objects of pytest and JAX."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture

@@ -26,34 +26,55 @@ from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
 RING = ["ring", "all_to_all"]
 
 
-@pytest.mark.parametrize("transport", RING)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("A", [1, 16])
+def covering(names, *factors, covers):
+    """parametrize with the product of the factors, whose other members than `covers` run by `-m full`."""
+    product = list(itertools.product(*factors))
+    assert set(covers) <= set(product)
+    marks = [() if values in covers else pytest.mark.full for values in product]
+    values = [pytest.param(*v, marks=m) for v, m in zip(product, marks, strict=True)]
+    return pytest.mark.parametrize(names, values)
+
+
+@covering(
+    "transport, dtype, A",
+    RING,
+    ["float32", "bfloat16"],
+    [1, 16],
+    covers=[
+        ("ring", "float32", 1),
+        ("ring", "bfloat16", 16),
+        ("all_to_all", "float32", 16),
+        ("all_to_all", "bfloat16", 1),
+    ],
+)
 def test_routings(transport, dtype, A):
     run_case(Case(transport=transport, A=A), "manual", dtype, KINDS)
 
 
-@pytest.mark.parametrize("transport", RING)
-@pytest.mark.parametrize("A, C", [(1, 1), (1, 7), (4, 16), (16, 32)])
-def test_overflow_drops_the_last_rows_and_counts_them(transport, A, C):
+# Each size over one transport.
+EITHER = [(transport, i) for i, transport in zip(range(5), itertools.cycle(RING), strict=False)]
+CAPACITIES = [(1, 1), (1, 7), (4, 16), (16, 32)]
+
+
+@covering("transport, number", RING, range(4), covers=EITHER[:4])
+def test_overflow_drops_the_last_rows_and_counts_them(transport, number):
+    A, C = CAPACITIES[number]
     run_case(Case(transport=transport, A=A, C=C, E=16), "manual", kinds=KINDS)
 
 
-@pytest.mark.parametrize("transport", RING)
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(
-            E=8, K=5
-        ),  # more choices than local experts: repeats are separate rows, and may be dropped
-        dict(E=8, K=5, C=200),
-        dict(E=24, K=1, sizes=(8,), D=1),
-        dict(E=8, K=2, sizes=(0,), C=16, A=16),
-        dict(E=40, K=7, sizes=(1064,), D=3),
-    ],
-)
-def test_sizes(transport, changed):
-    run_case(dataclasses.replace(Case(transport=transport), **changed))
+SIZES = [
+    # More choices than local experts: repeats are separate rows, and may be dropped.
+    dict(E=8, K=5),
+    dict(E=8, K=5, C=200),
+    dict(E=24, K=1, sizes=(8,), D=1),
+    dict(E=40, K=7, sizes=(1064,), D=3),
+    dict(E=8, K=2, sizes=(0,), C=16, A=16),
+]
+
+
+@covering("transport, number", RING, range(5), covers=EITHER)
+def test_sizes(transport, number):
+    run_case(dataclasses.replace(Case(transport=transport), **SIZES[number]))
 
 
 @pytest.mark.parametrize("C", [None, 16])
@@ -95,11 +116,13 @@ LAYOUTS = {
 }
 
 
-# Every layout over Explicit axes, every other one in a shard_map too.
-@pytest.mark.parametrize(
-    "layout, mode",
-    [(layout, "explicit") for layout in LAYOUTS]
-    + [(layout, "manual") for layout in [*LAYOUTS][1::2]],
+# Every layout over Explicit axes, some in a shard_map too.
+@covering(
+    "mode, layout",
+    ["explicit", "manual"],
+    LAYOUTS,
+    covers=[("explicit", layout) for layout in LAYOUTS]
+    + [("manual", layout) for layout in ("dp,ep", "tuple, minor to major", "no ep")],
 )
 def test_layouts(layout, mode):
     case = LAYOUTS[layout]
@@ -125,8 +148,17 @@ RESOURCES = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout, transport", list(zip(RESOURCES, itertools.cycle(["auto", "all_to_all"]), strict=False))
+@covering(
+    "layout, transport",
+    RESOURCES,
+    ["auto", "all_to_all"],
+    covers=[
+        ("ep", "auto"),
+        ("two outer", "auto"),
+        ("tp beside", "all_to_all"),
+        ("tuple", "auto"),
+        ("no ep", "auto"),
+    ],
 )
 def test_auto_axes_with_a_resource(layout, transport):
     run_case(
@@ -148,9 +180,13 @@ def test_axis_comes_from_the_resource():
     check(out, case, oracle, operands)
 
 
-@pytest.mark.parametrize("axis", [None, "ep"])
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("shardy", [True, False])
+@covering(
+    "axis, placed, shardy",
+    [None, "ep"],
+    [True, False],
+    [True, False],
+    covers=[(None, True, True), (None, False, False), ("ep", True, False)],
+)
 def test_auto_axes_without_a_resource_are_one_participant(axis, placed, shardy):
     case = Case(mesh=(("none", 1),), spec=(None,), ep=(), transport="auto", A=4)
     config = EpConfig(num_experts=8, alignment=4, axis=axis if placed else None)
@@ -169,8 +205,18 @@ def test_auto_axes_without_a_resource_are_one_participant(axis, placed, shardy):
     check(out, case, oracle, operands)
 
 
-@pytest.mark.parametrize("jit, dtype", [(True, "float32"), (False, "bfloat16")])
-@pytest.mark.parametrize("sizes", [(13,), (3, 5), (0,), (1, 1, 1)])
+@covering(
+    "sizes, dtype, jit",
+    [(13,), (3, 5), (0,), (1, 1, 1)],
+    ["float32", "bfloat16"],
+    [True, False],
+    covers=[
+        ((13,), "float32", True),
+        ((3, 5), "bfloat16", False),
+        ((0,), "bfloat16", True),
+        ((1, 1, 1), "float32", False),
+    ],
+)
 def test_without_a_mesh(sizes, dtype, jit):
     case = Case(mesh=(("none", 1),), spec=(None,) * len(sizes), ep=(), sizes=sizes, A=4, E=5)
     config = EpConfig(num_experts=5, alignment=4)
@@ -186,8 +232,7 @@ def test_without_a_mesh(sizes, dtype, jit):
     )
 
 
-@pytest.mark.parametrize("transport", RING)
-@pytest.mark.parametrize("manual", ["dp", "ep"])
+@covering("manual, transport", ["dp", "ep"], RING, covers=[("dp", "ring"), ("ep", "all_to_all")])
 def test_some_axes_manual_the_others_explicit(manual, transport):
     """Inside a shard_map over one axis, P counts the participants over the other axes."""
     order = ("dp", "ep") if manual == "dp" else ("ep", "dp")  # the manual axis is the major one
@@ -305,8 +350,18 @@ def value_and_pull(topk, x, w, g, *, config, function=loss):
     return out, *pull(g)
 
 
-@pytest.mark.parametrize("transform", ["vmap", "scan", "remat", "scan of remat"])
-@pytest.mark.parametrize("mode", ["explicit", "resource"])
+@covering(
+    "mode, transform",
+    ["explicit", "resource"],
+    ["vmap", "scan", "remat", "scan of remat"],
+    covers=[
+        ("explicit", "vmap"),
+        ("explicit", "scan of remat"),
+        ("resource", "vmap"),
+        ("resource", "scan"),
+        ("resource", "remat"),
+    ],
+)
 def test_transforms_equal_loop(transform, mode):
     rng = np.random.default_rng(1)
     num, N, K, E, D = 3, 16, 2, 8, 4

@@ -32,17 +32,22 @@ DEVICES = [3, 0, 6, 1, 7, 2, 5, 4]  # no order that rank arithmetic could guess
 
 
 @pytest.mark.parametrize(
-    "shape, axes, devices, groups",
+    "shape, axes, devices, groups, transport",
     [
         # EP outermost: groups are the columns, one for each coordinate of the other axes.
-        ((4, 2), ("expert", "tensor"), range(8), {(0, 2, 4, 6), (1, 3, 5, 7)}),
-        ((2, 4), ("data", "expert"), range(8), {(0, 1, 2, 3), (4, 5, 6, 7)}),
-        ((2, 2, 2), ("data", "expert", "tensor"), range(8), {(0, 2), (1, 3), (4, 6), (5, 7)}),
-        ((4, 2), ("expert", "tensor"), DEVICES, {(3, 6, 7, 5), (0, 1, 2, 4)}),
-        ((2,), ("expert",), [5, 2], {(5, 2)}),
+        ((4, 2), ("expert", "tensor"), range(8), {(0, 2, 4, 6), (1, 3, 5, 7)}, "ring"),
+        ((2, 4), ("data", "expert"), range(8), {(0, 1, 2, 3), (4, 5, 6, 7)}, "all_to_all"),
+        (
+            (2, 2, 2),
+            ("data", "expert", "tensor"),
+            range(8),
+            {(0, 2), (1, 3), (4, 6), (5, 7)},
+            "ring",
+        ),
+        ((4, 2), ("expert", "tensor"), DEVICES, {(3, 6, 7, 5), (0, 1, 2, 4)}, "all_to_all"),
+        ((2,), ("expert",), [5, 2], {(5, 2)}, "ring"),
     ],
 )
-@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
 def test_groups_are_those_of_the_mesh(shape, axes, devices, groups, transport):
     devices = np.array(jax.devices())[list(devices)].reshape(shape)
     mesh = Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Explicit,) * len(axes))

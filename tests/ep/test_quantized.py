@@ -141,6 +141,15 @@ def test_formats_that_do_not_travel(format):
         combine(handle, dispatch(handle, x), wire_format=format)
 
 
+@pytest.mark.parametrize("wire_format", ["int8", "bool"])
+def test_sums_travel_as_floating_numbers(wire_format):
+    x, idx = operands()
+    handle = prepare(idx, EpConfig(num_experts=E, axis=()))
+    rows = jnp.zeros((1, handle.source.shape[1], D))
+    with pytest.raises(ValueError, match=f"floating dtype; got wire_format='{wire_format}'; pass"):
+        combine(handle, rows, wire_format=wire_format)
+
+
 def test_the_ring_adds_on_the_way():
     x, idx = operands()
     handle = prepare(idx, EpConfig(num_experts=E, axis=()))

@@ -51,7 +51,8 @@ def test_named_tests_exist():
     nodes = sorted({arg for fault in FAULTS for arg in fault.tests if arg.startswith("tests/")})
     files = {node.partition("::")[0] for node in nodes}
     assert not [file for file in files if not (ROOT / file).is_file()]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    command += ["-p", "no:cacheprovider", "--assert=plain"]
     result = subprocess.run([*command, *nodes], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 

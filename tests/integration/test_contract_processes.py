@@ -16,7 +16,10 @@ def meshes():
 
 
 def settings(processes):
-    """Each exchange in both, in many ways in 2; each other op in 2 or in 4, in one: every process compiles it again."""
+    """In 2 processes every exchange in two modes and every other op in one; in 4 a transport and the block.
+
+    Every process compiles all of it again, and in one process every op runs in every mode.
+    """
     import cases.core
     import cases.ep
     import cases.flax_moe
@@ -26,21 +29,30 @@ def settings(processes):
         every = {
             "mode": MODES,
             "mesh": meshes(),
+            "layout": ("several", "tuple"),
             "transform": ("jit", "grad"),
             "dtype": ("float32",),
             "size": ("regular", "odd"),
         }
         return covering_settings(cases, seed=processes, **(every | only))
 
-    def once(cases, mode):
-        one = dict(mode=(mode,), mesh=meshes()[:1], layout=("several",), size=("odd",))
-        pulled = cover([case for case in cases if case.wrt], transform=("grad",), **one)
-        return pulled + cover([case for case in cases if not case.wrt], transform=("jit",), **one)
+    def once(cases, mode, transform):
+        size = "odd" if mode == "resource" else "regular"
+        one = dict(mode=(mode,), mesh=meshes()[:1], layout=("several",), size=(size,))
+        return cover(cases, transform=(transform,), **one)
 
     ops, exchanges = cases.core.CASES, [*cases.ep.CASES, *cases.flax_moe.CASES]
-    if processes == 2:
-        return once([op for i, op in enumerate(ops) if i % 4], "resource") + cover(exchanges)
-    return once(ops[::4] + exchanges, "explicit")
+    if processes != 2:
+        return once([cases.ep.CASES[-1], *cases.flax_moe.CASES], "explicit", "grad")
+    pulled = [op for op in ops if op.wrt][::2]
+    moved = [op for op in ops if op not in pulled]
+    return [
+        *once(pulled, "resource", "grad"),
+        *once(moved[::2], "resource", "jit"),
+        *once(moved[1::2], "explicit", "jit"),
+        *cover(exchanges[::2], mode=MODES[::2]),
+        *cover(exchanges[1::2], mode=MODES[1::2]),
+    ]
 
 
 def check_every_op():
@@ -61,16 +73,16 @@ def check_every_op():
 
 def test_the_settings_cover_each_op():
     import cases.core
+    import cases.ep
+    import cases.flax_moe
 
     two, four = settings(2), settings(4)
-    names = {case.name for case, _ in two + four}
-    assert names >= {case.name for case in cases.core.CASES}
+    every = [*cases.core.CASES, *cases.ep.CASES, *cases.flax_moe.CASES]
+    assert {case.name for case, _ in two} == {case.name for case in every}
     exchanges = [(case.name, setting) for case, setting in two if case.exchanges]
-    exchanged = {name for name, _ in exchanges}
-    assert exchanged and exchanged <= {case.name for case, _ in four}
-    for name in exchanged:
-        assert {setting.mode for of, setting in exchanges if of == name} == set(MODES)
-    assert {setting.mesh for _, setting in exchanges} == set(meshes())
+    for factor, values in {"mode": MODES, "mesh": meshes(), "transform": ("jit", "grad")}.items():
+        assert {getattr(setting, factor) for _, setting in exchanges} == set(values)
+    assert {"moe"} < {case.name for case, _ in four if case.exchanges}
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.default_jax)])

@@ -167,24 +167,32 @@ def test_auto_axes_train_the_same(whole, text, tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.default_jax
-@pytest.mark.parametrize("axes", [pytest.param("explicit", marks=pytest.mark.full), "auto"])
-def test_4_processes_train_the_same(whole, text, tmp_path, axes):
-    """Over the axes that one process had, and over others: 4 x 2 against 1 x 8, and Auto against Explicit."""
+@pytest.mark.parametrize(
+    "number, axes",
+    [
+        (2, "auto"),
+        pytest.param(4, "auto", marks=pytest.mark.full),
+        pytest.param(4, "explicit", marks=pytest.mark.full),
+    ],
+)
+def test_processes_train_the_same(whole, text, tmp_path, number, axes):
+    """Over the axes that one process had, and over others: 2 x 4 against 1 x 8, and Auto against Explicit."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    joining = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", 4, "--cpu-devices", 2)
-    joining += ("--axis-types", axes)
+    joining = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", number)
+    joining += ("--cpu-devices", 8 // number, "--axis-types", axes)
     processes = [
-        start(text, tmp_path / "run", *joining, "--process-id", process) for process in range(4)
+        start(text, tmp_path / "run", *joining, "--process-id", process)
+        for process in range(number)
     ]
     try:
         printed = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, printed
-    assert "8 cpu in 4 process(es), mesh fsdp=2 ep=4" in printed[0][0]
+    assert [process.returncode for process in processes] == [0] * number, printed
+    assert f"8 cpu in {number} process(es), mesh fsdp=2 ep=4" in printed[0][0]
     for out, _ in printed[1:]:  # Gloo's lines cannot be turned off and break into one another
         assert not re.search("step|loss|mesh|data", out), out
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)

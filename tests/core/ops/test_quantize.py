@@ -292,6 +292,34 @@ def test_there_is_no_derivative():
 
 
 @pytest.mark.parametrize(
+    "format, across, batch, spec",
+    [
+        (MX.x, None, 0, P(("dp", "fsdp", "ep"))),
+        (CURRENT.x, None, 0, P(("dp", "fsdp", "ep"))),
+        (BLOCK.kernel, 2, 1, P("ep", "fsdp")),
+        (NV.x, None, 1, P("ep", "fsdp")),
+    ],
+)
+def test_roles_are_those_of_quantize(format, across, batch, spec):
+    """Without a spec, under a MeshResource, rows are tokens and kernels are weights: nothing moves."""
+    mesh = mesh_of(AxisType.Auto, dp=2, fsdp=2, ep=2)
+    axes = dict(axis=1 if batch else -1, across=across, batch_dims=batch)
+    q = quantize(jnp.ones((8, 256, 128)), format, **axes)
+    scales = spec if q.block else P(*spec[:batch])
+    q = dataclasses.replace(
+        q,
+        data=put(mesh, q.data, *spec),
+        scale=put(mesh, q.scale, *scales),
+        tensor_scale=None if q.tensor_scale is None else put(mesh, q.tensor_scale, *spec[:batch]),
+    )
+    roles = MeshResource(dp_resource="dp", fsdp_resource="fsdp", ep_resource="ep")
+    with global_shard_guard(roles):
+        compiled = jax.jit(dequantize).lower(q).compile()
+    assert not collectives(compiled.as_text())
+    assert compiled.output_shardings.is_equivalent_to(q.data.sharding, 3)
+
+
+@pytest.mark.parametrize(
     "call, error, words",
     [
         (lambda x: quantize(x, MX.x, axis=0), ValueError, ["dimension 0", "48", "32", "pad"]),

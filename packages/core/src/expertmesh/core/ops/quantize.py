@@ -358,7 +358,8 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
 
     Args:
       q: from `quantize` or `grouped_quantize`; rows after the last group are zeros.
-      spec: where the data are, for Auto axes under a MeshResource; None: as of `quantize`.
+      spec: where the data are, for Auto axes under a MeshResource; None: weights over (ep, fsdp) where tensor scales
+        are of leading dimensions, or blocks are two-dimensional behind one; else tokens over (dp, fsdp, ep).
 
     Returns:
       [*S] in `q.dtype`; multiplied in float32 and rounded once. NaN where the data or the scale are. Of a rotated
@@ -373,7 +374,7 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
     check_quantized("dequantize", q)
     two_level, grouped = q.tensor_scale is not None, q.group_sizes is not None
     scales = [q.scale] if q.tensor_scale is None else [q.scale, q.tensor_scale]
-    op = _dequantize_op(q.ndim, scales[-1].ndim, bool(q.block), two_level, grouped)
+    op = _dequantize_op(q.ndim, _leading_dims(q), bool(q.block), two_level, grouped)
     operands = (q.data, *scales, *([q.group_sizes] if grouped else []))
     q_data = not_differentiable(q.data, "dequantize: use dense or grouped_dense")
     return op(
@@ -384,6 +385,15 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
         dtype=jnp.dtype(q.dtype),
         two_level=two_level,
     )
+
+
+def _leading_dims(q: QuantizedArray) -> int:
+    """The dimensions with tensor scales of their own; where there are none, what the block lets one know of them."""
+    if q.tensor_scale is not None:
+        return q.tensor_scale.ndim
+    if not q.block:
+        return q.scale.ndim
+    return int(q.block[0] == 1 and sum(b > 1 for b in q.block) > 1)  # only weights have such blocks
 
 
 def _scale_spec(spec, scale, q: QuantizedArray):
