@@ -16,7 +16,7 @@ def meshes():
 
 
 def settings(processes):
-    """In 2 processes every exchange in two modes and every other op in one; in 4 a transport and the block.
+    """In 2 processes every exchange in two modes and all else in one; in 4 a transport and the block.
 
     Every process compiles all of it again, and in one process every op runs in every mode.
     """
@@ -25,33 +25,30 @@ def settings(processes):
     import cases.flax_moe
     from expertmesh.core.testing import covering_settings
 
-    def cover(cases, **only):
-        every = {
-            "mode": MODES,
-            "mesh": meshes(),
-            "layout": ("several", "tuple"),
-            "transform": ("jit", "grad"),
-            "dtype": ("float32",),
-            "size": ("regular", "odd"),
-        }
-        return covering_settings(cases, seed=processes, **(every | only))
-
-    def once(cases, mode, transform):
-        size = "odd" if mode == "resource" else "regular"
-        one = dict(mode=(mode,), mesh=meshes()[:1], layout=("several",), size=(size,))
-        return cover(cases, transform=(transform,), **one)
+    def once(cases, mode, transform, mesh=0):
+        return covering_settings(
+            cases,
+            mode=(mode,),
+            mesh=(meshes()[mesh % len(meshes())],),
+            layout=("several",),
+            transform=(transform,),
+            dtype=("float32",),
+            size=("odd" if mode == "resource" else "regular",),
+        )
 
     ops, exchanges = cases.core.CASES, [*cases.ep.CASES, *cases.flax_moe.CASES]
     if processes != 2:
         return once([cases.ep.CASES[-1], *cases.flax_moe.CASES], "explicit", "grad")
-    pulled = [op for op in ops if op.wrt][::2]
+    pulled = [op for op in ops if op.wrt][::4]
     moved = [op for op in ops if op not in pulled]
     return [
         *once(pulled, "resource", "grad"),
         *once(moved[::2], "resource", "jit"),
         *once(moved[1::2], "explicit", "jit"),
-        *cover(exchanges[::2], mode=MODES[::2]),
-        *cover(exchanges[1::2], mode=MODES[1::2]),
+        *once(exchanges[::2], "explicit", "grad"),
+        *once(exchanges[1::2], "resource", "grad", mesh=1),
+        *once(exchanges[::2], "auto", "grad", mesh=1),
+        *once(exchanges[1::2], "manual", "grad"),
     ]
 
 
@@ -80,7 +77,7 @@ def test_the_settings_cover_each_op():
     every = [*cases.core.CASES, *cases.ep.CASES, *cases.flax_moe.CASES]
     assert {case.name for case, _ in two} == {case.name for case in every}
     exchanges = [(case.name, setting) for case, setting in two if case.exchanges]
-    for factor, values in {"mode": MODES, "mesh": meshes(), "transform": ("jit", "grad")}.items():
+    for factor, values in {"mode": MODES, "mesh": meshes()}.items():
         assert {getattr(setting, factor) for _, setting in exchanges} == set(values)
     assert {"moe"} < {case.name for case, _ in four if case.exchanges}
 
