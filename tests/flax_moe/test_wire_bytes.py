@@ -10,6 +10,9 @@ from jax.sharding import AxisType
 
 from expertmesh.core import hlo
 
+# The table is of one version of JAX.
+pytestmark = pytest.mark.default_jax
+
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 

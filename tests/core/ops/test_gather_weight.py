@@ -11,6 +11,9 @@ from expertmesh.core import MeshResource, gather_weight, global_shard_guard, gro
 from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
 
+# On another version of JAX these ops keep the contract, which has the same values in every mode.
+pytestmark = pytest.mark.default_jax
+
 TOKENS = P(("fsdp", "ep"))
 
 

@@ -13,6 +13,9 @@ from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.testing import magnitudes, relative_error
 
+# On another version of JAX these ops keep the contract, which has the same values in every mode.
+pytestmark = pytest.mark.default_jax
+
 
 def both_losses(logits, topk_idx):
     return load_balance_loss(logits, topk_idx, coeff=0.5) + router_z_loss(logits, coeff=0.5)

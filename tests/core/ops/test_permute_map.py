@@ -15,6 +15,9 @@ from expertmesh.core import choices_to_rows, padded_rows, permute, plan_permute_
 from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
 
+# On another version of JAX these ops keep the contract, which has the same values in every mode.
+pytestmark = pytest.mark.default_jax
+
 
 def routing_map(kind, T, E, seed=0):
     rng = np.random.default_rng(seed)

@@ -11,6 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core import move_chunks, plan_chunks, sort_chunks
 from expertmesh.core.hlo import collectives
 
+# On another version of JAX these ops keep the contract, which has the same values in every mode.
+pytestmark = pytest.mark.default_jax
+
 
 def oracle(x, sizes, order):
     parts = np.split(x[: sum(sizes)], np.cumsum(sizes)[:-1])

@@ -15,6 +15,9 @@ from expertmesh.core import (
     unpermute,
 )
 
+# On another version of JAX these ops keep the contract, which has the same values in every mode.
+pytestmark = pytest.mark.default_jax
+
 
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 def test_ids_out_of_range_and_repeated_and_narrow(dtype):
