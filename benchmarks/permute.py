@@ -15,8 +15,8 @@ from expertmesh.core.ops import permute as ops
 from expertmesh.core.testing import relative_error
 
 # tokens, width, choices, experts
-GPU = [(32768, 4096, 8, 256), (32768, 7168, 2, 256)]
-CPU = [(256, 64, 4, 16)]
+GPU, CPU = (32768, 4096, 8, 256), (256, 64, 4, 16)
+WIDE = (32768, 7168, 2, 256)
 
 
 def operands(tokens, width, choices, experts):
@@ -123,8 +123,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--wide", action="store_true", help="width 7168 too")
     options = parser.parse_args()
-    shapes = GPU if jax.default_backend() == "gpu" else CPU
+    shapes = [GPU if jax.default_backend() == "gpu" else CPU] + [WIDE] * options.wide
     _measure.write(options.json, (row for shape in shapes for row in rows_of(shape, options.pairs)))
 
 
