@@ -109,6 +109,65 @@ def test_weight_gradients_on_hopper(out, width):
     assert "1" in waits, "every product waits for itself"
 
 
+def _descriptor(dtype, block):
+    from triton.experimental.gluon import language as gl
+
+    layouts = {
+        "fp32": gl.NVMMASharedLayout(0, 32, len(block)),
+        "fp8e4nv": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv),
+        "fp8e5": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e5),
+    }
+    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layouts[dtype]!r}>"
+
+
+# The operand that is e5m2 in a pass with dy: rows in the input gradient, columns in the weight's.
+@pytest.mark.parametrize("dy", ["fp8e4nv", "fp8e5"])
+@pytest.mark.parametrize(
+    "which, out",
+    [
+        ("ROWS_BLOCKS", "bf16"),
+        ("ROWS_WHOLE", "bf16"),
+        ("ROWS_WHOLE", "fp32"),
+        ("WEIGHTS_BLOCKS", "bf16"),
+        ("WEIGHTS_BLOCKS", "fp32"),
+        ("WEIGHTS_WHOLE", "bf16"),
+        ("WEIGHTS_WHOLE", "fp32"),
+    ],
+)
+def test_quantized_grouped_gemm(which, out, dy):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+    from expertmesh.core.kernels.gluon_call import compile_gluon
+
+    tiles = kernels.fit(getattr(kernels, which), jnp.float32 if out == "fp32" else jnp.bfloat16)
+    # At other widths the storing role keeps an address or two in memory, which it has time for.
+    constants = kernels.constants(tiles, 32, scaled=which.endswith("BLOCKS"))
+    if which.startswith("ROWS"):
+        kernel = kernels._rows_kernel
+        first = (dy, (tiles.m, tiles.k)), "*fp32"
+        second = ("fp8e4nv", (1, tiles.n, tiles.k)), "*fp32"
+        constants |= {"C": 32768, "W": 4096, "STEPS": 56}
+    else:
+        kernel = kernels._weights_kernel
+        scaled = which == "WEIGHTS_BLOCKS"
+        first = ("fp8e4nv", (tiles.m, tiles.k)), ("fp32", (1, tiles.m)) if scaled else "*fp32"
+        second = (dy, (tiles.n, tiles.k)), ("fp32", (1, tiles.n)) if scaled else "*fp32"
+        constants |= {"K": 4096, "N": 28672}
+    types = [t if isinstance(t, str) else _descriptor(*t) for t in (*first, *second)]
+    compiled = compile_gluon(kernel, [*types, "*i32", f"*{out}"], constants, 90)
+    _check(compiled, 90)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_turn(aligned):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "ALIGNED": aligned, "BK": 128}
+    types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
+    constants["BW"] = kernels.TURNED
+    compiled = _assemble(kernels._turn_kernel, types, constants, 4, 1, 90)
+    _check_resources(compiled)
+
+
 def _check(compiled, arch):
     _check_resources(compiled)
     assert MATRIX_INSTRUCTION[arch] in compiled.asm["ptx"]

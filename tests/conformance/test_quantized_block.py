@@ -9,6 +9,7 @@ from conformance.test_block import block, specs_of
 from ep.exchange_oracle import shards
 from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from flax_moe import moe_oracle, quantized_oracle
+from multiprocess_runner import on_gpu
 
 RECIPES = {
     # Scales that are no powers of two: other rows in a block change every number of it.
@@ -20,6 +21,9 @@ RECIPES = {
 # A number next to where rounding turns, which sums in another order may push across, is one step of 8 bits off: 4e-4 of
 # a gradient of wi on jax 0.12.
 GRADIENT_TOLERANCE = 6e-4
+TOLERANCE = 1e-5
+if on_gpu():  # whose tensor cores add products of 8 bits in about 14 bits: 4e-4, and more numbers that are a step off
+    TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 SIZES = {"explicit": (256, 128), "resource": (64, 32), "manual": (32, 16), "auto": (64, 32)}
 
 
@@ -56,7 +60,7 @@ def test_quantized_in_each_mode(setting):
     blocks = shards(setting.mesh_shape, (AXES,), (8, 5), ("ep",))
     blocks = whole if setting.is_whole else list(blocks)
     want = quantized_oracle.run(data, config, blocks, setting.num_ranks)
-    assert_close(y, want.y, 1e-5, "y")
+    assert_close(y, want.y, TOLERANCE, "y")
     assert_close(d_x, want.d_x, GRADIENT_TOLERANCE, "d_x")
     for name, gradient in zip(names, d_params, strict=True):
         assert gradient.dtype == np.float32

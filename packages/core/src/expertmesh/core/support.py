@@ -89,22 +89,30 @@ def _why_emulated(feature: str, device: jax.Device) -> str:
     if not first <= capability < end:
         until = "" if end == math.inf else f" to below {end}"
         return f"native GEMMs need compute capability {first}{until}; the device has {capability}"
-    return "this version has no kernel for it"
+    return "this version has no kernel for it but those of grouped GEMMs of 8 bits"
 
 
-def warn_if_emulated(recipe, *operands: jax.Array) -> None:
+def warn_if_emulated(recipe, *operands: jax.Array, grouped: bool = False) -> None:
     """A UserWarning, once per process and recipe, if a GPU that runs this call does not multiply its operands natively.
 
     Args:
       recipe: whose GEMMs the call makes.
       operands: of the call, concrete or traced.
+      grouped: whether its GEMMs are grouped, for which there are kernels.
     """
     if platform_of(*operands) != "cuda" or not any(d.platform == "gpu" for d in jax.devices()):
         return
     name = next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
     native, reason = is_supported(name)
-    if not native:
+    if not native and not (grouped and _multiplies_groups(name)):
         _warn_once(reason)
+
+
+def _multiplies_groups(name: str) -> bool:
+    """Whether the grouped GEMMs of a recipe take its operands as they are, on the default device."""
+    device = jax.devices()[0]
+    hopper = device.platform == "gpu" and 9.0 <= float(device.compute_capability) < 10.0
+    return hopper and name.startswith("fp8") and first_missing(TRITON) is None
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def dispatch_dense(
     """
     extra = Extra(kernel_quantized=kernel_quantized)
     check_extra("dispatch_dense", kernel, extra, recipe)
-    warn_if_emulated(recipe, x, kernel)
+    warn_if_emulated(recipe, x, kernel, grouped=True)
     given = None, w_spec, None
     layer = Layer(
         recipe=recipe, out_dtype=x.dtype, given=given, used=used_specs(kernel.ndim, *given)

@@ -132,7 +132,7 @@ def grouped_dense(
             debug=debug,
         )
     check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
-    warn_if_emulated(recipe, x, kernel)
+    warn_if_emulated(recipe, x, kernel, grouped=True)
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]

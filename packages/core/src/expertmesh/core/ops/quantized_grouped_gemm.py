@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core import _jax
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.grouped_gemm import (
     accumulate_weights,
     empty_result,
@@ -139,7 +140,52 @@ def _reader(half, block, step):
     return _wide_rows(*half, block=block, step=step)
 
 
-def _ops(name: str, reference: Callable, rule, tensor_terms, summed: str, roles, parameter: int):
+def _rows_supported(*operands, blocks, out_dtype) -> str | None:
+    """For the forward (rows x weights) and the input gradient (dy x weights)."""
+    (rows, *_), (weight, *_) = halves(operands[:-1])
+    _, K, *N = weight.shape
+    if 128 in blocks[0] and len(N) > 1 and N[-1] % 128:
+        return f"the last dimension of the weight must consist of blocks of 128; it is {N[-1]}"
+    return _why_not(rows, operands[-1], weight.shape[0], (K, prod(N)), blocks, (1, 2), out_dtype)
+
+
+def _weights_supported(*operands, num_experts, blocks, out_dtype) -> str | None:
+    (lhs, *_), (dy, *_) = halves(operands[:-1])
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _why_not(lhs, operands[-1], num_experts, widths, blocks, (1, 1), out_dtype)
+
+
+def _why_not(rows, group_sizes, num_experts, widths, blocks, block_dims, out_dtype) -> str | None:
+    """What keeps these types from the kernels, or None.
+
+    Args:
+      widths: K and the size of N.
+      block_dims: along how many dimensions of either operand blocks of 128 lie.
+    """
+    long = [[size for size in block if size > 1] for block in blocks]
+    emulated = long == [[32], [32]]  # as bfloat16
+    if not emulated and long not in ([[], []], [[128] * dims for dims in block_dims]):
+        return f"there is no kernel for blocks of {blocks[0]} and {blocks[1]}"
+    capability = _jax.compute_capability() or 9.0
+    if capability < 9.0 or not emulated and capability >= 10.0:
+        return f"the kernels are for compute capability 9.0; this GPU has {capability}"
+    if group_sizes.shape != (1, num_experts):
+        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+    if rows.size == 0 or any(width == 0 or width % 16 for width in widths):
+        return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
+    if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
+    return None
+
+
+def _kernels(function: str, supports) -> tuple[Kernel, ...]:
+    module = "expertmesh.core.kernels.quantized_grouped_gemm"
+    return (Kernel.triton(module, function, supports),)
+
+
+def _ops(
+    name: str, reference: Callable, rule, tensor_terms, summed: str, roles, parameter: int, kernels
+):
     """The op for each of SCALINGS.
 
     Args:
@@ -147,6 +193,7 @@ def _ops(name: str, reference: Callable, rule, tensor_terms, summed: str, roles,
       tensor_terms: of the scales of a whole tensor, for each operand.
       roles: of both operands and of the result.
       parameter: which of the operands or result is the weight.
+      kernels: for all but two levels of scales.
     """
     tensor_roles = ["tokens ." if term == "p g" else "experts" for term in tensor_terms]
 
@@ -172,7 +219,8 @@ def _ops(name: str, reference: Callable, rule, tensor_terms, summed: str, roles,
         def plan(query: Query) -> Plan:
             return inner(whole_blocks(query, 2 * per_operand))
 
-        return Op(name, reference, sharding, roles=role, plan=plan)
+        mine = () if kind == "two levels" else kernels
+        return Op(name, reference, sharding, roles=role, plan=plan, kernels=mine)
 
     return {kind: one(kind) for kind in SCALINGS}
 
@@ -186,6 +234,7 @@ _FPROP = _ops(
     "k",
     _ROLES,
     1,
+    _kernels("rows", _rows_supported),
 )
 _DGRAD = _ops(
     "quantized_grouped_gemm_dgrad",
@@ -195,6 +244,7 @@ _DGRAD = _ops(
     "n...",
     _ROLES,
     1,
+    _kernels("rows_dgrad", _rows_supported),
 )
 _WGRAD = _ops(
     "quantized_grouped_gemm_wgrad",
@@ -204,6 +254,7 @@ _WGRAD = _ops(
     "",
     ("tokens . .", "tokens . .", "experts fsdp ."),
     2,
+    _kernels("weights", _weights_supported),
 )
 
 

@@ -1,0 +1,199 @@
+"""Grouped GEMMs of 8-bit operands, against what the tensor cores reach without groups.
+
+For scales per tensor and blocks of 128 the reference is one dense 8-bit XLA GEMM of the same rows, contraction and
+width; for the weight gradient of blocks of 128, and for blocks of 32, which are multiplied as bfloat16, it is our
+bfloat16 kernel. Kernel and reference alternate; a ratio is the median of the ratios of pairs, higher is better.
+
+The forward's weight lies as the tensor cores read it, its contraction contiguous, as XLA lays out what is quantized in
+the same program; `fprop, rows of N` is the forward of a weight [E, K, N] from elsewhere, transposed each time. A few
+passes of a few shapes; all of them with `--all`.
+"""
+
+import argparse
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format, Layout
+
+from benchmarks import _measure
+from benchmarks.grouped_gemm import CPU, GPU, group_sizes, on_gpu
+from expertmesh.core.ops.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
+from expertmesh.core.ops.quantize import dequantize_values
+from expertmesh.core.ops.quantized_grouped_gemm import _DGRAD, _FPROP, _WGRAD
+from expertmesh.core.recipe import alignment_of
+from expertmesh.core.testing import relative_error
+
+DATA = jnp.float8_e4m3fn
+# Length of the blocks of each recipe; 0 for one scale per group and expert.
+ALONG = {"fp8_current": 0, "fp8_block": 128, "mxfp8": 32}
+# Two more shapes: those of DeepGEMM's published figures.
+SHAPES = GPU | {"four groups": (32768, 7168, 4096, 4), "four groups w2": (32768, 2048, 7168, 4)}
+# recipe, shape, passes
+FEW = [
+    ("fp8_block", "dsv3 w13", ("fprop", "wgrad")),
+    ("fp8_block", "dsv3 w2", ("fprop",)),
+    ("fp8_block", "four groups", ("fprop",)),
+    ("fp8_current", "dsv3 w13", ("fprop", "wgrad")),
+    ("mxfp8", "dsv3 w13", ("fprop",)),
+]
+
+
+def quantized(key, shape, block, scale_shape):
+    """Random (data, scale); without blocks the scales have `scale_shape`."""
+    data = jax.random.normal(key, shape, jnp.bfloat16).astype(DATA)
+    if not block:
+        return data, jnp.full(scale_shape, 0.5, jnp.float32)
+    counts = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    scale = jnp.exp2(jax.random.randint(key, counts, -2, 3).astype(jnp.float32))
+    return data, scale.astype(jnp.float8_e8m0fnu) if 32 in block else scale
+
+
+def passes(recipe, shape):
+    """pass -> (op, its operands, its options)."""
+    rows, k, n, groups = shape
+    along = ALONG[recipe]
+    kind = "blocks" if along else "tensor"
+    sizes = group_sizes(rows, groups)
+    of_rows = (1, 1, along) if along else ()
+    down = (1, along, 1) if along else ()  # along the rows, whose groups then start with a block
+    align = alignment_of(recipe)
+    keys = jax.random.split(jax.random.key(0), 2)
+    done = {}
+    for which, width in {"fprop": k, "dgrad": n}.items():
+        across = {0: (), 32: down if which == "fprop" else of_rows, 128: (1, 128, 128)}[along]
+        x = quantized(keys[0], (1, rows, width), of_rows, (1, groups))
+        w = quantized(keys[1], (groups, k, n), across, (groups,))
+        op = (_FPROP if which == "fprop" else _DGRAD)[kind]
+        if which == "fprop" and along != 32 and on_gpu():
+            done["fprop, rows of N"] = op, (*x, *w, sizes[None]), dict(blocks=(of_rows, across))
+            contiguous = Format(Layout((0, 2, 1)), w[0].sharding)
+            w = jax.device_put(w[0], contiguous), w[1]
+        done[which] = op, (*x, *w, sizes[None]), dict(blocks=(of_rows, across))
+    both = [
+        quantized(key, (1, rows, width), down, (1, groups))
+        for key, width in zip(keys, (k, n), strict=True)
+    ]
+    aligned = sizes // align * align
+    options = dict(blocks=(down, down), num_experts=groups)
+    done["wgrad"] = _WGRAD[kind], (*both[0], *both[1], aligned[None]), options
+    return done
+
+
+def dense(shape):
+    """One 8-bit GEMM, the contraction of both operands contiguous."""
+    rows, k, n, _ = shape
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = (
+        jax.random.normal(key, (size, k), jnp.bfloat16).astype(DATA)
+        for key, size in zip(keys, (rows, n), strict=True)
+    )
+
+    def multiply(x, w, scale):
+        x, w = (v.astype(jnp.bfloat16) * scale for v in (x, w))
+        dims = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.bfloat16)
+
+    return multiply, (x, w, jnp.bfloat16(0.5))
+
+
+def bfloat16(which, shape, to):
+    rows, k, n, groups = shape
+    sizes = jnp.asarray(group_sizes(rows, groups))[None]
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (
+        jax.random.normal(key, (1, rows, width), jnp.bfloat16)
+        for key, width in zip(keys, (k, n), strict=False)
+    )
+    w = jax.random.normal(keys[2], (groups, k, n), jnp.bfloat16)
+    if which == "wgrad":
+        options = to | {"num_experts": groups}
+        return lambda *z: grouped_gemm_wgrad_op(*z, **options), (x, dy, sizes)
+    if which == "dgrad":
+        return lambda *z: grouped_gemm_dgrad_op(*z, **to), (dy, w, sizes)
+    return lambda *z: grouped_gemm_op(*z, **to), (x, w, sizes)
+
+
+def check(which, function, operands, options):
+    """A kernel that is wrong is not timed: the first rows of the first group, or a corner of its gradient."""
+    got = jax.jit(function)(*operands)
+    a, a_scale, b, b_scale, sizes = operands
+    end = int(sizes[0, 0])
+    blocks = options["blocks"]
+    part = slice(0, end if which == "wgrad" else 4)
+    few = slice(0, 128)
+    x, y = a[:, part], b[:1]
+    if which == "wgrad":
+        x, y = x[..., few], b[:, part, few]
+    wide = []
+    for data, scale, block in ((x, a_scale, blocks[0]), (y, b_scale, blocks[1])):
+        if block:
+            counts = [-(-size // length) for size, length in zip(data.shape, block, strict=True)]
+            scale = scale[tuple(map(slice, counts))]
+        else:
+            scale = scale[:1, 0] if scale.ndim == 2 else scale[:1]
+        wide.append(np.asarray(dequantize_values(data, scale, block=block), np.float64)[0])
+    x, y = wide
+    if which == "wgrad":
+        assert relative_error(got[0, few, few], x.T @ y) < 1e-2
+    else:
+        assert relative_error(got[0, part], x @ (y.T if which == "dgrad" else y)) < 1e-2
+
+
+def rows_of(recipe, name, shape, only):
+    rows, k, n, groups = shape
+    flops = 2 * rows * k * n
+    to = {
+        "out_dtype": jnp.dtype("bfloat16"),
+        "implementation": "triton" if on_gpu() else "reference",
+    }
+    for which, (op, operands, options) in passes(recipe, shape).items():
+        if only and which not in only:
+            continue
+
+        def function(*z, op=op, options=options):
+            return op(*z, **to, **options)
+
+        operands = tuple(map(jnp.asarray, operands))
+        check(which, function, operands, options)
+        in_bfloat16 = recipe == "mxfp8" or (recipe, which) == ("fp8_block", "wgrad")
+        other = bfloat16(which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape)
+        ours, theirs, ratio = _measure.alternate((function, operands), other)
+        reference = "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM"
+        yield _measure.row(
+            bench="quantized_grouped_gemm",
+            case=f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups",
+            metric="rate",
+            value=flops / ours / 1e12,
+            unit="TFLOP/s",
+            reference=f"{reference}, {flops / theirs / 1e12:.0f} TFLOP/s",
+            ratio=ratio,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--all", action="store_true", help="every recipe, pass and shape")
+    options = parser.parse_args()
+    # Else XLA widens the operands of the dense GEMM to bfloat16.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    )
+    shapes = SHAPES if on_gpu() else {"small": CPU["small"]}
+    cases = [(recipe, name, ()) for recipe in ALONG for name in shapes]
+    found = FEW if on_gpu() and not options.all else cases
+    rows = (
+        row for recipe, name, only in found for row in rows_of(recipe, name, shapes[name], only)
+    )
+    _measure.write(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,670 @@
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs of compute capability 9.0, group sizes read on the device.
+
+Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
+the contraction and W the width of the result; the weight gradient turns its operands first. Blocks of 32 are widened
+to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the outputs is written. Dimension key as in
+`ops/quantized_grouped_gemm.py`.
+
+One role of one warp loads, two of four warps multiply, one of two warps stores. A product of 128 of the contraction,
+the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies.
+"""
+
+import dataclasses
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from expertmesh.core.kernels import grouped_gemm as plain
+from expertmesh.core.kernels.gluon_call import gluon_call
+from expertmesh.core.ops.quantize import dequantize_values
+
+BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
+MX_BLOCK = 32
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _groups(sizes, G: gl.constexpr, G_POW2: gl.constexpr, BM: gl.constexpr):
+    """Per group: its index, its end, the end of its tiles of rows, and the row of tile 0 were all tiles its own.
+
+    Every warp holds all of them.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([G_POW2 // 32], [32], [gl.num_warps()], [0])
+    index_G = gl.arange(0, G_POW2, layout)
+    size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
+    end_G = gl.associative_scan(size_G, 0, _add)
+    tiles_G = (size_G + BM - 1) // BM
+    last_tile_G = gl.associative_scan(tiles_G, 0, _add)
+    return index_G, end_G, last_tile_G, end_G - size_G - (last_tile_G - tiles_G) * BM
+
+
+@gluon.jit
+def _rows_tile(tile, groups, num_m, NUM_N: gl.constexpr, BM: gl.constexpr, BAND: gl.constexpr):
+    """The group of a tile, its first row, the end of its group, and the tile's column."""
+    index_G, end_G, last_tile_G, origin_G = groups
+    # Tiles that run together share rows and columns, so that both stay in L2.
+    band = tile // (BAND * NUM_N)
+    band_m = gl.minimum(num_m - band * BAND, BAND)
+    within = tile % (BAND * NUM_N)
+    tile_m = band * BAND + within % band_m
+    group = gl.sum((last_tile_G <= tile_m).to(gl.int32), 0)
+    mine_G = index_G == group
+    end = gl.sum(gl.where(mine_G, end_G, 0), 0)
+    origin = gl.sum(gl.where(mine_G, origin_G, 0), 0)
+    return group, origin + tile_m * BM, end, within // band_m
+
+
+@gluon.jit
+def _num_tiles(groups, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
+    """The tiles of rows, and how many tiles this program has."""
+    num_m = gl.max(groups[2], 0)
+    return num_m, (num_m * NUM_N - gl.program_id(0) + NUM_PROGRAMS - 1) // NUM_PROGRAMS
+
+
+@gluon.jit
+def _load_rows(
+    lhs_desc, rhs_desc, sizes, a_smem, b_smem, full, empty,
+    G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The role that loads: BK of the contraction of both operands a step, as long as a slot is empty."""
+    groups = _groups(sizes, G, G_POW2, BM)
+    num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
+    step = 0
+    for i in range(0, count):
+        tile = gl.program_id(0) + i * NUM_PROGRAMS
+        group, row, _, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
+        for k in range(0, STEPS):
+            slot = step % STAGES
+            at = full.index(slot)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(at, lhs_desc.nbytes_per_cta + rhs_desc.nbytes_per_cta)
+            tma.async_load(lhs_desc, [row, k * BK], at, a_smem.index(slot))
+            tma.async_load(rhs_desc, [group, tile_n * BN, k * BK], at, b_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _part(a, b, part, PART: gl.constexpr):
+    """Begins the product of a step's operands for one half of the columns."""
+    WIDTH: gl.constexpr = part.shape[1]
+    columns = b.slice(PART * WIDTH, WIDTH).permute((1, 0))
+    return warpgroup_mma(a, columns, part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_blocks(
+    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply, where blocks have scales: BM / 2 of a tile's rows, half of its columns at a
+    time: more partial sums would not fit into registers."""
+    BH: gl.constexpr = BM // 2
+    PN: gl.constexpr = BN // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
+    groups = _groups(sizes, G, G_POW2, BM)
+    num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
+    part = gl.zeros((BH, PN), gl.float32, mma)
+    step = 0
+    for i in range(0, count):
+        tile = gl.program_id(0) + i * NUM_PROGRAMS
+        group, row, _, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
+        # What lies beyond the last row or column is not stored: any scale will do.
+        mine = row + HALF * BH + gl.arange(0, BH, gl.SliceLayout(1, mma))
+        rows = gl.minimum(mine, C - 1) * STEPS
+        last: gl.constexpr = (W + PN - 1) // PN - 1
+        at_left = weight_scales + (group * (last + 1) + 2 * tile_n) * STEPS
+        at_right = weight_scales + (group * (last + 1) + gl.minimum(2 * tile_n + 1, last)) * STEPS
+        of_rows = gl.load(row_scales + rows)
+        left = gl.zeros((BH, PN), gl.float32, mma)
+        right = gl.zeros((BH, PN), gl.float32, mma)
+        for k in range(0, STEPS):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            a = a_smem.index(slot).slice(HALF * BH, BH)
+            b = b_smem.index(slot).reshape((BN, BK))
+            begun = _part(a, b, part, 0)
+            of_left = gl.load(at_left + k)
+            of_right = gl.load(at_right + k)
+            of_next = gl.load(row_scales + (rows + gl.minimum(k + 1, STEPS - 1)))
+            part = warpgroup_mma_wait(0, deps=[begun])
+            left = gl.fma(part, (of_rows * of_left)[:, None].broadcast_to(BH, PN), left)
+            begun = _part(a, b, part, 1)
+            part = warpgroup_mma_wait(0, deps=[begun])
+            mbarrier.arrive(empty.index(slot))
+            right = gl.fma(part, (of_rows * of_right)[:, None].broadcast_to(BH, PN), right)
+            of_rows = of_next
+            step += 1
+        _hand_over(left, right, out_smem, ready, free)
+
+
+@gluon.jit
+def _multiply_whole(
+    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
+    NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply, where groups and experts have scales: BM / 2 of a tile's rows."""
+    BH: gl.constexpr = BM // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    groups = _groups(sizes, G, G_POW2, BM)
+    num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
+    step = 0
+    for i in range(0, count):
+        acc = gl.zeros((BH, BN), gl.float32, mma)
+        for k in range(0, STEPS):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            a = a_smem.index(slot).slice(HALF * BH, BH)
+            b = b_smem.index(slot).reshape((BN, BK)).permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            # One product stays under way; the slot of the one before it is free.
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if k > 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            step += 1
+        tile = gl.program_id(0) + i * NUM_PROGRAMS
+        group, _, _, _ = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
+        of_rows, of_weight = gl.load(row_scales + group), gl.load(weight_scales + group)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        _hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
+
+
+@gluon.jit
+def _hand_over(left, right, out_smem, ready, free):
+    """The halves of a tile's columns to the role that stores."""
+    mbarrier.wait(free, 1)
+    out_smem.store(left.to(out_smem.dtype))
+    mbarrier.arrive(ready)
+    mbarrier.wait(free, 0)
+    out_smem.store(right.to(out_smem.dtype))
+    mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _hand_over_whole(acc, out_smem, ready, free):
+    BH: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1]
+    left, right = acc.reshape((BH, 2, BN // 2)).permute((0, 2, 1)).split()
+    _hand_over(left, right, out_smem, ready, free)
+
+
+@gluon.jit
+def _store_part(
+    smem, ready, free, phase, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
+):
+    """Part of a result [C, W] from shared memory to where it belongs, but for the rows from `end` on."""
+    HEIGHT: gl.constexpr = smem.shape[0]
+    WIDTH: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mbarrier.wait(ready, phase)
+    for first in gl.static_range(0, HEIGHT, ROWS):
+        values = smem.slice(first, ROWS).load(layout)
+        rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
+        gl.store(where, values, mask=(rows < end)[:, None] & (columns < W)[None, :])
+    mbarrier.arrive(free)
+
+
+@gluon.jit
+def _store_rows(
+    sizes, out, smem0, smem1, ready, free, C: gl.constexpr, W: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """The role that stores, while the next tile is multiplied; then zeros in the rows after the last group."""
+    # A step is half of a tile's columns; were the halves unrolled, their addresses would not fit into registers.
+    groups = _groups(sizes, G, G_POW2, BM)
+    num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
+    for step in range(0, 2 * count):
+        tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
+        _, row, end, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
+        column = tile_n * BN + step % 2 * (BN // 2)
+        _store_part(smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8)
+        row += BM // 2
+        _store_part(smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
+    for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 2, C, NUM_PROGRAMS * 2):
+        rows = start + gl.arange(0, 2, gl.SliceLayout(1, layout))
+        for column in range(0, W, 256):
+            columns = column + gl.arange(0, 256, gl.SliceLayout(0, layout))
+            where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
+            zeros = gl.zeros((2, 256), out.dtype.element_ty, layout)
+            gl.store(where, zeros, mask=(rows < C)[:, None] & (columns < W)[None, :])
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    """For slots that are full and empty, results that are ready, and room for them that is free."""
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    ready = mbarrier.allocate_mbarrier(batch=2)
+    free = mbarrier.allocate_mbarrier(batch=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return full, empty, ready, free
+
+
+@gluon.jit
+def _rows_role(
+    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    if SCALED:
+        _multiply_blocks(sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+                         HALF, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)  # fmt: skip
+    else:
+        _multiply_whole(sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+                        HALF, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def _rows_kernel(
+    lhs_desc, row_scales, rhs_desc, weight_scales, sizes, out,
+    C: gl.constexpr, W: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out[r] = lhs[r] . rhs[group of r] * scales, of row_scales [C, STEPS] and weight_scales [G, W / 128, STEPS] if
+    SCALED, else both [G]; zeros after the last group."""
+    NUM_N: gl.constexpr = (W + BN - 1) // BN
+    part: gl.constexpr = [BM // 2, BN // 2]
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
+    a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
+    b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
+    smem0 = gl.allocate_shared_memory(dtype, part, layout)
+    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    full, empty, ready, free = _barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem0, full, empty,
+                          ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                          BM, BN, BK, BAND, STAGES, SCALED)),
+            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem1, full, empty,
+                          ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                          BM, BN, BK, BAND, STAGES, SCALED)),
+            (_store_rows, (sizes, out, smem0, smem1, ready, free, C, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
+                           BM, BN, BAND)),
+            (_load_rows, (lhs_desc, rhs_desc, sizes, a_smem, b_smem, full, empty, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                          BM, BN, BK, BAND, STAGES)),
+        ],
+        [4, 2, 1],  # warps of the roles after the first
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(a, b, PERMUTATION: tl.constexpr):
+    """Bytes of two words, by the digits of PERMUTATION: 0 .. 3 of `a`, 4 .. 7 of `b`, the lowest last."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, " + PERMUTATION + ";", "=r,r,r", [a, b], tl.uint32, True, 1
+    )
+
+
+@triton.jit
+def _turn_kernel(
+    data, group_sizes, out,
+    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, CHUNKS: tl.constexpr, ALIGNED: tl.constexpr,
+    BK: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """A chunk of BK rows of one group to columns of `out`; zeros for the rows that are not the group's.
+
+    `data` [C, W] and `out` [W, CHUNKS * BK] are moved as words of 4 bytes. Chunks start where the group does, or, if
+    ALIGNED, at the multiple of BK before.
+    """
+    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+    turned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    first_G = end_G - size_G
+    if ALIGNED:
+        first_G = first_G // BK * BK
+    chunks_G = tl.where(size_G > 0, (end_G - first_G + BK - 1) // BK, 0)
+    last_chunk_G = tl.cumsum(chunks_G, 0)
+    # Programs that run together read whole rows, and write neighbouring chunks.
+    chunk = tl.program_id(1)
+    if chunk < tl.sum(chunks_G):
+        group = tl.sum((last_chunk_G <= chunk).to(tl.int32))
+        mine_G = index_G == group
+        end = tl.sum(tl.where(mine_G, end_G, 0))
+        start = end - tl.sum(tl.where(mine_G, size_G, 0))
+        first = tl.sum(tl.where(mine_G, first_G - (last_chunk_G - chunks_G) * BK, 0)) + chunk * BK
+        fours = first + 4 * tl.arange(0, BK // 4)
+        column = tl.program_id(0) * (BW // 4) + tl.arange(0, BW // 4)
+        here = words + fours.to(tl.int64)[:, None] * (W // 4) + column[None, :]
+        inside = (column < W // 4)[None, :]
+        w0 = tl.load(here, ((fours >= start) & (fours < end))[:, None] & inside, 0)
+        w1 = tl.load(here + W // 4, ((fours + 1 >= start) & (fours + 1 < end))[:, None] & inside, 0)
+        w2 = tl.load(
+            here + 2 * (W // 4), ((fours + 2 >= start) & (fours + 2 < end))[:, None] & inside, 0
+        )
+        w3 = tl.load(
+            here + 3 * (W // 4), ((fours + 3 >= start) & (fours + 3 < end))[:, None] & inside, 0
+        )
+        low01, high01 = _merge(w0, w1, "0x5140"), _merge(w0, w1, "0x7362")
+        low23, high23 = _merge(w2, w3, "0x5140"), _merge(w2, w3, "0x7362")
+        length: tl.constexpr = CHUNKS * BK // 4
+        there = (
+            turned
+            + (4 * column).to(tl.int64)[:, None] * length
+            + chunk * (BK // 4)
+            + tl.arange(0, BK // 4)[None, :]
+        )
+        inside = (column < W // 4)[:, None]
+        tl.store(there, _merge(low01, low23, "0x5410").T, inside)
+        tl.store(there + length, _merge(low01, low23, "0x7632").T, inside)
+        tl.store(there + 2 * length, _merge(high01, high23, "0x5410").T, inside)
+        tl.store(there + 3 * length, _merge(high01, high23, "0x7632").T, inside)
+
+
+@gluon.jit
+def _chunks(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_TILES: gl.constexpr, ALIGNED: gl.constexpr,
+            BK: gl.constexpr):  # fmt: skip
+    """The group of a tile, its first chunk, how many it has, and the block of rows in which the first one starts."""
+    layout: gl.constexpr = gl.BlockedLayout([G_POW2 // 32], [32], [gl.num_warps()], [0])
+    index_G = gl.arange(0, G_POW2, layout)
+    size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
+    end_G = gl.associative_scan(size_G, 0, _add)
+    first_G = end_G - size_G
+    if ALIGNED:
+        first_G = first_G // BK * BK
+    chunks_G = gl.where(size_G > 0, (end_G - first_G + BK - 1) // BK, 0)
+    group = tile // NUM_TILES
+    before = gl.sum(gl.where(index_G < group, chunks_G, 0), 0)
+    count = gl.sum(gl.where(index_G == group, chunks_G, 0), 0)
+    return group, before, count, gl.sum(gl.where(index_G == group, first_G, 0), 0) // BK
+
+
+@gluon.jit
+def _load_chunks(
+    lhs_desc, dy_desc, lhs_scales, dy_scales, sizes, a_smem, b_smem, m_smem, n_smem, full, empty,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """The role that loads: a chunk of both operands a step, and the scales of its blocks."""
+    step = 0
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        _, _, _, tile_m, tile_n = plain._tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
+        _, first, count, block = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, SCALED, BK)
+        for k in range(0, count):
+            slot = step % STAGES
+            at = full.index(slot)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            if SCALED:
+                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta
+                                + lhs_scales.nbytes_per_cta + dy_scales.nbytes_per_cta)  # fmt: skip
+                tma.async_load(lhs_scales, [block + k, tile_m * BM], at, m_smem.index(slot))
+                tma.async_load(dy_scales, [block + k, tile_n * BN], at, n_smem.index(slot))
+            else:
+                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
+            tma.async_load(lhs_desc, [tile_m * BM, (first + k) * BK], at, a_smem.index(slot))
+            tma.async_load(dy_desc, [tile_n * BN, (first + k) * BK], at, b_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply_chunks(
+    sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply: BM / 2 of a tile's rows."""
+    BH: gl.constexpr = BM // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    step = 0
+    part = gl.zeros((BH, BN), gl.float32, mma)
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        group, _, count, _ = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, SCALED, BK)
+        acc = gl.zeros((BH, BN), gl.float32, mma)
+        for k in range(0, count):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            a = a_smem.index(slot).slice(HALF * BH, BH)
+            b = b_smem.index(slot).permute((1, 0))
+            if SCALED:
+                begun = warpgroup_mma(a, b, part, use_acc=False, is_async=True)
+                of_m = m_smem.index(slot).permute((1, 0)).slice(HALF * BH, BH).load(mma)
+                of_n = n_smem.index(slot).load(mma)
+                part = warpgroup_mma_wait(0, deps=[begun])
+                mbarrier.arrive(empty.index(slot))
+                scales = of_m.broadcast_to(BH, BN) * of_n.broadcast_to(BH, BN)
+                acc = gl.fma(part, scales, acc)
+            else:
+                # One product stays under way; the slot of the one before it is free.
+                acc = warpgroup_mma(a, b, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if k > 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            step += 1
+        if not SCALED:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            if count > 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            acc = acc * gl.load(lhs_scales + group) * gl.load(dy_scales + group)
+        _hand_over_whole(acc, out_smem, ready, free)
+
+
+@gluon.jit
+def _weights_kernel(
+    lhs_desc, lhs_scales, dy_desc, dy_scales, sizes, out,
+    K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out[g] = sum over the group's chunks of lhs[:, chunk] . dy[:, chunk]^T, scaled by block or by group."""
+    NUM_M: gl.constexpr = (K + BM - 1) // BM
+    NUM_N: gl.constexpr = (N + BN - 1) // BN
+    part: gl.constexpr = [BM // 2, BN // 2]
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
+    a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
+    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BN, BK], dy_desc.layout)
+    if SCALED:
+        m_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lhs_scales.layout)
+        n_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], dy_scales.layout)
+    else:
+        m_smem = a_smem
+        n_smem = b_smem
+    smem0 = gl.allocate_shared_memory(dtype, part, layout)
+    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    full, empty, ready, free = _barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (_multiply_chunks, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem0, full, empty,
+                             ready.index(0), free.index(0), 0,
+                             G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
+            (_multiply_chunks, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem1, full, empty,
+                             ready.index(1), free.index(1), 1,
+                             G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
+            (plain._store_tiles, (sizes, out, smem0, smem1, ready, free, K, N,
+                                  G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND)),
+            (_load_chunks, (lhs_desc, dy_desc, lhs_scales, dy_scales, sizes, a_smem, b_smem, m_smem, n_smem,
+                            full, empty, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES, SCALED)),
+        ],
+        [4, 2, 1],  # warps of the roles after the first
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile, and how its roles run it."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    band: int
+    registers: tuple[
+        int, int
+    ]  # of the second role that multiplies, and of those that load and store
+
+
+# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
+ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
+WEIGHTS_BLOCKS = Tiles(m=128, n=128, k=128, stages=6, band=8, registers=(200, 88))
+WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
+TURNED = 128  # columns that one program turns
+
+
+def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
+    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
+    if _along(blocks) == MX_BLOCK:
+        wide = _wide(lhs, lhs_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
+        return plain.rows(*wide, group_sizes, out_dtype=out_dtype)
+    # A bitcast where the compiler is free to choose how the weight lies.
+    weight, scale = (x if x.ndim == 1 else jnp.swapaxes(_flat(x), 1, 2) for x in (rhs, rhs_scale))
+    out = launch_rows(lhs[0], lhs_scale[0], weight, scale, group_sizes[0], out_dtype=out_dtype)
+    return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
+
+
+def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
+    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
+    if _along(blocks) == MX_BLOCK:
+        wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
+        return plain.rows_dgrad(*wide, group_sizes, out_dtype=out_dtype)
+    dy, dy_scale, rhs, rhs_scale = (
+        x if x.ndim < 3 else _flat(x) for x in (dy, dy_scale, rhs, rhs_scale)
+    )
+    return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], out_dtype=out_dtype)[
+        None
+    ]
+
+
+def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
+    """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
+    if _along(blocks) == MX_BLOCK:
+        wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
+        return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
+    (_, _, K), N = lhs.shape, dy.shape[2:]
+    dy, dy_scale = (x if x.ndim < 3 else _flat(x) for x in (dy, dy_scale))
+    out = launch_weights(
+        lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], out_dtype=out_dtype
+    )
+    return out.reshape(-1, K, *N)
+
+
+def _wide(data, scale, block):
+    """Exact in bfloat16: an 8-bit number has at most 4 significant bits, and its scale is a power of two."""
+    return dequantize_values(data, scale, block=block, dtype=jnp.bfloat16)
+
+
+def _along(blocks) -> int:
+    """The length of the operands' blocks along the contraction; 0 where they have none."""
+    return max(blocks[0], default=0)
+
+
+def _flat(x):
+    return x.reshape(*x.shape[:2], prod(x.shape[2:]))
+
+
+def launch_rows(
+    lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, tiles: Tiles | None = None
+):
+    """Rows [C, D] with scales [C, D / 128] or [G] times weights [G, W, D] with scales [G, W / 128, D / 128] or [G]."""
+    (C, D), (G, W, _) = lhs.shape, rhs.shape
+    scaled = row_scales.ndim == 2
+    tiles = fit(tiles or (ROWS_BLOCKS if scaled else ROWS_WHOLE), out_dtype)
+    return gluon_call(
+        _descriptor(lhs, (tiles.m, tiles.k)), row_scales,
+        _descriptor(rhs, (1, tiles.n, tiles.k)), weight_scales,
+        group_sizes,
+        kernel=_rows_kernel,
+        out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
+        programs=plain._num_programs(), capability=90,
+        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, scaled),
+    )  # fmt: skip
+
+
+def launch_weights(
+    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: Tiles | None = None
+):
+    """[C, K] with scales [C / 128, K] or [G] and [C, N] likewise -> [G, K, N]."""
+    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
+    scaled = lhs_scales.ndim == 2
+    tiles = fit(tiles or (WEIGHTS_BLOCKS if scaled else WEIGHTS_WHOLE), out_dtype)
+    lhs, dy = (launch_turn(x, group_sizes, aligned=scaled) for x in (lhs, dy))
+    if scaled:
+        lhs_scales = _descriptor(lhs_scales, (1, tiles.m))
+        dy_scales = _descriptor(dy_scales, (1, tiles.n))
+    return gluon_call(
+        _descriptor(lhs, (tiles.m, tiles.k)), lhs_scales,
+        _descriptor(dy, (tiles.n, tiles.k)), dy_scales,
+        group_sizes,
+        kernel=_weights_kernel,
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
+        programs=plain._num_programs(), capability=90,
+        K=K, N=N, **constants(tiles, G, scaled),
+    )  # fmt: skip
+
+
+def constants(tiles: Tiles, G: int, scaled: bool) -> dict:
+    """What both kernels are compiled with."""
+    return dict(
+        G=G, G_POW2=max(32, triton.next_power_of_2(G)), NUM_PROGRAMS=plain._num_programs(), SCALED=scaled,
+        BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.band, STAGES=tiles.stages, REGISTERS=tiles.registers,
+    )  # fmt: skip
+
+
+def fit(tiles: Tiles, out_dtype) -> Tiles:
+    """Float32 results, staged in shared memory, leave less of it for loads."""
+    wide = jnp.dtype(out_dtype).itemsize == 4
+    return dataclasses.replace(tiles, stages=tiles.stages - wide)
+
+
+def launch_turn(data, group_sizes, *, aligned: bool):
+    """[C, W] -> [W, chunks of BLOCK rows], of which those of no group are left as they are."""
+    (C, W), G = data.shape, group_sizes.shape[0]
+    chunks = triton.cdiv(C, BLOCK) + G
+    return jax_triton.triton_call(
+        data, group_sizes,
+        kernel=_turn_kernel,
+        out_type=jax.ShapeDtypeStruct((W, chunks * BLOCK), data.dtype),
+        grid=(triton.cdiv(W, TURNED), chunks), num_warps=4, num_stages=1,
+        W=W, G=G, G_POW2=triton.next_power_of_2(G), CHUNKS=chunks, ALIGNED=aligned, BK=BLOCK, BW=TURNED,
+        **plain._target(),
+    )  # fmt: skip
+
+
+def _descriptor(x, block: tuple[int, ...]):
+    """The TMA descriptor of `x` for loads of `block`."""
+    if x.dtype == jnp.float32:
+        layout = gl.NVMMASharedLayout(0, 32, len(block))
+    else:
+        dtype = gl.float8e5 if x.dtype == jnp.float8_e5m2 else gl.float8e4nv
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    return jax_triton.TensorDescriptor.from_array(x, block, layout)

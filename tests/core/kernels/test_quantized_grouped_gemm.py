@@ -1,0 +1,154 @@
+"""The kernels of the quantized grouped GEMMs on a GPU, against float64 loops over dequantized numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core.ops.quantized_grouped_gemm import _DGRAD, _FPROP, _WGRAD
+from expertmesh.core.support import TRITON, missing_distribution
+from expertmesh.core.testing import relative_error
+
+MISSING = any(map(missing_distribution, TRITON))
+
+# Rows, contraction, width, groups, rows that belong to no group; no size is a multiple of a tile.
+FEW, MANY = (1000, 512, 784, 5, 137), (2000, 384, 1152, 40, 100)
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+# Length of the blocks (0: one scale per group and expert), dtypes of both operands, largest relative error: products
+# of blocks of 128 are added in float32, those of a whole contraction by the tensor cores, in about 14 bits.
+KINDS = {
+    "blocks of 128": (128, (E4M3, E4M3), 2e-4),
+    "blocks of 128, e5m2": (128, (E5M2, E4M3), 2e-4),
+    "tensors": (0, (E4M3, E4M3), 2e-3),
+    "tensors, e5m2": (0, (E5M2, E4M3), 2e-3),
+    "blocks of 32": (32, (E4M3, E4M3), 1e-5),
+}
+CASES = [
+    *((kind, MANY) for kind in KINDS if "e5m2" not in kind),
+    *((kind, FEW) for kind in KINDS if kind != "blocks of 32"),  # 784 does not consist of them
+]
+
+
+def _quantized(rng, shape, block, dtype, scale_shape=None):
+    """(data, scale, dequantized in float64), not by the code under test; without blocks scales of `scale_shape`."""
+    data = jnp.asarray(rng.normal(size=shape) * 16, jnp.float32).astype(dtype)
+    if not block:
+        scale = rng.uniform(0.1, 3, size=scale_shape).astype(np.float32)
+        return np.asarray(data), scale, np.asarray(data, np.float64)
+    counts = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    scale = 2.0 ** rng.integers(-6, 7, size=counts)
+    if 128 in block:
+        scale = (scale * rng.uniform(0.5, 1, size=counts)).astype(np.float32)
+    wide = scale.astype(np.float64)
+    for dim, b in enumerate(block):
+        wide = np.repeat(wide, b, axis=dim).take(np.arange(shape[dim]), axis=dim)
+    if 32 in block:
+        scale = np.asarray(jnp.asarray(scale, jnp.float32).astype("float8_e8m0fnu"))
+    return np.asarray(data), scale, np.asarray(data, np.float64) * wide
+
+
+def _sizes(rng, C, G, dead, multiple=1):
+    sizes = rng.multinomial(C - dead, [1 / G] * G).astype(np.int32) // multiple * multiple
+    sizes[1] = 0  # an empty group
+    return sizes, np.cumsum(sizes) - sizes
+
+
+def _poisoned(x, first):
+    """NaN from row `first` on, which must reach nothing."""
+    x = x.copy()
+    x[:, first:] = np.nan
+    return x
+
+
+def _run_twice(op, operands, **options):
+    run = jax.jit(
+        lambda *x: op(*x, implementation="triton", out_dtype=jnp.dtype("float32"), **options)
+    )
+    operands = [jnp.asarray(x) for x in operands]
+    got, again = (np.asarray(run(*operands)) for _ in range(2))
+    np.testing.assert_array_equal(got, again)
+    return got
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}"),
+]
+
+
+@pytest.mark.parametrize(
+    "which, kind, shape",
+    [("fprop", *case) for case in CASES] + [("dgrad", *case) for case in CASES[:3]],
+    ids=str,
+)
+def test_rows(which, kind, shape):
+    C, K, N, G, dead = shape
+    along, dtypes, error = KINDS[kind]
+    rng = np.random.default_rng(C)
+    sizes, starts = _sizes(rng, C, G, dead)
+    forward = which == "fprop"
+    of_weight = {0: (), 32: (1, 32, 1) if forward else (1, 1, 32), 128: (1, 128, 128)}[along]
+    of_rows = (1, 1, along) if along else ()
+    x, x_scale, x_wide = _quantized(rng, (1, C, K if forward else N), of_rows, dtypes[0], (1, G))
+    w, w_scale, w_wide = _quantized(rng, (G, K, N), of_weight, dtypes[1], (G,))
+    want = np.zeros((C, N if forward else K))
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        rows, weight = slice(start, start + size), w_wide[g] if forward else w_wide[g].T
+        factor = 1 if along else float(x_scale[0, g]) * float(w_scale[g])
+        want[rows] = x_wide[0, rows] @ weight * factor
+    live = sizes.sum()
+    got = _run_twice(
+        (_FPROP if forward else _DGRAD)["blocks" if along else "tensor"],
+        (
+            _poisoned(x, live),
+            _poisoned(x_scale, live) if along else x_scale,
+            w,
+            w_scale,
+            sizes[None],
+        ),
+        blocks=(of_rows, of_weight),
+    )[0]
+    assert relative_error(got, want) < error
+    assert not got[live:].any()
+
+
+@pytest.mark.parametrize("kind, shape", CASES, ids=str)
+def test_weight_gradients(kind, shape):
+    C, K, N, G, dead = shape
+    along, dtypes, error = KINDS[kind]
+    rng = np.random.default_rng(C)
+    # Few groups start with a block, as they must; where many do not, that does no harm.
+    sizes, starts = _sizes(rng, C, G, dead, along if along and shape == FEW else 1)
+    block = (1, along, 1) if along else ()
+    x, x_scale, x_wide = _quantized(rng, (1, C, K), block, dtypes[1], (1, G))
+    dy, dy_scale, dy_wide = _quantized(rng, (1, C, N), block, dtypes[0], (1, G))
+    want = np.zeros((G, K, N))
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        rows = slice(start, start + size)
+        factor = 1 if along else float(x_scale[0, g]) * float(dy_scale[0, g])
+        want[g] = x_wide[0, rows].T @ dy_wide[0, rows] * factor
+    live = sizes.sum()
+    if along:
+        x_scale, dy_scale = (_poisoned(scale, -(-live // along)) for scale in (x_scale, dy_scale))
+    got = _run_twice(
+        _WGRAD["blocks" if along else "tensor"],
+        (_poisoned(x, live), x_scale, _poisoned(dy, live), dy_scale, sizes[None]),
+        num_experts=G,
+        blocks=(block, block),
+    )
+    assert relative_error(got, want) < error
+    assert not got[1].any(), "the empty group has a gradient"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(value):
+    rng = np.random.default_rng(0)
+    x, x_scale, _ = _quantized(rng, (1, 300, 256), (1, 1, 128), E5M2)
+    w, w_scale, _ = _quantized(rng, (2, 256, 128), (1, 128, 128), E4M3)
+    x = x.copy()
+    x[0, 130, 7] = value
+    sizes = np.array([[131, 140]], np.int32)
+    options = {"blocks": ((1, 1, 128), (1, 128, 128))}
+    got = _run_twice(_FPROP["blocks"], (x, x_scale, w, w_scale, sizes), **options)[0]
+    assert not np.isfinite(got[130]).any()
+    assert np.isfinite(np.delete(got, 130, axis=0)).all()
