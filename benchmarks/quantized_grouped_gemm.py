@@ -55,35 +55,34 @@ def quantized(key, shape, block, scale_shape):
     return data, scale.astype(jnp.float8_e8m0fnu) if 32 in block else scale
 
 
-def passes(recipe, shape):
-    """pass -> (op, its operands, its options)."""
+PASSES = ("fprop", "fprop, rows of N", "dgrad", "wgrad")
+
+
+def call(recipe, which, shape):
+    """(op, its operands, its options)."""
     rows, k, n, groups = shape
     along = ALONG[recipe]
     kind = "blocks" if along else "tensor"
     sizes = group_sizes(rows, groups)
     of_rows = (1, 1, along) if along else ()
     down = (1, along, 1) if along else ()  # along the rows, whose groups then start with a block
-    align = alignment_of(recipe)
     keys = jax.random.split(jax.random.key(0), 2)
-    done = {}
-    for which, width in {"fprop": k, "dgrad": n}.items():
-        across = {0: (), 32: down if which == "fprop" else of_rows, 128: (1, 128, 128)}[along]
-        x = quantized(keys[0], (1, rows, width), of_rows, (1, groups))
-        w = quantized(keys[1], (groups, k, n), across, (groups,))
-        op = (_FPROP if which == "fprop" else _DGRAD)[kind]
-        if which == "fprop" and along != 32 and on_gpu():
-            done["fprop, rows of N"] = op, (*x, *w, sizes[None]), dict(blocks=(of_rows, across))
-            contiguous = Format(Layout((0, 2, 1)), w[0].sharding)
-            w = jax.device_put(w[0], contiguous), w[1]
-        done[which] = op, (*x, *w, sizes[None]), dict(blocks=(of_rows, across))
-    both = [
-        quantized(key, (1, rows, width), down, (1, groups))
-        for key, width in zip(keys, (k, n), strict=True)
-    ]
-    aligned = sizes // align * align
-    options = dict(blocks=(down, down), num_experts=groups)
-    done["wgrad"] = _WGRAD[kind], (*both[0], *both[1], aligned[None]), options
-    return done
+    if which == "wgrad":
+        align = alignment_of(recipe)
+        x, dy = (
+            quantized(key, (1, rows, width), down, (1, groups))
+            for key, width in zip(keys, (k, n), strict=True)
+        )
+        aligned = jnp.asarray(sizes // align * align)[None]
+        return _WGRAD[kind], (*x, *dy, aligned), dict(blocks=(down, down), num_experts=groups)
+    dgrad = which == "dgrad"
+    across = {0: (), 32: of_rows if dgrad else down, 128: (1, 128, 128)}[along]
+    x = quantized(keys[0], (1, rows, n if dgrad else k), of_rows, (1, groups))
+    w, w_scale = quantized(keys[1], (groups, k, n), across, (groups,))
+    if which == "fprop" and along != 32:
+        w = jax.device_put(w, Format(Layout((0, 2, 1)), w.sharding))
+    op = (_DGRAD if dgrad else _FPROP)[kind]
+    return op, (*x, w, w_scale, jnp.asarray(sizes)[None]), dict(blocks=(of_rows, across))
 
 
 def dense(shape):
@@ -153,14 +152,12 @@ def rows_of(recipe, name, shape, only):
         "out_dtype": jnp.dtype("bfloat16"),
         "implementation": "triton" if on_gpu() else "reference",
     }
-    for which, (op, operands, options) in passes(recipe, shape).items():
-        if only and which not in only:
-            continue
+    for which in only or PASSES:
+        op, operands, options = call(recipe, which, shape)
 
         def function(*z, op=op, options=options):
             return op(*z, **to, **options)
 
-        operands = tuple(map(jnp.asarray, operands))
         check(which, function, operands, options)
         in_bfloat16 = recipe == "mxfp8" or (recipe, which) == ("fp8_block", "wgrad")
         other = bfloat16(which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape)
