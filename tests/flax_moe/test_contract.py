@@ -5,5 +5,9 @@ from cases.flax_moe import CASES
 
 # The block's ops keep the whole contract in their own packages; here the composition is checked.
 test_covering_array, test_full_product = contract_tests(
-    CASES, mesh=((1, 1), (2, 4)), transform=("grad", "scan"), size=("regular", "odd")
+    CASES,
+    mesh=((1, 1), (2, 4)),
+    layout=("one", "several"),
+    transform=("grad", "scan"),
+    size=("regular", "odd"),
 )
