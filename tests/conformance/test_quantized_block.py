@@ -22,8 +22,9 @@ RECIPES = {
 # a gradient of wi on jax 0.12.
 GRADIENT_TOLERANCE = 6e-4
 TOLERANCE = 1e-5
-if on_gpu():  # whose tensor cores add products of 8 bits in about 14 bits: 4e-4, and more numbers that are a step off
-    TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
+# Tensor cores add products of 8 bits in about 14 bits: 4e-4, and more numbers that are a step off, 7e-3 of y.
+if on_gpu():
+    TOLERANCE, GRADIENT_TOLERANCE = 1.5e-2, 1.5e-2
 SIZES = {"explicit": (256, 128), "resource": (64, 32), "manual": (32, 16), "auto": (64, 32)}
 
 

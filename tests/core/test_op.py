@@ -44,12 +44,6 @@ def test_a_kernel_of_another_platform_is_not_taken():
     np.testing.assert_array_equal(op(X), _double(X))
 
 
-def test_a_kernel_that_is_not_for_auto_is_taken_by_name():
-    op = _op(auto=False)
-    np.testing.assert_array_equal(op(X), _double(X))
-    np.testing.assert_array_equal(op(X, implementation="fast"), _double_fast(X))
-
-
 def test_a_missing_package_warns_under_auto_and_raises_by_name():
     op = _op(requires=("no-such-package>=1.0",), install="pip install no-such-package")
     with pytest.warns(UserWarning, match="no-such-package.*pip install no-such-package"):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import NativeMoEBlock, moe, native_moe
+from expertmesh.flax_moe import NativeMoEBlock, init_params, moe, native_moe
 from expertmesh.flax_moe import native as native_module
 from flax_moe.moe_oracle import (
     ACTIVATIONS,
@@ -134,6 +134,14 @@ def test_bfloat16():
     (_, output), gradients = jax.jit(value_and_gradients(native, config))(*data)
     assert {g.dtype for g in gradients[0].values()} == {jnp.dtype(jnp.float32)}
     assert_result(output, gradients, run(data, config), tolerance=2e-2)
+
+
+def test_many_tokens():
+    """32768^2 * 8, of the balance loss, is more than an int32 holds."""
+    config = make_config(num_experts=8, top_k=8, expert_dim=8)
+    params = init_params(jax.random.key(0), 8, config)
+    x = jax.ShapeDtypeStruct((32768, 8), jnp.float32)
+    assert jax.eval_shape(lambda x: native_moe(params, x, config), x).aux_loss.shape == ()
 
 
 def test_module():

@@ -53,7 +53,6 @@ class Kernel:
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
-      auto: whether `implementation="auto"` takes it; else only its name does.
     """
 
     name: str
@@ -62,15 +61,12 @@ class Kernel:
     requires: tuple[str, ...] = ()
     install: str = ""
     supports: Callable[..., str | None] | None = None
-    auto: bool = True
 
     @classmethod
-    def triton(
-        cls, module: str, function: str, supports: Callable[..., str | None], *, auto: bool = True
-    ) -> "Kernel":
+    def triton(cls, module: str, function: str, supports: Callable[..., str | None]) -> "Kernel":
         """`function` of `module`, which imports Triton, on NVIDIA GPUs."""
         install = "pip install 'expertmesh-core[cuda13]'"
-        return cls("triton", "cuda", _Imported(module, function), TRITON, install, supports, auto)
+        return cls("triton", "cuda", _Imported(module, function), TRITON, install, supports)
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
@@ -328,7 +324,7 @@ def _local(call: _Call, operands, overrides=()):
     for kernel in call.op.kernels:
         named = call.implementation == kernel.name
         # A kernel of another platform is not even traced, so that its package is not imported.
-        chosen = call.implementation == "auto" and kernel.auto and kernel.platform == platform
+        chosen = call.implementation == "auto" and kernel.platform == platform
         if not named and not chosen:
             continue
         missing = kernel.missing()

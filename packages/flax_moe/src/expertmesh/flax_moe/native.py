@@ -225,7 +225,8 @@ def _entropy(logits_TE, axes):
 
 def _num_tokens(logits_TE, axes):
     """Of all devices, at least 1."""
-    return max(logits_TE.shape[0] * (jax.lax.axis_size(axes) if axes else 1), 1)
+    # A float: its square may be more than an int32 holds.
+    return float(max(logits_TE.shape[0] * (jax.lax.axis_size(axes) if axes else 1), 1))
 
 
 def _gathered(params, dtype, fsdp_axis):

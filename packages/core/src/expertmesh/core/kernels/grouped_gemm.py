@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels.gluon_call import gluon_call
+from expertmesh.core.kernels.launch import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +364,7 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
-        **_target(),
+        **target(),
     )  # fmt: skip
 
 
@@ -379,7 +380,7 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k,
-        **_target(),
+        **target(),
     )  # fmt: skip
 
 
@@ -442,7 +443,3 @@ def _num_programs() -> int:
 def _capability() -> int:
     """Ten times that of the GPU; an H100's where there is none."""
     return round((_jax.compute_capability() or 9.0) * 10)
-
-
-def _target() -> dict:
-    return {} if _gpu() else {"compute_capability": 90}

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels.gluon_call import gluon_call
+from expertmesh.core.kernels.launch import target
 from expertmesh.core.ops.quantize import dequantize_values
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
@@ -656,7 +657,7 @@ def launch_turn(data, group_sizes, *, aligned: bool):
         out_type=jax.ShapeDtypeStruct((W, chunks * BLOCK), data.dtype),
         grid=(triton.cdiv(W, TURNED), chunks), num_warps=4, num_stages=1,
         W=W, G=G, G_POW2=triton.next_power_of_2(G), CHUNKS=chunks, ALIGNED=aligned, BK=BLOCK, BW=TURNED,
-        **plain._target(),
+        **target(),
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ from expertmesh.core.rule import (
     scatter_sums,
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
-from expertmesh.core.support import TRITON
 from expertmesh.core.vjp import at_rest, differentiable
 
 _MAX_BLOCK = 128
@@ -323,15 +322,7 @@ def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    """A kernel of kernels/grouped_gemm.py, which imports Triton."""
-
-    def launch(*operands, **options):
-        from expertmesh.core.kernels import grouped_gemm as kernels
-
-        return getattr(kernels, function)(*operands, **options)
-
-    install = "pip install 'expertmesh-core[cuda13]'"
-    return (Kernel("triton", "cuda", launch, TRITON, install, supports),)
+    return (Kernel.triton("expertmesh.core.kernels.grouped_gemm", function, supports),)
 
 
 def _rows_supported(x, rhs, group_sizes, **options) -> str | None:
@@ -404,9 +395,7 @@ group_bias_grad_op = Op(
     _BIAS_GRAD,
     plan=grouped_plan(_BIAS_GRAD, 2),
     kernels=(
-        Kernel.triton(
-            "expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_supported, auto=False
-        ),
+        Kernel.triton("expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_supported),
     ),
 )
 
