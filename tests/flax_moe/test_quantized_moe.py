@@ -157,6 +157,7 @@ def test_state_of_delayed_scaling_on_a_mesh():
     )
 
 
+@pytest.mark.full
 def test_state_goes_through_the_parts():
     config, data = setup(DELAYED, num_chunks=2)
     state = moe(data.params, data.x, config, quant_state=init_quant_state(config)).quant_state
@@ -172,6 +173,7 @@ def test_weights_are_quantized_once_for_all_parts():
     assert scan and wide in before
 
 
+@pytest.mark.full
 def test_the_recipe_in_context():
     """It is taken where the config has none: the same program."""
     config, data = setup(None)

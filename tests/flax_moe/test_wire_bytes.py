@@ -45,6 +45,7 @@ def check(name):
     assert table()[name] == script().line(name, legs, plain)
 
 
+@pytest.mark.full
 def test_the_table_is_current():
     assert set(script().ROWS) <= set(table())
     check("bfloat16")

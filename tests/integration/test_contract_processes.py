@@ -15,6 +15,20 @@ def meshes():
     return ((2, 2),) if jax.device_count() == 4 else ((2, 4), (8, 1))
 
 
+def once(cases, mode, transform, mesh=0):
+    from expertmesh.core.testing import covering_settings
+
+    return covering_settings(
+        cases,
+        mode=(mode,),
+        mesh=(meshes()[mesh % len(meshes())],),
+        layout=("several",),
+        transform=(transform,),
+        dtype=("float32",),
+        size=("odd" if mode == "resource" else "regular",),
+    )
+
+
 def settings(processes):
     """In 2 processes every exchange in two modes and all else in one; in 4 a transport and the block.
 
@@ -23,18 +37,6 @@ def settings(processes):
     import cases.core
     import cases.ep
     import cases.flax_moe
-    from expertmesh.core.testing import covering_settings
-
-    def once(cases, mode, transform, mesh=0):
-        return covering_settings(
-            cases,
-            mode=(mode,),
-            mesh=(meshes()[mesh % len(meshes())],),
-            layout=("several",),
-            transform=(transform,),
-            dtype=("float32",),
-            size=("odd" if mode == "resource" else "regular",),
-        )
 
     ops, exchanges = cases.core.CASES, [*cases.ep.CASES, *cases.flax_moe.CASES]
     if processes != 2:
@@ -52,13 +54,44 @@ def settings(processes):
     ]
 
 
+def many_settings():
+    """Every op in two modes, with gradients; every exchange in each pair of mode, mesh, transform and size."""
+    import cases.core
+    import cases.ep
+    import cases.flax_moe
+    from expertmesh.core.testing import covering_settings
+
+    pulled = [op for op in cases.core.CASES if op.wrt]
+    others = [op for op in cases.core.CASES if not op.wrt]
+    return [
+        *(each for mode in ("resource", "explicit") for each in once(pulled, mode, "grad")),
+        *(each for mode in ("resource", "explicit") for each in once(others, mode, "jit")),
+        *covering_settings(
+            [*cases.ep.CASES, *cases.flax_moe.CASES],
+            mode=MODES,
+            mesh=meshes(),
+            transform=("jit", "grad"),
+            dtype=("float32",),
+            size=("regular", "odd"),
+        ),
+    ]
+
+
 def check_every_op():
+    return check(settings(jax.process_count()))
+
+
+def check_many_settings():
+    return check(many_settings())
+
+
+def check(cases_and_settings):
     """Runs in each process: the settings that failed, with their messages."""
     from expertmesh.core.testing import check_op
 
     assert jax.process_count() > 1
     failed = {}
-    for case, setting in settings(jax.process_count()):
+    for case, setting in cases_and_settings:
         start = time.monotonic()
         try:
             check_op(case, setting)
@@ -82,12 +115,22 @@ def test_the_settings_cover_each_op():
     assert {"moe"} < {case.name for case, _ in four if case.exchanges}
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.default_jax)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_op(multiprocess, processes):
-    results = multiprocess(
-        "integration.test_contract_processes:check_every_op",
+    assert run(multiprocess, processes, check_every_op) == [{}] * processes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_many_settings(multiprocess, processes):
+    assert run(multiprocess, processes, check_many_settings) == [{}] * processes
+
+
+def run(multiprocess, processes, function):
+    return multiprocess(
+        f"integration.test_contract_processes:{function.__name__}",
         processes=processes,
         devices=jax.device_count() // processes,
-        timeout=600,
+        timeout=1200,
     )
-    assert results == [{}] * processes

@@ -6,7 +6,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("processes, devices", [pytest.param(2, 1, marks=pytest.mark.full), (2, 2)])
 def test_processes_share_one_mesh(multiprocess, processes, devices):
     results = multiprocess("runner.cases:total", processes=processes, devices=devices)
     expected = devices * sum(range(1, processes + 1))

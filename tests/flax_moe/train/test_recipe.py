@@ -73,6 +73,7 @@ def test_the_names_are_those_of_core():
     assert job.model_config(ModelOptions(dtype="float32")).moe.recipe is None
 
 
+@pytest.mark.full
 def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     """Three steps are, bit for bit, two steps, a checkpoint, and the third; the state is not that of the start."""
     training = Training(DelayedScaling(amax_history_len=3), (1, 2))
