@@ -1,6 +1,7 @@
 """Timing and records that the benchmarks share."""
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -60,6 +61,35 @@ def against_copy(bench: str, case: str, function: Callable, operands: tuple, num
         value=num_bytes / ours / 1e12,
         unit="TB/s",
         reference=f"a copy of as many bytes, {num_bytes / theirs / 1e12:.2f} TB/s",
+        ratio=ratio,
+    )
+
+
+def against_gemm(bench: str, case: str, flops: int, ours: tuple, other: tuple, name: str, pairs=10):
+    """A row for a GEMM, a (function, operands), against another of as many operations."""
+    mine, theirs, ratio = alternate(ours, other, pairs)
+    return row(
+        bench=bench,
+        case=case,
+        metric="rate",
+        value=flops / mine / 1e12,
+        unit="TFLOP/s",
+        reference=f"{name}, {flops / theirs / 1e12:.0f} TFLOP/s",
+        ratio=ratio,
+    )
+
+
+def against_reference(bench: str, case: str, function: Callable, operands: tuple, pairs: int):
+    """A row for what "auto" takes against the op's reference; the implementation is the first argument."""
+    ours, theirs = ((functools.partial(function, name), operands) for name in ("auto", "reference"))
+    mine, other, ratio = alternate(ours, theirs, pairs)
+    return row(
+        bench=bench,
+        case=case,
+        metric="time",
+        value=1e6 * mine,
+        unit="us",
+        reference=f"the reference, {1e6 * other:.0f} us",
         ratio=ratio,
     )
 

@@ -98,30 +98,15 @@ def rows_of(name, shape, dtype, ragged):
     arrays = operands(shape, dtype)
     check(*arrays)
     for which, (grouped, dense) in passes(*arrays).items():
-        ours, theirs, ratio = _measure.alternate(grouped, dense)
         case = f"{jnp.dtype(dtype).name} {which} {name} {rows}x{k}x{n}, {shape[3]} groups"
-        yield _measure.row(
-            bench="grouped_gemm",
-            case=case,
-            metric="rate",
-            value=flops / ours / 1e12,
-            unit="TFLOP/s",
-            reference=f"dense XLA GEMM, {flops / theirs / 1e12:.0f} TFLOP/s",
-            ratio=ratio,
-        )
+        yield _measure.against_gemm("grouped_gemm", case, flops, grouped, dense, "dense XLA GEMM")
     if ragged:
         lhs, _, rhs, sizes = arrays
-        ours, theirs, ratio = _measure.alternate(
-            passes(*arrays)["fprop"][0], (jax.lax.ragged_dot, (lhs[0], rhs, sizes[0])), pairs=3
-        )
-        yield _measure.row(
-            bench="grouped_gemm",
-            case=f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} against ragged_dot",
-            metric="rate",
-            value=flops / ours / 1e12,
-            unit="TFLOP/s",
-            reference=f"lax.ragged_dot, {flops / theirs / 1e12:.0f} TFLOP/s",
-            ratio=ratio,
+        other = jax.lax.ragged_dot, (lhs[0], rhs, sizes[0])
+        case = f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} against ragged_dot"
+        ours = passes(*arrays)["fprop"][0]
+        yield _measure.against_gemm(
+            "grouped_gemm", case, flops, ours, other, "lax.ragged_dot", pairs=3
         )
 
 

@@ -102,21 +102,10 @@ def plan_row(topk_idx, experts, case, pairs):
         "num_ranks": 1,
     }
 
-    def plan(implementation):
-        return lambda *operands: ops._plan(*operands, implementation=implementation, **options)
+    def plan(implementation, *operands):
+        return ops._plan(*operands, implementation=implementation, **options)
 
-    ours, theirs, ratio = _measure.alternate(
-        (plan("auto"), given), (plan("reference"), given), pairs
-    )
-    return _measure.row(
-        bench="permute",
-        case=f"plan, {case}",
-        metric="time",
-        value=1e6 * ours,
-        unit="us",
-        reference=f"the reference, {1e6 * theirs:.0f} us",
-        ratio=ratio,
-    )
+    return _measure.against_reference("permute", f"plan, {case}", plan, given, pairs)
 
 
 def main():

@@ -161,16 +161,10 @@ def rows_of(recipe, name, shape, only):
         check(which, function, operands, options)
         in_bfloat16 = recipe == "mxfp8" or (recipe, which) == ("fp8_block", "wgrad")
         other = bfloat16(which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape)
-        ours, theirs, ratio = _measure.alternate((function, operands), other)
         reference = "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM"
-        yield _measure.row(
-            bench="quantized_grouped_gemm",
-            case=f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups",
-            metric="rate",
-            value=flops / ours / 1e12,
-            unit="TFLOP/s",
-            reference=f"{reference}, {flops / theirs / 1e12:.0f} TFLOP/s",
-            ratio=ratio,
+        case = f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups"
+        yield _measure.against_gemm(
+            "quantized_grouped_gemm", case, flops, (function, operands), other, reference
         )
 
 

@@ -52,20 +52,8 @@ def rows_of(name, config, shape, pairs):
     d_weights = jax.random.normal(jax.random.key(1), (shape[0], config.top_k))
     for which, (function, given) in passes(config, logits, d_weights).items():
         check(function, given)
-        ours, theirs, ratio = _measure.alternate(
-            (partial(function, "auto"), given),
-            (partial(function, "reference"), given),
-            pairs,
-        )
-        yield _measure.row(
-            bench="router",
-            case=f"float32 {which}, {name}, {shape[0]} tokens, {config.top_k} of {shape[1]} experts",
-            metric="time",
-            value=1e6 * ours,
-            unit="us",
-            reference=f"the reference, {1e6 * theirs:.0f} us",
-            ratio=ratio,
-        )
+        case = f"float32 {which}, {name}, {shape[0]} tokens, {config.top_k} of {shape[1]} experts"
+        yield _measure.against_reference("router", case, function, given, pairs)
 
 
 def main():
