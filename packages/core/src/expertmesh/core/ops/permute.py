@@ -213,6 +213,11 @@ def _dots_of_rows(dout_TD, y_ND, token_N):
     return jnp.sum(select_rows(dout_TD, token_N).astype(wide) * y_ND.astype(wide), axis=1)
 
 
+def spread_rows(x_TD, row_TK, source_N):
+    """`permute` of one group by the two maps of a `RowPlan`, which reads a token once for all of its rows."""
+    return _spread(x_TD[None], row_TK[None], source_N[None])[0]
+
+
 def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
     topk_idx_PTK = wide_ids(topk_idx_PTK)
     routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
