@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
-
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.1 ms
 
 

@@ -5,6 +5,7 @@ not count. JAX's persistent cache and Triton's are in a folder of their own.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,7 +24,8 @@ from expertmesh.flax_moe.native import native_moe
 
 def first_call(recipe: str) -> float:
     """Seconds, in this process; "native" is the block in plain JAX."""
-    shape = FFN if jax.default_backend() == "gpu" else SMALL
+    few = dataclasses.replace(FFN, tokens=(1024,))
+    shape = few if jax.default_backend() == "gpu" else SMALL
     config = shape.config(recipe=None if recipe in ("none", "native") else recipe)
     both = passes(native_moe if recipe == "native" else moe, config)["forward and backward"]
     arrays = operands(shape, None)

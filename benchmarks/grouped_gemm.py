@@ -181,10 +181,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
+    parser.add_argument("--uneven", action="store_true", help="uneven groups and buffers only")
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
     found = (
-        row for name, shape in shapes.items() for row in rows_of(name, shape, dtype, options.ragged)
+        row
+        for name, shape in ({} if options.uneven else shapes).items()
+        for row in rows_of(name, shape, dtype, options.ragged)
     )
     some = shapes.get(SKEWED, CPU["small"])
     more = rows_of_skew(some, dtype, pairs=5), rows_of_capacity(some, dtype, pairs=5)
