@@ -13,30 +13,40 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
+SHORT = 8  # calls in a step of the loop, where a call takes less than 0.1 ms
+
 
 def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Callable[[], float]:
     """Measures the device time of a call: several run one after the other inside one jitted program."""
 
-    def run(steps):
+    def run(steps, calls):
         @jax.jit
         def repeat(*operands):
             def step(_, before):
-                # Each call waits for the one before; none is hoisted or merged.
-                return function(*jax.lax.optimization_barrier((operands, before))[0])
+                given, done = operands, [before[-1]]
+                for _ in range(calls):
+                    # Each call waits for the one before; none is hoisted or merged, and each result is kept.
+                    given, _ = jax.lax.optimization_barrier((given, done[-1]))
+                    done.append(function(*given))
+                return done[1:]
 
-            return jax.lax.fori_loop(0, steps, step, function(*operands))
+            return jax.lax.fori_loop(0, steps, step, [function(*operands)] * calls)
 
         jax.block_until_ready(repeat(*operands))
 
         def once():
             start = time.perf_counter()
             jax.block_until_ready(repeat(*operands))
-            return (time.perf_counter() - start) / (steps + 1)
+            return (time.perf_counter() - start) / (steps * calls + 1)
 
         return once
 
-    # Ten calls: what a dispatch costs must not count as device time.
-    return run(max(1, min(1000, int(seconds / run(9)()))))
+    # Ten calls: what a dispatch costs must not count as device time; nor must, of short ones, what a step costs.
+    ten = run(9, 1)
+    steps = min(1000, int(seconds / ten()))
+    if steps < 20:
+        return ten
+    return run(max(1, steps // SHORT), SHORT) if seconds / steps < 1e-4 else run(steps, 1)
 
 
 def alternate(
@@ -77,6 +87,27 @@ def against_gemm(bench: str, case: str, flops: int, ours: tuple, other: tuple, n
         reference=f"{name}, {flops / theirs / 1e12:.0f} TFLOP/s",
         ratio=ratio,
     )
+
+
+def with_means(rows: Iterable[dict], group_of: Callable[[dict], str | None]) -> Iterable[dict]:
+    """The rows, then one for each group of several: the geometric mean of their ratios."""
+    groups: dict[str, list[dict]] = {}
+    for one in rows:
+        if group := group_of(one):
+            groups.setdefault(group, []).append(one)
+        yield one
+    for name, members in groups.items():
+        if len(members) == 1:
+            continue
+        mean = statistics.geometric_mean(one["ratio"] for one in members)
+        yield members[0] | {
+            "case": f"{name}, mean of {len(members)} shapes",
+            "metric": "ratio",
+            "value": round(mean, 3),
+            "unit": "times",
+            "reference": members[0]["reference"].partition(",")[0],
+            "ratio": round(mean, 4),
+        }
 
 
 def against_reference(bench: str, case: str, function: Callable, operands: tuple, pairs: int):

@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from expertmesh.core import _jax
 from expertmesh.core.op import Op
-from expertmesh.core.ops import activation, grouped_gemm, grouped_quantize, quantize
+from expertmesh.core.ops import (
+    activate_quantize,
+    activation,
+    grouped_gemm,
+    grouped_quantize,
+    quantize,
+)
 from expertmesh.core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -34,10 +41,11 @@ def _compile(kernel, types, tiles, constants, arch):
     """`types` of the operands before the constants: "*bf16", or the block of a TMA descriptor."""
     constants = constants | {"NUM_PROGRAMS": 132, "BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
     types = [t if isinstance(t, str) else f"tensordesc<bf16{list(t)}>" for t in types]
-    return _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return _assemble(kernel, types, constants, options, arch)
 
 
-def _assemble(kernel, types, constants, warps, stages, arch):
+def _assemble(kernel, types, constants, options, arch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,7 +56,6 @@ def _assemble(kernel, types, constants, warps, stages, arch):
     pointers = [name for name, kind in operands.items() if kind[0] == "*"]
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -164,7 +171,8 @@ def test_turn(aligned):
     constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "ALIGNED": aligned, "BK": 128}
     types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
     constants["BW"] = kernels.TURNED
-    compiled = _assemble(kernels._turn_kernel, types, constants, 4, 1, 90)
+    options = {"num_warps": 4, "num_stages": 1}
+    compiled = _assemble(kernels._turn_kernel, types, constants, options, 90)
     _check_resources(compiled)
 
 
@@ -179,13 +187,22 @@ def _check_resources(compiled):
 
 
 def _launches(monkeypatch, op: Op, *operands, **options) -> list:
-    """(kernel, types, constants, warps) of each launch that an op makes for operands of these types."""
+    """(kernel, types, constants, options) of each launch that an op makes for operands of these types."""
     import jax_triton
     from jax_triton.triton_lib import get_type_id
 
     launches = []
 
-    def record(*operands, kernel, out_type, grid, num_warps, compute_capability, **constants):
+    def record(
+        *operands,
+        kernel,
+        out_type,
+        grid,
+        num_warps,
+        compute_capability,
+        backend_options=(),
+        **constants,
+    ):
         del grid, compute_capability
         names = iter(kernel.arg_names)
         given = dict(zip(names, operands, strict=False))
@@ -194,7 +211,9 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
         types += [
             get_type_id(jax.core.ShapedArray(x.shape, x.dtype)) for x in jax.tree.leaves(out_type)
         ]
-        launches.append((kernel, types, constants, num_warps))
+        launches.append(
+            (kernel, types, constants, {"num_warps": num_warps, **dict(backend_options)})
+        )
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
     monkeypatch.setattr(jax_triton, "triton_call", record)
@@ -206,8 +225,8 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
 
 def _check_launches(launches, arch):
     """No spills, and 16 bytes a load."""
-    for kernel, types, constants, warps in launches:
-        compiled = _assemble(kernel, types, constants, warps, 3, arch)
+    for kernel, types, constants, options in launches:
+        compiled = _assemble(kernel, types, constants, options, arch)
         _check_resources(compiled)
         assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
 
@@ -217,8 +236,27 @@ def _check_launches(launches, arch):
 def test_activation(monkeypatch, function, arch):
     h, d = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in ((2, 1408), (1408,)))
     options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
-    launches = _launches(monkeypatch, activation._gated_grad_op, h, d, **options)
+    launches = _launches(monkeypatch, activation.gated_grad_op, h, d, **options)
     assert len(launches) == 1
+    _check_launches(launches, arch)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+@pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
+def test_activate_quantize(monkeypatch, function, recipe, arch):
+    monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
+    h = jax.ShapeDtypeStruct((1, 4096, 2, 1536), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    format = recipe.formats().x
+    along = format.block[1]
+    options = {
+        "activation": activation.Activation(function=function, limit=7, up_offset=1),
+        "format": format,
+        "blocks": ((1, 1, 1, along), (1, along, 1, 1)),
+    }
+    launches = _launches(monkeypatch, activate_quantize._op, h, sizes, **options)
+    assert len(launches) == 1, "the activation would be written"
     _check_launches(launches, arch)
 
 
@@ -253,6 +291,19 @@ def test_quantize(monkeypatch, recipe, arch):
         launches = _launches(monkeypatch, op, x, sizes, format=formats.x, blocks=tuple(both))
         assert len(launches) == 1, "x would be read twice"
         _check_launches(launches, arch)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("block", [(1, 1, 32), (1, 32, 1), (1, 1, 128), (1, 128, 128)])
+def test_dequantize(monkeypatch, block, arch):
+    shape = 8, 1536, 2048
+    scale = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    kind = jnp.float8_e8m0fnu if 32 in block else jnp.float32
+    operands = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scale, kind)
+    op = quantize._dequantize_op(3, 0, True, False, False)
+    options = dict(block=block, dtype=jnp.dtype("bfloat16"), two_level=False)
+    launches = _launches(monkeypatch, op, *operands, **options)
+    _check_launches(launches, arch)
 
 
 @pytest.mark.parametrize("arch", [90, 100])

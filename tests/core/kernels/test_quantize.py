@@ -1,4 +1,6 @@
-"""The Triton kernels of quantize on a GPU, bit for bit against loops over blocks in NumPy."""
+"""The Triton kernels of quantize and dequantize on a GPU, bit for bit against NumPy."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from expertmesh.core import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    dequantize,
     quantize,
 )
 from expertmesh.core.ops.quantize import quantize_with_amax
@@ -51,7 +54,7 @@ def run_twice(function, *operands):
 
 def codes(x):
     x = np.asarray(x)
-    return x.view({1: np.uint8, 4: np.uint32}[x.dtype.itemsize])
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
 def check(q, want, format):
@@ -68,6 +71,26 @@ def test_quantize(which, dtype):
     x = oracle.wild_numbers(np.random.default_rng(0), (2, 160, 3, 96), np.dtype(jnp.dtype(dtype)))
     q = run_twice(lambda x: quantize(x, format, axis=axis, across=across), jnp.asarray(x))
     check(q, oracle.quantize(x, format, q.block), format)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("which", [name for name, (format, *_) in FORMATS.items() if format.block])
+def test_dequantize(which, dtype):
+    """Every code of 8 bits, tiny and large scales, partial blocks."""
+    format, axis, across = FORMATS[which]
+    rng = np.random.default_rng(1)
+    q = quantize(jnp.ones((2, 160, 3, 96), dtype), format, axis=axis, across=across)
+    data = rng.integers(0, 256, q.shape).astype(np.uint8).view(q.data.dtype)
+    scale = 2.0 ** rng.integers(-126, 120, q.scale.shape)
+    q = dataclasses.replace(q, data=jnp.asarray(data), scale=jnp.asarray(scale, q.scale.dtype))
+    for dim, length in enumerate(q.block):
+        scale = np.repeat(scale, length, axis=dim).take(np.arange(q.shape[dim]), axis=dim)
+    with np.errstate(all="ignore"):
+        want = (data.astype(np.float64) * scale).astype(np.float32)
+        want = np.where(np.abs(want) < 2.0**-126, want * 0, want).astype(dtype)
+    got = np.asarray(run_twice(dequantize, q))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(codes(got)[~np.isnan(want)], codes(want)[~np.isnan(want)])
 
 
 def test_by_a_given_multiplier():

@@ -48,6 +48,7 @@ from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_params, param_specs
 from expertmesh.flax_moe.quantization import check_quantization, output_and_state, placed_like
+from expertmesh.flax_moe.quantized_activation import activate_dense, activates_quantized
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
@@ -255,12 +256,24 @@ def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
 def _second_product(params, h, weights_PC, handle, config, given):
     """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
     specs, sizes = _specs(config), handle.group_sizes
-    a_PCF = activate(named("hidden", h), config.activation)
-    wo, bias = params["wo"], params.get("wo_bias")
+    wo, bias, h = params["wo"], params.get("wo_bias"), named("hidden", h)
 
     def weigh(rows, spec=None, weights_PC=weights_PC):
         return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert, y_spec=spec)
 
+    plain = bias is None and not config.apply_topk_weights_early
+    if plain and activates_quantized(config.recipe, config.activation):
+        y_PCD = activate_dense(
+            h,
+            wo,
+            sizes,
+            activation=config.activation,
+            recipe=config.recipe,
+            kernel_quantized=given.layer("wo")["kernel_quantized"],
+            w_spec=specs.get("wo"),
+        )
+        return weigh(named("expert_output", y_PCD)), None
+    a_PCF = activate(h, config.activation)
     product = partial(_grouped, config, given, "wo")
     if not config.apply_topk_weights_early:
         if config.recipe is not None and bias is not None:

@@ -1,4 +1,4 @@
-"""Quantization to 8 bits for NVIDIA GPUs: numbers are read once, data and scales are written once.
+"""Quantization to 8 bits, and back, for NVIDIA GPUs: numbers are read once, data and scales are written once.
 
 Bit for bit the reference of `ops/quantize.py`: magnitudes are compared as integers, quotients are rounded as IEEE 754
 says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties to even,
@@ -179,6 +179,42 @@ def _both_kernel(
 
 
 @triton.jit
+def _dequantize_kernel(
+    data, scale, out,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """data * scale of blocks of BM x BN, scales as `_blocks_kernel` stores them; subnormal products are zeros."""
+    NUM_M: tl.constexpr = (M + TM - 1) // TM
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    tile = tl.program_id(0)
+    n = tile % NUM_N * TN
+    i = tile // NUM_N % B
+    m = tile // (NUM_N * B) % NUM_M * TM
+    a = tile // (NUM_N * B * NUM_M)
+    rows = m + tl.arange(0, TM)[:, None]
+    columns = n + tl.arange(0, TN)[None, :]
+    inside = rows < M
+    if N % TN != 0:
+        inside = inside & (columns < N)
+    at = ((a.to(tl.int64) * M + rows) * B + i) * N + columns
+    wide = tl.load(data + at, mask=inside).to(tl.float32)
+    BLOCKS_M: tl.constexpr = (M + BM - 1) // BM
+    BLOCKS_N: tl.constexpr = (N + BN - 1) // BN
+    block_rows = m // BM + tl.arange(0, TM // BM)[:, None]
+    block_columns = n // BN + tl.arange(0, TN // BN)[None, :]
+    block_at = ((a * BLOCKS_M + block_rows).to(tl.int64) * B + i) * BLOCKS_N + block_columns
+    exists = (block_rows < BLOCKS_M) & (block_columns < BLOCKS_N)
+    factor = tl.load(scale + block_at, mask=exists, other=0)
+    if scale.dtype.element_ty == tl.uint8:
+        factor = _power_of_2(factor.to(tl.int32))
+    blocks = wide.reshape(TM // BM, BM, TN // BN, BN) * factor[:, None, :, None]
+    product = blocks.reshape(TM, TN)
+    product = tl.where(tl.abs(product) < 2.0**-126, product * 0, product)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _scaled_kernel(
     x, multiplier, sizes, data, amax,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
@@ -228,6 +264,9 @@ SQUARE = Tiles(elements=16384, columns=128, warps=8)
 BOTH = Tiles(elements=16384, columns=128, warps=8)
 BOTH_SMALL = Tiles(elements=16384, columns=512, warps=8)
 SCALED = Tiles(elements=8192, columns=1024, warps=8)
+# NVIDIA H200, 2026-11-22
+WIDE_ROWS = Tiles(elements=4096, columns=1024, warps=4)
+WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
 
 
 def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), origin=()):
@@ -317,6 +356,23 @@ def blocks(x, sizes, format, block, tiles: Tiles | None = None):
         **_scaling(x, format), **_groups(sizes, M, x), **target(),
     )  # fmt: skip
     return data, _stored(scale, format)
+
+
+def dequantize(data, scale, *, block, dtype, two_level=False, tiles: Tiles | None = None):
+    """As the reference of `ops/quantize.py`, for blocks."""
+    del two_level
+    (A, M, B, N), (BM, BN) = view(data.shape, block)
+    tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
+    TN = max(BN, divisor(N, tiles.columns))
+    TM = max(BM, tiles.elements // TN)
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return jax_triton.triton_call(
+        data, scale,
+        kernel=_dequantize_kernel, out_type=jax.ShapeDtypeStruct(data.shape, dtype),
+        grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),), num_warps=tiles.warps,
+        M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN, **target(),
+    )  # fmt: skip
 
 
 def both(x, sizes, format, tiles: Tiles | None = None):

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from expertmesh.core.kernels import grouped_gemm as plain
+from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
-from expertmesh.core.ops.quantize import dequantize_values
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
@@ -581,7 +581,7 @@ def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, o
 
 def _wide(data, scale, block):
     """Exact in bfloat16: an 8-bit number has at most 4 significant bits, and its scale is a power of two."""
-    return dequantize_values(data, scale, block=block, dtype=jnp.bfloat16)
+    return quantize.dequantize(data, scale, block=block, dtype=jnp.bfloat16)
 
 
 def _along(blocks) -> int:

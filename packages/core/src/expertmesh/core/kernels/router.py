@@ -180,17 +180,24 @@ def _grad_kernel(
             d_chosen = d_weight * slope
     d_chosen = tl.where(routed, d_chosen, 0.0)
 
-    grad = tl.zeros((R, E_POW2), tl.float32)
-    for i in tl.static_range(K):
-        index = tl.sum(tl.where(k == i, chosen, 0), 1)[:, None]
-        grad += tl.where(e == index, tl.sum(tl.where(k == i, d_chosen, 0.0), 1)[:, None], 0.0)
     inside = (t < T)[:, None] & (e < E)
     if PRE:
+        grad = tl.zeros((R, E_POW2), tl.float32)
+        for i in tl.static_range(K):
+            index = tl.sum(tl.where(k == i, chosen, 0), 1)[:, None]
+            grad += tl.where(e == index, tl.sum(tl.where(k == i, d_chosen, 0.0), 1)[:, None], 0.0)
         x = tl.load(logits + t[:, None] * E + e, mask=inside, other=float("-inf")).to(tl.float32)
         p = libdevice.exp(x - tl.max(x, 1)[:, None])
         grad = p / tl.sum(p, 1)[:, None] * (grad - mean)
         grad = tl.where(tl.max(chosen, 1)[:, None] >= 0, grad, 0.0)
-    tl.store(d_logits + t[:, None] * E + e, grad, mask=inside)
+        tl.store(d_logits + t[:, None] * E + e, grad, mask=inside)
+    else:
+        tl.store(d_logits + t[:, None] * E + e, tl.zeros((R, E_POW2), tl.float32), mask=inside)
+        # Choices that repeat, as replayed ones may, all store their sum.
+        same = chosen[:, :, None] == chosen[:, None, :]
+        total = tl.sum(tl.where(same, d_chosen[:, None, :], 0.0), 2)
+        tl.debug_barrier()  # the zeros are there
+        tl.store(d_logits + t[:, None] * E + chosen, total, mask=routed)
 
 
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.

@@ -138,14 +138,19 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     Raises:
       ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
     """
-    check_activation("gated_activation", activation)
+    return _gated(h, activation=check_gated("gated_activation", h, activation))
+
+
+def check_gated(name: str, h, activation: str | Activation) -> Activation:
+    """The Activation, after the errors of `gated_activation` in the name of `name`."""
+    check_activation(name, activation)
     activation = Activation.of(activation)
     if not activation.gated:
         raise ValueError(
-            f"gated_activation: activation must have a gate; got activation={activation}; use activate"
+            f"{name}: activation must have a gate; got activation={activation}; use activate"
         )
-    _check_pair("gated_activation", h)
-    return _gated(h, activation=activation)
+    _check_pair(name, h)
+    return activation
 
 
 def check_activation(name: str, activation: str | Activation) -> None:
@@ -181,7 +186,8 @@ def _check_pair(name, h):
         )
 
 
-def _gate_times_up(h, *, activation):
+def gated_reference(h, *, activation):
+    """`activate` for an Activation with a gate."""
     gate, up = _halves(h, activation)
     return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
 
@@ -232,12 +238,12 @@ def _why_not(h, *rest, **options) -> str | None:
 
 _gated_op = Op(
     "gated_activation",
-    _gate_times_up,
+    gated_reference,
     "... c f -> ... f",
     whole=("c",),
     roles="tokens . tp -> tokens tp",
 )
-_gated_grad_op = Op(
+gated_grad_op = Op(
     "gated_activation_grad",
     _gate_times_up_grad,
     "... c f, ... f -> ... c f",
@@ -259,7 +265,7 @@ def _gated_fwd(h, *, activation):
 
 
 def _gated_bwd(h, d_out, *, activation):
-    return (_gated_grad_op(h, d_out, activation=activation),)
+    return (gated_grad_op(h, d_out, activation=activation),)
 
 
 def _plain_fwd(h, *, function):

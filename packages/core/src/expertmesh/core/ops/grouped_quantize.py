@@ -84,7 +84,7 @@ def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(
     return (data, scale) if tensor_scale is None else (data, scale, tensor_scale)
 
 
-def _both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
+def both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
     """(data, scale, data, scale) in both `blocks`."""
     return tuple(
         part
@@ -94,10 +94,11 @@ def _both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class BlocksPlan:
     """The layout of the rows, each participant's whole."""
 
     sharding: str
+    whole: tuple[str, ...] = ("d1", "g", "key")
 
     def __call__(self, query: Query) -> Plan:
         rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
@@ -106,7 +107,7 @@ class _Plan:
         for block in query.options.get("blocks") or (query.options["block"],):
             check_blocks("grouped_quantize", query.shapes[0], block, kept, query.mesh_shape)
         query = dataclasses.replace(query, result_specs=None)
-        plan = plan_by_rule(query, rule, frozenset({"d1", "g", "key"}), frozenset())
+        plan = plan_by_rule(query, rule, frozenset(self.whole), frozenset())
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
         return dataclasses.replace(
@@ -153,7 +154,7 @@ def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool) -> Op:
         _reference,
         sharding,
         roles=rule_of(*terms(roles, ".", ".")),
-        plan=_Plan(sharding),
+        plan=BlocksPlan(sharding),
         kernels=_triton("grouped_quantize", _why_not),
     )
 
@@ -165,10 +166,10 @@ def _both_op(ndim: int) -> Op:
     sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g"))
     return Op(
         "grouped_quantize_both",
-        _both_reference,
+        both_reference,
         sharding,
         roles=rule_of(*terms(("tokens", *["."] * (ndim - 1)), ".")),
-        plan=_Plan(sharding),
+        plan=BlocksPlan(sharding),
         kernels=_triton("grouped_quantize_both", _why_not_both),
     )
 
@@ -211,6 +212,11 @@ def grouped_quantize(
     return q
 
 
+def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
+    """Whether copies in these formats are made of one read."""
+    return last == rows and last.block is not None and last.dtype != "float4_e2m1fn"
+
+
 def grouped_quantize_both(
     x, group_sizes, formats: tuple[TensorFormat, TensorFormat], *, keys=(None, None), spec=None
 ) -> tuple[QuantizedArray, QuantizedArray]:
@@ -223,7 +229,7 @@ def grouped_quantize_both(
       keys: one for each format.
     """
     last, rows = formats
-    if last != rows or last.block is None or last.dtype == "float4_e2m1fn":
+    if not quantizes_both_at_once(last, rows):
         along = zip(formats, (x.ndim - 1, 1), keys, strict=True)
         first, second = (
             grouped_quantize(x, group_sizes, format, axis=axis, key=key, spec=spec)
@@ -232,7 +238,7 @@ def grouped_quantize_both(
         return first, second
     name = "grouped_quantize"
     check_source(name, x, last)
-    _check_groups(name, x, group_sizes)
+    check_groups(name, x, group_sizes)
     blocks = tuple(block_shape(name, x.shape, last, axis, None, 1) for axis in (x.ndim - 1, 1))
     operands = not_differentiable(x, f"{name}: use grouped_dense"), group_sizes
     rows_spec = None if spec is None else PartitionSpec(*tuple(spec)[:1])
@@ -252,7 +258,7 @@ def grouped_quantize_with_amax(x, group_sizes, format: TensorFormat, multiplier,
 
 def _quantize(name, x, group_sizes, format, axis, multiplier, key, spec, debug):
     check_source(name, x, format)
-    _check_groups(name, x, group_sizes)
+    check_groups(name, x, group_sizes)
     block = block_shape(name, x.shape, format, axis, None, 1)
     if debug and block and block[1] > 1:
         check_starts(name, group_sizes, block[1])
@@ -279,7 +285,7 @@ def _quantize(name, x, group_sizes, format, axis, multiplier, key, spec, debug):
     return q, None if two_level else third
 
 
-def _check_groups(name, x, group_sizes):
+def check_groups(name: str, x, group_sizes) -> None:
     if x.ndim < 2 or group_sizes.ndim != 2 or x.shape[0] != group_sizes.shape[0]:
         raise ValueError(
             f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {x.shape}, "

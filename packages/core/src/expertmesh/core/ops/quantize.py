@@ -175,6 +175,19 @@ def _dequantize_reference(data, scale, *rest, block, dtype, two_level):
     return jnp.where(lead(live_PC, data.ndim), values, jnp.zeros((), dtype))
 
 
+def _why_not_dequantize(data, scale, *rest, block, dtype, **options) -> str | None:
+    """What keeps these types from the kernel, or None."""
+    del rest
+    if not block or options["two_level"]:
+        return f"the scales must be of blocks alone; block={block}, {options}"
+    eight = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    if data.dtype not in eight or scale.dtype not in (jnp.float32, jnp.float8_e8m0fnu):
+        return f"numbers must be e4m3 or e5m2, scales float32 or e8m0; they are {data.dtype}, {scale.dtype}"
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"the result must be float32, bfloat16 or float16; it is {dtype}"
+    return why_no_blocks(data, block)
+
+
 def _column_sums(x, *, feature_dims, out_dtype):
     rows = tuple(range(x.ndim - feature_dims))
     return jnp.sum(numerics.widen(x), axis=rows).astype(out_dtype)
@@ -239,11 +252,16 @@ def data_roles(ndim: int, batch_dims: int) -> Names:
 
 def why_no_kernel(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
     """What keeps these numbers and this format from the kernels, or None."""
+    if format.dtype == "float4_e2m1fn" or format.hadamard:
+        return f"the kernels quantize to 8 bits, and rotate nothing; the format is {format}"
+    return why_no_blocks(x, block)
+
+
+def why_no_blocks(x, block: tuple[int, ...]) -> str | None:
+    """What keeps numbers in these blocks from kernels that convert to or from 8 bits, or None."""
     capability = _jax.compute_capability()
     if capability is not None and capability < 8.9:
         return f"GPUs convert to 8 bits from compute capability 8.9 on; this one has {capability}"
-    if format.dtype == "float4_e2m1fn" or format.hadamard:
-        return f"the kernels quantize to 8 bits, and rotate nothing; the format is {format}"
     along = [dim for dim, b in enumerate(block) if b > 1]
     if any(b & (b - 1) or b > 128 for b in block) or len(along) == 2 and along[1] < x.ndim - 1:
         return f"blocks must be powers of two up to 128, square ones in the last dimension; they are {block}"
@@ -420,6 +438,9 @@ def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, gro
         sharding,
         roles=rule_of(*terms(data_roles(ndim, lead_dims * (not grouped)), ".")),
         plan=_Plan("dequantize", sharding, whole=whole),
+        kernels=(
+            Kernel.triton("expertmesh.core.kernels.quantize", "dequantize", _why_not_dequantize),
+        ),
     )
 
 

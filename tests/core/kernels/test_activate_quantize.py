@@ -1,0 +1,50 @@
+"""The Triton kernel of activate_quantize on a GPU, against the activation and then the two quantizations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import quantize_oracle as oracle
+from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice  # noqa: F401
+from expertmesh.core import ACTIVATIONS, Activation, activate, grouped_quantize
+from expertmesh.core.ops.activate_quantize import activate_quantize
+
+GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
+
+
+def both(h, sizes, format, activation):
+    """What the kernel gives, and what the layers give one by one, as codes."""
+    got = run_twice(lambda h, s: activate_quantize(h, s, (format, format), activation), h, sizes)
+    a = jax.jit(lambda h: activate(h, activation))(h)
+    want = [grouped_quantize(a, sizes, format, axis=axis) for axis in (2, 1)]
+    assert [q.block for q in got] == [q.block for q in want]
+    return ([codes(x) for q in each for x in (q.data, q.scale)] for each in (got, want))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("which, width", [("block", 288), ("block", 512), ("mx", 96), ("mx", 512)])
+def test_swiglu_to_the_bit(which, width, dtype):
+    """Rows that belong to no group, an Inf and a NaN; the last block of 128 is partial in both directions."""
+    rows = 192 if which == "mx" else 200
+    rng = np.random.default_rng(0)
+    h = oracle.wild_numbers(rng, (1, rows, 2, width), np.dtype(jnp.dtype(dtype)))
+    h[:, 120:] = np.nan
+    sizes = jnp.asarray([[64, 0, 56]], jnp.int32)
+    for got, want in zip(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu"), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+OTHERS = [name for name in ACTIVATIONS if name not in ("silu", "gelu_exact")]
+
+
+@pytest.mark.parametrize("activation", [*OTHERS, GPT_OSS], ids=str)
+def test_other_activations_but_for_their_last_bit(activation):
+    """The compiler's own tanh differs in it, so that one number in some thousands is rounded otherwise."""
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(1, 512, 2, 512)) * 2.0 ** rng.integers(-4, 5, size=(1, 512, 1, 1))
+    h[:, 400:] = np.nan
+    sizes = jnp.asarray([[128, 256]], jnp.int32)
+    got, want = both(jnp.asarray(h, jnp.bfloat16), sizes, FORMATS["block"][0], activation)
+    for x, y in zip(got, want, strict=True):
+        assert np.mean(x != y) < 2e-3

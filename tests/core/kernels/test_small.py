@@ -1,0 +1,115 @@
+"""Every kernel once on few rows: what `ci/sanitize` runs under compute-sanitizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core import (
+    RouterConfig,
+    dequantize,
+    grouped_dense,
+    grouped_gemm,
+    permute,
+    plan_permute,
+    quantize,
+    recipe_of,
+    route,
+    unpermute,
+)
+from expertmesh.core.ops.activate_quantize import activate_quantize
+from expertmesh.core.ops.activation import activate
+from expertmesh.core.support import TRITON, missing_distribution
+from expertmesh.core.testing import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
+    ),
+]
+E, K, T, D, F = 40, 4, 150, 256, 160
+
+
+def _normal(seed, *shape, dtype="bfloat16"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def _rows(sizes, width, seed):
+    """Rows [1, C, width] of groups, NaN where they belong to none."""
+    x = np.array(_normal(seed, 1, 384, width, dtype="float32"))
+    x[:, int(sizes.sum()) :] = np.nan
+    return jnp.asarray(x, "bfloat16")
+
+
+def test_permutation_and_router():
+    logits, x = _normal(0, 1, T, E, dtype="float32"), _normal(1, 1, T, D)
+
+    @jax.jit
+    def run(logits, x):
+        def mean(logits, x):
+            routing = route(logits, RouterConfig(top_k=K))
+            plan = plan_permute(routing.topk_idx, num_experts=E, alignment=16)
+            return unpermute(permute(x, plan), plan, routing.topk_weights)
+
+        y, pull = jax.vjp(mean, logits, x)
+        return y, pull(y)
+
+    y, (_, dx) = run(logits, x)
+    assert relative_error(y, np.asarray(x, np.float64)) < 1e-2  # the weights' sum is 1
+    assert relative_error(dx, np.asarray(x, np.float64)) < 2e-2
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8"])
+def test_products(recipe):
+    sizes = np.array([[128, 0, 128]], np.int32)
+    x, w, b = _rows(sizes, D, 0), _normal(1, 3, D, F, dtype="float32"), _normal(2, 3, F)
+    dy = _rows(sizes, F, 3)
+
+    @jax.jit
+    def run(x, w, b, dy):
+        options = {} if recipe is None else {"recipe": recipe}
+        function = grouped_gemm if recipe is None else grouped_dense
+        kernel = w.astype(jnp.bfloat16) / 16
+        y, pull = jax.vjp(
+            lambda x, w, b: function(x, w, jnp.asarray(sizes), b, **options), x, kernel, b
+        )
+        return y, pull(dy)
+
+    y, (dx, dw, db) = run(x, w, b, dy)
+    wide = [np.asarray(a, np.float64) for a in (x[0], w / 16, b, dy[0])]
+    error = 1e-2 if recipe is None else 6e-2
+    for group, rows in ((0, slice(0, 128)), (2, slice(128, 256))):
+        x_g, w_g, b_g, dy_g = wide[0][rows], wide[1][group], wide[2][group], wide[3][rows]
+        assert relative_error(y[0, rows], x_g @ w_g + b_g) < error
+        assert relative_error(dx[0, rows], dy_g @ w_g.T) < error
+        assert relative_error(dw[group], x_g.T @ dy_g) < error
+        assert relative_error(db[group], dy_g.sum(0)) < 1e-2
+    assert not np.asarray(y[0, 256:]).any() and not np.asarray(dw[1]).any()
+
+
+def test_activation():
+    h, d = _normal(0, 1, 100, 2, F), _normal(1, 1, 100, F)
+    y, pull = jax.jit(lambda h: jax.vjp(lambda h: activate(h, "silu"), h))(h)
+    (dh,) = jax.jit(lambda pull, d: pull(d))(pull, d)
+    gate, up = np.moveaxis(np.asarray(h, np.float64), 2, 0)
+    s = 1 / (1 + np.exp(-gate))
+    assert relative_error(y, gate * s * up) < 1e-2
+    assert relative_error(dh[:, :, 1], np.asarray(d, np.float64) * gate * s) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_quantization(recipe):
+    format = recipe_of(recipe).formats().x
+    w, h = _normal(0, 2, 160, 96), _normal(1, 1, 160, 2, 96)
+    sizes = jnp.asarray([[64, 96]], jnp.int32)
+
+    @jax.jit
+    def run(w, h):
+        pair = activate_quantize(h, sizes, (format, format), "silu")
+        return dequantize(quantize(w, format)), [dequantize(q) for q in pair], activate(h, "silu")
+
+    back, pair, a = run(w, h)
+    assert relative_error(back, np.asarray(w, np.float64)) < 5e-2
+    for q in pair:
+        assert relative_error(q, np.asarray(a, np.float64)) < 5e-2
