@@ -48,6 +48,8 @@ class Shape:
             expert_dim=self.expert_width,
             dtype="bfloat16",
             param_dtype="bfloat16",
+            # The weights are applied where the rows are narrower.
+            apply_topk_weights_early=self.expert_width < self.width,
             **options,
         )
 
@@ -213,8 +215,12 @@ def phases(shape: Shape):
     rows = run("dispatch", lambda x, h: dispatch(h, x), x, handle)
     hidden = run("product with wi", product, rows, params["wi"], handle)
     active = run("activate", lambda h: activate(h, config.activation), hidden)
+    early = config.apply_topk_weights_early
+    if early:
+        active = run("weigh", weigh, active, weights, handle)
     out = run("product with wo", product, active, params["wo"], handle)
-    out = run("weigh", weigh, out, weights, handle)
+    if not early:
+        out = run("weigh", weigh, out, weights, handle)
     run("combine", lambda y, h: combine(h, y), out, handle)
     return steps
 
