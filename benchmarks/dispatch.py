@@ -139,7 +139,7 @@ def all_rows(pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     _measure.write(options.json, all_rows(options.pairs))
 

@@ -1,6 +1,9 @@
 """The transport "nvlink": what it refuses, what it asks XLA for, and on GPUs the exchanges of the other transports."""
 
 import dataclasses
+import pathlib
+import shutil
+import subprocess
 from functools import partial
 
 import jax
@@ -325,3 +328,19 @@ def test_the_memory_in_use_is_known():
     need_gpus(2)
     differences(explicit_mesh((2,)), tokens=64, features=264)
     assert _native.window_bytes() >= 2 * 2 * 2 * 64 * 264 * 4  # ranks, halves, tokens, float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checker", [(), ("compute-sanitizer", "--error-exitcode=3")])
+def test_kernels_alone_touch_only_their_memory(checker, tmp_path):
+    tools = _native.find_tools()
+    if isinstance(tools, str) or checker and not shutil.which(checker[0]):
+        pytest.skip("needs nvcc and compute-sanitizer")
+    capability = float(jax.devices("cuda")[0].compute_capability)
+    flags = ["-std=c++17", f"-arch={_native.architecture(capability)}", f"-I{_native.SOURCES}"]
+    sources = [pathlib.Path(__file__).with_name("nvlink_alone.cu"), _native.SOURCES / "exchange.cu"]
+    program = tmp_path / "alone"
+    subprocess.run([tools.nvcc, *flags, *sources, "-o", program], check=True)
+    run = subprocess.run([*checker, program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert "ok" in run.stdout
