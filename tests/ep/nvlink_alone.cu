@@ -171,6 +171,7 @@ void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt199
 }
 
 int main() {
+  CHECK(LoadKernels());
   std::mt19937 random(0);
   Run(1, 48, 0, 24, random);
   Run(4, 4096, 20, 1024, random);
