@@ -29,6 +29,7 @@ TRANSPORTS: Mapping[str, tuple[dict[str, int], dict[str, int]]] = {
     "ring": ({"all-gather": 1}, {"reduce-scatter": 1}),
     "all_to_all": ({"all-to-all": 1}, {"all-to-all": 1}),
     "ragged": ({"ragged-all-to-all": 1}, {"ragged-all-to-all": 1}),
+    "nvlink": ({}, {}),
 }
 TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if is_supported(name)[0]}
 # How a program is laid out: "explicit" and "resource" axes, a "manual" shard_map over all of them, "auto" axes of which

@@ -51,6 +51,8 @@ def weights_and_back(handle, weights):
 @parametrize(EACH_MODE[:3], MORE[:-1])
 def test_exchanges_move_what_their_transport_says(setting):
     """Test 9. Forward and backward, and no reshard: rows and tokens lie over all axes of the participants."""
+    if setting.num_ranks == 1 and jax.default_backend() == "gpu":
+        pytest.skip("XLA:GPU leaves out collectives over one rank")
     num_tokens = 8 * int(np.prod(setting.sizes))
     idx = routing("uniform", num_tokens, TOP_K, NUM_EXPERTS)
     config = setting.config(NUM_EXPERTS)

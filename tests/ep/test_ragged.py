@@ -128,7 +128,9 @@ def test_is_supported():
     supported, reason = is_supported("ragged", jax.devices("cpu")[0])
     assert not supported and "XLA:CPU" in reason
     assert ragged.missing_on("cuda") is None
-    with pytest.raises(ValueError, match="local, ring, all_to_all, ragged; got feature='nccl'"):
+    with pytest.raises(
+        ValueError, match="local, ring, all_to_all, ragged, nvlink; got feature='nccl'"
+    ):
         is_supported("nccl")
 
 

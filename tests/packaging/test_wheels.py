@@ -90,9 +90,8 @@ def test_wheel(wheels, package):
     own = f"expertmesh/{package}/"
     assert all(n.startswith(own) or ".dist-info/" in n for n in names), names
     sources = ROOT / "packages" / package / "src"
-    expected = {
-        str(p.relative_to(sources)) for p in sources.rglob("*") if p.suffix in {".py", ".typed"}
-    }
+    kinds = {".py", ".typed", ".cc", ".cu", ".h"}
+    expected = {str(p.relative_to(sources)) for p in sources.rglob("*") if p.suffix in kinds}
     assert {n for n in names if n.startswith(own)} >= expected
     found = metadata(wheels[package])
     assert found["Name"] == NAMES[package]

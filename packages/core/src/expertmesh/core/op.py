@@ -343,9 +343,13 @@ def _local(call: _Call, operands, overrides=()):
 
 
 def _launch(kernel: Kernel, options, *operands):
-    # A custom call's results would lose the axes over which the operands vary.
+    return vary_like(operands, kernel.launch(*operands, **dict(options)))
+
+
+def vary_like(operands, results):
+    """A custom call's results, which would lose the Manual axes over which the operands vary."""
     axes = frozenset().union(*map(_jax.varying_axes, operands))
-    return _jax.match_varying(kernel.launch(*operands, **dict(options)), axes)
+    return _jax.match_varying(results, axes)
 
 
 def _shard_function(call: _Call, plan: Plan):

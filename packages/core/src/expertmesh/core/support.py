@@ -126,3 +126,8 @@ def platform_of(*operands: jax.Array) -> str:
     That of their mesh's devices, which may be there only to compile for, else of the default device.
     """
     return _jax.platform(operands)
+
+
+def compute_capability() -> float | None:
+    """Of this process' first NVIDIA GPU; None where it has none, as when compiling ahead of time."""
+    return _jax.compute_capability()

@@ -7,6 +7,7 @@ from expertmesh.ep.capacity import recv_capacity
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, dispatch_weights, prepare
 from expertmesh.ep.overflow import Overflow, find_overflow, raise_overflow
+from expertmesh.ep.stall import raise_stall
 from expertmesh.ep.support import is_supported
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "is_supported",
     "prepare",
     "raise_overflow",
+    "raise_stall",
     "recv_capacity",
 ]

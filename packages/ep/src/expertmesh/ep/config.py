@@ -2,7 +2,7 @@
 
 import dataclasses
 
-TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged")
+TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged", "nvlink")
 OVERFLOW_POLICIES = ("drop", "error")
 
 
@@ -16,8 +16,9 @@ class EpConfig:
         shapes, which never drops a row as long as each token's experts are different.
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
       transport: "local" (EP size 1), "ring" (all-gather tokens, reduce-scatter sums), "all_to_all" (one block per
-        peer), "ragged" (the filled part of the blocks; not on CPU, and slow on NVIDIA GPUs), or "auto": the one of the
-        first three that moves the fewest bytes.
+        peer), "ragged" (the filled part of the blocks; not on CPU, and slow on NVIDIA GPUs), "nvlink" (stores to the
+        memory of peers; NVIDIA GPUs that reach each other's), or "auto": the one of the first three that moves the
+        fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
         context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
       overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the

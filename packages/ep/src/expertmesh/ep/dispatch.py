@@ -92,13 +92,13 @@ def _prepare_reference(topk_idx, *, num_experts, capacity, alignment, axis):
 
 def _dispatch_reference(tokens, slot, source_1C, row_1GK, *, axis, transport):
     route = _route(slot, source_1C, row_1GK)
-    move = choose(transport, route, tokens.dtype.itemsize, axis).dispatch
+    move = choose(transport, route, tokens.dtype, axis).dispatch
     return move(flatten_leading(tokens), route, axis=axis)[None]
 
 
 def _combine_reference(rows_1CD, slot, source_1C, row_1GK, *, axis, transport):
     route = _route(slot, source_1C, row_1GK)
-    move = choose(transport, route, rows_1CD.dtype.itemsize, axis).combine
+    move = choose(transport, route, rows_1CD.dtype, axis).combine
     tokens_TD = move(rows_1CD[0], route, axis=axis)
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
@@ -107,10 +107,13 @@ def _dispatch_quantized_reference(
     data, scale, slot, source_1C, row_1GK, *, axis, transport, format
 ):
     route = _route(slot, source_1C, row_1GK)
-    bytes_T = to_bytes(flatten_leading(data), flatten_leading(scale))
-    move = choose(transport, route, bytes_T.dtype.itemsize, axis).dispatch
-    bytes_C = move(bytes_T, route, axis=axis)
-    data_CD, scale_CB = from_bytes(bytes_C, data.shape[-1], data.dtype, scale.dtype)
+    parts_T = flatten_leading(data), flatten_leading(scale)
+    chosen = choose(transport, route, jnp.uint8, axis)
+    if hasattr(chosen, "dispatch_parts"):
+        data_CD, scale_CB = chosen.dispatch_parts(parts_T, route, axis=axis)
+    else:
+        bytes_C = chosen.dispatch(to_bytes(*parts_T), route, axis=axis)
+        data_CD, scale_CB = from_bytes(bytes_C, data.shape[-1], data.dtype, scale.dtype)
     is_padding_C1 = route.source_C[:, None] < 0
     scale_CB = jnp.where(is_padding_C1, scale_of_zeros(format), scale_CB)
     return data_CD[None], scale_CB[None]
@@ -124,7 +127,7 @@ def _combine_quantized_reference(
             rows_1CD, slot, source_1C, row_1GK, axis=axis, transport=transport
         )
     route = _route(slot, source_1C, row_1GK)
-    move = choose_blocks(transport, route, axis).combine
+    move = choose_blocks(transport, route, wire_format, axis).combine
     tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 

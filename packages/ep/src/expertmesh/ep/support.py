@@ -4,7 +4,7 @@ import jax
 
 from expertmesh.core.support import check_feature
 from expertmesh.ep.config import TRANSPORTS
-from expertmesh.ep.transports import ragged
+from expertmesh.ep.transports import nvlink, ragged
 
 FEATURES = tuple(name for name in TRANSPORTS if name != "auto")
 
@@ -24,5 +24,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     """
     check_feature(feature, FEATURES)
     device = jax.devices()[0] if device is None else device
-    reason = ragged.missing_on(device.platform) if feature == "ragged" else None
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    transport = {"ragged": ragged, "nvlink": nvlink}.get(feature)
+    reason = transport.missing_on(platform) if transport else None
     return reason is None, reason or ""

@@ -2,19 +2,28 @@
 
 A transport is a module with two functions on one device's shard, each the transpose of the other:
 `dispatch(tokens_TD, route, *, axis) -> rows_CD` and `combine(rows_CD, route, *, axis) -> tokens_TD`.
+One that moves several arrays in one exchange has `dispatch_parts(parts, route, *, axis)` too.
 """
 
 from types import ModuleType
 
+import jax.numpy as jnp
+
 from expertmesh.core.support import platform_of
 from expertmesh.ep.route import Axis, Route, group_size
-from expertmesh.ep.transports import all_to_all, local, ragged, ring
+from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, ring
 from expertmesh.ep.transports.blocks import block_rows
 
-_BY_NAME = {"local": local, "ring": ring, "all_to_all": all_to_all, "ragged": ragged}
+_BY_NAME = {
+    "local": local,
+    "ring": ring,
+    "all_to_all": all_to_all,
+    "ragged": ragged,
+    "nvlink": nvlink,
+}
 
 
-def choose(name: str, route: Route, itemsize: int, axis: Axis) -> ModuleType:
+def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType:
     """The transport of that name; "auto" is `cheapest` for these shapes. Where nothing moves, it is "local".
 
     Raises:
@@ -26,28 +35,40 @@ def choose(name: str, route: Route, itemsize: int, axis: Axis) -> ModuleType:
             f"dispatch: transport 'local' must have an EP group of 1 rank; got ep_size={size}, axis={axis}; "
             "use transport='auto'"
         )
-    if route.row_GK.size == 0 or size == 1 and name == "ragged":
+    if route.row_GK.size == 0 or size == 1 and name in ("ragged", "nvlink"):
         return local
-    if name == "ragged" and (reason := ragged.missing_on(platform_of(route.slot_TK))):
+    if reason := _missing(name, route, size, dtype):
         raise ValueError(
-            f"dispatch: transport 'ragged' must run on a platform that has it; got ep_size={size}, axis={axis}: "
+            f"dispatch: transport {name!r} must run on a platform that has it; got ep_size={size}, axis={axis}: "
             f"{reason}; use transport='auto'"
         )
     if name == "auto":
         (num_tokens, top_k), capacity = route.slot_TK.shape, route.source_C.shape[0]
-        name = cheapest(num_tokens, top_k, capacity, size, itemsize)
+        name = cheapest(num_tokens, top_k, capacity, size, jnp.dtype(dtype).itemsize)
     return _BY_NAME[name]
 
 
-def choose_blocks(name: str, route: Route, axis: Axis) -> ModuleType:
-    """The transport for sums that are quantized on the way, by any name but "ring": it brings them back in blocks.
+def _missing(name, route, size, dtype) -> str | None:
+    """Why the transport of that name cannot do this exchange, or None."""
+    if name not in ("ragged", "nvlink"):
+        return None
+    platform = platform_of(route.slot_TK)
+    if name == "ragged":
+        return ragged.missing_on(platform)
+    return nvlink.missing_on(platform) or nvlink.refuses(route, size, dtype)
+
+
+def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleType:
+    """The transport for sums that are rounded on the way, by any name but "ring": it does not add on the way.
 
     Raises:
       ValueError: as `choose`.
     """
-    chosen = choose(name, route, 1, axis)
-    # With one rank its blocks are the tokens, so that the sums are rounded as in any other group.
-    return all_to_all if chosen in (local, ring) else chosen
+    chosen = choose(name, route, jnp.uint8, axis)
+    # "nvlink" rounds, and does not quantize. With one rank the blocks of "all_to_all" are the tokens, so that the sums
+    # are rounded as in any other group.
+    rounds = wire_format in nvlink.WIRES
+    return all_to_all if chosen in (local, ring) or chosen is nvlink and not rounds else chosen
 
 
 def cheapest(num_tokens: int, top_k: int, capacity: int, ep_size: int, itemsize: int) -> str:

@@ -1,0 +1,126 @@
+"""Plain stores into the peers' memory, between GPUs that reach it: NVLink, or PCIe with peer access.
+
+    dispatch: a token is stored once at each rank that has a row of it, and copied to its rows there
+    combine:  each rank adds up its rows of a token and stores the sum at the token's rank, which adds the sums
+
+Receives the tokens that have rows here, as "ragged" does. The kernels use XLA's own communicator: nothing is set up,
+and a process may drive one GPU or many. See _native/exchange.cu for how ranks wait for each other.
+
+Dimension key as in route.py.
+"""
+
+import dataclasses
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from expertmesh.core.op import vary_like
+from expertmesh.core.support import compute_capability
+from expertmesh.ep import _native
+from expertmesh.ep.capacity import roundup
+from expertmesh.ep.route import Axis, Route, group_size
+from expertmesh.ep.wire import PLAIN, Wire
+
+MOST_RANKS, MOST_CHOICES = 64, 32
+WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as; exchange.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How many thread blocks, of one SM each, send and receive."""
+
+    senders: int
+    receivers: int
+
+
+# NVIDIA H200, 2026-11-22: see docs/dev/performance-log.md.
+DISPATCH = Blocks(senders=32, receivers=100)
+COMBINE = Blocks(senders=64, receivers=68)
+TIMEOUT_MS = 60_000
+BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
+MOST_SLICES, SHORT = 8, 512
+
+
+def dispatch(tokens_TD, route: Route, *, axis: Axis):
+    return dispatch_parts((tokens_TD,), route, axis=axis)[0]
+
+
+def dispatch_parts(parts_TD: tuple, route: Route, *, axis: Axis) -> tuple:
+    """Dispatches several arrays in one exchange."""
+    capacity = route.source_C.shape[0]
+    types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
+    stride = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
+    return _call(_native.DISPATCH, types, parts_TD, route, axis, DISPATCH, stride)
+
+
+def combine(rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
+    (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
+    narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
+    values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
+    # A sum of one row is that row: it need not be widened for the way back.
+    name = str(wire.format or (values_CD.dtype if top_k == 1 else "float32"))
+    types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
+    stride = roundup(num_features * jnp.dtype(name).itemsize, 16)
+    call = _call(
+        _native.COMBINE, types, (values_CD,), route, axis, COMBINE, stride, wire=WIRES[name]
+    )
+    return call[0].astype(rows_CD.dtype)
+
+
+def missing_on(platform: str) -> str | None:
+    """Why the transport cannot run on JAX's lowering platform of that name, or None."""
+    if platform != "cuda":
+        return f"it needs NVIDIA GPUs, and the platform is {platform}"
+    return None if compute_capability() is None else _native.missing()
+
+
+def refuses(route: Route, size: int, dtype) -> str | None:
+    """Why the kernels cannot take this exchange, or None."""
+    top_k = route.slot_TK.shape[1]
+    if size > MOST_RANKS or top_k > MOST_CHOICES:
+        return (
+            f"its kernels take {MOST_RANKS} ranks and {MOST_CHOICES} choices per token at most; "
+            f"got ep_size={size}, K={top_k}"
+        )
+    if dtype == jnp.float64:
+        return "its kernels add up in float32, and the rows are float64"
+    return None
+
+
+def _call(target, types, payload, route, axis, blocks, stride, wire=0):
+    if any(0 in x.shape for x in (*types, *payload)):
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
+    capability = compute_capability()
+    if capability is not None:  # else the program is lowered where there is no GPU
+        _native.load(_native.architecture(capability))
+    operands = (route.slot_TK, route.source_C, route.row_GK, *payload)
+    call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
+    results = call(
+        *operands,
+        groups=_groups(axis),
+        size=np.int64(group_size(axis)),
+        rows=np.int64(route.row_GK.shape[0]),
+        stride=np.int64(stride),
+        slices=np.int64(_slices(route.slot_TK.shape[0], stride)),
+        wire=np.int64(wire),
+        senders=np.int64(blocks.senders),
+        receivers=np.int64(blocks.receivers),
+        timeout_ms=np.int64(TIMEOUT_MS),
+    )
+    return tuple(vary_like(operands, list(results)))
+
+
+def _slices(num_tokens, row_bytes) -> int:
+    """Parts in which a row is moved, by a warp each."""
+    return max(1, min(MOST_SLICES, BUSY // num_tokens, row_bytes // SHORT))
+
+
+def _groups(axis) -> np.ndarray:
+    """int64[N]: the EP groups one after the other, each in order of ranks; devices by their place in the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    places = np.arange(prod(mesh.axis_sizes)).reshape(mesh.axis_sizes)
+    ep = [mesh.axis_names.index(name) for name in axis]
+    others = [i for i in range(places.ndim) if i not in ep]
+    return places.transpose(*others, *ep).reshape(-1)

@@ -1,0 +1,181 @@
+// The kernels of the transport "nvlink" without JAX and NCCL: two ranks on one GPU, one after the other, so that a
+// sanitizer may run them. The first waits in vain and fills what did not come with bits of 1; the second must be right.
+
+#include <cuda_bf16.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "exchange.h"
+
+using namespace expertmesh;
+
+#define CHECK(call)                                                               \
+  do {                                                                            \
+    cudaError_t error = (call);                                                   \
+    if (error != cudaSuccess) {                                                   \
+      std::printf("line %d: %s\n", __LINE__, cudaGetErrorString(error));          \
+      std::exit(1);                                                               \
+    }                                                                             \
+  } while (0)
+
+constexpr int kRanks = 2, kTokens = 37, kChoices = 3, kLocal = 2, kCapacity = 70, kBlocks = 3;
+
+template <typename T>
+T* OnDevice(const std::vector<T>& values) {
+  T* p = nullptr;
+  CHECK(cudaMalloc(&p, values.size() * sizeof(T)));
+  CHECK(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyDefault));
+  return p;
+}
+
+template <typename T>
+std::vector<T> OnHost(const T* p, size_t count) {
+  std::vector<T> values(count);
+  CHECK(cudaMemcpy(values.data(), p, count * sizeof(T), cudaMemcpyDefault));
+  return values;
+}
+
+void Require(bool holds, const char* what, int at) {
+  if (holds) return;
+  std::printf("%s: wrong at %d\n", what, at);
+  std::exit(1);
+}
+
+struct Routes {
+  std::vector<int32_t> slot[kRanks], source[kRanks], row[kRanks];
+};
+
+Routes Draw(std::mt19937& random) {
+  const int group = kRanks * kTokens;
+  std::vector<int> expert(group * kChoices);
+  for (int& e : expert) e = static_cast<int>(random() % (kRanks * kLocal + 1)) - 1;
+  Routes routes;
+  for (int r = 0; r < kRanks; ++r) {
+    routes.slot[r].assign(kTokens * kChoices, -1);
+    routes.source[r].assign(kCapacity, -1);
+    routes.row[r].assign(group * kChoices, -1);
+  }
+  for (int r = 0; r < kRanks; ++r) {
+    int n = 0;
+    for (int e = r * kLocal; e < (r + 1) * kLocal; ++e) {
+      for (int c = 0; c < group * kChoices; ++c) {
+        if (expert[c] != e || n >= kCapacity) continue;
+        routes.source[r][n] = c;
+        routes.row[r][c] = n;
+        routes.slot[c / kChoices / kTokens][c % (kTokens * kChoices)] = r * kCapacity + n;
+        ++n;
+      }
+    }
+  }
+  return routes;
+}
+
+void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt19937& random) {
+  const int group = kRanks * kTokens;
+  const Routes routes = Draw(random);
+  const auto padded = [](int64_t value) { return (value + 15) / 16 * 16; };
+  Exchange x[kRanks] = {};
+  Record* record = nullptr;
+  CHECK(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Record), cudaHostAllocMapped));
+  *record = Record{};
+  const int64_t stride = std::max(padded(bytes) + padded(more_bytes), padded(features * 4)), flags = kTokens * slices;
+  const int64_t staging = (kFlags + kRanks * flags * 4 + 15) / 16 * 16;
+  char* windows[kRanks];
+  for (int r = 0; r < kRanks; ++r) {
+    CHECK(cudaMalloc(&windows[r], staging + 2 * group * stride));
+    CHECK(cudaMemset(windows[r], 0, staging));
+    CHECK(cudaMemset(windows[r] + staging, 0xff, 2 * group * stride));
+  }
+  for (int r = 0; r < kRanks; ++r) {
+    for (int p = 0; p < kRanks; ++p) x[r].window[p] = windows[p];
+    x[r].record = record;
+    x[r].slot = OnDevice(routes.slot[r]);
+    x[r].source = OnDevice(routes.source[r]);
+    x[r].row = OnDevice(routes.row[r]);
+    x[r].flags = flags;
+    x[r].staging = staging;
+    x[r].half = group * stride;
+    x[r].stride = stride;
+    x[r].timeout = 20000000;
+    x[r].rank = r;
+    x[r].size = kRanks;
+    x[r].tokens = kTokens;
+    x[r].choices = kChoices;
+    x[r].capacity = kCapacity;
+    x[r].slices = slices;
+    x[r].senders = 1;
+  }
+
+  const int64_t part_bytes[] = {bytes, more_bytes};
+  const int num_parts = more_bytes ? 2 : 1;
+  std::vector<char> tokens[2][kRanks];
+  Part parts[kRanks][2] = {};
+  for (int r = 0; r < kRanks; ++r) {
+    for (int p = 0; p < num_parts; ++p) {
+      tokens[p][r].resize(kTokens * part_bytes[p]);
+      for (char& c : tokens[p][r]) c = static_cast<char>(random());
+      char* result = nullptr;
+      CHECK(cudaMalloc(&result, kCapacity * part_bytes[p]));
+      parts[r][p] = Part{OnDevice(tokens[p][r]), result, part_bytes[p], p ? padded(bytes) : 0};
+    }
+  }
+  for (int turn = 0; turn < 3; ++turn) {
+    for (int i = 0; i < kRanks; ++i) {
+      const int r = (turn + i) % kRanks;
+      CHECK(LaunchDispatch(x[r], parts[r], num_parts, kBlocks, nullptr));
+      CHECK(cudaDeviceSynchronize());
+    }
+    const int last = (turn + 1) % kRanks;
+    for (int p = 0; p < num_parts; ++p) {
+      const auto rows = OnHost(parts[last][p].result, kCapacity * part_bytes[p]);
+      for (int n = 0; n < kCapacity; ++n) {
+        const int c = routes.source[last][n], t = c / kChoices;
+        std::vector<char> want(part_bytes[p], 0);
+        if (c >= 0) std::memcpy(want.data(), &tokens[p][t / kTokens][t % kTokens * part_bytes[p]], part_bytes[p]);
+        Require(!std::memcmp(want.data(), &rows[n * part_bytes[p]], part_bytes[p]), "dispatch", n);
+      }
+    }
+    Require(record->epoch == static_cast<uint32_t>(turn + 1) && record->phase == 2, "the record of a wait", turn);
+  }
+
+  std::vector<__nv_bfloat16> rows[kRanks];
+  const __nv_bfloat16* held[kRanks];
+  __nv_bfloat16* out[kRanks];
+  for (int r = 0; r < kRanks; ++r) {
+    for (int i = 0; i < kCapacity * features; ++i) rows[r].push_back(__float2bfloat16(static_cast<int>(random() % 17) - 8));
+    held[r] = OnDevice(rows[r]);
+    CHECK(cudaMalloc(&out[r], kTokens * features * sizeof(__nv_bfloat16)));
+  }
+  for (Type wire : {Type::kF32, Type::kBF16, Type::kF16}) {
+    for (int r : {1, 0}) {
+      CHECK(LaunchCombine(x[r], held[r], out[r], features, Type::kBF16, wire, kBlocks, nullptr));
+      CHECK(cudaDeviceSynchronize());
+    }
+    const auto sums = OnHost(out[0], kTokens * features);
+    for (int t = 0; t < kTokens; ++t) {
+      for (int f = 0; f < features; ++f) {
+        float want = 0;  // of small integers: exact in every type
+        for (int k = 0; k < kChoices; ++k) {
+          const int s = routes.slot[0][t * kChoices + k];
+          if (s >= 0) want += __bfloat162float(rows[s / kCapacity][s % kCapacity * features + f]);
+        }
+        Require(__bfloat162float(sums[t * features + f]) == want, "combine", t);
+      }
+    }
+  }
+}
+
+int main() {
+  CHECK(LoadKernels());
+  std::mt19937 random(0);
+  Run(1, 48, 0, 24, random);
+  Run(4, 4096, 20, 1024, random);
+  Run(1, 14, 3, 7, random);
+  Run(8, 528, 8, 264, random);
+  std::printf("ok\n");
+}
