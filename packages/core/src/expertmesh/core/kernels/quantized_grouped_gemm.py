@@ -156,7 +156,7 @@ def _multiply_blocks(
             right = gl.fma(part, (of_rows * of_right)[:, None].broadcast_to(BH, PN), right)
             of_rows = of_next
             step += 1
-        _hand_over(left, right, out_smem, ready, free)
+        plain._hand_over(left, right, out_smem, ready, free)
 
 
 @gluon.jit
@@ -190,48 +190,7 @@ def _multiply_whole(
         of_rows, of_weight = gl.load(row_scales + group), gl.load(weight_scales + group)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        _hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
-
-
-@gluon.jit
-def _hand_over(left, right, out_smem, ready, free):
-    """The halves of a tile's columns to the role that stores."""
-    mbarrier.wait(free, 1)
-    out_smem.store(left.to(out_smem.dtype))
-    mbarrier.arrive(ready)
-    mbarrier.wait(free, 0)
-    out_smem.store(right.to(out_smem.dtype))
-    mbarrier.arrive(ready)
-
-
-@gluon.jit
-def _in_two(x):
-    """The halves of the columns."""
-    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _hand_over_whole(acc, out_smem, ready, free):
-    left, right = _in_two(acc)
-    _hand_over(left, right, out_smem, ready, free)
-
-
-@gluon.jit
-def _store_part(
-    smem, ready, free, phase, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
-):
-    """Part of a result [C, W] from shared memory to where it belongs, but for the rows from `end` on."""
-    HEIGHT: gl.constexpr = smem.shape[0]
-    WIDTH: gl.constexpr = smem.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    mbarrier.wait(ready, phase)
-    for first in gl.static_range(0, HEIGHT, ROWS):
-        values = smem.slice(first, ROWS).load(layout)
-        rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
-        gl.store(where, values, mask=(rows < end)[:, None] & (columns < W)[None, :])
-    mbarrier.arrive(free)
+        plain._hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
 
 
 @gluon.jit
@@ -248,9 +207,13 @@ def _store_rows(
         tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
         _, row, end, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
         column = tile_n * BN + step % 2 * (BN // 2)
-        _store_part(smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8)
+        plain._store_part(
+            smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8
+        )
         row += BM // 2
-        _store_part(smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8)
+        plain._store_part(
+            smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8
+        )
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
     for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 2, C, NUM_PROGRAMS * 2):
         rows = start + gl.arange(0, 2, gl.SliceLayout(1, layout))
@@ -259,22 +222,6 @@ def _store_rows(
             where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
             zeros = gl.zeros((2, 256), out.dtype.element_ty, layout)
             gl.store(where, zeros, mask=(rows < C)[:, None] & (columns < W)[None, :])
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """For slots that are full and empty, results that are ready, and room for them that is free."""
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    ready = mbarrier.allocate_mbarrier(batch=2)
-    free = mbarrier.allocate_mbarrier(batch=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    return full, empty, ready, free
 
 
 @gluon.jit
@@ -311,7 +258,7 @@ def _rows_kernel(
     b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
     smem0 = gl.allocate_shared_memory(dtype, part, layout)
     smem1 = gl.allocate_shared_memory(dtype, part, layout)
-    full, empty, ready, free = _barriers(STAGES)
+    full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
             (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem0, full, empty,
@@ -477,8 +424,8 @@ def _add_scaled(acc, part, of_rows, of_columns, FROM: gl.constexpr):
     """acc + part times both scales, half of the columns at a time: more of the scales would not fit into registers."""
     HEIGHT: gl.constexpr = part.shape[0]
     WIDTH: gl.constexpr = part.shape[1] // 2
-    part0, part1 = _in_two(part)
-    acc0, acc1 = _in_two(acc)
+    part0, part1 = plain._in_two(part)
+    acc0, acc1 = plain._in_two(acc)
     layout: gl.constexpr = part0.type.layout
     rows = gl.convert_layout(of_rows, layout).broadcast_to(HEIGHT, WIDTH)
     of0 = of_columns.slice(FROM, WIDTH, dim=1).load(layout)
@@ -523,7 +470,7 @@ def _multiply_chunks(
             right = _add_scaled(right, part, of_rows, of_columns, PN)
             mbarrier.arrive(empty.index(slot))
             step += 1
-        _hand_over(left, right, out_smem, ready, free)
+        plain._hand_over(left, right, out_smem, ready, free)
 
 
 @gluon.jit
@@ -555,7 +502,7 @@ def _multiply_whole_chunks(
         if last > first:
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         acc = acc * gl.load(lhs_scales + group) * gl.load(dy_scales + group)
-        _hand_over_whole(acc, out_smem, ready, free)
+        plain._hand_over_whole(acc, out_smem, ready, free)
 
 
 @gluon.jit
@@ -603,7 +550,7 @@ def _weights_kernel(
         n_smem = b_smem
     smem0 = gl.allocate_shared_memory(dtype, part, layout)
     smem1 = gl.allocate_shared_memory(dtype, part, layout)
-    full, empty, ready, free = _barriers(STAGES)
+    full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
             (_weights_role, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem0, full, empty,
