@@ -156,19 +156,25 @@ def test_quantized_grouped_gemm(which, out, dy):
     else:
         kernel = kernels._weights_kernel
         scaled = which == "WEIGHTS_BLOCKS"
-        first = ("fp8e4nv", (tiles.m, tiles.k)), ("fp32", (1, tiles.m)) if scaled else "*fp32"
-        second = (dy, (tiles.n, tiles.k)), ("fp32", (1, tiles.n)) if scaled else "*fp32"
+        of_chunk = (1,) if scaled else ()
+        first = (
+            ("fp8e4nv", (*of_chunk, tiles.m, tiles.k)),
+            ("fp32", (1, tiles.m)) if scaled else "*fp32",
+        )
+        second = (
+            (dy, (*of_chunk, tiles.n, tiles.k)),
+            ("fp32", (1, tiles.n)) if scaled else "*fp32",
+        )
         constants |= {"K": 4096, "N": 28672}
     types = [t if isinstance(t, str) else _descriptor(*t) for t in (*first, *second)]
     compiled = compile_gluon(kernel, [*types, "*i32", f"*{out}"], constants, 90)
     _check(compiled, 90)
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-def test_turn(aligned):
+def test_turn():
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
-    constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "ALIGNED": aligned, "BK": 128}
+    constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "BK": 128}
     types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
     constants["BW"] = kernels.TURNED
     options = {"num_warps": 4, "num_stages": 1}

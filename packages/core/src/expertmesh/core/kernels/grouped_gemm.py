@@ -164,6 +164,22 @@ def _tile(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexp
 
 
 @gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    """For slots that are full and empty, results that are ready, and room for them that is free."""
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    ready = mbarrier.allocate_mbarrier(batch=2)
+    free = mbarrier.allocate_mbarrier(batch=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return full, empty, ready, free
+
+
+@gluon.jit
 def _load_rows(
     lhs_desc, dy_desc, sizes, a_smem, b_smem, full, empty,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
@@ -198,6 +214,29 @@ def _clear_rows(smem, live, BK: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _in_two(x):
+    """The halves of the columns."""
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _hand_over(left, right, out_smem, ready, free):
+    """The halves of a tile's columns to the role that stores."""
+    mbarrier.wait(free, 1)
+    out_smem.store(left.to(out_smem.dtype))
+    mbarrier.arrive(ready)
+    mbarrier.wait(free, 0)
+    out_smem.store(right.to(out_smem.dtype))
+    mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _hand_over_whole(acc, out_smem, ready, free):
+    left, right = _in_two(acc)
+    _hand_over(left, right, out_smem, ready, free)
+
+
+@gluon.jit
 def _multiply_rows(
     sizes, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
@@ -228,29 +267,24 @@ def _multiply_rows(
         acc = warpgroup_mma_wait(0, deps=[acc])
         if end > start:
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        left, right = acc.reshape((BH, 2, BN // 2)).permute((0, 2, 1)).split()
-        mbarrier.wait(free, 1)
-        out_smem.store(left.to(out_smem.dtype))
-        mbarrier.arrive(ready)
-        mbarrier.wait(free, 0)
-        out_smem.store(right.to(out_smem.dtype))
-        mbarrier.arrive(ready)
+        _hand_over_whole(acc, out_smem, ready, free)
 
 
 @gluon.jit
-def _store_part(smem, ready, free, phase, out, row, column, K: gl.constexpr, N: gl.constexpr):
-    """Part of a gradient [K, N] from shared memory to where it belongs."""
-    ROWS: gl.constexpr = 32 // (out.dtype.element_ty.primitive_bitwidth // 8)
+def _store_part(
+    smem, ready, free, phase, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
+):
+    """Part of a result [C, W] from shared memory to where it belongs, but for the rows from `end` on."""
+    HEIGHT: gl.constexpr = smem.shape[0]
     WIDTH: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mbarrier.wait(ready, phase)
-    HEIGHT: gl.constexpr = smem.shape[0]
     for first in gl.static_range(0, HEIGHT, ROWS):
         values = smem.slice(first, ROWS).load(layout)
         rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        where = out + rows.to(gl.int64)[:, None] * N + columns[None, :]
-        gl.store(where, values, mask=(rows < K)[:, None] & (columns < N)[None, :])
+        where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
+        gl.store(where, values, mask=(rows < end)[:, None] & (columns < W)[None, :])
     mbarrier.arrive(free)
 
 
@@ -261,6 +295,7 @@ def _store_tiles(
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """The role that stores, while the next tile is multiplied."""
+    ROWS: gl.constexpr = 32 // (out.dtype.element_ty.primitive_bitwidth // 8)
     # A step is half of a tile's columns; were the halves unrolled, their addresses would not fit into registers.
     steps = 2 * ((G * NUM_M * NUM_N - gl.program_id(0) + NUM_PROGRAMS - 1) // NUM_PROGRAMS)
     for step in range(0, steps):
@@ -269,10 +304,9 @@ def _store_tiles(
         mine = out + group.to(gl.int64) * K * N
         row = tile_m * BM
         column = tile_n * BN + step % 2 * (BN // 2)
-        _store_part(smem0, ready.index(0), free.index(0), step & 1, mine, row, column, K, N)
-        _store_part(
-            smem1, ready.index(1), free.index(1), step & 1, mine, row + BM // 2, column, K, N
-        )
+        _store_part(smem0, ready.index(0), free.index(0), step & 1, mine, row, K, column, N, ROWS)
+        row += BM // 2
+        _store_part(smem1, ready.index(1), free.index(1), step & 1, mine, row, K, column, N, ROWS)
 
 
 @gluon.jit
@@ -291,16 +325,7 @@ def _weights_hopper_kernel(
     b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, 1, BK, BN], dy_desc.layout)
     smem0 = gl.allocate_shared_memory(dtype, part, layout)
     smem1 = gl.allocate_shared_memory(dtype, part, layout)
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    ready = mbarrier.allocate_mbarrier(batch=2)
-    free = mbarrier.allocate_mbarrier(batch=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    full, empty, ready, free = _barriers(STAGES)
     gl.warp_specialize(
         [
             (_multiply_rows, (sizes, a_smem, b_smem, smem0, full, empty, ready.index(0), free.index(0), 0,

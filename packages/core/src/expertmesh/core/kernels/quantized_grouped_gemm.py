@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,6 +34,7 @@ from expertmesh.core.kernels.launch import target
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
+SHARED_BYTES = 227 * 1024  # of one program
 
 
 @gluon.jit
@@ -154,7 +156,7 @@ def _multiply_blocks(
             right = gl.fma(part, (of_rows * of_right)[:, None].broadcast_to(BH, PN), right)
             of_rows = of_next
             step += 1
-        _hand_over(left, right, out_smem, ready, free)
+        plain._hand_over(left, right, out_smem, ready, free)
 
 
 @gluon.jit
@@ -188,44 +190,7 @@ def _multiply_whole(
         of_rows, of_weight = gl.load(row_scales + group), gl.load(weight_scales + group)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        _hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
-
-
-@gluon.jit
-def _hand_over(left, right, out_smem, ready, free):
-    """The halves of a tile's columns to the role that stores."""
-    mbarrier.wait(free, 1)
-    out_smem.store(left.to(out_smem.dtype))
-    mbarrier.arrive(ready)
-    mbarrier.wait(free, 0)
-    out_smem.store(right.to(out_smem.dtype))
-    mbarrier.arrive(ready)
-
-
-@gluon.jit
-def _hand_over_whole(acc, out_smem, ready, free):
-    BH: gl.constexpr = acc.shape[0]
-    BN: gl.constexpr = acc.shape[1]
-    left, right = acc.reshape((BH, 2, BN // 2)).permute((0, 2, 1)).split()
-    _hand_over(left, right, out_smem, ready, free)
-
-
-@gluon.jit
-def _store_part(
-    smem, ready, free, phase, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
-):
-    """Part of a result [C, W] from shared memory to where it belongs, but for the rows from `end` on."""
-    HEIGHT: gl.constexpr = smem.shape[0]
-    WIDTH: gl.constexpr = smem.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    mbarrier.wait(ready, phase)
-    for first in gl.static_range(0, HEIGHT, ROWS):
-        values = smem.slice(first, ROWS).load(layout)
-        rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
-        gl.store(where, values, mask=(rows < end)[:, None] & (columns < W)[None, :])
-    mbarrier.arrive(free)
+        plain._hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
 
 
 @gluon.jit
@@ -242,9 +207,13 @@ def _store_rows(
         tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
         _, row, end, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
         column = tile_n * BN + step % 2 * (BN // 2)
-        _store_part(smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8)
+        plain._store_part(
+            smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8
+        )
         row += BM // 2
-        _store_part(smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8)
+        plain._store_part(
+            smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8
+        )
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
     for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 2, C, NUM_PROGRAMS * 2):
         rows = start + gl.arange(0, 2, gl.SliceLayout(1, layout))
@@ -253,22 +222,6 @@ def _store_rows(
             where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
             zeros = gl.zeros((2, 256), out.dtype.element_ty, layout)
             gl.store(where, zeros, mask=(rows < C)[:, None] & (columns < W)[None, :])
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """For slots that are full and empty, results that are ready, and room for them that is free."""
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    ready = mbarrier.allocate_mbarrier(batch=2)
-    free = mbarrier.allocate_mbarrier(batch=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    return full, empty, ready, free
 
 
 @gluon.jit
@@ -305,7 +258,7 @@ def _rows_kernel(
     b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
     smem0 = gl.allocate_shared_memory(dtype, part, layout)
     smem1 = gl.allocate_shared_memory(dtype, part, layout)
-    full, empty, ready, free = _barriers(STAGES)
+    full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
             (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem0, full, empty,
@@ -335,23 +288,19 @@ def _merge(a, b, PERMUTATION: tl.constexpr):
 @triton.jit
 def _turn_kernel(
     data, group_sizes, out,
-    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, CHUNKS: tl.constexpr, ALIGNED: tl.constexpr,
-    BK: tl.constexpr, BW: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr,
+    BW: tl.constexpr,
 ):  # fmt: skip
     """A chunk of BK rows of one group to columns of `out`; zeros for the rows that are not the group's.
 
-    `data` [C, W] and `out` [W, CHUNKS * BK] are moved as words of 4 bytes. Chunks start where the group does, or, if
-    ALIGNED, at the multiple of BK before.
+    `data` [C, W] and `out` [W, CHUNKS * BK] are moved as words of 4 bytes. A group's chunks start where it does.
     """
     words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
     turned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     index_G = tl.arange(0, G_POW2)
     size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
     end_G = tl.cumsum(size_G, 0)
-    first_G = end_G - size_G
-    if ALIGNED:
-        first_G = first_G // BK * BK
-    chunks_G = tl.where(size_G > 0, (end_G - first_G + BK - 1) // BK, 0)
+    chunks_G = (size_G + BK - 1) // BK
     last_chunk_G = tl.cumsum(chunks_G, 0)
     # Programs that run together read whole rows, and write neighbouring chunks.
     chunk = tl.program_id(1)
@@ -360,7 +309,7 @@ def _turn_kernel(
         mine_G = index_G == group
         end = tl.sum(tl.where(mine_G, end_G, 0))
         start = end - tl.sum(tl.where(mine_G, size_G, 0))
-        first = tl.sum(tl.where(mine_G, first_G - (last_chunk_G - chunks_G) * BK, 0)) + chunk * BK
+        first = start - tl.sum(tl.where(mine_G, last_chunk_G - chunks_G, 0)) * BK + chunk * BK
         fours = first + 4 * tl.arange(0, BK // 4)
         column = tl.program_id(0) * (BW // 4) + tl.arange(0, BW // 4)
         here = words + fours.to(tl.int64)[:, None] * (W // 4) + column[None, :]
@@ -390,21 +339,26 @@ def _turn_kernel(
 
 
 @gluon.jit
-def _chunks(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_TILES: gl.constexpr, ALIGNED: gl.constexpr,
-            BK: gl.constexpr):  # fmt: skip
-    """The group of a tile, its first chunk, how many it has, and the block of rows in which the first one starts."""
+def _chunks(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_TILES: gl.constexpr, BK: gl.constexpr,
+            SCALED: gl.constexpr):  # fmt: skip
+    """The group of a tile, its rows [start, end), and the chunks [first, last) that hold them.
+
+    If SCALED these are chunks of all rows, else of each group's.
+    """
     layout: gl.constexpr = gl.BlockedLayout([G_POW2 // 32], [32], [gl.num_warps()], [0])
     index_G = gl.arange(0, G_POW2, layout)
     size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
-    end_G = gl.associative_scan(size_G, 0, _add)
-    first_G = end_G - size_G
-    if ALIGNED:
-        first_G = first_G // BK * BK
-    chunks_G = gl.where(size_G > 0, (end_G - first_G + BK - 1) // BK, 0)
     group = tile // NUM_TILES
-    before = gl.sum(gl.where(index_G < group, chunks_G, 0), 0)
-    count = gl.sum(gl.where(index_G == group, chunks_G, 0), 0)
-    return group, before, count, gl.sum(gl.where(index_G == group, first_G, 0), 0) // BK
+    end = gl.sum(gl.where(index_G <= group, size_G, 0), 0)
+    start = gl.sum(gl.where(index_G < group, size_G, 0), 0)
+    if SCALED:
+        first = start // BK
+        last = gl.where(start < end, (end + BK - 1) // BK, first)
+    else:
+        chunks_G = (size_G + BK - 1) // BK
+        first = gl.sum(gl.where(index_G < group, chunks_G, 0), 0)
+        last = gl.sum(gl.where(index_G <= group, chunks_G, 0), 0)
+    return group, start, end, first, last
 
 
 @gluon.jit
@@ -414,68 +368,156 @@ def _load_chunks(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The role that loads: a chunk of both operands a step, and the scales of its blocks."""
+    """The role that loads: BK rows of both operands a step, and the scales of their blocks."""
     step = 0
     for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
         _, _, _, tile_m, tile_n = plain._tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
-        _, first, count, block = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, SCALED, BK)
-        for k in range(0, count):
+        _, _, _, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, SCALED)
+        for chunk in range(first, last):
             slot = step % STAGES
             at = full.index(slot)
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             if SCALED:
                 mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta
                                 + lhs_scales.nbytes_per_cta + dy_scales.nbytes_per_cta)  # fmt: skip
-                tma.async_load(lhs_scales, [block + k, tile_m * BM], at, m_smem.index(slot))
-                tma.async_load(dy_scales, [block + k, tile_n * BN], at, n_smem.index(slot))
+                tma.async_load(lhs_scales, [chunk, tile_m * BM], at, m_smem.index(slot))
+                tma.async_load(dy_scales, [chunk, tile_n * BN], at, n_smem.index(slot))
+                tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
+                tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
             else:
                 mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
-            tma.async_load(lhs_desc, [tile_m * BM, (first + k) * BK], at, a_smem.index(slot))
-            tma.async_load(dy_desc, [tile_n * BN, (first + k) * BK], at, b_smem.index(slot))
+                tma.async_load(lhs_desc, [tile_m * BM, chunk * BK], at, a_smem.index(slot))
+                tma.async_load(dy_desc, [tile_n * BN, chunk * BK], at, b_smem.index(slot))
             step += 1
 
 
 @gluon.jit
+def _clear(smem, first, end, FROM: gl.constexpr, COUNT: gl.constexpr):
+    """Zeros in bytes [:first] and [end:] of COUNT lines, whatever they hold."""
+    BYTES: gl.constexpr = smem.shape[1]
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(BYTES, 32, 2)
+    words = smem._reinterpret(gl.int32, [smem.shape[0], BYTES // 4], swizzled)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    byte = 4 * gl.arange(0, BYTES // 4, gl.SliceLayout(0, layout))
+    # Of a word the lowest byte comes first.
+    after = -1 << (8 * gl.minimum(gl.maximum(first - byte, 0), 3))
+    after = gl.where(first - byte > 3, 0, after)
+    before = ~(-1 << (8 * gl.minimum(gl.maximum(end - byte, 0), 3)))
+    before = gl.where(end - byte > 3, -1, before)
+    keep = (after & before)[None, :]
+    for line in gl.static_range(FROM, FROM + COUNT, 32):
+        part = words.slice(line, 32)
+        part.store(part.load(layout) & keep)
+
+
+@gluon.jit
+def _clear_chunk(a, b, first, end, HALF: gl.constexpr, BH: gl.constexpr):
+    """The rows of a chunk but for [first, end), which may hold NaN, in a role's part of both operands."""
+    if (first > 0) | (end < a.shape[1]):
+        _clear(a, first, end, HALF * BH, BH)
+        _clear(b, first, end, 0, b.shape[0])
+        fence_async_shared()
+
+
+@gluon.jit
+def _add_scaled(acc, part, of_rows, of_columns, FROM: gl.constexpr):
+    """acc + part times both scales, half of the columns at a time: more of the scales would not fit into registers."""
+    HEIGHT: gl.constexpr = part.shape[0]
+    WIDTH: gl.constexpr = part.shape[1] // 2
+    part0, part1 = plain._in_two(part)
+    acc0, acc1 = plain._in_two(acc)
+    layout: gl.constexpr = part0.type.layout
+    rows = gl.convert_layout(of_rows, layout).broadcast_to(HEIGHT, WIDTH)
+    of0 = of_columns.slice(FROM, WIDTH, dim=1).load(layout)
+    acc0 = gl.fma(part0 * of0.broadcast_to(HEIGHT, WIDTH), rows, acc0)
+    of1 = of_columns.slice(FROM + WIDTH, WIDTH, dim=1).load(layout)
+    acc1 = gl.fma(part1 * of1.broadcast_to(HEIGHT, WIDTH), rows, acc1)
+    both = gl.join(acc0, acc1).permute((0, 2, 1)).reshape((HEIGHT, 2 * WIDTH))
+    return gl.convert_layout(both, acc.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _multiply_chunks(
+    sizes, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply, where blocks have scales: as `_multiply_blocks`."""
+    BH: gl.constexpr = BM // 2
+    PN: gl.constexpr = BN // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
+    step = 0
+    part = gl.zeros((BH, PN), gl.float32, mma)
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        _, start, end, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, True)
+        left = gl.zeros((BH, PN), gl.float32, mma)
+        right = gl.zeros((BH, PN), gl.float32, mma)
+        for chunk in range(first, last):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            lines = a_smem.index(slot).reshape((BM, BK))
+            b = b_smem.index(slot).reshape((BN, BK))
+            _clear_chunk(lines, b, start - chunk * BK, end - chunk * BK, HALF, BH)
+            a = lines.slice(HALF * BH, BH)
+            of_columns = n_smem.index(slot)
+            begun = _part(a, b, part, 0)
+            of_rows = m_smem.index(slot).permute((1, 0)).slice(HALF * BH, BH).load(mma)
+            part = warpgroup_mma_wait(0, deps=[begun])
+            left = _add_scaled(left, part, of_rows, of_columns, 0)
+            begun = _part(a, b, part, 1)
+            part = warpgroup_mma_wait(0, deps=[begun])
+            right = _add_scaled(right, part, of_rows, of_columns, PN)
+            mbarrier.arrive(empty.index(slot))
+            step += 1
+        plain._hand_over(left, right, out_smem, ready, free)
+
+
+@gluon.jit
+def _multiply_whole_chunks(
+    sizes, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    HALF: gl.constexpr,
+    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two roles that multiply, where groups have scales: as `_multiply_whole`."""
+    BH: gl.constexpr = BM // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    step = 0
+    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
+        group, _, _, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, False)
+        acc = gl.zeros((BH, BN), gl.float32, mma)
+        for chunk in range(first, last):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            a = a_smem.index(slot).slice(HALF * BH, BH)
+            b = b_smem.index(slot).permute((1, 0))
+            # One product stays under way; the slot of the one before it is free.
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if chunk > first:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if last > first:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        acc = acc * gl.load(lhs_scales + group) * gl.load(dy_scales + group)
+        plain._hand_over_whole(acc, out_smem, ready, free)
+
+
+@gluon.jit
+def _weights_role(
     sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """One of the two roles that multiply: BM / 2 of a tile's rows."""
-    BH: gl.constexpr = BM // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    step = 0
-    part = gl.zeros((BH, BN), gl.float32, mma)
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        group, _, count, _ = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, SCALED, BK)
-        acc = gl.zeros((BH, BN), gl.float32, mma)
-        for k in range(0, count):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            a = a_smem.index(slot).slice(HALF * BH, BH)
-            b = b_smem.index(slot).permute((1, 0))
-            if SCALED:
-                begun = warpgroup_mma(a, b, part, use_acc=False, is_async=True)
-                of_m = m_smem.index(slot).permute((1, 0)).slice(HALF * BH, BH).load(mma)
-                of_n = n_smem.index(slot).load(mma)
-                part = warpgroup_mma_wait(0, deps=[begun])
-                mbarrier.arrive(empty.index(slot))
-                scales = of_m.broadcast_to(BH, BN) * of_n.broadcast_to(BH, BN)
-                acc = gl.fma(part, scales, acc)
-            else:
-                # One product stays under way; the slot of the one before it is free.
-                acc = warpgroup_mma(a, b, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                if k > 0:
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            step += 1
-        if not SCALED:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            if count > 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            acc = acc * gl.load(lhs_scales + group) * gl.load(dy_scales + group)
-        _hand_over_whole(acc, out_smem, ready, free)
+    if SCALED:
+        _multiply_chunks(sizes, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+                         HALF, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
+    else:
+        _multiply_whole_chunks(sizes, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+                               HALF, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
 
 
 @gluon.jit
@@ -485,14 +527,21 @@ def _weights_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     SCALED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum over the group's chunks of lhs[:, chunk] . dy[:, chunk]^T, scaled by block or by group."""
+    """out[g] = sum over the group's chunks of lhs . dy^T, operands turned.
+
+    If SCALED, by the scales of blocks, the operands are [chunks, K or N, BK], else [K or N, rows of chunks].
+    """
     NUM_M: gl.constexpr = (K + BM - 1) // BM
     NUM_N: gl.constexpr = (N + BN - 1) // BN
     part: gl.constexpr = [BM // 2, BN // 2]
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
-    a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
-    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BN, BK], dy_desc.layout)
+    a_smem = gl.allocate_shared_memory(
+        lhs_desc.dtype, [STAGES] + lhs_desc.block_shape, lhs_desc.layout
+    )
+    b_smem = gl.allocate_shared_memory(
+        dy_desc.dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout
+    )
     if SCALED:
         m_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lhs_scales.layout)
         n_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], dy_scales.layout)
@@ -501,13 +550,13 @@ def _weights_kernel(
         n_smem = b_smem
     smem0 = gl.allocate_shared_memory(dtype, part, layout)
     smem1 = gl.allocate_shared_memory(dtype, part, layout)
-    full, empty, ready, free = _barriers(STAGES)
+    full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
-            (_multiply_chunks, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem0, full, empty,
+            (_weights_role, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem0, full, empty,
                              ready.index(0), free.index(0), 0,
                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
-            (_multiply_chunks, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem1, full, empty,
+            (_weights_role, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem1, full, empty,
                              ready.index(1), free.index(1), 1,
                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
             (plain._store_tiles, (sizes, out, smem0, smem1, ready, free, K, N,
@@ -534,10 +583,10 @@ class Tiles:
     ]  # of the second role that multiplies, and of those that load and store
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21 (WEIGHTS_BLOCKS 2026-11-22): docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
-WEIGHTS_BLOCKS = Tiles(m=128, n=128, k=128, stages=6, band=8, registers=(200, 88))
+WEIGHTS_BLOCKS = Tiles(m=128, n=256, k=128, stages=3, band=8, registers=(216, 72))
 WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
 TURNED = 128  # columns that one program turns
 
@@ -618,13 +667,16 @@ def launch_weights(
     K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
     scaled = lhs_scales.ndim == 2
     tiles = fit(tiles or (WEIGHTS_BLOCKS if scaled else WEIGHTS_WHOLE), out_dtype)
-    lhs, dy = (launch_turn(x, group_sizes, aligned=scaled) for x in (lhs, dy))
     if scaled:
+        lhs, dy = _turned(lhs), _turned(dy)
         lhs_scales = _descriptor(lhs_scales, (1, tiles.m))
         dy_scales = _descriptor(dy_scales, (1, tiles.n))
+    else:
+        lhs, dy = launch_turn(lhs, group_sizes), launch_turn(dy, group_sizes)
+    of_chunk = (1,) * (lhs.ndim - 2)
     return gluon_call(
-        _descriptor(lhs, (tiles.m, tiles.k)), lhs_scales,
-        _descriptor(dy, (tiles.n, tiles.k)), dy_scales,
+        _descriptor(lhs, (*of_chunk, tiles.m, tiles.k)), lhs_scales,
+        _descriptor(dy, (*of_chunk, tiles.n, tiles.k)), dy_scales,
         group_sizes,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
@@ -643,11 +695,18 @@ def constants(tiles: Tiles, G: int, scaled: bool) -> dict:
 
 def fit(tiles: Tiles, out_dtype) -> Tiles:
     """Float32 results, staged in shared memory, leave less of it for loads."""
-    wide = jnp.dtype(out_dtype).itemsize == 4
-    return dataclasses.replace(tiles, stages=tiles.stages - wide)
+    staged = tiles.m * tiles.n // 2 * jnp.dtype(out_dtype).itemsize
+    stages = (SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
+    return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
 
-def launch_turn(data, group_sizes, *, aligned: bool):
+def _turned(x):
+    """[C, W] -> [chunks, W, BLOCK rows]: what a tile loads lies together."""
+    C, W = x.shape
+    return jnp.swapaxes(jnp.pad(x, ((0, -C % BLOCK), (0, 0))).reshape(-1, BLOCK, W), 1, 2)
+
+
+def launch_turn(data, group_sizes):
     """[C, W] -> [W, chunks of BLOCK rows], of which those of no group are left as they are."""
     (C, W), G = data.shape, group_sizes.shape[0]
     chunks = triton.cdiv(C, BLOCK) + G
@@ -656,7 +715,7 @@ def launch_turn(data, group_sizes, *, aligned: bool):
         kernel=_turn_kernel,
         out_type=jax.ShapeDtypeStruct((W, chunks * BLOCK), data.dtype),
         grid=(triton.cdiv(W, TURNED), chunks), num_warps=4, num_stages=1,
-        W=W, G=G, G_POW2=triton.next_power_of_2(G), CHUNKS=chunks, ALIGNED=aligned, BK=BLOCK, BW=TURNED,
+        W=W, G=G, G_POW2=triton.next_power_of_2(G), CHUNKS=chunks, BK=BLOCK, BW=TURNED,
         **target(),
     )  # fmt: skip
 
