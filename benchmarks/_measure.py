@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
-SHORT = 8  # calls in a step of the loop, where a call takes less than 0.1 ms
+SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
 
 
 def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Callable[[], float]:
@@ -41,12 +41,13 @@ def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Calla
 
         return once
 
-    # Ten calls: what a dispatch costs must not count as device time; nor must, of short ones, what a step costs.
-    ten = run(9, 1)
-    steps = min(1000, int(seconds / ten()))
-    if steps < 20:
-        return ten
-    return run(max(1, steps // SHORT), SHORT) if seconds / steps < 1e-4 else run(steps, 1)
+    # Twenty calls: what a dispatch costs must not count as device time; nor must, of short ones, what a step costs.
+    twenty = run(19, 1)
+    one = min(twenty() for _ in range(3))
+    steps = min(1000, int(seconds / one))
+    if steps < 40:
+        return twenty
+    return run(max(1, steps // SHORT), SHORT) if one < 2e-4 else run(steps, 1)
 
 
 def alternate(

@@ -1,12 +1,10 @@
 """Grouped GEMM, each pass, against one dense GEMM of the same rows, contraction and width.
 
 Kernel and reference alternate in one process; a ratio is the median of the ratios of pairs, higher is better.
-`ragged_dot` (forward only) is timed beside them with `--ragged`. Uneven groups are timed against even ones of the same
-rows, and a buffer of which a quarter is live against the live rows alone and a fill of as many bytes as are zeros.
+`ragged_dot` (forward only) is timed beside them with `--ragged`.
 """
 
 import argparse
-import itertools
 import pathlib
 
 import jax
@@ -31,10 +29,6 @@ GPU = {
     "qwen3-30b w13": (32768, 2048, 1536, 32),
 }
 CPU = {"small": (1024, 256, 512, 8), "fine": (1024, 256, 512, 64)}
-# Of the rows for uneven groups, and of those for buffers, all rows counted.
-SKEWED = "dsv3 w2"
-FINE = 128  # rows of a group where there are many
-CAPACITY = 4  # rows of a buffer to a live one
 
 
 def on_gpu() -> bool:
@@ -45,19 +39,6 @@ def group_sizes(rows: int, groups: int) -> np.ndarray:
     """Unequal and unaligned: a Dirichlet(5) draw."""
     rng = np.random.default_rng(0)
     return rng.multinomial(rows, rng.dirichlet([5.0] * groups)).astype(np.int32)
-
-
-def skewed_sizes(rows: int, groups: int) -> dict[str, np.ndarray]:
-    """Group sizes by name; even ones first."""
-    shares = 1 / np.arange(1, groups + 1)
-    zipf = np.floor(rows * shares / shares.sum())
-    zipf[0] += rows - zipf.sum()
-    named = {
-        "even": np.full(groups, rows // groups),
-        "zipf(1.0)": np.random.default_rng(0).permutation(zipf),
-        "all rows in one": np.where(np.arange(groups) == groups // 2, rows, 0),
-    }
-    return {name: sizes.astype(np.int32) for name, sizes in named.items()}
 
 
 def operands(shape, dtype):
@@ -130,47 +111,6 @@ def rows_of(name, shape, dtype, ragged):
         )
 
 
-def rows_of_skew(shape, dtype, pairs):
-    """Uneven groups, and many small ones, against even groups of the same rows."""
-    rows, k, n, groups = shape
-    flops = 2 * rows * k * n
-    lhs, dy, rhs, _ = operands(shape, dtype)
-    (_, even), *uneven = (
-        (name, jnp.asarray(sizes)[None]) for name, sizes in skewed_sizes(rows, groups).items()
-    )
-    many = jnp.tile(rhs, (rows // FINE // groups, 1, 1))
-    cases = {f"{name} of {groups} groups": (lhs, dy, rhs, sizes) for name, sizes in uneven}
-    fine = jnp.full((1, many.shape[0]), FINE, jnp.int32)
-    cases[f"{many.shape[0]} groups of {FINE} rows"] = lhs, dy, many, fine
-    reference = passes(lhs, dy, rhs, even)
-    for name, arrays in cases.items():
-        check(*arrays)
-        for which, (ours, _) in passes(*arrays).items():
-            case = f"{jnp.dtype(dtype).name} {which} {rows}x{k}x{n}, {name}"
-            even_groups = reference[which][0], f"{groups} even groups"
-            yield _measure.against_gemm("grouped_gemm", case, flops, ours, *even_groups, pairs)
-
-
-def rows_of_capacity(shape, dtype, pairs):
-    """A buffer of CAPACITY times the live rows, against the live rows alone and a fill of what else is written."""
-    rows, k, n, groups = shape
-    live = rows // CAPACITY
-    lhs, dy, rhs, _ = operands(shape, dtype)
-    sizes = jnp.asarray(group_sizes(live, groups))[None]
-    exact = passes(lhs[:, :live], dy[:, :live], rhs, sizes)
-    zeros = {"fprop": (rows - live, n), "dgrad": (rows - live, k), "wgrad": (0,)}
-    for which, (ours, _) in passes(lhs, dy, rhs, sizes).items():
-        function, arrays = exact[which][0]
-
-        def with_fill(a, *rest, function=function, shape=zeros[which]):
-            return function(a, *rest), jnp.broadcast_to(a[0, 0, 0], shape)
-
-        size = f"{live}x{k}x{n} of a buffer of {rows}, {groups} groups"
-        case, flops = f"{jnp.dtype(dtype).name} {which} {size}", 2 * live * k * n
-        other = (with_fill, arrays), "the live rows alone and a fill"
-        yield _measure.against_gemm("grouped_gemm", case, flops, ours, *other, pairs)
-
-
 def of_pass(row: dict) -> str | None:
     """What a row's mean is named, if it is one of the shapes against dense."""
     dense = row["reference"].startswith("dense")
@@ -181,17 +121,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
-    parser.add_argument("--uneven", action="store_true", help="uneven groups and buffers only")
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
     found = (
-        row
-        for name, shape in ({} if options.uneven else shapes).items()
-        for row in rows_of(name, shape, dtype, options.ragged)
+        row for name, shape in shapes.items() for row in rows_of(name, shape, dtype, options.ragged)
     )
-    some = shapes.get(SKEWED, CPU["small"])
-    more = rows_of_skew(some, dtype, pairs=5), rows_of_capacity(some, dtype, pairs=5)
-    _measure.write(options.json, itertools.chain(_measure.with_means(found, of_pass), *more))
+    _measure.write(options.json, _measure.with_means(found, of_pass))
 
 
 if __name__ == "__main__":

@@ -172,8 +172,8 @@ def dense(shape: Shape):
 
 
 def rows_of_one(shape: Shape, pairs: int):
-    """The block on one device, against dense GEMMs; few tokens are checked."""
-    few = dataclasses.replace(shape, tokens=(256,))
+    """The block on one device, against dense GEMMs; what is checked has few tokens and experts."""
+    few = dataclasses.replace(shape, tokens=(256,), experts=8, top_k=2)
     check(few, operands(few, None))
     arrays, others = operands(shape, None), dense(shape)
     for which, ours in passes(moe, shape.config()).items():

@@ -41,11 +41,10 @@ def _compile(kernel, types, tiles, constants, arch):
     """`types` of the operands before the constants: "*bf16", or the block of a TMA descriptor."""
     constants = constants | {"NUM_PROGRAMS": 132, "BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
     types = [t if isinstance(t, str) else f"tensordesc<bf16{list(t)}>" for t in types]
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return _assemble(kernel, types, constants, options, arch)
+    return _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
 
 
-def _assemble(kernel, types, constants, options, arch):
+def _assemble(kernel, types, constants, warps, stages, arch, **more):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -56,6 +55,7 @@ def _assemble(kernel, types, constants, options, arch):
     pointers = [name for name, kind in operands.items() if kind[0] == "*"]
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": warps, "num_stages": stages, **more}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -177,8 +177,7 @@ def test_turn():
     constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "BK": 128}
     types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
     constants["BW"] = kernels.TURNED
-    options = {"num_warps": 4, "num_stages": 1}
-    compiled = _assemble(kernels._turn_kernel, types, constants, options, 90)
+    compiled = _assemble(kernels._turn_kernel, types, constants, 4, 1, 90)
     _check_resources(compiled)
 
 
@@ -193,7 +192,7 @@ def _check_resources(compiled):
 
 
 def _launches(monkeypatch, op: Op, *operands, **options) -> list:
-    """(kernel, types, constants, options) of each launch that an op makes for operands of these types."""
+    """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types."""
     import jax_triton
     from jax_triton.triton_lib import get_type_id
 
@@ -217,9 +216,7 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
         types += [
             get_type_id(jax.core.ShapedArray(x.shape, x.dtype)) for x in jax.tree.leaves(out_type)
         ]
-        launches.append(
-            (kernel, types, constants, {"num_warps": num_warps, **dict(backend_options)})
-        )
+        launches.append((kernel, types, constants, num_warps, dict(backend_options)))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
     monkeypatch.setattr(jax_triton, "triton_call", record)
@@ -231,8 +228,8 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
 
 def _check_launches(launches, arch):
     """No spills, and 16 bytes a load."""
-    for kernel, types, constants, options in launches:
-        compiled = _assemble(kernel, types, constants, options, arch)
+    for kernel, types, constants, warps, options in launches:
+        compiled = _assemble(kernel, types, constants, warps, 3, arch, **options)
         _check_resources(compiled)
         assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
 

@@ -1,0 +1,86 @@
+"""Grouped GEMMs of uneven groups, each pass, against even groups of the same rows; and of a mostly empty buffer.
+
+The reference of a buffer, of which a quarter is live, is the same pass of the live rows alone and a fill of as many
+bytes as it writes zeros.
+"""
+
+import argparse
+import itertools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _measure
+from benchmarks.grouped_gemm import CPU, GPU, check, group_sizes, on_gpu, operands, passes
+
+FINE = 128  # rows of a group where there are many
+CAPACITY = 4  # rows of a buffer to a live one
+
+
+def skewed_sizes(rows: int, groups: int) -> dict[str, np.ndarray]:
+    """Group sizes by name; even ones first."""
+    shares = 1 / np.arange(1, groups + 1)
+    zipf = np.floor(rows * shares / shares.sum())
+    zipf[0] += rows - zipf.sum()
+    named = {
+        "even": np.full(groups, rows // groups),
+        "zipf(1.0)": np.random.default_rng(0).permutation(zipf),
+        "all rows in one": np.where(np.arange(groups) == groups // 2, rows, 0),
+    }
+    return {name: sizes.astype(np.int32) for name, sizes in named.items()}
+
+
+def rows_of_skew(shape, dtype, pairs):
+    """Uneven groups, and many small ones, against even groups of the same rows."""
+    rows, k, n, groups = shape
+    flops = 2 * rows * k * n
+    lhs, dy, rhs, _ = operands(shape, dtype)
+    (_, even), *uneven = (
+        (name, jnp.asarray(sizes)[None]) for name, sizes in skewed_sizes(rows, groups).items()
+    )
+    many = jnp.tile(rhs, (rows // FINE // groups, 1, 1))
+    cases = {f"{name} of {groups} groups": (lhs, dy, rhs, sizes) for name, sizes in uneven}
+    fine = jnp.full((1, many.shape[0]), FINE, jnp.int32)
+    cases[f"{many.shape[0]} groups of {FINE} rows"] = lhs, dy, many, fine
+    reference = passes(lhs, dy, rhs, even)
+    for name, arrays in cases.items():
+        check(*arrays)
+        for which, (ours, _) in passes(*arrays).items():
+            case = f"{jnp.dtype(dtype).name} {which} {rows}x{k}x{n}, {name}"
+            even_groups = reference[which][0], f"{groups} even groups"
+            yield _measure.against_gemm("uneven_groups", case, flops, ours, *even_groups, pairs)
+
+
+def rows_of_capacity(shape, dtype, pairs):
+    """A buffer of CAPACITY times the live rows, against the live rows alone and a fill of what else is written."""
+    rows, k, n, groups = shape
+    live = rows // CAPACITY
+    lhs, dy, rhs, _ = operands(shape, dtype)
+    sizes = jnp.asarray(group_sizes(live, groups))[None]
+    exact = passes(lhs[:, :live], dy[:, :live], rhs, sizes)
+    zeros = {"fprop": (rows - live, n), "dgrad": (rows - live, k), "wgrad": (0,)}
+    for which, (ours, _) in passes(lhs, dy, rhs, sizes).items():
+        function, arrays = exact[which][0]
+
+        def with_fill(a, *rest, function=function, shape=zeros[which]):
+            return function(a, *rest), jnp.broadcast_to(a[0, 0, 0], shape)
+
+        size = f"{live}x{k}x{n} of a buffer of {rows}, {groups} groups"
+        case, flops = f"{jnp.dtype(dtype).name} {which} {size}", 2 * live * k * n
+        other = (with_fill, arrays), "the live rows alone and a fill"
+        yield _measure.against_gemm("uneven_groups", case, flops, ours, *other, pairs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--pairs", type=int, default=5)
+    options = parser.parse_args()
+    shape, dtype = (GPU["dsv3 w2"], jnp.bfloat16) if on_gpu() else (CPU["small"], jnp.float32)
+    rows = (function(shape, dtype, options.pairs) for function in (rows_of_skew, rows_of_capacity))
+    _measure.write(options.json, itertools.chain.from_iterable(rows))
+
+
+if __name__ == "__main__":
+    main()
