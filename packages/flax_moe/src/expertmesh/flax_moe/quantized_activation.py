@@ -14,19 +14,19 @@ participant.
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, check_extra, residuals
+from expertmesh.core.layer import Extra, Layer, residuals
 from expertmesh.core.ops.activate_quantize import activate_quantize
 from expertmesh.core.ops.activation import Activation, activate, gated_grad_op
 from expertmesh.core.ops.grouped_dense import (
     grouped_dense_bwd,
     kernel_for_dgrad,
+    kernel_for_fprop,
     product,
-    used_specs,
+    stateless_layer,
 )
 from expertmesh.core.ops.grouped_quantize import grouped_quantize, quantizes_both_at_once
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, forward_copy
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel
 from expertmesh.core.recipe import Recipe
-from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["activate_dense", "activates_quantized"]
@@ -70,22 +70,14 @@ def activate_dense(
     quantized along D. Costs and communication are those of `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    check_extra("activate_dense", kernel, extra, recipe)
-    warn_if_emulated(recipe, h, kernel, grouped=True)
-    given = None, w_spec, None
-    layer = Layer(
-        recipe=recipe, out_dtype=h.dtype, given=given, used=used_specs(kernel.ndim, *given)
-    )
+    layer = stateless_layer("activate_dense", h, kernel, extra, recipe, w_spec)
     activation = Activation.of(activation)
     return _activate_dense(h, kernel, group_sizes, extra, layer=layer, activation=activation)
 
 
 def _product(q_a, kernel, group_sizes, extra: Extra, layer: Layer):
     """(y, the kernel quantized along F)."""
-    if extra.kernel_quantized is None:
-        q_kernel, _ = forward_copy(kernel, layer.recipe, 1, None, layer.used[1])
-    else:
-        q_kernel = extra.kernel_quantized.forward
+    q_kernel = kernel_for_fprop(kernel, extra, layer)
     return product(q_a, q_kernel, group_sizes, None, layer), q_kernel
 
 

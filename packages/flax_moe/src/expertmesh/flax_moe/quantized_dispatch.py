@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, check_extra, residuals
+from expertmesh.core.layer import Extra, Layer, residuals
 from expertmesh.core.ops.grouped_dense import (
     grouped_dense_bwd,
     kernel_for_dgrad,
+    kernel_for_fprop,
     product,
-    used_specs,
+    stateless_layer,
 )
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.quantize import dequantize, quantize
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, forward_copy
+from expertmesh.core.ops.quantize_kernel import QuantizedKernel
 from expertmesh.core.recipe import Recipe
-from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
@@ -73,12 +73,7 @@ def dispatch_dense(
     Costs a dispatch of D bytes and the scales per row, and in the backward a combine; else as `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    check_extra("dispatch_dense", kernel, extra, recipe)
-    warn_if_emulated(recipe, x, kernel, grouped=True)
-    given = None, w_spec, None
-    layer = Layer(
-        recipe=recipe, out_dtype=x.dtype, given=given, used=used_specs(kernel.ndim, *given)
-    )
+    layer = stateless_layer("dispatch_dense", x, kernel, extra, recipe, w_spec)
     return _dispatch_dense(
         x,
         kernel,
@@ -98,10 +93,7 @@ def _plain_wire(handle: Handle, x) -> str | None:
 def _forward(x, kernel, bias, handle, extra: Extra, layer: Layer):
     """(y, the rows and the kernel quantized along D)."""
     rows = named("dispatched", dispatch(handle, quantize(x, layer.formats.x)))
-    if extra.kernel_quantized is None:
-        q_kernel, _ = forward_copy(kernel, layer.recipe, 1, None, layer.used[1])
-    else:
-        q_kernel = extra.kernel_quantized.forward
+    q_kernel = kernel_for_fprop(kernel, extra, layer)
     return product(rows, q_kernel, handle.group_sizes, bias, layer), rows, q_kernel
 
 

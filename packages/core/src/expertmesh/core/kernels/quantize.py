@@ -118,13 +118,8 @@ def _store_scale(
 
 
 @triton.jit
-def _blocks_kernel(
-    x, sizes, data, scale,
-    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr, SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-):  # fmt: skip
-    """Blocks of BM x BN, each with its scale; with G groups, the rows after the last one count as zeros."""
+def _tile(M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr):
+    """A program's tile of [A, M, B, N]: where it begins, its rows, which elements exist, and their offsets."""
     NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     tile = tl.program_id(0)
@@ -137,10 +132,22 @@ def _blocks_kernel(
     inside = rows < M
     if N % TN != 0:
         inside = inside & (columns < N)
+    at = ((a.to(tl.int64) * M + rows) * B + i) * N + columns
+    return a, m, i, n, rows, inside, at
+
+
+@triton.jit
+def _blocks_kernel(
+    x, sizes, data, scale,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr, SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BM x BN, each with its scale; with G groups, the rows after the last one count as zeros."""
+    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
     live = inside
     if G:
         live = live & (rows < _num_live(sizes, G, G_POW2) * SPLIT)
-    at = ((a.to(tl.int64) * M + rows) * B + i) * N + columns
     wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
     dtype: tl.constexpr = data.dtype.element_ty
     q, stored = _quantized_tile(wide, BM, BN, dtype, SCALE, LARGEST, LIMIT, FLOOR)
@@ -185,19 +192,7 @@ def _dequantize_kernel(
     TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
     """data * scale of blocks of BM x BN, scales as `_blocks_kernel` stores them; subnormal products are zeros."""
-    NUM_M: tl.constexpr = (M + TM - 1) // TM
-    NUM_N: tl.constexpr = (N + TN - 1) // TN
-    tile = tl.program_id(0)
-    n = tile % NUM_N * TN
-    i = tile // NUM_N % B
-    m = tile // (NUM_N * B) % NUM_M * TM
-    a = tile // (NUM_N * B * NUM_M)
-    rows = m + tl.arange(0, TM)[:, None]
-    columns = n + tl.arange(0, TN)[None, :]
-    inside = rows < M
-    if N % TN != 0:
-        inside = inside & (columns < N)
-    at = ((a.to(tl.int64) * M + rows) * B + i) * N + columns
+    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
     wide = tl.load(data + at, mask=inside).to(tl.float32)
     BLOCKS_M: tl.constexpr = (M + BM - 1) // BM
     BLOCKS_N: tl.constexpr = (N + BN - 1) // BN

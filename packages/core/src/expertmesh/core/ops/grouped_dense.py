@@ -214,6 +214,23 @@ def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
     return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
 
 
+def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec) -> Layer:
+    """The layer of a recipe without state that multiplies x by experts, after the errors in the name of `name`."""
+    check_extra(name, kernel, extra, recipe)
+    warn_if_emulated(recipe, x, kernel, grouped=True)
+    given = None, w_spec, None
+    return Layer(
+        recipe=recipe, out_dtype=x.dtype, given=given, used=used_specs(kernel.ndim, *given)
+    )
+
+
+def kernel_for_fprop(kernel, extra: Extra, layer: Layer):
+    """The copy that the forward of a recipe without state reads."""
+    if extra.kernel_quantized is not None:
+        return extra.kernel_quantized.forward
+    return forward_copy(kernel, layer.recipe, 1, None, layer.used[1])[0]
+
+
 def kernel_for_dgrad(kernel, forward, extra: Extra, layer: Layer):
     """The copy that the backward reads."""
     if extra.kernel_quantized is not None:
