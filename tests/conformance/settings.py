@@ -145,6 +145,8 @@ def parametrize(settings, more=()):
 
 every_setting = parametrize(SETTINGS, MORE)
 each_mode = parametrize(EACH_MODE)
+# For programs that take seconds to compile: types and roles, two transports.
+two_modes = parametrize(EACH_MODE[:2], EACH_MODE[2:])
 each_mesh_mode = parametrize([s for s in EACH_MODE if not s.is_whole])
 
 

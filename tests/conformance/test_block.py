@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from cases.covering import covering
 from conformance.settings import (
     MESHES,
     RESOURCE,
     TOKENS,
     Setting,
     assert_close,
-    each_mode,
     parametrize,
     run_on_mesh,
+    two_modes,
 )
 from core.ops import router_oracle
 from expertmesh.flax_moe import moe, param_shapes, param_specs
@@ -63,22 +64,17 @@ def specs_of(setting, config, names):
 
 @pytest.mark.any_device
 @pytest.mark.any_process
-@each_mode
+@two_modes
 def test_every_option_in_each_mode(setting):
     """Tests 12 and 13, with a bias, groups, a scaling factor and the experts' own biases."""
     check(setting, EVERYTHING)
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize(
+@covering(
     "name",
-    [
-        "softmax",
-        "pre_softmax",
-        "sigmoid",
-        "early",
-        pytest.param("sigmoid_bias", marks=pytest.mark.full),
-    ],
+    ["softmax", "pre_softmax", "sigmoid", "early", "sigmoid_bias"],
+    covers=["early"],
 )
 def test_options_on_one_device(name):
     """Tests 12 and 13."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from cases.covering import full
 from conformance import test_block as block
 from conformance import test_grouped_gemm as grouped
 from conformance.settings import (
@@ -18,6 +19,7 @@ from conformance.settings import (
     TRANSPORTS,
     Setting,
     compile_on_mesh,
+    parametrize,
 )
 from conformance.test_exchange import exchange
 from expertmesh.ep import recv_capacity
@@ -43,7 +45,7 @@ def capacity(setting, num_tokens, top_k):
     return recv_capacity(NUM_EXPERTS, top_k, tokens, setting.num_ranks, 1)
 
 
-@pytest.mark.parametrize("setting", [ONE, *ON_MESH], ids=str)
+@parametrize(ON_MESH, [ONE])
 def test_exchange(setting):
     """For combine and for the gradient of dispatch one row of each choice, all of which are added up; the group's
     tokens; eight integers for each row and each choice.
@@ -85,7 +87,7 @@ def test_grouped_gemm_and_gradients(implementation):
 
 @pytest.mark.parametrize(
     "setting, num_chunks, remat",
-    [(ON_MESH[-1], 1, "save_all"), (ONE, 8, "recompute")],
+    [full(ON_MESH[-1], 1, "save_all"), (ONE, 8, "recompute")],
     ids=str,
 )
 def test_block(setting, num_chunks, remat):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from conformance.settings import TOKENS, Setting, each_mode, run_on_mesh
+from cases.covering import full
+from conformance.settings import TOKENS, Setting, run_on_mesh, two_modes
 from core import quantize_oracle as oracle
 from expertmesh.core import (
     RECIPES,
@@ -62,7 +63,7 @@ def quantize_groups(x, sizes, *, axis):
     }
 
 
-@each_mode
+@two_modes
 def test_groups_are_quantized_as_if_alone(setting: Setting):
     """Test 16: bitwise; magnitudes 2^(3g), an empty group, rows of no group with NaN; blocks along rows and columns."""
     participants = int(np.prod(setting.sizes))
@@ -101,7 +102,7 @@ def quantize_each(x):
     }
 
 
-@pytest.mark.parametrize("compiled, dtype", [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize("compiled, dtype", [(True, "float32"), full(False, "bfloat16")])
 def test_bits_of_all_formats(compiled, dtype):
     """Test 17: in one program and op by op; exponents in [-20, 20], zeros, subnormals, an Inf, a NaN."""
     x = oracle.wild_numbers(np.random.default_rng(17), (64, 96), dtype)

@@ -9,10 +9,10 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from expertmesh.core import MeshResource, global_shard_guard, grouped_dense
 from expertmesh.core.hlo import axes_of, collectives
 from expertmesh.core.testing import compile_partitioned, magnitudes
@@ -80,10 +80,7 @@ def expected(recipe, w_spec, gathered):
     return Counter(moves)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*list(CASES)[:3], *(pytest.param(case, marks=pytest.mark.full) for case in list(CASES)[3:])],
-)
+@covering("case", CASES, covers=["blocks on K, roles"])
 def test_weights_are_gathered_in_eight_bits(case):
     recipe, w_spec, mode, gathered = CASES[case]
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto

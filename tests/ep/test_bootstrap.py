@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.ep import EpConfig, bootstrap, dispatch, prepare
 from expertmesh.ep.transports import all_to_all
@@ -21,7 +22,7 @@ def tokens(shape=(8, 4, 6), spec=("dp", "ep"), dtype=jnp.bfloat16, kind=AxisType
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-@pytest.mark.parametrize("transport", ["auto", "ring", "all_to_all"])
+@covering("transport", ["auto", "ring", "all_to_all"], covers=["all_to_all"])
 def test_what_it_finds(transport):
     config = dataclasses.replace(CONFIG, transport=transport)
     group = bootstrap(config, tokens(), top_k=2)

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cases.covering import covering, full
 from ep.exchange_case import Case, check, exchange, operands_of
 from ep.exchange_oracle import Exchange, routing, shards
 from expertmesh.core import hlo
@@ -36,8 +37,8 @@ DEVICES = [3, 0, 6, 1, 7, 2, 5, 4]  # no order that rank arithmetic could guess
     [
         # EP outermost: groups are the columns, one for each coordinate of the other axes.
         ((4, 2), ("expert", "tensor"), range(8), {(0, 2, 4, 6), (1, 3, 5, 7)}, "ring"),
-        ((2, 4), ("data", "expert"), range(8), {(0, 1, 2, 3), (4, 5, 6, 7)}, "all_to_all"),
-        (
+        full((2, 4), ("data", "expert"), range(8), {(0, 1, 2, 3), (4, 5, 6, 7)}, "all_to_all"),
+        full(
             (2, 2, 2),
             ("data", "expert", "tensor"),
             range(8),
@@ -45,7 +46,7 @@ DEVICES = [3, 0, 6, 1, 7, 2, 5, 4]  # no order that rank arithmetic could guess
             "ring",
         ),
         ((4, 2), ("expert", "tensor"), DEVICES, {(3, 6, 7, 5), (0, 1, 2, 4)}, "all_to_all"),
-        ((2,), ("expert",), [5, 2], {(5, 2)}, "ring"),
+        full((2,), ("expert",), [5, 2], {(5, 2)}, "ring"),
     ],
 )
 def test_groups_are_those_of_the_mesh(shape, axes, devices, groups, transport):
@@ -64,7 +65,7 @@ def test_groups_are_those_of_the_mesh(shape, axes, devices, groups, transport):
         assert members == groups
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
+@covering("transport", ["ring", "all_to_all"], covers=["all_to_all"])
 def test_some_devices_in_any_order(transport):
     """EP over two of six devices, which are not the first ones."""
     case = Case(
@@ -165,7 +166,7 @@ def deep_oracle(topks, x, g):
     return outs, gradient, exchanges
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@covering("donate", [False, True], covers=[True])
 def test_layers_of_other_sizes_in_one_program(donate):
     rng = np.random.default_rng(5)
     topks = [
@@ -211,7 +212,9 @@ def test_weights_of_other_dtypes_are_converted(dtype):
     assert d.dtype == dtype and d.tolist() == [[2, 4], [8, 0]]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int32", "uint32", "int64"])
+@covering(
+    "dtype", ["int8", "uint8", "uint16", "int32", "uint32", "int64"], covers=["uint8", "int64"]
+)
 def test_expert_ids_of_any_integer_dtype(dtype):
     topk = np.asarray([[0, 299 % 120], [119, 1]]).astype(dtype)
     with jax.enable_x64(True):

@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from ep.exchange_case import Case
 from ep.exchange_oracle import routing
 from ep.ragged_stand_in import ragged_all_to_all
@@ -48,8 +48,12 @@ def step(topk, x, weights, g, fill, config):
     return out, *pull(g)
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@covering(
+    "transport, dtype",
+    ["ring", "all_to_all"],
+    ["float32", "bfloat16"],
+    covers=[("ring", "float32"), ("all_to_all", "bfloat16")],
+)
 def test_buffers_between_ops(transport, dtype):
     rng = np.random.default_rng(0)
     topk = routing("holes", 40, 3, 16)
@@ -85,7 +89,7 @@ def poison_blocks(monkeypatch, fill):
         monkeypatch.setattr(blocks, pack.__name__, partial(poisoned, pack, members))
 
 
-@pytest.mark.parametrize("transport", [local, ring, all_to_all, ragged])
+@covering("transport", [local, ring, all_to_all, ragged], covers=[all_to_all, ragged])
 def test_buffers_inside_a_transport(transport, monkeypatch):
     """Each transport's two functions are each other's transposes: together they are the forward and the backward."""
     size = 1 if transport is local else 4

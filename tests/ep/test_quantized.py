@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import full
 from ep.exchange_oracle import Exchange, routing, shards
 from expertmesh.core import (
     MeshResource,
@@ -50,11 +51,11 @@ def both_orders(x, topk_idx, *, config, format):
 @pytest.mark.parametrize(
     "mode, mesh, spec, transport, format",
     [
-        ("explicit", DP_EP, P(("dp", "ep")), "ring", POWERS),
+        full("explicit", DP_EP, P(("dp", "ep")), "ring", POWERS),
         ("explicit", EP_TP, P("ep", "tp"), "all_to_all", E8M0),
-        ("resource", DP_EP, P(("dp", "ep")), "all_to_all", FREE),
+        full("resource", DP_EP, P(("dp", "ep")), "all_to_all", FREE),
         ("manual", DP_EP, P(("dp", "ep")), "auto", E8M0),
-        ("auto", DP_EP, P(("dp", "ep")), "auto", POWERS),
+        full("auto", DP_EP, P(("dp", "ep")), "auto", POWERS),
     ],
 )
 def test_quantizing_before_or_after_is_the_same(mode, mesh, spec, transport, format):
@@ -91,7 +92,7 @@ def test_data_and_scales_are_one_collective_of_bytes():
 
 @pytest.mark.parametrize(
     "ranks, transport, wire_format",
-    [(4, "all_to_all", E8M0), (4, "auto", "bfloat16"), (1, "local", E8M0)],
+    [(4, "all_to_all", E8M0), full(4, "auto", "bfloat16"), (1, "local", E8M0)],
 )
 def test_sums_that_are_rounded_on_the_way(ranks, transport, wire_format):
     """Each rank rounds what it has added up for a token; what is added up of that is not rounded again."""

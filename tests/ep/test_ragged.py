@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.covering import covering
 from ep.exchange_case import Case, run_case
 from ep.exchange_oracle import routing
 from ep.ragged_stand_in import ragged_all_to_all
@@ -42,7 +43,7 @@ CASES = {
 RESOURCE = MeshResource(dp_resource="dp", ep_resource=("tp", "ep"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@covering("name", CASES, covers=["little room", "tuple"])
 def test_equals_the_oracle(name, on_cuda):
     case, mode = CASES[name]
     if mode == "auto":  # tokens go by roles, ranks by the EP axes

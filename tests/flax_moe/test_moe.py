@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from cases.covering import covering, full
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
@@ -58,8 +59,8 @@ def compare(config, data, mesh=None, tolerance=1e-5, **oracle):
 
 @pytest.mark.parametrize(
     "mode, shape",
-    [pytest.param(mode, (2, 4), marks=pytest.mark.full) for mode in MODES]
-    + [("explicit", (8, 1)), ("resource", (1, 8)), ("auto", (1, 2))],
+    [full(mode, (2, 4)) for mode in MODES]
+    + [full("explicit", (8, 1)), full("resource", (1, 8)), full("auto", (1, 2))],
 )
 def test_every_mesh_mode(mode, shape):
     config = make_config()
@@ -81,12 +82,12 @@ def test_every_mesh_mode(mode, shape):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(use_pre_softmax=True, activation="squared_relu"),
-        dict(use_bias=False, top_k=1, alignment=16),
-        dict(top_k=8, aux_loss_coeff=0.0, z_loss_coeff=0.0),
+        full(dict(use_pre_softmax=True, activation="squared_relu")),
+        full(dict(use_bias=False, top_k=1, alignment=16)),
+        full(dict(top_k=8, aux_loss_coeff=0.0, z_loss_coeff=0.0)),
         dict(activation=GPT_OSS, apply_topk_weights_early=True, alignment=16),
         dict(activation=Activation(function="gelu", gated=False), shared_expert_dim=20),
-        dict(num_chunks=5, remat="recompute", apply_topk_weights_early=True, use_bias=False),
+        full(dict(num_chunks=5, remat="recompute", apply_topk_weights_early=True, use_bias=False)),
     ],
     ids=str,
 )
@@ -97,7 +98,7 @@ def test_one_device_options(changes):
 
 @pytest.mark.parametrize(
     "transport, alignment, top_k",
-    [pytest.param("ring", 8, 2, marks=pytest.mark.full), ("all_to_all", 1, 5)],
+    [full("ring", 8, 2), full("all_to_all", 1, 5)],
 )
 def test_transports(transport, alignment, top_k):
     config = make_config(transport=transport, alignment=alignment, top_k=top_k)
@@ -105,6 +106,7 @@ def test_transports(transport, alignment, top_k):
         compare(config, make_data(config), mesh)
 
 
+@pytest.mark.full
 def test_several_axes_and_tokens_over_the_sequence():
     """EP over two axes; the batch over one of them, the sequence over the other."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(EXPLICIT,) * 2)
@@ -155,6 +157,7 @@ def test_three_axes(kind, roles):
         assert gradients[0][name].sharding.is_equivalent_to(w.sharding, w.ndim), name
 
 
+@pytest.mark.full
 def test_vmap_over_layers():
     config = make_config()
     data = [make_data(config, seed=seed) for seed in (0, 1)]
@@ -295,7 +298,7 @@ def collapsed(config, shape):
     )
 
 
-@pytest.mark.parametrize("mode", ["explicit", "resource"])
+@covering("mode", ["explicit", "resource"], covers=["resource"])
 def test_capacity_drops_the_last_and_counts_them(mode):
     """All rows go to rank 0 of one EP group: expert 0 first, so what does not fit is expert 1's latest."""
     config = make_config(capacity_factor=1.25)
@@ -332,7 +335,9 @@ def test_dropless_takes_the_worst_case():
         compare(config, collapsed(config, (8, 4, 16)), mesh)
 
 
-@pytest.mark.parametrize("mode, shape", [(None, None), ("explicit", (2, 4)), ("resource", (2, 4))])
+@pytest.mark.parametrize(
+    "mode, shape", [(None, None), ("explicit", (2, 4)), full("resource", (2, 4))]
+)
 def test_no_tokens(mode, shape):
     config = make_config()
     data = make_data(config, (0, 4, 16))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from cases.covering import full
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import NativeMoEBlock, init_params, moe, native_moe
 from expertmesh.flax_moe import native as native_module
@@ -51,10 +52,10 @@ def test_one_device_every_activation():
 @pytest.mark.parametrize(
     "kind, shape, changes",
     [
-        (AxisType.Explicit, (2, 4), {}),
+        full(AxisType.Explicit, (2, 4), {}),
         (AxisType.Auto, (2, 4), OTHER),
-        (AxisType.Auto, (1, 8), {}),
-        (AxisType.Explicit, (8, 1), OTHER),
+        full(AxisType.Auto, (1, 8), {}),
+        full(AxisType.Explicit, (8, 1), OTHER),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cases.covering import full
 from core.ops import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
@@ -50,7 +51,7 @@ ALL = dict(
 
 @pytest.mark.parametrize(
     "kind, tokens",
-    [(EXPLICIT, PartitionSpec("fsdp")), (AUTO, PartitionSpec(("fsdp", "ep")))],
+    [(EXPLICIT, PartitionSpec("fsdp")), full(AUTO, PartitionSpec(("fsdp", "ep")))],
     ids=["explicit, tokens not over ep", "resource"],
 )
 def test_all_options_on_three_axes(kind, tokens):

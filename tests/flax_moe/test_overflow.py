@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+from cases.covering import covering
 from expertmesh.ep import EpConfig, raise_overflow, recv_capacity
 from expertmesh.flax_moe import moe
 from flax_moe.moe_oracle import EXPLICIT, make_config, make_data, make_mesh, place
@@ -18,7 +19,7 @@ def collapsed(config):
     return params, x, jax.device_put(idx, x.sharding)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
+@covering("num_chunks", [1, 2], covers=[2])
 def test_overflow_is_raised_where_it_is_asked_for(num_chunks):
     """64 choices for rank 0, whose buffers hold the capacity of each part."""
     config = make_config(
@@ -53,7 +54,7 @@ def test_the_exchange_gets_both_options():
     assert config.exchange(axis="ep", capacity=64) == want
 
 
-@pytest.mark.parametrize("remat", ["save_all", "recompute"])
+@covering("remat", ["save_all", "recompute"], covers=["recompute"])
 def test_given_ids_that_are_no_experts_are_found_by_checkify(remat):
     """Under the gradient and in parts, too; without `debug` such an id is not routed."""
     config = make_config(debug=True, use_bias=False, num_chunks=2, remat=remat)

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from cases.covering import covering
 from expertmesh.core import (
     Activation,
     DelayedScaling,
@@ -20,6 +20,8 @@ from expertmesh.flax_moe.quantized_activation import activate_dense, activates_q
 # gpt-oss: a clamp and an offset, by which zeros past the groups would not be zeros.
 ACTIVATIONS = ["silu", Activation(function="quick_gelu", limit=7.0, up_offset=1.0)]
 
+RECIPES = [Float8BlockScaling(), MXFP8BlockScaling()]
+
 
 def _operands(dtype):
     rng = np.random.default_rng(0)
@@ -30,8 +32,12 @@ def _operands(dtype):
     return (*(jnp.asarray(x, dtype) for x in (h, kernel, dy)), jnp.asarray(sizes))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+@covering(
+    "recipe, activation",
+    RECIPES,
+    ACTIVATIONS,
+    covers=[(RECIPES[1], ACTIVATIONS[1])],
+)
 def test_equals_the_two_layers(recipe, activation):
     h, kernel, dy, sizes = _operands("bfloat16")
     rest = {"activation": activation, "recipe": recipe}

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx as flax_nnx
 from jax.sharding import AxisType
 
+from cases.covering import full
 from ep.exchange_oracle import shards
 from expertmesh.core import (
     DelayedScaling,
@@ -73,10 +74,10 @@ def from_cache(kernels):
 @pytest.mark.parametrize(
     "recipe, cached, changes",
     [
-        (HYBRID, False, dict(use_bias=False, remat="recompute", num_chunks=2)),
+        full(HYBRID, False, dict(use_bias=False, remat="recompute", num_chunks=2)),
         (MX, True, dict(apply_topk_weights_early=True, shared_expert_dim=32)),
-        pytest.param(CURRENT, False, dict(shared_expert_dim=48), marks=pytest.mark.full),
-        pytest.param(FOUR, False, dict(remat="save_min"), marks=pytest.mark.full),
+        full(CURRENT, False, dict(shared_expert_dim=48)),
+        full(FOUR, False, dict(remat="save_min")),
     ],
     ids=["hybrid in parts", "mx from a cache", "tensor", "nvfp4"],
 )

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from core import quantize_oracle as oracle
 from expertmesh.core import (
     Activation,
@@ -35,8 +36,12 @@ def operands(width=64):
     return jnp.asarray(h, jnp.bfloat16), sizes
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", GPT_OSS], ids=str)
-@pytest.mark.parametrize("format", [MX, BLOCK], ids=["mx", "block"])
+@covering(
+    "format, activation",
+    [MX, BLOCK],
+    ["silu", "gelu", GPT_OSS],
+    covers=[(MX, "gelu"), (BLOCK, "silu"), (MX, GPT_OSS)],
+)
 def test_copies_are_those_of_the_activation(format, activation):
     h, sizes = operands()
     a = np.array(activate(h, activation))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import full
 from core.ops import router_oracle as oracle
 from expertmesh.core import (
     RouterConfig,
@@ -46,12 +47,12 @@ def numeric_gradient(loss, logits):
 @pytest.mark.parametrize(
     "score_function, top_k",
     [
-        ("softmax", 1),
+        full("softmax", 1),
         ("sigmoid", 3),
-        ("sqrtsoftplus", 1),
-        pytest.param("softmax", 3, marks=pytest.mark.full),
-        pytest.param("sigmoid", 1, marks=pytest.mark.full),
-        pytest.param("sqrtsoftplus", 3, marks=pytest.mark.full),
+        full("sqrtsoftplus", 1),
+        full("softmax", 3),
+        full("sigmoid", 1),
+        full("sqrtsoftplus", 3),
     ],
 )
 def test_scores_are_normalised_over_all_experts(score_function, top_k):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from cases.covering import covering
 from core.ops import dense_oracle
 from expertmesh.core import (
     DelayedScaling,
@@ -49,7 +50,7 @@ def value_and_gradients(x, kernel, bias, dy, **options):
     return y, *pull(dy)
 
 
-@pytest.mark.parametrize("name", ["blocks", "four bits"])
+@covering("name", ["blocks", "four bits"], covers=["four bits"])
 def test_equals_an_emulation_in_float64(name):
     """The other recipes: test_grouped_dense."""
     recipe, keys = RECIPES[name], jax.random.split(KEY)

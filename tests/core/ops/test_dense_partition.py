@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from expertmesh.core import (
     Float8BlockScaling,
     MeshResource,
@@ -131,7 +132,7 @@ def on_one_device(recipe):
     return jax.jit(functools.partial(value_and_gradients, dict(recipe=recipe)))(*data())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering("layout", LAYOUTS, covers=["tp rows"])
 def test_dense(layout):
     recipe, kind, specs, expected = LAYOUTS[layout]
     mesh = mesh_of(kind)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.gather_rows import gather_rows, gather_values
@@ -147,8 +148,10 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["auto", "explicit", "resource"])
-@pytest.mark.parametrize("specs", SPECS)
+MODES = ["auto", "explicit", "resource"]
+
+
+@covering("specs, mode", SPECS, MODES, covers=list(zip(SPECS, MODES * 2, strict=False)))
 def test_sharding_changes_no_value_and_adds_no_collective(specs, mode):
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)

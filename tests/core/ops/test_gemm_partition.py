@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from expertmesh.core import MeshResource, gemm, global_shard_guard, grouped_gemm
 from expertmesh.core.hlo import axes_of, collectives
 from expertmesh.core.testing import magnitudes, relative_error
@@ -21,7 +22,8 @@ from expertmesh.core.testing import magnitudes, relative_error
 AXES = {"fsdp": 2, "ep": 2, "tp": 2}
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
 TOKENS = ("fsdp", "ep")
-KINDS = pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda k: k.name)
+MESH_KINDS = [AxisType.Explicit, AxisType.Auto]
+KINDS = pytest.mark.parametrize("kind", MESH_KINDS, ids=lambda k: k.name)
 
 
 def mesh_of(kind):
@@ -164,8 +166,8 @@ def compare(kind, function, operands, dy, specs, oracle, expected, resource):
     assert crossing(program.as_text()) == Counter(expected)
 
 
-@KINDS
-@pytest.mark.parametrize("layout", DENSE)
+# Each layout in one kind of mesh, the kinds in turn.
+@covering("layout, kind", DENSE, MESH_KINDS, covers=list(zip(DENSE, MESH_KINDS * 9, strict=False)))
 def test_gemm(layout, kind):
     """Only the weight is gathered; tp never gathers it; every gradient lies where its primal does."""
     specs, expected = DENSE[layout]
@@ -373,8 +375,12 @@ GROUPED = {
 }
 
 
-@KINDS
-@pytest.mark.parametrize("layout", GROUPED)
+@covering(
+    "layout, kind",
+    GROUPED,
+    MESH_KINDS,
+    covers=list(zip(GROUPED, MESH_KINDS * 9, strict=False))[1:5],
+)
 def test_grouped_gemm(layout, kind):
     """Only the weight is gathered, over fsdp alone; every gradient lies where its primal does."""
     specs, expected = GROUPED[layout]

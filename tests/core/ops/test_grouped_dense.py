@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+from cases.covering import covering
 from core.ops import dense_oracle
 from expertmesh.core import (
     DelayedScaling,
@@ -58,7 +59,7 @@ def value_and_gradients(x, kernel, bias, dy, **options):
     return y, *pull(dy)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@covering("name", RECIPES, covers=["mx"])
 def test_equals_an_emulation_in_float64(name):
     """Rows of no group may hold anything, in x and dy: no result, no scale and no bias' gradient knows of it."""
     recipe, keys = RECIPES[name], jax.random.split(KEY)

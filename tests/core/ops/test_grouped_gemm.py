@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.covering import covering
 from expertmesh.core import grouped_gemm
 from expertmesh.core.testing import magnitudes, relative_error
 
@@ -51,7 +52,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+@covering("name", SIZES, covers=["no rows", "more than a block", "two sets"])
 def test_equals_loop(name):
     operands = data(*SIZES[name])
     for got, want in zip(jax.jit(value_and_gradients)(*operands), oracle(*operands), strict=True):

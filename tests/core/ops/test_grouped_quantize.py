@@ -8,6 +8,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import full
 from core import quantize_oracle as oracle
 from expertmesh.core import (
     Float8BlockScaling,
@@ -65,9 +66,9 @@ def by_group(x, sizes, format, axis):
     "format, axis",
     [
         (CURRENT.grad_dgrad, -1),
-        (BLOCK.x, -1),
+        full(BLOCK.x, -1),
         (MX.x, 1),
-        (NV.x, -1),
+        full(NV.x, -1),
         (NV.x, 1),
     ],
 )
@@ -93,7 +94,7 @@ def test_a_partial_last_block_of_rows_and_no_group_with_rows():
     "kind, format, scale",
     [
         (AxisType.Explicit, NV.grad_wgrad, P("a", None, "b")),
-        (AxisType.Auto, CURRENT.x, P("a")),
+        full(AxisType.Auto, CURRENT.x, P("a")),
     ],
 )
 def test_layouts_change_no_bit(kind, format, scale):
@@ -115,7 +116,9 @@ def test_layouts_change_no_bit(kind, format, scale):
     np.testing.assert_array_equal(jax.jit(dequantize)(got), dequantize(want))
 
 
-@pytest.mark.parametrize("format", [BLOCK.x, MX.x, CURRENT.x, NV.x], ids=lambda f: f.scale)
+@pytest.mark.parametrize(
+    "format", [full(BLOCK.x), MX.x, full(CURRENT.x), full(NV.x)], ids=lambda f: f.scale
+)
 def test_both_ways_are_each_way_alone(format):
     """P over a, no bit differs; rows of no group and a partial block among them."""
     x, sizes = operands(4)

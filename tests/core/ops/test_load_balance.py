@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from core.ops import router_oracle
 from core.ops.router_oracle import softmax
 from expertmesh.core.hlo import collectives
@@ -42,8 +43,12 @@ def test_gradient_by_formula():
     assert relative_error(got.reshape(T, E), want) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["auto", "resource", "explicit"])
-@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+@covering(
+    "shape, kind",
+    [(2, 4), (8, 1)],
+    ["auto", "resource", "explicit"],
+    covers=[((2, 4), "auto"), ((8, 1), "resource"), ((2, 4), "explicit")],
+)
 def test_only_vectors_of_experts_cross_devices(kind, shape):
     """Same losses and gradients as on one device; all collectives are all-reduces of at most E elements."""
     logits, topk_idx = data()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.ops.permute import (
@@ -75,11 +76,12 @@ def assert_plan(plan, idx, E, N, A):
 KINDS = ["uniform", "skewed", "one", "none", "holes"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "T, K, E, A", [(1, 1, 1, 1), (13, 3, 5, 1), (13, 3, 5, 4), (7, 6, 4, 16), (257, 2, 8, 3)]
-)
-def test_plan(kind, T, K, E, A):
+PLANS = [(1, 1, 1, 1), (13, 3, 5, 1), (13, 3, 5, 4), (7, 6, 4, 16), (257, 2, 8, 3)]
+
+
+@covering("kind, size", KINDS, PLANS, covers=list(zip(KINDS, PLANS[::-1], strict=True)))
+def test_plan(kind, size):
+    T, K, E, A = size
     idx = routing(kind, T, K, E)
     plan = plan_permute(jnp.asarray(idx), num_experts=E, alignment=A)
     assert plan.source.shape == (padded_rows(T * K, E, A),)
@@ -87,8 +89,9 @@ def test_plan(kind, T, K, E, A):
     assert int(plan.tokens_per_expert.sum()) == int(((idx >= 0) & (idx < E)).sum())
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 31, 200])
-@pytest.mark.parametrize("A", [1, 4])
+@covering(
+    "num_rows, A", [1, 5, 16, 31, 200], [1, 4], covers=[(1, 4), (5, 1), (16, 4), (31, 4), (200, 1)]
+)
 def test_plan_drops_the_last_rows(num_rows, A):
     idx = routing("holes", 13, 3, 5)
     plan = plan_permute(
@@ -127,8 +130,9 @@ def test_plan_offsets_and_dropped_rows_of_each_group():
     assert plan.num_dropped.any() and not plan.num_dropped[3]
 
 
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("roll", [0, 1, 4, -2, 7])
+@covering(
+    "alignment, roll", [1, 4], [0, 1, 4, -2, 7], covers=[(4, 0), (1, 1), (4, 4), (4, -2), (1, 7)]
+)
 def test_roll_is_the_plan_of_rolled_ids(roll, alignment):
     """The ring of experts: blocks match the rolled group sizes, also with padding."""
     idx = routing("holes", 13, 3, 5)
@@ -364,7 +368,7 @@ def test_without_groups_is_one_group():
     jax.tree.map(lambda f, g: np.testing.assert_array_equal(f, g[0]), flat, pipeline(*operands))
 
 
-@pytest.mark.parametrize("transform", ["vmap", "scan", "remat"])
+@covering("transform", ["vmap", "scan", "remat"], covers=["vmap"])
 def test_transforms_equal_loop(transform):
     stack = [pipeline_case(2), tuple(o[::-1] for o in pipeline_case(2))]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *stack)
@@ -372,9 +376,12 @@ def test_transforms_equal_loop(transform):
     if transform == "vmap":
         out = jax.jit(jax.vmap(function))(*stacked)
     else:
-        _, out = jax.lax.scan(lambda c, o: (c, function(*o)), 0, stacked)
+        _, out = jax.jit(functools.partial(jax.lax.scan, lambda c, o: (c, function(*o)), 0))(
+            stacked
+        )
+    alone = jax.jit(pipeline)
     for i, operands in enumerate(stack):
-        for actual, want in zip(out, pipeline(*operands), strict=True):
+        for actual, want in zip(out, alone(*operands), strict=True):
             assert relative(actual[i], want) < TOLERANCE["float32"]
 
 
@@ -386,15 +393,10 @@ def unsharded():
     return jax.jit(pipeline)(*pipeline_case(8))
 
 
-# Each mode with two layouts, each layout in two modes; the others run by `-m full`.
-@pytest.mark.parametrize(
-    "layout, mode",
-    [
-        pytest.param(layout, mode, marks=[pytest.mark.full] * ((i + j) % 4 > 1))
-        for i, layout in enumerate(LAYOUTS)
-        for j, mode in enumerate(["explicit", "auto", "resource", "manual"])
-    ],
-)
+MODES = ["explicit", "auto", "resource", "manual"]
+
+
+@covering("layout, mode", LAYOUTS, MODES, covers=list(zip(LAYOUTS[1::2], MODES[1::2], strict=True)))
 def test_sharding_changes_no_value_and_adds_no_collective(layout, mode):
     groups, features = layout
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto

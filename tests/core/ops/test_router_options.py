@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from cases.covering import covering
 from core.ops import router_oracle as oracle
 from expertmesh.core import RouterConfig, route
 from expertmesh.core.ops.scores import pointwise_scores, pointwise_slopes
@@ -46,11 +47,18 @@ def steering(config, bias):
     return None if config.score_function == "softmax" else bias
 
 
-@EVERY
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_values_and_gradients(config, masked, replayed):
+# Each configuration with a mask or a replay, and one with neither and with both.
+@covering(
+    "name, masked, replayed",
+    CONFIGS,
+    [False, True],
+    [False, True],
+    covers=[(name, i % 2 > 0, i % 2 < 1) for i, name in enumerate(CONFIGS)]
+    + [(name, i > 0, i > 0) for i, name in enumerate(list(CONFIGS)[-2:])],
+)
+def test_values_and_gradients(name, masked, replayed):
     """Indices exactly; weights; gradients by central differences of the oracle, for cotangents of order 1."""
+    config = CONFIGS[name]
     logits, bias, mask, forced = make(0)
     bias, mask = steering(config, bias), mask if masked else None
     forced = forced[..., : config.top_k].astype(np.int32) if replayed else None
@@ -178,7 +186,7 @@ def test_experts_of_dropped_groups_never_stand_in():
     np.testing.assert_array_equal(got.topk_idx, [[2, 3]])
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(st.data())
 def test_selection_property(data):
     """Any groups, ties everywhere (few distinct values), biases of the same few values."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from expertmesh.core import move_chunks, plan_chunks, sort_chunks
 from expertmesh.core.hlo import collectives
 
@@ -87,8 +88,16 @@ def test_nan_stays_in_its_row_and_adjoints_are_gathers():
     assert "scatter" not in str(jax.make_jaxpr(grad)(x))
 
 
-@pytest.mark.parametrize("layout", ["rows", "groups", "features"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@covering(
+    "kind, layout",
+    [AxisType.Auto, AxisType.Explicit],
+    ["rows", "groups", "features"],
+    covers=[
+        (AxisType.Auto, "rows"),
+        (AxisType.Explicit, "groups"),
+        (AxisType.Explicit, "features"),
+    ],
+)
 def test_sharding_changes_no_value(kind, layout):
     """Groups and features move nothing between devices; rows that are sharded are gathered."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)

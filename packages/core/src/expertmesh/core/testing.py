@@ -44,6 +44,28 @@ FACTORS: Mapping[str, tuple] = {
     "size": ("regular", "odd", "empty"),
 }
 
+# Modes by which a call reaches an op in the same way, and transforms by which the same is checked: a covering array has
+# each of them, and of their pairs with other factors those of what they are alike to.
+ROADS: Mapping[str, str] = {
+    "single": "compiler",
+    "auto": "compiler",
+    "gspmd": "compiler",
+    "resource": "roles",
+    "explicit": "types",
+    "explicit_set_mesh": "types",
+    "manual": "manual",
+    "partial_explicit": "manual",
+    "partial_resource": "manual",
+}
+CHECKS: Mapping[str, str] = {
+    "jit": "value",
+    "vmap": "stack",
+    "scan": "stack",
+    "grad": "gradient",
+    "remat": "gradient",
+    "poison": "poison",
+}
+
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 
@@ -163,7 +185,10 @@ def full_settings(case: OpCase) -> list[Setting]:
 def covering_settings(
     cases: Sequence[OpCase], seed: int = 0, **only: tuple
 ) -> list[tuple[OpCase, Setting]]:
-    """Few (case, setting) in which every two values of two factors meet, the case being one of the factors.
+    """Few (case, setting) with every mode, in which every two values of two other factors meet.
+
+    In pairs the mode stands for its road (`ROADS`). The case is a factor, whose values meet each road, check (`CHECKS`),
+    dtype and size.
 
     Args:
       cases: of one package or of all.
@@ -176,7 +201,7 @@ def covering_settings(
         for setting in all_settings(case)
         if all(getattr(setting, factor) in values for factor, values in only.items())
     ]
-    pairs = _pairs(candidates, cases)
+    pairs = _pairs(candidates)
     rng, missing = np.random.default_rng(seed), np.zeros(pairs.max(initial=-1) + 1, bool)
     missing[pairs] = True
     chosen = []
@@ -190,18 +215,21 @@ def covering_settings(
     return chosen
 
 
-def _pairs(candidates, cases) -> np.ndarray:
+def _pairs(candidates) -> np.ndarray:
     """int[candidates, pairs of factors]: a number for each two values that meet in a candidate."""
-    values = [{case.name: i for i, case in enumerate(cases)}]
-    values += [{value: i for i, value in enumerate(of)} for of in FACTORS.values()]
-    rows = [(case.name, *vars(setting).values()) for case, setting in candidates]
-    numbered = np.array([[v[x] for v, x in zip(values, row, strict=True)] for row in rows])
-    numbered = numbered.reshape(len(rows), len(values))
-    columns, first = [], 0
-    for a, b in itertools.combinations(range(len(values)), 2):
-        columns.append(first + numbered[:, a] * len(values[b]) + numbered[:, b])
-        first += len(values[a]) * len(values[b])
-    return np.stack(columns, axis=1)
+    rows = [
+        {"case": case.name, "road": ROADS[setting.mode], "check": CHECKS[setting.transform]}
+        | vars(setting)
+        for case, setting in candidates
+    ]
+    meeting = [("mode", "mode"), *itertools.combinations(["road", *list(FACTORS)[1:]], 2)]
+    meeting += [("case", factor) for factor in ("road", "check", "dtype", "size")]
+    columns = []
+    for a, b in meeting:
+        numbers: dict[tuple, int] = {}
+        columns.append([numbers.setdefault((row[a], row[b]), len(numbers)) for row in rows])
+    firsts = np.cumsum([0, *(max(column, default=-1) + 1 for column in columns[:-1])])
+    return np.reshape(columns, (len(meeting), len(rows))).T + firsts
 
 
 def check_op(case: OpCase, setting: Setting, seed: int = 0) -> None:
