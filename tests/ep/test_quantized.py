@@ -52,7 +52,7 @@ def both_orders(x, topk_idx, *, config, format):
     "mode, mesh, spec, transport, format",
     [
         full("explicit", DP_EP, P(("dp", "ep")), "ring", POWERS),
-        ("explicit", EP_TP, P("ep", "tp"), "all_to_all", E8M0),
+        full("explicit", EP_TP, P("ep", "tp"), "all_to_all", E8M0),
         full("resource", DP_EP, P(("dp", "ep")), "all_to_all", FREE),
         ("manual", DP_EP, P(("dp", "ep")), "auto", E8M0),
         full("auto", DP_EP, P(("dp", "ep")), "auto", POWERS),

@@ -85,7 +85,7 @@ def test_every_mesh_mode(mode, shape):
         full(dict(use_pre_softmax=True, activation="squared_relu")),
         full(dict(use_bias=False, top_k=1, alignment=16)),
         full(dict(top_k=8, aux_loss_coeff=0.0, z_loss_coeff=0.0)),
-        dict(activation=GPT_OSS, apply_topk_weights_early=True, alignment=16),
+        full(dict(activation=GPT_OSS, apply_topk_weights_early=True, alignment=16)),
         dict(activation=Activation(function="gelu", gated=False), shared_expert_dim=20),
         full(dict(num_chunks=5, remat="recompute", apply_topk_weights_early=True, use_bias=False)),
     ],
@@ -132,7 +132,7 @@ def test_several_axes_and_tokens_over_the_sequence():
     "kind, roles",
     [
         pytest.param(EXPLICIT, ("fsdp", "ep", "tp"), marks=pytest.mark.full),
-        (AUTO, ("fsdp", "ep", "tp")),
+        full(AUTO, ("fsdp", "ep", "tp")),
         pytest.param(AUTO, ("dp", "fsdp", "ep"), marks=pytest.mark.full),
     ],
 )
@@ -171,6 +171,7 @@ def test_vmap_over_layers():
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_inside_the_users_shard_map(check_vma):
     """x and the expert weights are shards; statistics and losses are about the shard's tokens."""
     config = make_config(ep_axis="ep", aux_loss_coeff=0.0, z_loss_coeff=0.0)
@@ -336,7 +337,7 @@ def test_dropless_takes_the_worst_case():
 
 
 @pytest.mark.parametrize(
-    "mode, shape", [(None, None), ("explicit", (2, 4)), full("resource", (2, 4))]
+    "mode, shape", [(None, None), full("explicit", (2, 4)), full("resource", (2, 4))]
 )
 def test_no_tokens(mode, shape):
     config = make_config()

@@ -72,6 +72,7 @@ def test_meshes(kind, shape, changes):
     assert gradients[0]["wi"].sharding.is_equivalent_to(placed.params["wi"].sharding, 4)
 
 
+@pytest.mark.full
 def test_equals_moe_on_uneven_routing():
     """Most tokens to one device: nothing is dropped by either."""
     config = make_config(use_bias=False)

@@ -120,6 +120,7 @@ def test_rounding_at_random():
         )
 
 
+@pytest.mark.full
 def test_state_of_delayed_scaling_on_a_mesh():
     """The first step multiplies by 1 and remembers amaxes; the second one uses them. The same on every device."""
     config = make_config(recipe=DELAYED, shared_expert_dim=48, expert_dim=16)

@@ -74,6 +74,7 @@ def test_no_more_than_0_55_of_the_bytes():
     [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.full)],
     ids=lambda kind: kind.name,
 )
+@pytest.mark.full
 def test_what_crosses_devices(kind):
     """Weights: data of one byte and float32 scales, never wider, each way. Their gradients: summed in float32."""
     s = script()

@@ -114,7 +114,9 @@ def test_the_settings_cover_each_op():
     assert {"moe"} < {case.name for case, _ in four if case.exchanges}
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+# In `make test`: conformance/test_processes.py and the main job.
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
 def test_ops_and_exchanges(multiprocess, processes):
     assert run(multiprocess, processes, check_every_op) == [{}] * processes
 

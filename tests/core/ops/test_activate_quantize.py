@@ -64,7 +64,7 @@ def test_formats_that_are_not_made_at_once():
         assert np.linalg.norm(back - a) < 0.05 * np.linalg.norm(a)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@covering("kind", [AxisType.Explicit, AxisType.Auto], covers=[AxisType.Explicit])
 def test_layouts(kind):
     """Participants and features split, no communication; the same bits."""
     h, sizes = operands(width=128)

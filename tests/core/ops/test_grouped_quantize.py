@@ -93,7 +93,7 @@ def test_a_partial_last_block_of_rows_and_no_group_with_rows():
 @pytest.mark.parametrize(
     "kind, format, scale",
     [
-        (AxisType.Explicit, NV.grad_wgrad, P("a", None, "b")),
+        full(AxisType.Explicit, NV.grad_wgrad, P("a", None, "b")),
         full(AxisType.Auto, CURRENT.x, P("a")),
     ],
 )

@@ -79,7 +79,7 @@ KINDS = ["uniform", "skewed", "one", "none", "holes"]
 PLANS = [(1, 1, 1, 1), (13, 3, 5, 1), (13, 3, 5, 4), (7, 6, 4, 16), (257, 2, 8, 3)]
 
 
-@covering("kind, size", KINDS, PLANS, covers=list(zip(KINDS, PLANS[::-1], strict=True)))
+@covering("kind, size", KINDS, PLANS, covers=list(zip(KINDS, PLANS[::-1], strict=True))[2:])
 def test_plan(kind, size):
     T, K, E, A = size
     idx = routing(kind, T, K, E)
@@ -89,9 +89,7 @@ def test_plan(kind, size):
     assert int(plan.tokens_per_expert.sum()) == int(((idx >= 0) & (idx < E)).sum())
 
 
-@covering(
-    "num_rows, A", [1, 5, 16, 31, 200], [1, 4], covers=[(1, 4), (5, 1), (16, 4), (31, 4), (200, 1)]
-)
+@covering("num_rows, A", [1, 5, 16, 31, 200], [1, 4], covers=[(1, 4), (16, 4), (200, 1)])
 def test_plan_drops_the_last_rows(num_rows, A):
     idx = routing("holes", 13, 3, 5)
     plan = plan_permute(
@@ -130,9 +128,7 @@ def test_plan_offsets_and_dropped_rows_of_each_group():
     assert plan.num_dropped.any() and not plan.num_dropped[3]
 
 
-@covering(
-    "alignment, roll", [1, 4], [0, 1, 4, -2, 7], covers=[(4, 0), (1, 1), (4, 4), (4, -2), (1, 7)]
-)
+@covering("alignment, roll", [1, 4], [0, 1, 4, -2, 7], covers=[(1, 1), (4, -2)])
 def test_roll_is_the_plan_of_rolled_ids(roll, alignment):
     """The ring of experts: blocks match the rolled group sizes, also with padding."""
     idx = routing("holes", 13, 3, 5)
@@ -368,7 +364,8 @@ def test_without_groups_is_one_group():
     jax.tree.map(lambda f, g: np.testing.assert_array_equal(f, g[0]), flat, pipeline(*operands))
 
 
-@covering("transform", ["vmap", "scan", "remat"], covers=["vmap"])
+@pytest.mark.full
+@pytest.mark.parametrize("transform", ["vmap", "scan", "remat"])
 def test_transforms_equal_loop(transform):
     stack = [pipeline_case(2), tuple(o[::-1] for o in pipeline_case(2))]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *stack)
@@ -396,7 +393,7 @@ def unsharded():
 MODES = ["explicit", "auto", "resource", "manual"]
 
 
-@covering("layout, mode", LAYOUTS, MODES, covers=list(zip(LAYOUTS[1::2], MODES[1::2], strict=True)))
+@covering("layout, mode", LAYOUTS, MODES, covers=[(LAYOUTS[3], "auto")])
 def test_sharding_changes_no_value_and_adds_no_collective(layout, mode):
     groups, features = layout
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto

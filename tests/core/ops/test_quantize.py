@@ -207,10 +207,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "kind, format, key, axis, batch, spec, data, scale, tensor, group",
-    [(AxisType.Explicit, *LAYOUTS[i]) for i in (0, 5)]
-    + [(AxisType.Auto, *LAYOUTS[i]) for i in (1, 3)]
-    + [full(AxisType.Explicit, *LAYOUTS[i]) for i in (1, 2, 3, 4)]
-    + [full(AxisType.Auto, *LAYOUTS[i]) for i in (0, 2, 4, 5)],
+    [(AxisType.Explicit, *LAYOUTS[i]) for i in (5,)]
+    + [(AxisType.Auto, *LAYOUTS[i]) for i in (1,)]
+    + [full(AxisType.Explicit, *LAYOUTS[i]) for i in range(5)]
+    + [full(AxisType.Auto, *LAYOUTS[i]) for i in (0, 2, 3, 4, 5)],
 )
 def test_layouts_change_no_bit(kind, format, key, axis, batch, spec, data, scale, tensor, group):
     """Each shard is quantized where it is; what crosses devices is the amax, over the axes that split the tensor."""
@@ -301,10 +301,10 @@ def test_there_is_no_derivative():
 @pytest.mark.parametrize(
     "format, across, batch, spec",
     [
-        (MX.x, None, 0, P(("dp", "fsdp", "ep"))),
+        full(MX.x, None, 0, P(("dp", "fsdp", "ep"))),
         (CURRENT.x, None, 0, P(("dp", "fsdp", "ep"))),
         (BLOCK.kernel, 2, 1, P("ep", "fsdp")),
-        (NV.x, None, 1, P("ep", "fsdp")),
+        full(NV.x, None, 1, P("ep", "fsdp")),
     ],
 )
 def test_roles_are_those_of_quantize(format, across, batch, spec):

@@ -51,7 +51,7 @@ def counts_of(rng, R, E, kind):
     return counts.astype(np.int32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     size=st.sampled_from([(1, 3), (2, 2), (3, 6), (4, 20)]),
     kind=st.sampled_from(["dense", "zeros", "one", "none", "silent"]),

@@ -116,6 +116,7 @@ def test_attention_against_loops(params):
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.full
 def test_auto_axes_keep_the_layout_of_the_state():
     """The compiler may choose layouts where axes are Auto: two steps compile once, nothing moves."""
     optimizer = make_optimizer(TrainingOptions())

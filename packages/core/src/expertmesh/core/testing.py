@@ -187,7 +187,7 @@ def covering_settings(
 ) -> list[tuple[OpCase, Setting]]:
     """Few (case, setting) with every mode, in which every two values of two other factors meet.
 
-    In pairs the mode stands for its road (`ROADS`). The case is a factor, whose values meet each road, check (`CHECKS`),
+    In pairs the mode stands for its road (`ROADS`). The case is a factor, too: each meets every road, check (`CHECKS`),
     dtype and size.
 
     Args:
