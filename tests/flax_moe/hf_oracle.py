@@ -45,9 +45,9 @@ DEEPSEEK = {
 MODELS = {
     "mixtral": MIXTRAL,
     "qwen3": QWEN3,
-    "qwen3 not normalised": QWEN3 | {"norm_topk_prob": False},
+    "qwen3-not-normalised": QWEN3 | {"norm_topk_prob": False},
     "deepseek": DEEPSEEK,
-    "deepseek without groups": DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 0},
+    "deepseek-without-groups": DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 0},
 }
 
 

@@ -13,7 +13,7 @@ from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, MODELS, QWEN3, make_weights, n
 pytestmark = pytest.mark.default_jax
 
 LAYER = 4
-SOME = ("mixtral", "qwen3 not normalised", "deepseek")
+SOME = ("mixtral", "qwen3-not-normalised", "deepseek")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ MODELS = {
         {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16}
         | {"norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
-    "qwen3 not normalised": (
+    "qwen3-not-normalised": (
         transformers.Qwen3MoeConfig,
         {"num_hidden_layers": 1, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16}
         | {"norm_topk_prob": False},
