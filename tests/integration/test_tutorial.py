@@ -1,0 +1,79 @@
+"""The tutorial runs as users run it, on a small model; what it shows is so, and docs/tutorial.md shows what runs."""
+
+import importlib.util
+import pathlib
+import re
+import subprocess
+
+import jax
+import pytest
+
+pytestmark = pytest.mark.default_jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples/tutorial.py"
+PAGE = ROOT / "docs/tutorial.md"
+
+
+@pytest.fixture(scope="module")
+def tutorial():
+    spec = importlib.util.spec_from_file_location("tutorial", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
+    errors = tutorial.main(jax.devices()[:4])
+    said = capsys.readouterr().out
+    gradients = {f"d.block.{name}" for name in ("gate_kernel", "wi", "wo")}
+    assert set(errors["bfloat16"]) == gradients | {"y", "d_x", "d.RMSNorm_0.scale"}
+    assert max(errors["bfloat16"].values()) < 1e-2
+    assert 1e-3 < errors["fp8_block"]["y"] < 0.1
+    assert "{'fsdp': 2, 'ep': 2}; jax" in said and re.search(r"native: [\d.]+ ms", said)
+    assert "a device receives at most 32 rows" in said
+    # What docs/tutorial.md reads in the program: weights are gathered over fsdp alone, in the dtype of the products.
+    gathered = re.findall(r"all-gather over fsdp: (.*)", said)
+    assert {"bf16[2,256,2,128]", "bf16[2,128,256]", "f8e4m3fn[2,256,2,128]"} <= set(gathered)
+    assert "reduce-scatter over fsdp: f32[2,128,2,128]" in said
+    assert "all-gather over ep: u8[16,264]" in said
+
+
+def test_native_runs_where_ours_can_not(tutorial, capsys, monkeypatch):
+    class Program:
+        def __call__(self, *operands):
+            return operands[1]
+
+    monkeypatch.setattr(tutorial, "is_supported", lambda *args: (False, "planted"))
+    monkeypatch.setattr(tutorial, "compile_program", lambda *args: (Program(), ""))
+    assert tutorial.main(jax.devices()[:1]) == {}
+    said = capsys.readouterr().out
+    assert "native: " in said and "ours: skipped, planted" in said
+
+
+def test_a_time_ends_with_the_whole_result(tutorial, monkeypatch):
+    waited, result = [], {"a": jax.numpy.zeros(1), "b": [jax.numpy.zeros(2)]}
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        return result
+
+    assert tutorial.milliseconds(step, (3,)) >= 0
+    assert len(calls) == 21 and waited == [result] * 21
+
+
+def test_the_page_shows_the_program(tutorial):
+    """What it includes exists; it leaves out nothing of what is compared and measured."""
+    shown = re.findall(r"tutorial.py\n:pyobject: (\w+)", PAGE.read_text())
+    assert all(hasattr(tutorial, name) for name in shown) and len(set(shown)) == len(shown)
+    wanted = (
+        "Layer make_mesh make_operands make_step compare milliseconds choose_transport crossing"
+    )
+    assert set(wanted.split()) <= set(shown)
+
+
+def test_the_slurm_script_is_a_script():
+    script = ROOT / "examples/slurm.sbatch"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
