@@ -3,6 +3,9 @@
 Nothing is downloaded. Runs in the CI cell `transformers`, which installs it and torch.
 """
 
+import importlib.util
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +20,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
 
+RECIPES = pathlib.Path(__file__).resolve().parents[2] / "examples/recipes.py"
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -58,18 +62,27 @@ def random_model(name):
     return model
 
 
+@pytest.fixture(scope="module")
+def recipes():
+    spec = importlib.util.spec_from_file_location("recipes", RECIPES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def numpy_of(state):
     return {name: value.numpy() for name, value in state.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_saved_model_computes_the_same_here(name, tmp_path):
+def test_the_saved_model_computes_the_same_here(name, tmp_path, recipes):
     """From the files of save_pretrained and from the state dict; and back into both."""
     model = random_model(name)
-    model.save_pretrained(tmp_path)
-    weights = {}
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    weights = recipes.Checkpoint(tmp_path)
     for path in tmp_path.glob("*.safetensors"):
-        weights |= safetensors.load_file(path)
+        for key, array in safetensors.load_file(path).items():
+            np.testing.assert_array_equal(weights[key], array)
     hf_config = model.config.to_dict()
     (layer,) = hf.moe_layers(hf_config)
     loaded = hf.load_layer(weights, hf_config, layer)
