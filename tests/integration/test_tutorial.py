@@ -1,6 +1,5 @@
 """The tutorial runs as users run it, on a small model; what it shows is so, and docs/tutorial.md shows what runs."""
 
-import importlib.util
 import pathlib
 import re
 import subprocess
@@ -8,19 +7,17 @@ import subprocess
 import jax
 import pytest
 
+from integration import tutorial_case
+
 pytestmark = pytest.mark.default_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "examples/tutorial.py"
 PAGE = ROOT / "docs/tutorial.md"
 
 
 @pytest.fixture(scope="module")
 def tutorial():
-    spec = importlib.util.spec_from_file_location("tutorial", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tutorial_case.load()
 
 
 def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
@@ -49,6 +46,15 @@ def test_native_runs_where_ours_can_not(tutorial, capsys, monkeypatch):
     assert tutorial.main(jax.devices()[:1]) == {}
     said = capsys.readouterr().out
     assert "native: " in said and "ours: skipped, planted" in said
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_over_processes(multiprocess):
+    """As under Slurm: each process calls it, and has a part of the devices."""
+    first, second = multiprocess("integration.tutorial_case:run", processes=2, devices=2)
+    assert first == second
+    assert max(first["bfloat16"].values()) < 1e-2 and first["fp8_block"]["y"] < 0.1
 
 
 def test_a_time_ends_with_the_whole_result(tutorial, monkeypatch):
