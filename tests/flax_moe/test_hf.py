@@ -59,8 +59,9 @@ def test_there_and_back(model, dtype):
         assert back[name].dtype == (np.float32 if bias else dtype), name
         assert back[name].flags["C_CONTIGUOUS"]
         np.testing.assert_array_equal(back[name], w)
-    wide = hf.load_layer(weights, hf_config, LAYER, dtype=np.float32).params
-    assert {w.dtype for w in wide.values()} == {np.dtype(np.float32)}
+    other = hf.load_layer(weights, hf_config, LAYER, dtype=np.float16)
+    assert {w.dtype for w in other.params.values()} == {np.dtype(np.float16)}
+    np.testing.assert_array_equal(other.expert_bias, layer.expert_bias)
 
 
 def test_stacked_names_are_those_of_a_model_in_memory():
@@ -165,7 +166,7 @@ def test_errors_name_what_is_missing_or_of_another_shape():
         hf.load_layer(weights, QWEN3, LAYER, prefix="language_model.")
     assert len(names_and_shapes(QWEN3, LAYER)) == 25
     params, _ = hf.load_layer(weights, QWEN3, LAYER)
-    with pytest.raises(ValueError, match="export_layer: expert_bias must not be given for a qwen3"):
+    with pytest.raises(ValueError, match=r"of a qwen3_moe must be of shape None; got .* \(8,\)"):
         hf.export_layer(params, QWEN3, LAYER, expert_bias=np.zeros(8))
     with pytest.raises(ValueError, match="export_layer: wo must be"):
         hf.export_layer(params | {"wo": params["wo"][:, :-1]}, QWEN3, LAYER)
@@ -173,5 +174,6 @@ def test_errors_name_what_is_missing_or_of_another_shape():
     with pytest.raises(ValueError, match="qwen3_moe has no biases"):
         hf.export_layer(biased, QWEN3, LAYER)
     deep, _ = hf.load_layer(make_weights(DEEPSEEK, LAYER), DEEPSEEK, LAYER)
-    with pytest.raises(ValueError, match="expert_bias must be given for a deepseek_v3"):
-        hf.export_layer(deep, DEEPSEEK, LAYER)
+    for bias, said in ((None, "None"), (np.zeros(8), r"\(8,\)")):
+        with pytest.raises(ValueError, match=rf"shape \(16,\); got expert_bias of shape {said};"):
+            hf.export_layer(deep, DEEPSEEK, LAYER, expert_bias=bias)

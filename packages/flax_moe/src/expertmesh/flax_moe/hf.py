@@ -212,7 +212,7 @@ def load_layer(
             "see moe_layers for the layers that have one, and `prefix`"
         )
 
-    def read(name):
+    def read(name, dtype=dtype):
         return _read(weights, name, shapes[name], hf_config, dtype)
 
     wi, wo = _stack_experts(read, names)
@@ -220,7 +220,7 @@ def load_layer(
     if names.shared:
         gate, up, down = map(read, names.shared)
         params |= {"shared_wi": np.stack([gate.T, up.T], axis=1), "shared_wo": down.T.copy()}
-    bias = None if names.bias is None else read(names.bias).astype(np.float32)
+    bias = None if names.bias is None else read(names.bias, np.float32)
     return HfLayer(params, bias)
 
 
@@ -245,7 +245,7 @@ def export_layer(
 
     Raises:
       ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases, which none of
-        these models has; an expert bias that is missing, or that the model has no place for.
+        these models has; an expert bias that is missing, of another shape, or that the model has no place for.
     """
     config, names = moe_config(hf_config), _names(hf_config, layer, prefix, stacked)
     check_params("hf.export_layer", params, names.D, config, names.E)
@@ -253,10 +253,12 @@ def export_layer(
         raise ValueError(
             f"hf.export_layer: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
         )
-    if (expert_bias is None) != (names.bias is None):
+    wanted = None if names.bias is None else names.shapes[names.bias]
+    shape = None if expert_bias is None else np.shape(expert_bias)
+    if shape != wanted:
         raise ValueError(
-            f"hf.export_layer: expert_bias must {'not ' * (names.bias is None)}be given for a "
-            f"{hf_config['model_type']}; got expert_bias={expert_bias}; see HfLayer"
+            f"hf.export_layer: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
+            f"got expert_bias of shape {shape}; pass HfLayer's, or the one that was trained"
         )
     arrays = {name: np.asarray(array) for name, array in params.items()}
     gates, ups = (arrays["wi"][:, :, half].mT for half in (0, 1))
