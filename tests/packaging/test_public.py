@@ -23,9 +23,9 @@ PUBLIC = {
         update_expert_bias""",
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
         is_supported prepare raise_overflow raise_stall recv_capacity""",
-    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES init_params
-        init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs quantize_kernels
-        split_wi""",
+    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES hf
+        init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
+        quantize_kernels split_wi""",
 }
 
 

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from expertmesh.flax_moe import linen, nnx
+from expertmesh.flax_moe import hf, linen, nnx
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.native import NativeMoEBlock, native_moe
@@ -25,6 +25,7 @@ __all__ = [
     "MoEOutput",
     "NativeMoEBlock",
     "REMAT_POLICIES",
+    "hf",
     "init_params",
     "init_quant_state",
     "is_supported",

@@ -1,0 +1,201 @@
+"""The block among the conventions of MaxText, levanter and Hugging Face; docs/recipes.md goes through it.
+
+python examples/recipes.py       runs each at a small size
+"""
+
+import collections.abc
+import json
+import os
+import pathlib
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from expertmesh.core import (
+    MeshResource,
+    activate,
+    global_shard_guard,
+    grouped_dense,
+    update_expert_bias,
+)
+from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
+from expertmesh.flax_moe import LogicalAxes, MoEConfig, hf, merge_wi, split_wi
+from expertmesh.flax_moe.nnx import MoEBlock
+
+# MaxText's logical names, the part of its rules that the block needs, and its mesh's names by role.
+MAXTEXT_NAMES = LogicalAxes(embed="embed_moe", expert="exp", mlp="mlp_moe")
+MAXTEXT_RULES = (("exp", "expert"), ("embed_moe", "fsdp"), ("mlp_moe", "tensor"))
+MAXTEXT_ROLES = MeshResource(
+    fsdp_resource="fsdp", ep_resource="expert", tp_resource="tensor", dp_resource="data"
+)
+MAXTEXT_PROJECTIONS = ("wi_0", "wi_1", "wo")
+
+
+class RoutedMoE(nnx.Module):
+    """`output, lb_loss, bias_updates = block(inputs)`, as MaxText's decoder layers call theirs."""
+
+    def __init__(self, emb_dim: int, config: MoEConfig, *, bias_update_rate: float, rngs: nnx.Rngs):
+        self.moe = MoEBlock(emb_dim, config, rngs=rngs, logical_axes=MAXTEXT_NAMES)
+        self.bias_update_rate = bias_update_rate
+
+    def __call__(self, inputs: jax.Array):
+        out = self.moe(inputs)
+        if not self.moe.config.use_expert_bias:
+            return out.y, out.aux_loss, None
+        bias = self.moe.expert_bias[...]
+        moved = update_expert_bias(bias, out.tokens_per_expert, self.bias_update_rate)
+        return out.y, out.aux_loss, moved - bias
+
+
+@nnx.jit
+def nnx_step(block: RoutedMoE, x: jax.Array, target: jax.Array):
+    """A loss, the gradients of what is an nnx.Param, and the bias moved, by value."""
+
+    def loss(block):
+        y, lb_loss, bias_updates = block(x)
+        return jnp.mean(jnp.square(y - target)) + lb_loss, bias_updates
+
+    (value, bias_updates), grads = nnx.value_and_grad(loss, has_aux=True)(block)
+    block.moe.expert_bias[...] += bias_updates
+    return value, grads
+
+
+def to_maxtext(params, expert_bias=None) -> dict:
+    """MaxText's tree of a layer's block, `MoeBlock_0` and, where there are any, `shared_experts`."""
+    split = split_wi(params)
+    gate = {"kernel": split.pop("gate_kernel")}
+    if expert_bias is not None:
+        gate["bias"] = expert_bias
+    shared = {
+        name: {"kernel": split.pop(f"shared_{name}")}
+        for name in MAXTEXT_PROJECTIONS
+        if f"shared_{name}" in split
+    }
+    tree = {"MoeBlock_0": {"gate": gate, **split}}
+    return tree | ({"shared_experts": shared} if shared else {})
+
+
+def from_maxtext(tree):
+    """The parameters and the expert bias (or None); `jax.vmap(from_maxtext, 1)` for scanned layers."""
+    block = dict(tree["MoeBlock_0"])
+    gate = block.pop("gate")
+    shared = {f"shared_{name}": w["kernel"] for name, w in tree.get("shared_experts", {}).items()}
+    return merge_wi({"gate_kernel": gate["kernel"], **block, **shared}), gate.get("bias")
+
+
+def moe_mlp(x, selected_experts, combine_weights, w_gate_up, w_down, *, axis="expert"):
+    """levanter's experts as a function: x [T, D], both choices [T, K], w_gate_up [E, D, 2 I], w_down [E, I, D].
+
+    Returns [T, D] and the number of dropped choices. The caller routes; experts are sharded over `axis`.
+    """
+    E, D, I2 = w_gate_up.shape
+    handle = prepare(selected_experts, EpConfig(num_experts=E, axis=axis))
+    rows = dispatch(handle, x)
+    hidden = grouped_dense(rows, w_gate_up.reshape(E, D, 2, I2 // 2), handle.group_sizes)
+    out = grouped_dense(activate(hidden, "silu"), w_down, handle.group_sizes)
+    weights = dispatch_weights(handle, combine_weights)
+    out = (out.astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+    return combine(handle, out), handle.num_dropped.sum()
+
+
+def from_levanter(router, w_gate, w_up, w_down) -> dict:
+    """The parameters of `moe` from those of a levanter block: router [D, E], [E, D, I], [E, D, I], [E, I, D]."""
+    return merge_wi({"gate_kernel": router, "wi_0": w_gate, "wi_1": w_up, "wo": w_down})
+
+
+class Checkpoint(collections.abc.Mapping):
+    """name -> array of the safetensors files in a folder, mapped from disk: what is not read costs nothing.
+
+    Read here since the `safetensors` library gives NumPy no 8-bit floats, in which DeepSeek-V3 is published.
+    """
+
+    DTYPES = {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    }
+
+    def __init__(self, folder):
+        self._places = {}
+        for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+            data = np.memmap(path, np.uint8, "r")
+            start = 8 + int(data[:8].view("<u8")[0])
+            header = json.loads(bytes(data[8:start]))
+            header.pop("__metadata__", None)
+            self._places |= {name: (data[start:], about) for name, about in header.items()}
+
+    def __getitem__(self, name):
+        data, about = self._places[name]
+        numbers = data[slice(*about["data_offsets"])].view(self.DTYPES[about["dtype"]])
+        return numbers.reshape(about["shape"])
+
+    def __iter__(self):
+        return iter(self._places)
+
+    def __len__(self):
+        return len(self._places)
+
+
+def load_sharded(weights, hf_config, layer, mesh):
+    """A layer of a Hugging Face model on a mesh: its config, parameters and expert bias."""
+    config = hf.moe_config(hf_config)
+    loaded = hf.load_layer(weights, hf_config, layer)
+    names = LogicalAxes(embed="fsdp", expert="ep", mlp=None)
+    params = {
+        name: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*names.of(name))))
+        for name, w in loaded.params.items()
+    }
+    return config, params, loaded.expert_bias
+
+
+def maxtext_example():
+    """A step on MaxText's mesh, whose axes are Auto."""
+    sizes = dict(num_experts=8, top_k=2, expert_dim=8, dtype=jnp.float32)
+    config = MoEConfig(**sizes, score_function="sigmoid", use_expert_bias=True, aux_loss_coeff=1e-2)
+    mesh = jax.make_mesh(
+        (1, jax.device_count() // 2, 2, 1) if jax.device_count() > 1 else (1, 1, 1, 1),
+        ("data", "fsdp", "expert", "tensor"),
+        axis_types=(AxisType.Auto,) * 4,
+    )
+    x = jax.random.normal(jax.random.key(0), (8, 4, 16))
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert"))))
+    with (
+        jax.set_mesh(mesh),
+        global_shard_guard(MAXTEXT_ROLES),
+        nnx.logical_axis_rules(MAXTEXT_RULES),
+    ):
+        block = RoutedMoE(16, config, bias_update_rate=1e-3, rngs=nnx.Rngs(0))
+        value, grads = nnx_step(block, x, jnp.ones_like(x))
+    return block, x, value, grads
+
+
+def levanter_example():
+    """Operands of `moe_mlp`, and the same on a mesh (data, expert)."""
+    ranks = 2 if jax.device_count() > 1 else 1
+    mesh = jax.make_mesh(
+        (jax.device_count() // ranks, ranks),
+        ("data", "expert"),
+        axis_types=(AxisType.Explicit,) * 2,
+    )
+    specs = [PartitionSpec(("data", "expert"))] * 3 + [PartitionSpec("expert", "data")] * 2
+    T, D, E, F, K = 32, 16, 4, 8, 2
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[0], (T, E))), K)
+    x = jax.random.normal(keys[1], (T, D))
+    w_gate_up = jax.random.normal(keys[2], (E, D, 2 * F)) * D**-0.5
+    w_down = jax.random.normal(keys[3], (E, F, D)) * F**-0.5
+    arrays = (x, chosen, weights, w_gate_up, w_down)
+    layouts = [NamedSharding(mesh, spec) for spec in specs]
+    return arrays, tuple(map(jax.device_put, arrays, layouts))
+
+
+if __name__ == "__main__":
+    print("MaxText:", maxtext_example()[2])
+    print("levanter: dropped", jax.jit(moe_mlp)(*levanter_example()[1])[1])

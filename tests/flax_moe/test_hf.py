@@ -1,0 +1,179 @@
+"""Hugging Face's weights: loaded blocks compute the models' formulas, and go back bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from expertmesh.core.testing import relative_error
+from expertmesh.flax_moe import hf, moe, param_shapes
+from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, MODELS, QWEN3, make_weights, names_and_shapes, run
+
+pytestmark = pytest.mark.default_jax
+
+LAYER = 4
+SOME = ("deepseek",)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=[] if m in SOME else pytest.mark.full) for m in MODELS],
+)
+def test_a_loaded_block_is_the_model(model):
+    """Its output and choices, on tokens of different magnitudes, from weights that also hold other layers."""
+    hf_config = MODELS[model]
+    weights = make_weights(hf_config, LAYER)
+    others = make_weights(hf_config, LAYER + 1, seed=1)
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(24, 16)) * 2.0 ** rng.integers(-2, 3, size=(24, 1))
+    want, chosen = run(weights, hf_config, LAYER, x)
+    params, bias = hf.load_layer(others | weights, hf_config, LAYER)
+    config = hf.moe_config(hf_config, dtype=jnp.float32)
+    block = jax.jit(lambda bias: moe(params, jnp.float32(x), config, expert_bias=bias))
+    out = block(bias)
+    assert relative_error(out.y, want) < 1e-5
+    np.testing.assert_array_equal(out.topk_idx, chosen)
+    if bias is not None:
+        assert relative_error(block(np.zeros_like(bias)).y, want) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_there_and_back(model, dtype):
+    """Exported weights are the loaded ones, under either kind of names, and a tree is that of init_params."""
+    hf_config = MODELS[model]
+    weights = {name: w.astype(dtype) for name, w in make_weights(hf_config, LAYER).items()}
+    layer = hf.load_layer(weights, hf_config, LAYER)
+    shapes = param_shapes(16, hf.moe_config(hf_config))
+    assert {name: w.shape for name, w in layer.params.items()} == shapes
+    assert {w.dtype for w in layer.params.values()} == {np.dtype(dtype)}
+    stacked = hf.export_layer(
+        layer.params, hf_config, LAYER, expert_bias=layer.expert_bias, stacked=True
+    )
+    again = hf.load_layer(stacked, hf_config, LAYER)
+    back = hf.export_layer(again.params, hf_config, LAYER, expert_bias=again.expert_bias)
+    assert set(back) == set(weights) and len(stacked) < 10
+    for name, w in weights.items():
+        bias = name.endswith("bias")
+        assert back[name].dtype == (np.float32 if bias else dtype), name
+        assert back[name].flags["C_CONTIGUOUS"]
+        np.testing.assert_array_equal(back[name], w)
+    other = hf.load_layer(weights, hf_config, LAYER, dtype=np.float16)
+    assert {w.dtype for w in other.params.values()} == {np.dtype(np.float16)}
+    np.testing.assert_array_equal(other.expert_bias, layer.expert_bias)
+
+
+def test_stacked_names_are_those_of_a_model_in_memory():
+    weights = make_weights(MIXTRAL, 1)
+    params, _ = hf.load_layer(weights, MIXTRAL, 1)
+    stacked = hf.export_layer(params, MIXTRAL, 1, stacked=True, prefix="")
+    E, F, D = 8, 24, 16
+    assert {name: w.shape for name, w in stacked.items()} == {
+        "layers.1.mlp.gate.weight": (E, D),
+        "layers.1.mlp.experts.gate_up_proj": (E, 2 * F, D),
+        "layers.1.mlp.experts.down_proj": (E, D, F),
+    }
+    block = "model.layers.1.block_sparse_moe.experts"
+    fused = stacked["layers.1.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(fused[5, :F], weights[f"{block}.5.w1.weight"])
+    np.testing.assert_array_equal(fused[5, F:], weights[f"{block}.5.w3.weight"])
+
+
+def test_weights_of_8_bits_are_dequantized_by_blocks():
+    """Scales of blocks of 8 x 5 on [12, 16] and [16, 12]: neither divides."""
+    weights, scales, want = make_weights(DEEPSEEK, LAYER), {}, {}
+    rng = np.random.default_rng(0)
+    for name, w in weights.items():
+        want[name] = w
+        if ".experts." in name:
+            scale = 2.0 ** rng.integers(-3, 3, size=(-(-w.shape[0] // 8), -(-w.shape[1] // 5)))
+            scales[f"{name}_scale_inv"] = scale.astype(np.float32)
+            weights[name] = w.astype(ml_dtypes.float8_e4m3fn)
+            row, column = np.indices(w.shape)
+            want[name] = weights[name].astype(np.float32) * scale[row // 8, column // 5]
+    hf_config = DEEPSEEK | {"quantization_config": {"weight_block_size": [8, 5]}}
+    got = hf.load_layer(weights | scales, hf_config, LAYER).params
+    expected = hf.load_layer(want, DEEPSEEK, LAYER).params
+    assert got["wi"].dtype == got["wo"].dtype == ml_dtypes.bfloat16
+    assert got["shared_wi"].dtype == got["gate_kernel"].dtype == np.float32
+    for name, w in expected.items():
+        np.testing.assert_array_equal(got[name].astype(np.float32), w)
+    with pytest.raises(ValueError, match="weight_scale_inv.*weight_block_size=None"):
+        hf.load_layer(weights | scales, DEEPSEEK, LAYER)
+    name = f"model.layers.{LAYER}.mlp.experts.3.up_proj.weight_scale_inv"
+    with pytest.raises(ValueError, match=r"experts.3.up_proj.weight_scale_inv must be \(2, 4\)"):
+        hf.load_layer(weights | scales | {name: scales[name][:1]}, hf_config, LAYER)
+
+
+def test_configs():
+    mixtral, qwen3, deepseek = map(hf.moe_config, (MIXTRAL, QWEN3, DEEPSEEK))
+    assert (mixtral.num_experts, mixtral.top_k, mixtral.expert_dim) == (8, 3, 24)
+    assert (qwen3.expert_dim, qwen3.use_pre_softmax, qwen3.score_function) == (12, False, "softmax")
+    assert hf.moe_config(QWEN3 | {"norm_topk_prob": False}).use_pre_softmax
+    assert (deepseek.num_groups, deepseek.group_topk, deepseek.scaling_factor) == (4, 2, 2.5)
+    assert (deepseek.shared_expert_dim, deepseek.score_function) == (24, "sigmoid")
+    assert deepseek.use_expert_bias and not mixtral.use_expert_bias
+    chosen = hf.moe_config(MIXTRAL, dtype=jnp.float32, aux_loss_coeff=0.5, capacity_factor=2.0)
+    assert (chosen.dtype, chosen.aux_loss_coeff, chosen.capacity_factor) == (jnp.float32, 0.5, 2.0)
+    renamed = {k: v for k, v in QWEN3.items() if k != "num_experts"} | {"num_local_experts": 8}
+    assert hf.moe_config(renamed) == qwen3
+    assert hf.moe_config(MIXTRAL | {"hidden_act": "gelu"}).activation == "gelu_exact"
+    assert hf.moe_layers(MIXTRAL) == (0, 1)
+    assert hf.moe_layers(QWEN3) == (1, 5)
+    assert hf.moe_layers(DEEPSEEK) == (3, 4)
+    assert set(hf.MODEL_TYPES) == {config["model_type"] for config in MODELS.values()}
+
+
+def without(mapping, key):
+    return {k: v for k, v in mapping.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (MIXTRAL | {"model_type": "gpt2"}, ["model_type must be one of mixtral", "'gpt2'"]),
+        (without(MIXTRAL, "num_local_experts"), ["mixtral must have", "or num_local_experts"]),
+        (without(QWEN3, "norm_topk_prob"), ["qwen3_moe must have norm_topk_prob"]),
+        (MIXTRAL | {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
+        (DEEPSEEK | {"norm_topk_prob": False}, ["norm_topk_prob must be True", "False"]),
+        (DEEPSEEK | {"topk_group": 1}, ["num_experts_per_tok / topk_group must be 2", "4.0"]),
+        (DEEPSEEK | {"scoring_func": "softmax"}, ["scoring_func must be 'sigmoid'"]),
+    ],
+    ids=lambda value: value[0][:24] if isinstance(value, list) else "",
+)
+def test_configs_that_are_refused(changed, words):
+    with pytest.raises(ValueError) as info:
+        hf.moe_config(changed)
+    assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def test_errors_name_what_is_missing_or_of_another_shape():
+    weights = make_weights(QWEN3, LAYER)
+    start = f"model.layers.{LAYER}.mlp."
+    few = {k: w for k, w in weights.items() if ".experts.7." not in k and "s.2.up" not in k}
+    with pytest.raises(ValueError) as info:
+        hf.load_layer(few, QWEN3, LAYER)
+    assert f"missing 4: {start}experts.2.up_proj.weight, {start}experts.7.gate_proj" in str(
+        info.value
+    )
+    assert str(info.value).count("experts.") == 3 and ", ...;" in str(info.value)
+    name = f"{start}experts.1.down_proj.weight"
+    with pytest.raises(ValueError) as info:
+        hf.load_layer(weights | {name: weights[name].T}, QWEN3, LAYER)
+    assert f"{name} must be (16, 12)" in str(info.value) and "(12, 16)" in str(info.value)
+    with pytest.raises(ValueError, match="missing 25"):
+        hf.load_layer(weights, QWEN3, LAYER, prefix="language_model.")
+    assert len(names_and_shapes(QWEN3, LAYER)) == 25
+    params, _ = hf.load_layer(weights, QWEN3, LAYER)
+    with pytest.raises(ValueError, match=r"of a qwen3_moe must be of shape None; got .* \(8,\)"):
+        hf.export_layer(params, QWEN3, LAYER, expert_bias=np.zeros(8))
+    with pytest.raises(ValueError, match="export_layer: wo must be"):
+        hf.export_layer(params | {"wo": params["wo"][:, :-1]}, QWEN3, LAYER)
+    biased = params | {"wi_bias": np.zeros((8, 2, 12)), "wo_bias": np.zeros((8, 16))}
+    with pytest.raises(ValueError, match="qwen3_moe has no biases"):
+        hf.export_layer(biased, QWEN3, LAYER)
+    deep, _ = hf.load_layer(make_weights(DEEPSEEK, LAYER), DEEPSEEK, LAYER)
+    for bias, said in ((None, "None"), (np.zeros(8), r"\(8,\)")):
+        with pytest.raises(ValueError, match=rf"shape \(16,\); got expert_bias of shape {said};"):
+            hf.export_layer(deep, DEEPSEEK, LAYER, expert_bias=bias)

@@ -1,0 +1,111 @@
+"""Random models of `transformers`, of tiny size: our blocks, loaded from what they save, compute what theirs do.
+
+Nothing is downloaded. Runs in the CI cell `transformers`, which installs it and torch.
+"""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core.testing import relative_error
+from expertmesh.flax_moe import hf, moe
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
+
+RECIPES = pathlib.Path(__file__).resolve().parents[2] / "examples/recipes.py"
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 4,
+}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+MODELS = {
+    "mixtral": (transformers.MixtralConfig, {"num_hidden_layers": 1, "num_local_experts": 8}),
+    "qwen3": (
+        transformers.Qwen3MoeConfig,
+        {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "qwen3-not-normalised": (
+        transformers.Qwen3MoeConfig,
+        {"num_hidden_layers": 1, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16}
+        | {"norm_topk_prob": False},
+    ),
+    "deepseek": (
+        transformers.DeepseekV3Config,
+        {"num_hidden_layers": 2, "n_routed_experts": 16, "moe_intermediate_size": 24}
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"v_head_dim": 16, **LATENT},
+    ),
+}
+
+
+def random_model(name):
+    """Experts and routers with numbers of order 1 / sqrt(fan-in), so that choices are not close."""
+    make, options = MODELS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(make(**SMALL, **options)).float().eval()
+    for key, value in model.state_dict().items():
+        if value.is_floating_point() and ".mlp." in key:
+            value.copy_(torch.randn(value.shape) * value.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    spec = importlib.util.spec_from_file_location("recipes", RECIPES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def numpy_of(state):
+    return {name: value.numpy() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_saved_model_computes_the_same_here(name, tmp_path, recipes):
+    """From the files of save_pretrained and from the state dict; and back into both."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    weights = recipes.Checkpoint(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        for key, array in safetensors.load_file(path).items():
+            np.testing.assert_array_equal(weights[key], array)
+    hf_config = model.config.to_dict()
+    (layer,) = hf.moe_layers(hf_config)
+    loaded = hf.load_layer(weights, hf_config, layer)
+    in_memory = hf.load_layer(numpy_of(model.state_dict()), hf_config, layer)
+    for key, array in loaded.params.items():
+        np.testing.assert_array_equal(in_memory.params[key], array)
+
+    x = np.random.default_rng(0).normal(size=(2, 12, 32)).astype(np.float32)
+    with torch.no_grad():
+        want = model.model.layers[layer].mlp(torch.from_numpy(x)).numpy()
+    config = hf.moe_config(hf_config, dtype=jnp.float32)
+    block = jax.jit(lambda params, x: moe(params, x, config, expert_bias=loaded.expert_bias))
+    assert relative_error(block(loaded.params, x).y, want) < 1e-5
+
+    files = hf.export_layer(loaded.params, hf_config, layer, expert_bias=loaded.expert_bias)
+    for key, array in files.items():
+        np.testing.assert_array_equal(weights[key], array)
+    state = hf.export_layer(
+        loaded.params, hf_config, layer, expert_bias=loaded.expert_bias, stacked=True
+    )
+    mlp = f"model.layers.{layer}.mlp."
+    assert set(state) == {key for key in model.state_dict() if key.startswith(mlp)}
+    missing = model.load_state_dict(
+        {k: torch.from_numpy(v) for k, v in state.items()}, strict=False
+    )
+    assert not missing.unexpected_keys

@@ -1,0 +1,155 @@
+"""The recipes run, compute what the frameworks' own blocks compute, and docs/recipes.md shows what runs."""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from expertmesh.core.testing import relative_error
+from expertmesh.flax_moe import hf, init_params
+from flax_moe import moe_oracle
+from flax_moe.hf_oracle import DEEPSEEK, make_weights
+
+pytestmark = pytest.mark.default_jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/recipes.md"
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    spec = importlib.util.spec_from_file_location("recipes", ROOT / "examples/recipes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_maxtext(recipes):
+    """Laid out by MaxText's rules, the loss is that of the oracle's block, and the bias moves by the rate."""
+    block, x, value, grads = recipes.maxtext_example()
+    params = {name: np.asarray(p[...]) for name, p in nnx.state(block.moe, nnx.Param).items()}
+    config = moe_oracle.make_config(
+        score_function="sigmoid", use_expert_bias=True, use_bias=False, expert_dim=8
+    )
+    data = moe_oracle.Data(params, np.asarray(x), np.zeros_like(x))
+    want = moe_oracle.run(data, config)
+    balance = float(value) - np.mean((want.y - 1) ** 2)
+    assert 0.005 < balance < 0.02  # the coefficient, where all experts get as many tokens
+    counts = want.tokens_per_expert
+    moved = 1e-3 * np.sign(counts.mean() - counts)
+    np.testing.assert_allclose(block.moe.expert_bias[...], moved, rtol=1e-6)
+    assert set(grads["moe"]) == {"gate_kernel", "wi", "wo"}
+    for name, spec in (
+        ("wi", PartitionSpec("expert", "fsdp", None, "tensor")),
+        ("wo", PartitionSpec("expert", "tensor", "fsdp")),
+    ):
+        for array in (getattr(block.moe, name)[...], grads["moe"][name][...]):
+            layout = jax.NamedSharding(array.sharding.mesh, spec)
+            assert array.sharding.is_equivalent_to(layout, array.ndim), name
+
+
+def test_maxtext_names(recipes):
+    """There and back, for one layer and for scanned ones, whose layers are dimension 1."""
+    config = hf.moe_config(DEEPSEEK)
+    layers = [init_params(jax.random.key(i), 16, config) for i in range(2)]
+    params = jax.tree.map(lambda *arrays: np.stack(arrays), *layers)
+    bias = np.arange(32.0).reshape(2, 16)
+    tree = recipes.to_maxtext(layers[0], bias[0])
+    assert tree["MoeBlock_0"]["wi_0"].shape == (16, 16, 12)
+    assert tree["MoeBlock_0"]["gate"]["kernel"].shape == (16, 16)
+    assert set(tree["shared_experts"]) == {"wi_0", "wi_1", "wo"}
+    np.testing.assert_array_equal(tree["MoeBlock_0"]["wi_1"], layers[0]["wi"][:, :, 1])
+    scanned = jax.vmap(recipes.to_maxtext, out_axes=1)(params, bias)
+    assert scanned["MoeBlock_0"]["wo"].shape == (16, 2, 12, 16)
+    again, again_bias = jax.vmap(recipes.from_maxtext, 1)(scanned)
+    assert set(again) == set(params)
+    for name, w in params.items():
+        np.testing.assert_array_equal(again[name], w)
+    np.testing.assert_array_equal(again_bias, bias)
+    plain = {k: w for k, w in layers[0].items() if "shared" not in k}
+    assert set(recipes.to_maxtext(plain)) == {"MoeBlock_0"}
+    assert recipes.from_maxtext(recipes.to_maxtext(plain))[1] is None
+
+
+def every_expert(x, chosen, weights, w_gate_up, w_down):
+    """Every expert computed for every token, then weighted."""
+    gate, up = jnp.split(jnp.einsum("td,edf->tef", x, w_gate_up), 2, axis=-1)
+    each = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, w_down)
+    share = jnp.sum(jax.nn.one_hot(chosen, len(w_down)) * weights[..., None], axis=1)
+    return jnp.einsum("te,ted->td", share, each)
+
+
+def test_levanter(recipes):
+    arrays, placed = recipes.levanter_example()
+    y, dropped = jax.jit(recipes.moe_mlp)(*placed)
+    assert relative_error(y, every_expert(*arrays)) < 1e-5 and int(dropped) == 0
+    w_gate_up, w_down = arrays[3:]
+    params = recipes.from_levanter(jnp.zeros((16, 4)), *jnp.split(w_gate_up, 2, axis=-1), w_down)
+    np.testing.assert_array_equal(params["wi"].reshape(w_gate_up.shape), w_gate_up)
+
+
+@pytest.mark.full
+def test_levanter_gradients(recipes):
+    arrays, placed = recipes.levanter_example()
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.square(function(*a))), argnums=(0, 2, 3, 4)))
+
+    got = gradients(lambda *a: recipes.moe_mlp(*a)[0])(*placed)
+    for mine, want in zip(got, gradients(every_expert)(*arrays), strict=True):
+        assert relative_error(mine, want) < 1e-5
+
+
+def write_safetensors(path, arrays):
+    """The format by hand: the header's size, the header, the bytes."""
+    names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, array in arrays.items():
+        place = [at, at + array.nbytes]
+        dtype = names[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": place}
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    data = b"".join(array.tobytes() for array in arrays.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_a_layer_from_files_onto_a_mesh(recipes, tmp_path):
+    """Two files, numbers of 8 and 16 bits; parameters on the mesh are those loaded from memory."""
+    weights = {}
+    for name, w in make_weights(DEEPSEEK, 4).items():
+        weights[name] = w if name.endswith("bias") else w.astype(ml_dtypes.bfloat16)
+    name = "model.layers.4.mlp.experts.3.up_proj.weight"
+    weights[name] = weights[name].astype(ml_dtypes.float8_e4m3fn)
+    weights[f"{name}_scale_inv"] = np.float32([[0.5]])
+    items = list(weights.items())
+    write_safetensors(tmp_path / "model-1.safetensors", dict(items[:7]))
+    write_safetensors(tmp_path / "model-2.safetensors", dict(items[7:]))
+    checkpoint = recipes.Checkpoint(tmp_path)
+    assert set(checkpoint) == set(weights) and len(checkpoint) == len(weights)
+    hf_config = DEEPSEEK | {"quantization_config": {"weight_block_size": [128, 128]}}
+    mesh = moe_oracle.make_mesh((2, 4), AxisType.Explicit)
+    config, params, bias = recipes.load_sharded(checkpoint, hf_config, 4, mesh)
+    want = hf.load_layer(weights, hf_config, 4)
+    assert config == hf.moe_config(DEEPSEEK)
+    for key, w in want.params.items():
+        np.testing.assert_array_equal(params[key], w)
+    np.testing.assert_array_equal(bias, want.expert_bias)
+    assert params["wi"].sharding.spec == PartitionSpec("ep", "fsdp", None, None)
+
+
+def test_the_page_shows_the_program(recipes):
+    shown = re.findall(r"recipes.py\n:pyobject: (\w+)", PAGE.read_text())
+    assert all(hasattr(recipes, name) for name in shown) and len(set(shown)) == len(shown)
+    wanted = (
+        "RoutedMoE nnx_step to_maxtext from_maxtext moe_mlp from_levanter Checkpoint load_sharded"
+    )
+    assert set(wanted.split()) <= set(shown)

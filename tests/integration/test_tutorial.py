@@ -1,0 +1,85 @@
+"""The tutorial runs as users run it, on a small model; what it shows is so, and docs/tutorial.md shows what runs."""
+
+import pathlib
+import re
+import subprocess
+
+import jax
+import pytest
+
+from integration import tutorial_case
+
+pytestmark = pytest.mark.default_jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/tutorial.md"
+
+
+@pytest.fixture(scope="module")
+def tutorial():
+    return tutorial_case.load()
+
+
+def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
+    errors = tutorial.main(jax.devices()[:4])
+    said = capsys.readouterr().out
+    gradients = {f"d.block.{name}" for name in ("gate_kernel", "wi", "wo")}
+    assert set(errors["bfloat16"]) == gradients | {"y", "d_x", "d.RMSNorm_0.scale"}
+    assert max(errors["bfloat16"].values()) < 1e-2
+    assert 1e-3 < errors["fp8_block"]["y"] < 0.1
+    assert "{'fsdp': 2, 'ep': 2}; jax" in said and re.search(r"native: [\d.]+ ms", said)
+    assert "a device receives at most 32 rows" in said
+    # What docs/tutorial.md reads in the program; there is nothing else between the devices of the first.
+    shown = re.findall(r"^ +(\d x .*)$", PAGE.read_text(), re.MULTILINE)
+    bfloat16, _, quantized = said.partition("fp8_block: ")
+    assert len(shown) == 15 and set(shown[12:]) <= set(re.findall(r"\d x .*", quantized))
+    assert sorted(shown[:12]) == sorted(re.findall(r"\d x .*", bfloat16.partition("bfloat16: ")[2]))
+
+
+def test_native_runs_where_ours_can_not(tutorial, capsys, monkeypatch):
+    class Program:
+        def __call__(self, *operands):
+            return operands[1]
+
+    monkeypatch.setattr(tutorial, "is_supported", lambda *args: (False, "planted"))
+    monkeypatch.setattr(tutorial, "compile_program", lambda *args: (Program(), ""))
+    assert tutorial.main(jax.devices()[:1]) == {}
+    said = capsys.readouterr().out
+    assert "native: " in said and "ours: skipped, planted" in said
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_over_processes(multiprocess):
+    """As under Slurm: each process calls it, and has a part of the devices."""
+    first, second = multiprocess("integration.tutorial_case:run", processes=2, devices=2)
+    assert first == second
+    assert max(first["bfloat16"].values()) < 1e-2 and first["fp8_block"]["y"] < 0.1
+
+
+def test_a_time_ends_with_the_whole_result(tutorial, monkeypatch):
+    waited, result = [], {"a": jax.numpy.zeros(1), "b": [jax.numpy.zeros(2)]}
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        return result
+
+    assert tutorial.milliseconds(step, (3,)) >= 0
+    assert len(calls) == 21 and waited == [result] * 21
+
+
+def test_the_page_shows_the_program(tutorial):
+    """What it includes exists; it leaves out nothing of what is compared and measured."""
+    shown = re.findall(r"tutorial.py\n:pyobject: (\w+)", PAGE.read_text())
+    assert all(hasattr(tutorial, name) for name in shown) and len(set(shown)) == len(shown)
+    wanted = (
+        "Layer make_mesh make_operands make_step compare milliseconds choose_transport crossing"
+    )
+    assert set(wanted.split()) <= set(shown)
+
+
+def test_the_slurm_script_is_a_script():
+    script = ROOT / "examples/slurm.sbatch"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
