@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
+from benchmarks.grouped_quantize import arrays_of_both
 from expertmesh.core import Float8BlockScaling, MXFP8BlockScaling
 from expertmesh.core.ops.activate_quantize import activate_quantize
 
@@ -26,7 +27,7 @@ def rows():
 
             def run(h, sizes, formats=formats, function=function):
                 pair = activate_quantize(h, sizes, formats, function)
-                return [x for q in pair for x in (q.data, q.scale)]
+                return arrays_of_both(*pair)
 
             case = f"bfloat16 {function} {name} {num_rows}x2x{width}, {groups} groups"
             moved = h.nbytes + h.size  # 4 bytes read and 2 written for each number of the result

@@ -34,14 +34,19 @@ def ways(format):
         return {"per group": (along(-1), 2, 1)}
 
     def both(x, sizes):
-        first, second = grouped_quantize_both(x, sizes, (format, format))
-        return *_arrays(first), *_arrays(second)
+        return arrays_of_both(*grouped_quantize_both(x, sizes, (format, format)))
 
     return {"along K": (along(-1), 1, 1), "along rows": (along(1), 1, 1), "both": (both, 1, 2)}
 
 
 def _arrays(q):
     return q.data, q.scale
+
+
+def arrays_of_both(first, second):
+    """Data and scales; of blocks of 128 along the rows as the weight gradient reads them, with the rows contiguous."""
+    data = jnp.swapaxes(second.data, 1, 2) if 128 in second.block else second.data
+    return *_arrays(first), data, second.scale
 
 
 def rows_of(name, rows, width, groups, dtype):

@@ -4,8 +4,9 @@ For scales per tensor and blocks of 128 the reference is one dense 8-bit XLA GEM
 width; for the weight gradient of blocks of 128, and for blocks of 32, which are multiplied as bfloat16, it is our
 bfloat16 kernel. Kernel and reference alternate; a ratio is the median of the ratios of pairs, higher is better.
 
-The forward's weight lies as the tensor cores read it, its contraction contiguous, as XLA lays out what is quantized in
-the same program; `fprop, rows of N` is the forward of a weight [E, K, N] from elsewhere, transposed each time. Other
+The forward's weight, and in blocks of 128 the weight gradient's operands, lie as the tensor cores read them, their
+contraction contiguous, as they do where they are quantized in the same program; `fprop, rows of N` is the forward of a
+weight [E, K, N] from elsewhere, transposed each time. Other
 recipes have a program each, so that none takes long: `quantized_by_tensor` and `quantized_by_32`. All passes of all
 shapes with `--all`.
 """
@@ -77,15 +78,22 @@ def call(recipe, which, shape):
             for key, width in zip(keys, (k, n), strict=True)
         )
         aligned = jnp.asarray(sizes // align * align)[None]
+        if along == 128:
+            x, dy = ((_laid(data, (0, 2, 1)), scale) for data, scale in (x, dy))
         return _WGRAD[kind], (*x, *dy, aligned), dict(blocks=(down, down), num_experts=groups)
     dgrad = which == "dgrad"
     across = {0: (), 32: of_rows if dgrad else down, 128: (1, 128, 128)}[along]
     x = quantized(keys[0], (1, rows, n if dgrad else k), of_rows, (1, groups))
     w, w_scale = quantized(keys[1], (groups, k, n), across, (groups,))
     if which == "fprop" and along != 32:
-        w = jax.device_put(w, Format(Layout((0, 2, 1)), w.sharding))
+        w = _laid(w, (0, 2, 1))
     op = (_DGRAD if dgrad else _FPROP)[kind]
     return op, (*x, w, w_scale, jnp.asarray(sizes)[None]), dict(blocks=(of_rows, across))
+
+
+def _laid(x, order):
+    """`x` with its dimensions in memory in this order, the last one contiguous."""
+    return jax.device_put(x, Format(Layout(order), x.sharding))
 
 
 def dense(shape):

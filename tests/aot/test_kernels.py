@@ -94,22 +94,23 @@ def test_grouped_gemm(which, arch):
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("width", [28672, 128])
-def test_weight_gradients_on_hopper(out, width):
+@pytest.mark.parametrize("width, groups", [(28672, 8), (128, 8), (2048, 256)])
+def test_weight_gradients_on_hopper(out, width, groups):
     from triton.experimental.gluon import language as gl
 
     from expertmesh.core.kernels import grouped_gemm as kernels
     from expertmesh.core.kernels.gluon_call import compile_gluon
 
     dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
-    tiles = kernels._fit_hopper(kernels.WEIGHTS_HOPPER, width, dtype)
+    tiles = kernels._fit_hopper(kernels.WEIGHTS_HOPPER, width, groups, dtype)
     types = ["*i32", f"*{out}"]
-    for columns in (tiles.n, tiles.m):
+    for columns in (tiles.n // 2, tiles.m):
         layout = gl.NVMMASharedLayout.get_default_for([1, tiles.k, columns], gl.bfloat16)
         types.insert(0, f"tensordesc<bf16[1,{tiles.k},{columns}],{layout!r}>")
-    constants = {"K": 4096, "N": width, "G": 8, "G_POW2": 32, "NUM_PROGRAMS": 132}
+    constants = {"K": 4096, "N": width, "G": groups, "NUM_PROGRAMS": 132}
     constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "BAND": tiles.group_m}
-    constants["STAGES"] = tiles.stages
+    constants |= {"G_POW2": kernels._table_width(groups), "STAGES": tiles.stages}
+    constants["PIECE"] = tiles.n // 2
     compiled = compile_gluon(kernels._weights_hopper_kernel, types, constants, 90)
     _check(compiled, 90)
     waits = re.findall(r"wgmma.wait_group.sync.aligned (\d)", compiled.asm["ptx"])
@@ -136,7 +137,7 @@ def _descriptor(dtype, block):
         ("ROWS_WHOLE", "bf16"),
         ("ROWS_WHOLE", "fp32"),
         ("WEIGHTS_BLOCKS", "bf16"),
-        ("WEIGHTS_BLOCKS", "fp32"),
+        ("WEIGHTS_BLOCKS_FLOAT32", "fp32"),
         ("WEIGHTS_WHOLE", "bf16"),
         ("WEIGHTS_WHOLE", "fp32"),
     ],
@@ -145,9 +146,11 @@ def test_quantized_grouped_gemm(which, out, dy):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
     from expertmesh.core.kernels.gluon_call import compile_gluon
 
-    tiles = kernels.fit(getattr(kernels, which), jnp.float32 if out == "fp32" else jnp.bfloat16)
+    dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
+    tiles = kernels.fit(getattr(kernels, which), 32, dtype)
     # At other widths the storing role keeps an address or two in memory, which it has time for.
-    constants = kernels.constants(tiles, 32, scaled=which.endswith("BLOCKS"))
+    scaled = "BLOCKS" in which
+    constants = kernels.constants(tiles, 32, scaled=scaled)
     if which.startswith("ROWS"):
         kernel = kernels._rows_kernel
         first = (dy, (tiles.m, tiles.k)), "*fp32"
@@ -155,8 +158,7 @@ def test_quantized_grouped_gemm(which, out, dy):
         constants |= {"C": 32768, "W": 4096, "STEPS": 56}
     else:
         kernel = kernels._weights_kernel
-        scaled = which == "WEIGHTS_BLOCKS"
-        of_chunk = (1,) if scaled else ()
+        of_chunk = () if scaled else (1,)
         first = (
             ("fp8e4nv", (*of_chunk, tiles.m, tiles.k)),
             ("fp32", (1, tiles.m)) if scaled else "*fp32",
@@ -174,10 +176,10 @@ def test_quantized_grouped_gemm(which, out, dy):
 def test_turn():
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
-    constants = {"W": 4096, "G": 8, "G_POW2": 8, "CHUNKS": 136, "BK": 128}
+    constants = {"W": 4096, "G": 8, "G_POW2": 8, "BK": 128}
     types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
     constants["BW"] = kernels.TURNED
-    compiled = _assemble(kernels._turn_kernel, types, constants, 4, 1, 90)
+    compiled = _assemble(kernels._turn_kernel, types, constants, 8, 1, 90)
     _check_resources(compiled)
 
 

@@ -1,17 +1,16 @@
 """A gated activation quantized in both directions for NVIDIA GPUs: h is read once, its activation is not written.
 
-The activation, rounded to the dtype of h, then `kernels/quantize.py`: for "silu" bit for bit what the compiler and that
-kernel give; the compiler's tanh differs in the last bit of float32. Dimension key as in
-`ops/activate_quantize.py`.
+The activation, rounded to the dtype of h, then `kernels/quantize.py`: what the compiler and that kernel give, but for
+the last bits of float32. Dimension key as in `ops/activate_quantize.py`.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import jax_triton
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels import quantize
@@ -22,14 +21,18 @@ from expertmesh.core.kernels.quantize import (
     _magnitudes,
     _num_live,
     _quantized_tile,
+    _store_along_rows,
     _store_scale,
 )
 
 
 @triton.jit
 def _sigmoid(x):
-    """With the roundings of XLA."""
-    return 1 / (1 + libdevice.exp(-x))
+    """Within two units of the last place; zero below -87."""
+    wide = 1 + tl.exp2(-1.4426950408889634 * x)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [wide], tl.float32, True, 1
+    )
 
 
 @triton.jit
@@ -67,7 +70,7 @@ def _kernel(
     M: tl.constexpr, F: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    TN: tl.constexpr, PARTS: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1.
 
@@ -104,7 +107,8 @@ def _kernel(
         if F % TN != 0:
             inside = inside & (columns < F)
         q = (parts[part].to(tl.float32) * multiplier[None, :]).to(dtype)
-        tl.store(data_rows + rows.to(tl.int64) * F + columns, q, mask=inside)
+        at = rows.to(tl.int64) * F + columns
+        _store_along_rows(data_rows, q, at, inside, m + part * TM, n, M, F, TURNED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Tiles:
 
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured. As many programs as possible share a
 # multiprocessor: two and three.
-BOTH = Tiles(columns=128, parts=4, warps=8, registers=128)
+BOTH = Tiles(columns=128, parts=2, warps=8, registers=128)
 BOTH_SMALL = Tiles(columns=256, parts=1, warps=8, registers=80)
 
 
@@ -130,6 +134,9 @@ def both(h, group_sizes, *, activation, format, blocks, tiles: Tiles | None = No
     TN = max(BLOCK, divisor(F, tiles.columns))
     shapes = [(1, C, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), F)]
     first, second = (quantize._results((1, C, F), shape, format) for shape in shapes)
+    turned = quantize.is_turned(BLOCK)
+    if turned:
+        second = jax.ShapeDtypeStruct((F, C), format.dtype), second[1]
     G = sizes.shape[0]
     measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
     out = jax_triton.triton_call(
@@ -137,8 +144,9 @@ def both(h, group_sizes, *, activation, format, blocks, tiles: Tiles | None = No
         kernel=_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         backend_options={"maxnreg": tiles.registers} if measured else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN),),
-        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
+        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts, TURNED=turned,
         FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
         **quantize._scaling(h, format), **target(),
     )  # fmt: skip
-    return out[0], quantize._stored(out[1], format), out[2], quantize._stored(out[3], format)
+    along_rows = out[2].T[None] if turned else out[2]
+    return out[0], quantize._stored(out[1], format), along_rows, quantize._stored(out[3], format)

@@ -147,25 +147,82 @@ def _weights_kernel(
 
 
 @gluon.jit
-def _tile(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr,
-          BAND: gl.constexpr):  # fmt: skip
-    """The group of a tile, the rows [start, end) that it sums, and the tile's row and column."""
-    lane_G: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    index_G = gl.arange(0, G_POW2, lane_G)
-    size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
-    group = tile // (NUM_M * NUM_N)
-    end = gl.sum(gl.where(index_G <= group, size_G, 0), 0)
-    start = gl.sum(gl.where(index_G < group, size_G, 0), 0)
-    within = tile % (NUM_M * NUM_N)
+def _order(sizes, table, G: gl.constexpr, G_POW2: gl.constexpr, BK: gl.constexpr):
+    """Fills the `table` of groups by rank, larger ones first: group, first row, end, and steps of BK in groups before.
+
+    Returns how many groups have rows.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [gl.num_warps(), 1], [1, 0])
+    index_G = gl.arange(0, G_POW2, gl.SliceLayout(1, layout))
+    size_G = gl.load(sizes + index_G, mask=index_G < G, other=-1)
+    rank_G = gl.zeros_like(index_G)
+    start_G = gl.zeros_like(index_G)
+    steps_G = gl.zeros_like(index_G)
+    live = 0
+    for first in range(0, G_POW2, 32):
+        other = first + gl.arange(0, 32, gl.SliceLayout(0, layout))
+        size = gl.load(sizes + other, mask=other < G, other=-1)
+        live += gl.sum((size > 0).to(gl.int32), 0)
+        earlier = other[None, :] < index_G[:, None]
+        larger = size[None, :] > size_G[:, None]
+        ahead = larger | (earlier & (size[None, :] == size_G[:, None]))
+        rank_G += gl.sum(ahead.to(gl.int32), 1)
+        start_G += gl.sum(gl.where(earlier, size[None, :], 0), 1)
+        steps_G += gl.sum(gl.where(earlier, ((size + BK - 1) // BK)[None, :], 0), 1)
+    table.index(0).scatter(index_G, rank_G, 0)
+    table.index(1).scatter(start_G, rank_G, 0)
+    table.index(2).scatter(start_G + size_G, rank_G, 0)
+    table.index(3).scatter(steps_G, rank_G, 0)
+    return live
+
+
+@gluon.jit
+def _entry(table, ROW: gl.constexpr, rank):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(table.index(ROW).gather(gl.full([1], rank, gl.int32, lane), 0), 0)
+
+
+@gluon.jit
+def _count(num_tiles, NUM_PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """How many tiles, or halves, this program has of so many."""
+    waves = num_tiles // NUM_PROGRAMS
+    rest = num_tiles % NUM_PROGRAMS
+    if SPLIT:
+        rest = gl.where(2 * rest <= NUM_PROGRAMS, 2 * rest, rest)
+    return waves + (_place(waves, NUM_PROGRAMS) < rest).to(gl.int32)
+
+
+@gluon.jit
+def _place(i, NUM_PROGRAMS: gl.constexpr):
+    """This program's place in the i-th wave: each second one is in reverse, as tiles go by size."""
+    return gl.where(i % 2 == 0, gl.program_id(0), NUM_PROGRAMS - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def _ranked(i, num_tiles, NUM_TILES: gl.constexpr, NUM_PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """The rank of the group of this program's i-th tile, the tile's number in it, and which halves of its columns:
+    the first one and how many. If SPLIT, what is left for a last wave is halved where that wave has room."""
+    first = i * NUM_PROGRAMS
+    place = _place(i, NUM_PROGRAMS)
+    halved = 0
+    if SPLIT:
+        halved = (2 * (num_tiles - first) <= NUM_PROGRAMS).to(gl.int32)
+    tile = first + (place >> halved)
+    return tile // NUM_TILES, tile % NUM_TILES, place & halved, 2 - halved
+
+
+@gluon.jit
+def _banded(within, NUM_M: gl.constexpr, NUM_N: gl.constexpr, BAND: gl.constexpr):
+    """Row and column of a tile of a group: those that run together share operands."""
     band = within // (BAND * NUM_N)
     band_m = gl.minimum(NUM_M - band * BAND, BAND)
     inner = within % (BAND * NUM_N)
-    return group, start, end, band * BAND + inner % band_m, inner // band_m
+    return band * BAND + inner % band_m, inner // band_m
 
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    """For slots that are full and empty, results that are ready, and room for them that is free."""
+    """For slots that are full and empty, and for results that are ready and room for them that is free."""
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     ready = mbarrier.allocate_mbarrier(batch=2)
@@ -181,24 +238,34 @@ def _barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_rows(
-    lhs_desc, dy_desc, sizes, a_smem, b_smem, full, empty,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The role that loads: BK rows of both operands a step, as long as a slot is empty."""
+    BYTES: gl.constexpr = lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta
     step = 0
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        _, start, end, tile_m, tile_n = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
+    for i in range(0, _count(num_tiles, NUM_PROGRAMS, True)):
+        rank, within, half, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, True)
+        tile_m, tile_n = _banded(within, NUM_M, NUM_N, BAND)
+        column = tile_n * BN + half * (BN // 2)
+        start, end = _entry(table, 1, rank), _entry(table, 2, rank)
         for first in range(start, end, BK):
             # The descriptors hold windows of BK rows: what lies beyond a window is TMA's zeros. The last one of a group
             # ends where the group ends, unless no window does.
             window = gl.maximum(gl.minimum(end - first, BK) + first - BK, 0)
             slot = step % STAGES
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
+            # The halves of the columns lie one after the other.
+            b = b_smem.index(slot)._reinterpret(dy_desc.dtype, [2, 1, BK, BN // 2], dy_desc.layout)
             at = full.index(slot)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            if halves == 2:
+                mbarrier.expect(at, BYTES + dy_desc.nbytes_per_cta)
+                tma.async_load(dy_desc, [window, first - window, column + BN // 2], at, b.index(1))
+            else:
+                mbarrier.expect(at, BYTES)
             tma.async_load(lhs_desc, [window, first - window, tile_m * BM], at, a_smem.index(slot))
-            tma.async_load(dy_desc, [window, first - window, tile_n * BN], at, b_smem.index(slot))
+            tma.async_load(dy_desc, [window, first - window, column], at, b.index(0))
             step += 1
 
 
@@ -220,93 +287,135 @@ def _in_two(x):
 
 
 @gluon.jit
-def _hand_over(left, right, out_smem, ready, free):
-    """The halves of a tile's columns to the role that stores."""
-    mbarrier.wait(free, 1)
-    out_smem.store(left.to(out_smem.dtype))
-    mbarrier.arrive(ready)
-    mbarrier.wait(free, 0)
-    out_smem.store(right.to(out_smem.dtype))
-    mbarrier.arrive(ready)
+def _hand_over(count, x, out_smem, ready, free):
+    """Columns of a result to the role that stores, in pieces that fit into `out_smem`; `count` were handed over.
 
-
-@gluon.jit
-def _hand_over_whole(acc, out_smem, ready, free):
-    left, right = _in_two(acc)
-    _hand_over(left, right, out_smem, ready, free)
+    Returns how many then are.
+    """
+    if x.shape[1] == out_smem.shape[1]:
+        mbarrier.wait(free, (count & 1) ^ 1)
+        out_smem.store(x.to(out_smem.dtype))
+        mbarrier.arrive(ready)
+        return count + 1
+    else:
+        left, right = _in_two(x)
+        count = _hand_over(count, left, out_smem, ready, free)
+        return _hand_over(count, right, out_smem, ready, free)
 
 
 @gluon.jit
 def _multiply_rows(
-    sizes, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    table, num_tiles, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two roles that multiply: BM / 2 of a tile's rows; hands its result over in two halves."""
-    BH: gl.constexpr = BM // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    """One of the two roles that multiply: BM / 2 of a tile's rows."""
     step = 0
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        _, start, end, _, _ = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
-        acc = gl.zeros((BH, BN), gl.float32, mma)
-        for first in range(start, end, BK):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            a = a_smem.index(slot).reshape((BK, BM)).slice(HALF * BH, BH, dim=1)
-            b = b_smem.index(slot).reshape((BK, BN))
-            if end < BK:  # the rows of the next group, which may hold NaN, are in the window too
-                _clear_rows(a, end - first, BK, BH)
-                _clear_rows(b, end - first, BK, BN)
-                fence_async_shared()
-            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
-            # One product stays under way; the slot of the one before it is free.
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            if first > start:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        if end > start:
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        _hand_over_whole(acc, out_smem, ready, free)
+    count = 0
+    for i in range(0, _count(num_tiles, NUM_PROGRAMS, True)):
+        rank, _, _, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, True)
+        start, end = _entry(table, 1, rank), _entry(table, 2, rank)
+        if halves == 2:
+            count = _multiply_tile(start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free,
+                                   HALF, BM, BN, BK, STAGES)  # fmt: skip
+        else:
+            count = _multiply_tile(start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free,
+                                   HALF, BM, BN // 2, BK, STAGES)  # fmt: skip
+        step += (end - start + BK - 1) // BK
 
 
 @gluon.jit
-def _store_part(
-    smem, ready, free, phase, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
+def _multiply_tile(
+    start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
+    BM: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A role's part of the sum over the rows [start, end) for WIDTH columns of a tile, from the `step`-th step on."""
+    BH: gl.constexpr = BM // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.zeros((BH, WIDTH), gl.float32, mma)
+    for first in range(start, end, BK):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        a = a_smem.index(slot).reshape((BK, BM)).slice(HALF * BH, BH, dim=1)
+        b = b_smem.index(slot).slice(0, WIDTH, dim=1)
+        if end < BK:  # the rows of the next group, which may hold NaN, are in the window too
+            _clear_rows(a, end - first, BK, BH)
+            _clear_rows(b, end - first, BK, WIDTH)
+            fence_async_shared()
+        acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
+        # One product stays under way; the slot of the one before it is free.
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        if first > start:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return _hand_over(count, acc, out_smem, ready, free)
+
+
+@gluon.jit
+def _store_piece(
+    turn, staged, ready, free, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Part of a result [C, W] from shared memory to where it belongs, but for the rows from `end` on."""
-    HEIGHT: gl.constexpr = smem.shape[0]
-    WIDTH: gl.constexpr = smem.shape[1]
+    """What the two roles hand over in turn to its place in [C, W], but for the rows from `end` on."""
+    HEIGHT: gl.constexpr = staged.shape[1]
+    WIDTH: gl.constexpr = staged.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    mbarrier.wait(ready, phase)
+    role = turn % 2
+    row += role * HEIGHT
+    here = out + row.to(gl.int64) * W + column
+    lines = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    inside = (columns < W - column)[None, :]
+    where = lines[:, None] * W + columns[None, :]
+    smem = staged.index(role)
+    mbarrier.wait(ready.index(role), turn // 2 & 1)
     for first in gl.static_range(0, HEIGHT, ROWS):
         values = smem.slice(first, ROWS).load(layout)
-        rows = row + first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
-        gl.store(where, values, mask=(rows < end)[:, None] & (columns < W)[None, :])
-    mbarrier.arrive(free)
+        live = (lines < end - row - first)[:, None]
+        gl.store(here + (where + first * W), values, mask=live & inside)
+    mbarrier.arrive(free.index(role))
 
 
 @gluon.jit
 def _store_tiles(
-    sizes, out, smem0, smem1, ready, free, K: gl.constexpr, N: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
+    table, num_tiles, live, out, staged, ready, free, K: gl.constexpr, N: gl.constexpr,
+    G: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The role that stores, while the next tile is multiplied."""
+    """The role that stores, while the next tile is multiplied; first, while the first one is, the zeros of the groups
+    without rows."""
+    _store_zeros(table, live, out, K, N, G, NUM_PROGRAMS)
     ROWS: gl.constexpr = 32 // (out.dtype.element_ty.primitive_bitwidth // 8)
-    # A step is half of a tile's columns; were the halves unrolled, their addresses would not fit into registers.
-    steps = 2 * ((G * NUM_M * NUM_N - gl.program_id(0) + NUM_PROGRAMS - 1) // NUM_PROGRAMS)
-    for step in range(0, steps):
-        tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
-        group, _, _, tile_m, tile_n = _tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
-        mine = out + group.to(gl.int64) * K * N
-        row = tile_m * BM
-        column = tile_n * BN + step % 2 * (BN // 2)
-        _store_part(smem0, ready.index(0), free.index(0), step & 1, mine, row, K, column, N, ROWS)
-        row += BM // 2
-        _store_part(smem1, ready.index(1), free.index(1), step & 1, mine, row, K, column, N, ROWS)
+    PIECE: gl.constexpr = staged.shape[2]
+    turn = 0
+    for i in range(0, _count(num_tiles, NUM_PROGRAMS, SPLIT)):
+        rank, within, half, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, SPLIT)
+        tile_m, tile_n = _banded(within, NUM_M, NUM_N, BAND)
+        mine = out + _entry(table, 0, rank).to(gl.int64) * K * N
+        first = tile_n * BN + half * (BN // 2)
+        # Were the pieces unrolled, their addresses would not fit into registers.
+        for part in range(0, halves * (BN // PIECE)):
+            column = first + part // 2 * PIECE
+            _store_piece(turn, staged, ready, free, mine, tile_m * BM, K, column, N, ROWS)
+            turn += 1
+
+
+@gluon.jit
+def _store_zeros(
+    table, live, out, K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, NUM_PROGRAMS: gl.constexpr
+):
+    """The gradients of groups without rows, those of the last ranks: 8 rows of 256 columns at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
+    NUM_K: gl.constexpr = (K + 7) // 8
+    NUM_N: gl.constexpr = (N + 255) // 256
+    for part in range(gl.program_id(0), (G - live) * NUM_K * NUM_N, NUM_PROGRAMS):
+        group = _entry(table, 0, live + part // (NUM_K * NUM_N))
+        rows = part // NUM_N % NUM_K * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        columns = part % NUM_N * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
+        where = out + (group.to(gl.int64) * K + rows)[:, None] * N + columns[None, :]
+        zeros = gl.zeros((8, 256), out.dtype.element_ty, layout)
+        gl.store(where, zeros, mask=(rows < K)[:, None] & (columns < N)[None, :])
 
 
 @gluon.jit
@@ -314,38 +423,53 @@ def _weights_hopper_kernel(
     lhs_desc, dy_desc, sizes, out,
     K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    PIECE: gl.constexpr,
 ):  # fmt: skip
     """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g: one role loads, two multiply, one stores."""
     NUM_M: gl.constexpr = (K + BM - 1) // BM
     NUM_N: gl.constexpr = (N + BN - 1) // BN
-    part: gl.constexpr = [BM // 2, BN // 2]
-    dtype: gl.constexpr = out.dtype.element_ty
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
     a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BK, BM], lhs_desc.layout)
-    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, 1, BK, BN], dy_desc.layout)
-    smem0 = gl.allocate_shared_memory(dtype, part, layout)
-    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], dy_desc.dtype)
+    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BK, BN], wide)
+    staged = _staging(out.dtype.element_ty, BM, PIECE)
+    table = _table(G_POW2)
     full, empty, ready, free = _barriers(STAGES)
+    live = _order(sizes, table, G, G_POW2, BK)
+    num_tiles = live * (NUM_M * NUM_N)
     gl.warp_specialize(
         [
-            (_multiply_rows, (sizes, a_smem, b_smem, smem0, full, empty, ready.index(0), free.index(0), 0,
-                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
-            (_multiply_rows, (sizes, a_smem, b_smem, smem1, full, empty, ready.index(1), free.index(1), 1,
-                              G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
-            (_store_tiles, (sizes, out, smem0, smem1, ready, free, K, N,
-                            G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND)),
-            (_load_rows, (lhs_desc, dy_desc, sizes, a_smem, b_smem, full, empty,
-                          G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
+            (_multiply_rows, (table, num_tiles, a_smem, b_smem, staged.index(0), full, empty,
+                              ready.index(0), free.index(0), 0, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
+            (_multiply_rows, (table, num_tiles, a_smem, b_smem, staged.index(1), full, empty,
+                              ready.index(1), free.index(1), 1, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
+            (_store_tiles, (table, num_tiles, live, out, staged, ready, free, K, N,
+                            G, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND, True)),
+            (_load_rows, (lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
+                          NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
         ],
         [4, 2, 1],  # warps of the roles after the first
         [200, 88, 88],  # and their registers
     )  # fmt: skip
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+@gluon.jit
+def _staging(dtype: gl.constexpr, BM: gl.constexpr, PIECE: gl.constexpr):
+    """Shared memory for PIECE columns of the results of both roles that multiply."""
+    part: gl.constexpr = [BM // 2, PIECE]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
+    return gl.allocate_shared_memory(dtype, [2] + part, layout)
+
+
+@gluon.jit
+def _table(G_POW2: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int32, [4, G_POW2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+# NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
+SHARED_BYTES = 226 * 1024  # of one program, without its barriers
 
 
 def rows(lhs, rhs, group_sizes, *, out_dtype):
@@ -411,24 +535,28 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
 
 def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS_HOPPER):
     K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
-    tiles = _fit_hopper(tiles, N, out_dtype)
+    tiles = _fit_hopper(tiles, N, G, out_dtype)
     return gluon_call(
-        _windows(lhs, tiles.k, tiles.m), _windows(dy, tiles.k, tiles.n), group_sizes,
+        _windows(lhs, tiles.k, tiles.m), _windows(dy, tiles.k, tiles.n // 2), group_sizes,
         kernel=_weights_hopper_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         programs=_num_programs(), NUM_PROGRAMS=_num_programs(), capability=_capability(),
-        K=K, N=N, G=G, G_POW2=max(32, triton.next_power_of_2(G)),
+        K=K, N=N, G=G, G_POW2=_table_width(G), PIECE=tiles.n // 2,
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.group_m, STAGES=tiles.stages,
     )  # fmt: skip
 
 
-def _fit_hopper(tiles: Tiles, width: int, out_dtype) -> Tiles:
-    """Narrow outputs take narrow tiles; float32 ones, staged in shared memory, leave less of it for loads."""
+def _table_width(G: int) -> int:
+    return max(32, triton.next_power_of_2(G))
+
+
+def _fit_hopper(tiles: Tiles, width: int, G: int, out_dtype) -> Tiles:
+    """Narrow outputs take narrow tiles; what results and groups take of shared memory is not there for loads."""
     if width <= 128:
         tiles = dataclasses.replace(tiles, n=128)
-    if jnp.dtype(out_dtype).itemsize == 4:
-        tiles = dataclasses.replace(tiles, stages=min(tiles.stages, 3))
-    return tiles
+    staged = tiles.m * tiles.n // 2 * jnp.dtype(out_dtype).itemsize + 16 * _table_width(G)
+    stages = (SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k * 2)
+    return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
 
 def _windows(x, rows: int, columns: int):

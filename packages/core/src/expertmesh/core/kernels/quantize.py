@@ -156,13 +156,28 @@ def _blocks_kernel(
 
 
 @triton.jit
+def _store_along_rows(
+    pointer, q, at, inside, m, n, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr
+):
+    """The tile at [m, n] of the copy in blocks along the rows, [M, N], or TURNED, [N, M]."""
+    if TURNED:
+        rows = m + tl.arange(0, q.shape[0])[None, :]
+        columns = n + tl.arange(0, q.shape[1])[:, None]
+        there = columns.to(tl.int64) * M + rows
+        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < N))
+    else:
+        tl.store(pointer + at, q, mask=inside)
+
+
+@triton.jit
 def _both_kernel(
     x, sizes, data, scale, data_rows, scale_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1; otherwise as `_blocks_kernel`."""
+    """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TURNED; otherwise as
+    `_blocks_kernel`."""
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     n = tl.program_id(0) % NUM_N * TN
     m = tl.program_id(0) // NUM_N * TM
@@ -181,7 +196,7 @@ def _both_kernel(
     tl.store(data + at, q, mask=inside)
     _store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
     q, stored = _quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    tl.store(data_rows + at, q, mask=inside)
+    _store_along_rows(data_rows, q, at, inside, m, n, M, N, TURNED)
     _store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
 
 
@@ -379,14 +394,26 @@ def both(x, sizes, format, tiles: Tiles | None = None):
     TM = max(BLOCK, tiles.elements // TN)
     shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
     first, second = [_results(x.shape, shape, format) for shape in shapes]
+    turned = is_turned(BLOCK)
+    if turned:
+        second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
     out = jax_triton.triton_call(
         x, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
-        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN,
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TURNED=turned,
         **_scaling(x, format), **_groups(sizes, C, x), **target(),
     )  # fmt: skip
-    return out[0], _stored(out[1], format), out[2], _stored(out[3], format)
+    along_rows = out[2].T.reshape(x.shape) if turned else out[2]
+    return out[0], _stored(out[1], format), along_rows, _stored(out[3], format)
+
+
+def is_turned(block: int) -> bool:
+    """Whether the copy in blocks along the rows lies with its rows contiguous, as Hopper's tensor cores read it.
+
+    The transpose after the kernel and the one before the weight gradient's are then none.
+    """
+    return block == 128 and (_jax.compute_capability() or 9.0) == 9.0
 
 
 def _results(shape, counts, format):

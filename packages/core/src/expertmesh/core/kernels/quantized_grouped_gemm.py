@@ -34,7 +34,6 @@ from expertmesh.core.kernels.launch import target
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
-SHARED_BYTES = 227 * 1024  # of one program
 
 
 @gluon.jit
@@ -112,6 +111,13 @@ def _part(a, b, part, PART: gl.constexpr):
 
 
 @gluon.jit
+def _product(a, b):
+    """Of two scales; finite if they are, so that a sum of 0 stays 0."""
+    product = a * b
+    return gl.where(product == float("inf"), 3.4028234663852886e38, product)
+
+
+@gluon.jit
 def _multiply_blocks(
     sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
@@ -127,6 +133,7 @@ def _multiply_blocks(
     num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
     part = gl.zeros((BH, PN), gl.float32, mma)
     step = 0
+    handed = 0
     for i in range(0, count):
         tile = gl.program_id(0) + i * NUM_PROGRAMS
         group, row, _, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
@@ -156,7 +163,8 @@ def _multiply_blocks(
             right = gl.fma(part, (of_rows * of_right)[:, None].broadcast_to(BH, PN), right)
             of_rows = of_next
             step += 1
-        plain._hand_over(left, right, out_smem, ready, free)
+        handed = plain._hand_over(handed, left, out_smem, ready, free)
+        handed = plain._hand_over(handed, right, out_smem, ready, free)
 
 
 @gluon.jit
@@ -172,6 +180,7 @@ def _multiply_whole(
     groups = _groups(sizes, G, G_POW2, BM)
     num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
     step = 0
+    handed = 0
     for i in range(0, count):
         acc = gl.zeros((BH, BN), gl.float32, mma)
         for k in range(0, STEPS):
@@ -187,33 +196,29 @@ def _multiply_whole(
             step += 1
         tile = gl.program_id(0) + i * NUM_PROGRAMS
         group, _, _, _ = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
-        of_rows, of_weight = gl.load(row_scales + group), gl.load(weight_scales + group)
+        factor = _product(gl.load(row_scales + group), gl.load(weight_scales + group))
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        plain._hand_over_whole(acc * of_rows * of_weight, out_smem, ready, free)
+        handed = plain._hand_over(handed, acc * factor, out_smem, ready, free)
 
 
 @gluon.jit
 def _store_rows(
-    sizes, out, smem0, smem1, ready, free, C: gl.constexpr, W: gl.constexpr,
+    sizes, out, staged, ready, free, C: gl.constexpr, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """The role that stores, while the next tile is multiplied; then zeros in the rows after the last group."""
-    # A step is half of a tile's columns; were the halves unrolled, their addresses would not fit into registers.
+    # Were the pieces of a tile unrolled, their addresses would not fit into registers.
     groups = _groups(sizes, G, G_POW2, BM)
     num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
-    for step in range(0, 2 * count):
-        tile = gl.program_id(0) + step // 2 * NUM_PROGRAMS
+    PIECE: gl.constexpr = staged.shape[2]
+    TURNS: gl.constexpr = 2 * BN // PIECE
+    for turn in range(0, TURNS * count):
+        tile = gl.program_id(0) + turn // TURNS * NUM_PROGRAMS
         _, row, end, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
-        column = tile_n * BN + step % 2 * (BN // 2)
-        plain._store_part(
-            smem0, ready.index(0), free.index(0), step & 1, out, row, end, column, W, 8
-        )
-        row += BM // 2
-        plain._store_part(
-            smem1, ready.index(1), free.index(1), step & 1, out, row, end, column, W, 8
-        )
+        column = tile_n * BN + turn % TURNS // 2 * PIECE
+        plain._store_piece(turn, staged, ready, free, out, row, end, column, W, 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
     for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 2, C, NUM_PROGRAMS * 2):
         rows = start + gl.arange(0, 2, gl.SliceLayout(1, layout))
@@ -246,28 +251,24 @@ def _rows_kernel(
     C: gl.constexpr, W: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+    SCALED: gl.constexpr, REGISTERS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] . rhs[group of r] * scales, of row_scales [C, STEPS] and weight_scales [G, W / 128, STEPS] if
     SCALED, else both [G]; zeros after the last group."""
     NUM_N: gl.constexpr = (W + BN - 1) // BN
-    part: gl.constexpr = [BM // 2, BN // 2]
-    dtype: gl.constexpr = out.dtype.element_ty
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
     a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
     b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
-    smem0 = gl.allocate_shared_memory(dtype, part, layout)
-    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    staged = plain._staging(out.dtype.element_ty, BM, PIECE)
     full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
-            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem0, full, empty,
+            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(0), full, empty,
                           ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                           BM, BN, BK, BAND, STAGES, SCALED)),
-            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, smem1, full, empty,
+            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(1), full, empty,
                           ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                           BM, BN, BK, BAND, STAGES, SCALED)),
-            (_store_rows, (sizes, out, smem0, smem1, ready, free, C, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
+            (_store_rows, (sizes, out, staged, ready, free, C, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
                            BM, BN, BAND)),
             (_load_rows, (lhs_desc, rhs_desc, sizes, a_smem, b_smem, full, empty, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                           BM, BN, BK, BAND, STAGES)),
@@ -278,31 +279,22 @@ def _rows_kernel(
 
 
 @triton.jit
-def _merge(a, b, PERMUTATION: tl.constexpr):
-    """Bytes of two words, by the digits of PERMUTATION: 0 .. 3 of `a`, 4 .. 7 of `b`, the lowest last."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, " + PERMUTATION + ";", "=r,r,r", [a, b], tl.uint32, True, 1
-    )
-
-
-@triton.jit
 def _turn_kernel(
     data, group_sizes, out,
-    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr,
-    BW: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of BK rows of one group to columns of `out`; zeros for the rows that are not the group's.
+    """A chunk of BK rows of one group of `data` [C, W], turned, in `out` [chunks, W, BK]; zeros for rows of others.
 
-    `data` [C, W] and `out` [W, CHUNKS * BK] are moved as words of 4 bytes. A group's chunks start where it does.
+    A group's chunks start where it does.
     """
-    words = data.to(tl.pointer_type(tl.uint32), bitcast=True)
-    turned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    data = data.to(tl.pointer_type(tl.uint8), bitcast=True)
+    out = out.to(tl.pointer_type(tl.uint8), bitcast=True)
     index_G = tl.arange(0, G_POW2)
     size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
     end_G = tl.cumsum(size_G, 0)
     chunks_G = (size_G + BK - 1) // BK
     last_chunk_G = tl.cumsum(chunks_G, 0)
-    # Programs that run together read whole rows, and write neighbouring chunks.
+    # Programs that run together read whole rows.
     chunk = tl.program_id(1)
     if chunk < tl.sum(chunks_G):
         group = tl.sum((last_chunk_G <= chunk).to(tl.int32))
@@ -310,69 +302,41 @@ def _turn_kernel(
         end = tl.sum(tl.where(mine_G, end_G, 0))
         start = end - tl.sum(tl.where(mine_G, size_G, 0))
         first = start - tl.sum(tl.where(mine_G, last_chunk_G - chunks_G, 0)) * BK + chunk * BK
-        fours = first + 4 * tl.arange(0, BK // 4)
-        column = tl.program_id(0) * (BW // 4) + tl.arange(0, BW // 4)
-        here = words + fours.to(tl.int64)[:, None] * (W // 4) + column[None, :]
-        inside = (column < W // 4)[None, :]
-        w0 = tl.load(here, ((fours >= start) & (fours < end))[:, None] & inside, 0)
-        w1 = tl.load(here + W // 4, ((fours + 1 >= start) & (fours + 1 < end))[:, None] & inside, 0)
-        w2 = tl.load(
-            here + 2 * (W // 4), ((fours + 2 >= start) & (fours + 2 < end))[:, None] & inside, 0
+        rows = first + tl.arange(0, BK)[:, None]
+        columns = tl.program_id(0) * BW + tl.arange(0, BW)
+        here = data + rows.to(tl.int64) * W + columns[None, :]
+        x = tl.load(here, mask=(rows < end) & (columns < W)[None, :], other=0)
+        lines = (chunk.to(tl.int64) * W + columns)[:, None]
+        tl.store(
+            out + lines * BK + tl.arange(0, BK)[None, :], tl.trans(x), mask=(columns < W)[:, None]
         )
-        w3 = tl.load(
-            here + 3 * (W // 4), ((fours + 3 >= start) & (fours + 3 < end))[:, None] & inside, 0
-        )
-        low01, high01 = _merge(w0, w1, "0x5140"), _merge(w0, w1, "0x7362")
-        low23, high23 = _merge(w2, w3, "0x5140"), _merge(w2, w3, "0x7362")
-        length: tl.constexpr = CHUNKS * BK // 4
-        there = (
-            turned
-            + (4 * column).to(tl.int64)[:, None] * length
-            + chunk * (BK // 4)
-            + tl.arange(0, BK // 4)[None, :]
-        )
-        inside = (column < W // 4)[:, None]
-        tl.store(there, _merge(low01, low23, "0x5410").T, inside)
-        tl.store(there + length, _merge(low01, low23, "0x7632").T, inside)
-        tl.store(there + 2 * length, _merge(high01, high23, "0x5410").T, inside)
-        tl.store(there + 3 * length, _merge(high01, high23, "0x7632").T, inside)
 
 
 @gluon.jit
-def _chunks(tile, sizes, G: gl.constexpr, G_POW2: gl.constexpr, NUM_TILES: gl.constexpr, BK: gl.constexpr,
-            SCALED: gl.constexpr):  # fmt: skip
-    """The group of a tile, its rows [start, end), and the chunks [first, last) that hold them.
-
-    If SCALED these are chunks of all rows, else of each group's.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([G_POW2 // 32], [32], [gl.num_warps()], [0])
-    index_G = gl.arange(0, G_POW2, layout)
-    size_G = gl.load(sizes + index_G, mask=index_G < G, other=0)
-    group = tile // NUM_TILES
-    end = gl.sum(gl.where(index_G <= group, size_G, 0), 0)
-    start = gl.sum(gl.where(index_G < group, size_G, 0), 0)
+def _chunks(table, rank, BK: gl.constexpr, SCALED: gl.constexpr):
+    """The rows [start, end) of a group, and the chunks [first, last) that hold them: of all rows, if SCALED, else of
+    each group's."""
+    start, end = plain._entry(table, 1, rank), plain._entry(table, 2, rank)
     if SCALED:
-        first = start // BK
-        last = gl.where(start < end, (end + BK - 1) // BK, first)
+        return start, end, start // BK, (end + BK - 1) // BK
     else:
-        chunks_G = (size_G + BK - 1) // BK
-        first = gl.sum(gl.where(index_G < group, chunks_G, 0), 0)
-        last = gl.sum(gl.where(index_G <= group, chunks_G, 0), 0)
-    return group, start, end, first, last
+        first = plain._entry(table, 3, rank)
+        return start, end, first, first + (end - start + BK - 1) // BK
 
 
 @gluon.jit
 def _load_chunks(
-    lhs_desc, dy_desc, lhs_scales, dy_scales, sizes, a_smem, b_smem, m_smem, n_smem, full, empty,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    lhs_desc, dy_desc, lhs_scales, dy_scales, table, num_tiles, a_smem, b_smem, m_smem, n_smem, full, empty,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """The role that loads: BK rows of both operands a step, and the scales of their blocks."""
     step = 0
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        _, _, _, tile_m, tile_n = plain._tile(tile, sizes, G, G_POW2, NUM_M, NUM_N, BAND)
-        _, _, _, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, SCALED)
+    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
+        rank, within, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
+        tile_m, tile_n = plain._banded(within, NUM_M, NUM_N, BAND)
+        _, _, first, last = _chunks(table, rank, BK, SCALED)
         for chunk in range(first, last):
             slot = step % STAGES
             at = full.index(slot)
@@ -382,12 +346,12 @@ def _load_chunks(
                                 + lhs_scales.nbytes_per_cta + dy_scales.nbytes_per_cta)  # fmt: skip
                 tma.async_load(lhs_scales, [chunk, tile_m * BM], at, m_smem.index(slot))
                 tma.async_load(dy_scales, [chunk, tile_n * BN], at, n_smem.index(slot))
-                tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
-                tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
-            else:
-                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
                 tma.async_load(lhs_desc, [tile_m * BM, chunk * BK], at, a_smem.index(slot))
                 tma.async_load(dy_desc, [tile_n * BN, chunk * BK], at, b_smem.index(slot))
+            else:
+                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
+                tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
+                tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
             step += 1
 
 
@@ -420,27 +384,46 @@ def _clear_chunk(a, b, first, end, HALF: gl.constexpr, BH: gl.constexpr):
 
 
 @gluon.jit
-def _add_scaled(acc, part, of_rows, of_columns, FROM: gl.constexpr):
-    """acc + part times both scales, half of the columns at a time: more of the scales would not fit into registers."""
+def _joined(left, right, layout: gl.constexpr):
+    """The inverse of `_in_two`."""
+    both = gl.join(left, right).permute((0, 2, 1))
+    both = both.reshape((left.shape[0], 2 * left.shape[1]))
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _add_scaled(acc, part, of_rows, of0, scales, FROM: gl.constexpr):
+    """acc + part times both scales, a quarter of the columns at a time: all of the scales would not fit into registers.
+
+    Those of the first quarter, `of0`, are there; the others are read while the quarter before them is added.
+    """
     HEIGHT: gl.constexpr = part.shape[0]
-    WIDTH: gl.constexpr = part.shape[1] // 2
-    part0, part1 = plain._in_two(part)
-    acc0, acc1 = plain._in_two(acc)
+    WIDTH: gl.constexpr = part.shape[1] // 4
+    left, right = plain._in_two(part)
+    part0, part1 = plain._in_two(left)
+    part2, part3 = plain._in_two(right)
+    acc_left, acc_right = plain._in_two(acc)
+    acc0, acc1 = plain._in_two(acc_left)
+    acc2, acc3 = plain._in_two(acc_right)
     layout: gl.constexpr = part0.type.layout
     rows = gl.convert_layout(of_rows, layout).broadcast_to(HEIGHT, WIDTH)
-    of0 = of_columns.slice(FROM, WIDTH, dim=1).load(layout)
+    of1 = scales.slice(FROM + WIDTH, WIDTH, dim=1).load(layout)
     acc0 = gl.fma(part0 * of0.broadcast_to(HEIGHT, WIDTH), rows, acc0)
-    of1 = of_columns.slice(FROM + WIDTH, WIDTH, dim=1).load(layout)
+    of2 = scales.slice(FROM + 2 * WIDTH, WIDTH, dim=1).load(layout)
     acc1 = gl.fma(part1 * of1.broadcast_to(HEIGHT, WIDTH), rows, acc1)
-    both = gl.join(acc0, acc1).permute((0, 2, 1)).reshape((HEIGHT, 2 * WIDTH))
-    return gl.convert_layout(both, acc.type.layout, assert_trivial=True)
+    of3 = scales.slice(FROM + 3 * WIDTH, WIDTH, dim=1).load(layout)
+    acc2 = gl.fma(part2 * of2.broadcast_to(HEIGHT, WIDTH), rows, acc2)
+    acc3 = gl.fma(part3 * of3.broadcast_to(HEIGHT, WIDTH), rows, acc3)
+    half: gl.constexpr = acc_left.type.layout
+    left = _joined(acc0, acc1, half)
+    return _joined(left, _joined(acc2, acc3, half), acc.type.layout)
 
 
 @gluon.jit
 def _multiply_chunks(
-    sizes, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+    table, num_tiles, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two roles that multiply, where blocks have scales: as `_multiply_blocks`."""
@@ -448,50 +431,68 @@ def _multiply_chunks(
     PN: gl.constexpr = BN // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
     step = 0
+    handed = 0
     part = gl.zeros((BH, PN), gl.float32, mma)
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        _, start, end, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, True)
+    some, other = plain._in_two(part)
+    some, other = plain._in_two(some)
+    quarter: gl.constexpr = some.type.layout
+    # Where registers allow, scales are read while the product is under way.
+    EARLY: gl.constexpr = out_smem.dtype.primitive_bitwidth == 16
+    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
+        rank, _, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
+        start, end, first, last = _chunks(table, rank, BK, True)
         left = gl.zeros((BH, PN), gl.float32, mma)
         right = gl.zeros((BH, PN), gl.float32, mma)
         for chunk in range(first, last):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            lines = a_smem.index(slot).reshape((BM, BK))
-            b = b_smem.index(slot).reshape((BN, BK))
+            lines = a_smem.index(slot)
+            b = b_smem.index(slot)
             _clear_chunk(lines, b, start - chunk * BK, end - chunk * BK, HALF, BH)
             a = lines.slice(HALF * BH, BH)
             of_columns = n_smem.index(slot)
             begun = _part(a, b, part, 0)
             of_rows = m_smem.index(slot).permute((1, 0)).slice(HALF * BH, BH).load(mma)
+            if EARLY:
+                of0 = of_columns.slice(0, PN // 4, dim=1).load(quarter)
             part = warpgroup_mma_wait(0, deps=[begun])
-            left = _add_scaled(left, part, of_rows, of_columns, 0)
+            if not EARLY:
+                of0 = of_columns.slice(0, PN // 4, dim=1).load(quarter)
+            left = _add_scaled(left, part, of_rows, of0, of_columns, 0)
             begun = _part(a, b, part, 1)
+            if EARLY:
+                of0 = of_columns.slice(PN, PN // 4, dim=1).load(quarter)
             part = warpgroup_mma_wait(0, deps=[begun])
-            right = _add_scaled(right, part, of_rows, of_columns, PN)
+            if not EARLY:
+                of0 = of_columns.slice(PN, PN // 4, dim=1).load(quarter)
+            right = _add_scaled(right, part, of_rows, of0, of_columns, PN)
             mbarrier.arrive(empty.index(slot))
             step += 1
-        plain._hand_over(left, right, out_smem, ready, free)
+        handed = plain._hand_over(handed, left, out_smem, ready, free)
+        handed = plain._hand_over(handed, right, out_smem, ready, free)
 
 
 @gluon.jit
 def _multiply_whole_chunks(
-    sizes, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two roles that multiply, where groups have scales: as `_multiply_whole`."""
     BH: gl.constexpr = BM // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     step = 0
-    for tile in range(gl.program_id(0), G * NUM_M * NUM_N, NUM_PROGRAMS):
-        group, _, _, first, last = _chunks(tile, sizes, G, G_POW2, NUM_M * NUM_N, BK, False)
+    handed = 0
+    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
+        rank, _, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
+        _, _, first, last = _chunks(table, rank, BK, False)
         acc = gl.zeros((BH, BN), gl.float32, mma)
         for chunk in range(first, last):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            a = a_smem.index(slot).slice(HALF * BH, BH)
-            b = b_smem.index(slot).permute((1, 0))
+            a = a_smem.index(slot).reshape((BM, BK)).slice(HALF * BH, BH)
+            b = b_smem.index(slot).reshape((BN, BK)).permute((1, 0))
             # One product stays under way; the slot of the one before it is free.
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -499,25 +500,26 @@ def _multiply_whole_chunks(
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        if last > first:
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        acc = acc * gl.load(lhs_scales + group) * gl.load(dy_scales + group)
-        plain._hand_over_whole(acc, out_smem, ready, free)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        group = plain._entry(table, 0, rank)
+        factor = _product(gl.load(lhs_scales + group), gl.load(dy_scales + group))
+        handed = plain._hand_over(handed, acc * factor, out_smem, ready, free)
 
 
 @gluon.jit
 def _weights_role(
-    sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+    table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     if SCALED:
-        _multiply_chunks(sizes, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
-                         HALF, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
+        _multiply_chunks(table, num_tiles, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
+                         HALF, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
     else:
-        _multiply_whole_chunks(sizes, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-                               HALF, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
+        _multiply_whole_chunks(table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, out_smem,
+                               full, empty, ready, free, HALF,
+                               NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
 
 
 @gluon.jit
@@ -525,17 +527,14 @@ def _weights_kernel(
     lhs_desc, lhs_scales, dy_desc, dy_scales, sizes, out,
     K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+    SCALED: gl.constexpr, REGISTERS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """out[g] = sum over the group's chunks of lhs . dy^T, operands turned.
 
-    If SCALED, by the scales of blocks, the operands are [chunks, K or N, BK], else [K or N, rows of chunks].
+    If SCALED, by the scales of blocks, the operands are [K or N, rows], else [chunks, K or N, BK].
     """
     NUM_M: gl.constexpr = (K + BM - 1) // BM
     NUM_N: gl.constexpr = (N + BN - 1) // BN
-    part: gl.constexpr = [BM // 2, BN // 2]
-    dtype: gl.constexpr = out.dtype.element_ty
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
     a_smem = gl.allocate_shared_memory(
         lhs_desc.dtype, [STAGES] + lhs_desc.block_shape, lhs_desc.layout
     )
@@ -548,21 +547,23 @@ def _weights_kernel(
     else:
         m_smem = a_smem
         n_smem = b_smem
-    smem0 = gl.allocate_shared_memory(dtype, part, layout)
-    smem1 = gl.allocate_shared_memory(dtype, part, layout)
+    staged = plain._staging(out.dtype.element_ty, BM, PIECE)
     full, empty, ready, free = plain._barriers(STAGES)
+    table = plain._table(G_POW2)
+    live = plain._order(sizes, table, G, G_POW2, BK)
+    num_tiles = live * (NUM_M * NUM_N)
     gl.warp_specialize(
         [
-            (_weights_role, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem0, full, empty,
-                             ready.index(0), free.index(0), 0,
-                             G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
-            (_weights_role, (sizes, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, smem1, full, empty,
-                             ready.index(1), free.index(1), 1,
-                             G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
-            (plain._store_tiles, (sizes, out, smem0, smem1, ready, free, K, N,
-                                  G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND)),
-            (_load_chunks, (lhs_desc, dy_desc, lhs_scales, dy_scales, sizes, a_smem, b_smem, m_smem, n_smem,
-                            full, empty, G, G_POW2, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES, SCALED)),
+            (_weights_role, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem,
+                             staged.index(0), full, empty, ready.index(0), free.index(0), 0,
+                             NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
+            (_weights_role, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem,
+                             staged.index(1), full, empty, ready.index(1), free.index(1), 1,
+                             NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
+            (plain._store_tiles, (table, num_tiles, live, out, staged, ready, free, K, N, G,
+                                  NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND, False)),
+            (_load_chunks, (lhs_desc, dy_desc, lhs_scales, dy_scales, table, num_tiles, a_smem, b_smem, m_smem, n_smem,
+                            full, empty, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES, SCALED)),
         ],
         [4, 2, 1],  # warps of the roles after the first
         [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
@@ -581,12 +582,14 @@ class Tiles:
     registers: tuple[
         int, int
     ]  # of the second role that multiplies, and of those that load and store
+    piece: int = 128  # columns of a result that are staged in shared memory
 
 
 # NVIDIA H200, 2026-11-21 (WEIGHTS_BLOCKS 2026-11-22): docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
-WEIGHTS_BLOCKS = Tiles(m=128, n=256, k=128, stages=3, band=8, registers=(216, 72))
+WEIGHTS_BLOCKS = Tiles(m=128, n=256, k=128, stages=3, band=8, registers=(224, 56))
+WEIGHTS_BLOCKS_FLOAT32 = dataclasses.replace(WEIGHTS_BLOCKS, registers=(216, 72), piece=64)
 WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
 TURNED = 128  # columns that one program turns
 
@@ -648,7 +651,7 @@ def launch_rows(
     """Rows [C, D] with scales [C, D / 128] or [G] times weights [G, W, D] with scales [G, W / 128, D / 128] or [G]."""
     (C, D), (G, W, _) = lhs.shape, rhs.shape
     scaled = row_scales.ndim == 2
-    tiles = fit(tiles or (ROWS_BLOCKS if scaled else ROWS_WHOLE), out_dtype)
+    tiles = fit(tiles or (ROWS_BLOCKS if scaled else ROWS_WHOLE), G, out_dtype)
     return gluon_call(
         _descriptor(lhs, (tiles.m, tiles.k)), row_scales,
         _descriptor(rhs, (1, tiles.n, tiles.k)), weight_scales,
@@ -666,7 +669,9 @@ def launch_weights(
     """[C, K] with scales [C / 128, K] or [G] and [C, N] likewise -> [G, K, N]."""
     K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
     scaled = lhs_scales.ndim == 2
-    tiles = fit(tiles or (WEIGHTS_BLOCKS if scaled else WEIGHTS_WHOLE), out_dtype)
+    wide = jnp.dtype(out_dtype).itemsize == 4
+    of_blocks = WEIGHTS_BLOCKS_FLOAT32 if wide else WEIGHTS_BLOCKS
+    tiles = fit(tiles or (of_blocks if scaled else WEIGHTS_WHOLE), G, out_dtype)
     if scaled:
         lhs, dy = _turned(lhs), _turned(dy)
         lhs_scales = _descriptor(lhs_scales, (1, tiles.m))
@@ -690,32 +695,32 @@ def constants(tiles: Tiles, G: int, scaled: bool) -> dict:
     return dict(
         G=G, G_POW2=max(32, triton.next_power_of_2(G)), NUM_PROGRAMS=plain._num_programs(), SCALED=scaled,
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.band, STAGES=tiles.stages, REGISTERS=tiles.registers,
+        PIECE=tiles.piece,
     )  # fmt: skip
 
 
-def fit(tiles: Tiles, out_dtype) -> Tiles:
-    """Float32 results, staged in shared memory, leave less of it for loads."""
-    staged = tiles.m * tiles.n // 2 * jnp.dtype(out_dtype).itemsize
-    stages = (SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
+def fit(tiles: Tiles, G: int, out_dtype) -> Tiles:
+    """What results and groups take of shared memory is not there for loads."""
+    staged = tiles.m * tiles.piece * jnp.dtype(out_dtype).itemsize + 16 * plain._table_width(G)
+    stages = (plain.SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
     return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
 
 def _turned(x):
-    """[C, W] -> [chunks, W, BLOCK rows]: what a tile loads lies together."""
-    C, W = x.shape
-    return jnp.swapaxes(jnp.pad(x, ((0, -C % BLOCK), (0, 0))).reshape(-1, BLOCK, W), 1, 2)
+    """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `kernels/quantize.py` leaves it."""
+    return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))).T
 
 
 def launch_turn(data, group_sizes):
-    """[C, W] -> [W, chunks of BLOCK rows], of which those of no group are left as they are."""
+    """[C, W] -> [chunks, W, BLOCK rows], of which chunks of no group are left as they are."""
     (C, W), G = data.shape, group_sizes.shape[0]
     chunks = triton.cdiv(C, BLOCK) + G
     return jax_triton.triton_call(
         data, group_sizes,
         kernel=_turn_kernel,
-        out_type=jax.ShapeDtypeStruct((W, chunks * BLOCK), data.dtype),
-        grid=(triton.cdiv(W, TURNED), chunks), num_warps=4, num_stages=1,
-        W=W, G=G, G_POW2=triton.next_power_of_2(G), CHUNKS=chunks, BK=BLOCK, BW=TURNED,
+        out_type=jax.ShapeDtypeStruct((chunks, W, BLOCK), data.dtype),
+        grid=(triton.cdiv(W, TURNED), chunks), num_warps=8, num_stages=1,
+        W=W, G=G, G_POW2=triton.next_power_of_2(G), BK=BLOCK, BW=TURNED,
         **target(),
     )  # fmt: skip
 

@@ -45,8 +45,8 @@ def activate_quantize(
 
     Returns:
       The two copies of [P, C, F]. Where both formats are one of 8 bits with blocks, h is read once and nothing else is
-      written: 4 bytes are read and 2 are written per number, in place of 6 and 4. The kernel gives the same bits for
-      "silu"; with other functions one number in some thousands may be rounded otherwise ("gelu_exact" has no kernel).
+      written: 4 bytes are read and 2 are written per number, in place of 6 and 4. One number in some thousands may be
+      rounded otherwise by the kernel ("gelu_exact" has none).
 
     Raises:
       As `activate` and `grouped_quantize`.
