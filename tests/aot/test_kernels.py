@@ -59,15 +59,19 @@ def _assemble(kernel, types, constants, warps, stages, arch, **more):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def _stack_bytes(cubin: bytes) -> int:
+def _tool(name: str) -> pathlib.Path:
+    """A program that comes with Triton."""
     import triton
 
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def _stack_bytes(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True
         ).stdout
     return int(re.search(r"STACK:(\d+)", text)[1])
 
@@ -91,6 +95,47 @@ def test_grouped_gemm(which, arch):
         types = [*blocks, "*i32", "*bf16", "*bf16", "*fp32" if wide else "*bf16"]
         compiled = _compile(kernels._weights_kernel, types, tiles, sizes, arch)
     _check(compiled, arch)
+
+
+@pytest.mark.parametrize(
+    "dtype, out, transposed",
+    [
+        ("bfloat16", "bfloat16", False),
+        ("bfloat16", "bfloat16", True),
+        ("bfloat16", "float32", False),
+        ("float16", "float16", True),
+    ],
+)
+def test_rows_on_hopper(dtype, out, transposed, tmp_path):
+    from expertmesh.core.kernels import cuda_call
+    from expertmesh.core.kernels import grouped_gemm as kernels
+
+    if cuda_call.nvrtc() is None:
+        pytest.skip("needs NVRTC")
+    ptx = cuda_call.compile_cuda(kernels.rows_source(dtype, out, transposed))
+    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(ptx)
+    command = [_tool("ptxas"), "-arch=sm_90a", "-v", "-o", cubin, source]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in said, "every product waits for itself"
+    assert _stack_bytes(cubin.read_bytes()) == 0, "registers spill"
+    assert "wgmma.wait_group.sync.aligned 1" in ptx
+
+
+def test_rows_in_cuda_are_for_hopper_and_short_contractions(monkeypatch):
+    from expertmesh.core.kernels import grouped_gemm as kernels
+
+    few, many = (jax.ShapeDtypeStruct((1, groups), jnp.int32) for groups in (8, 4096))
+    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+    assert kernels._rows_launch(4096, few) is kernels.launch_rows_hopper
+    assert kernels._rows_launch(28672, few) is kernels.launch_rows
+    assert kernels._rows_launch(4096, many) is kernels.launch_rows
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
+    assert kernels._rows_launch(4096, few) is kernels.launch_rows
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
+    assert kernels._rows_launch(4096, few) is kernels.launch_rows
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])

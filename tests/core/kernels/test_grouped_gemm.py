@@ -1,4 +1,4 @@
-"""The Triton kernels of the grouped GEMM on a GPU, against float64 loops; the contract suite runs them too."""
+"""The kernels of the grouped GEMM on a GPU, against float64 loops; the contract suite runs them too."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ SHAPES = [
     (4096, 1024, 512, 64, 900),
     (77, 8, 8, 3, 77),
     (600, 640, 1000, 9, 20),
+    (200, 8200, 136, 3, 20),  # on Hopper the kernels of long contractions
+    (200, 136, 8200, 3, 20),
 ]
 
 
@@ -67,11 +69,24 @@ def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
 
     got, again = run(lhs, dy, rhs, sizes), run(lhs, dy, rhs, sizes)
     for x, y, want in zip(got, again, _oracle(lhs, dy, rhs, sizes), strict=True):
-        assert relative_error(x, want) < 1e-5
+        assert relative_error(x, want) < 2e-5  # cut off in tensor cores: grows with a sum's length
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     live = int(sizes.sum())
     assert not np.asarray(got[0][live:]).any() and not np.asarray(got[1][live:]).any()
     assert not np.asarray(got[2][1]).any(), "the empty group has a gradient"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+def test_more_groups_than_threads():
+    (lhs, dy, rhs), sizes = _operands(2000, 64, 136, 500, 13, "bfloat16")
+    options = {"implementation": "triton", "out_dtype": jnp.dtype("bfloat16")}
+    got = (
+        grouped_gemm_op(lhs, rhs, sizes, **options)[0],
+        grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
+    )
+    for x, want in zip(got, _oracle(lhs, dy, rhs, sizes)[:2], strict=True):
+        assert relative_error(x, want) < 5e-3
 
 
 def test_a_kernel_asked_for_by_name_says_why_it_cannot_run():

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon._runtime import GluonASTSource
 
-__all__ = ["compile_gluon", "gluon_call"]
+__all__ = ["compile_gluon", "gluon_call", "launch_ptx"]
 
 
 def gluon_call(*operands, kernel, out_type, programs: int, capability: int, **constants):
@@ -35,15 +35,6 @@ def gluon_call(*operands, kernel, out_type, programs: int, capability: int, **co
     types.append(get_type_id(jax.core.ShapedArray(out_type.shape, out_type.dtype)))
     compiled = compile_gluon(kernel, types, constants, capability)
     metadata = compiled.metadata
-    launched = gpu_triton.TritonKernel(
-        metadata.name,
-        metadata.num_warps,  # of all roles
-        1,
-        metadata.shared,
-        compiled.asm["ptx"],
-        "",
-        capability,
-    )
     descriptors = iter(metadata.tensordesc_meta or ())
     parameters = []
     for x in operands:
@@ -51,9 +42,25 @@ def gluon_call(*operands, kernel, out_type, programs: int, capability: int, **co
             parameters += _descriptor_parameters(x, next(descriptors))
         else:
             parameters.append(gpu_triton.create_array_parameter(0, 16))
-    parameters.append(gpu_triton.create_array_parameter(0, 16))
+    return launch_ptx(
+        *operands, parameters=parameters, name=metadata.name, ptx=compiled.asm["ptx"], out_type=out_type,
+        programs=programs, warps=metadata.num_warps, shared=metadata.shared, capability=capability,
+    )  # fmt: skip
+
+
+def launch_ptx(
+    *operands, parameters, name: str, ptx: str, out_type, programs: int, warps: int, shared: int, capability: int
+):  # fmt: skip
+    """Launches a kernel from PTX with `parameters` and then a pointer to the result.
+
+    Args:
+      operands: arrays and `jax_triton.TensorDescriptor`s; each has one parameter that is its buffer, in their order.
+      warps: of a program, all roles together.
+    """
+    launched = gpu_triton.TritonKernel(name, warps, 1, shared, ptx, "", capability)
+    parameters = [*parameters, gpu_triton.create_array_parameter(0, 16)]
     call = gpu_triton.TritonKernelCall(launched, programs, 1, 1, parameters)
-    opaque = zlib.compress(call.to_proto(metadata.name, b""))
+    opaque = zlib.compress(call.to_proto(name, b""))
     arrays = [x.base if _is_descriptor(x) else x for x in operands]
     return jax.ffi.ffi_call(CUSTOM_CALL_TARGET_NAME, out_type)(*arrays, opaque=opaque)
 

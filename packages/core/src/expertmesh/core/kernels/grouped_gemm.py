@@ -1,13 +1,15 @@
 """Grouped GEMM for NVIDIA GPUs from compute capability 9.0: persistent, group sizes read on the device, TMA loads.
 
-Forward and input gradient are one kernel: C rows in G groups times each group's weight; the weight gradient contracts
-over the rows of a group. Every byte of the outputs is written. Dimension key as in `ops/grouped_gemm.py`.
+Forward and input gradient are one kernel: C rows in G groups times each group's weight; Hopper has one of its own for
+them, in CUDA C++ (`grouped_gemm.cu`). The weight gradient contracts over the rows of a group. Every byte of the outputs
+is written. Dimension key as in `ops/grouped_gemm.py`.
 
 The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
 that allocates it cannot be part of a captured loop.
 """
 
 import dataclasses
+import pathlib
 from math import prod
 
 import jax
@@ -26,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from expertmesh.core import _jax
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -465,17 +468,45 @@ def _table(G_POW2: gl.constexpr):
     return gl.allocate_shared_memory(gl.int32, [4, G_POW2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """How the kernel in CUDA C++ runs.
+
+    Attributes:
+      rows: at least and at most so many in a tile of a large group, in steps of `grain`.
+      cost: of a tile's step, beside that of its rows, in rows.
+      band: tiles of rows that run together.
+      box: rows of one TMA load.
+      registers: of the role that loads, and of those that multiply.
+    """
+
+    rows: tuple[int, int]
+    grain: int
+    cost: int
+    band: int
+    box: int
+    registers: tuple[int, int]
+
+
+# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+ROWS_HOPPER = RowTiles(rows=(128, 256), grain=16, cost=60, band=8, box=32, registers=(40, 232))
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
-SHARED_BYTES = 226 * 1024  # of one program, without its barriers
+SHARED_BYTES = 227 * 1024  # of one program
+BARRIER_BYTES = 1024  # at most, of Gluon's kernels
+MOST_GROUPS = 1024  # whose places fit into shared memory
+# From this contraction on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and share
+# more in L2.
+LONG_CONTRACTION = 8192
 
 
 def rows(lhs, rhs, group_sizes, *, out_dtype):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
     K, N = lhs.shape[2], prod(rhs.shape[2:])
-    out = launch_rows(
+    launch = _rows_launch(K, group_sizes)
+    out = launch(
         lhs[0], rhs.reshape(-1, K, N), group_sizes[0], out_dtype=out_dtype, transposed=False
     )
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
@@ -485,8 +516,15 @@ def rows_dgrad(dy, rhs, group_sizes, *, out_dtype):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
     C, N = dy.shape[1], prod(dy.shape[2:])
     flat = rhs.reshape(rhs.shape[0], rhs.shape[1], N)
-    out = launch_rows(dy.reshape(C, N), flat, group_sizes[0], out_dtype=out_dtype, transposed=True)
+    launch = _rows_launch(N, group_sizes)
+    out = launch(dy.reshape(C, N), flat, group_sizes[0], out_dtype=out_dtype, transposed=True)
     return out[None]
+
+
+def _rows_launch(contraction: int, group_sizes):
+    """The instructions of the kernel in CUDA C++ are Hopper's alone."""
+    suited = contraction < LONG_CONTRACTION and group_sizes.shape[1] <= MOST_GROUPS
+    return launch_rows_hopper if suited and _capability() == 90 and nvrtc() else launch_rows
 
 
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
@@ -515,6 +553,55 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
         NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
         **target(),
     )  # fmt: skip
+
+
+def launch_rows_hopper(
+    lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: RowTiles = ROWS_HOPPER
+):
+    (C, K), G = lhs.shape, group_sizes.shape[0]
+    N = rhs.shape[1] if transposed else rhs.shape[2]
+    return cuda_call(
+        _descriptor(lhs, (tiles.box, 64)), _descriptor(rhs, (1, 64, 64)), group_sizes.astype(jnp.int32),
+        source=rows_source(lhs.dtype, out_dtype, transposed, tiles), name="grouped_gemm_rows",
+        scalars=(C, triton.cdiv(K, 64), N, G),
+        out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
+        programs=_num_programs() // 2 * 2, warps=12, shared=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER) -> str:
+    """The kernel in CUDA C++ for operands of `dtype`."""
+    half, out_dtype = jnp.dtype(dtype) == jnp.float16, jnp.dtype(out_dtype)
+    counts = range(tiles.grain, tiles.rows[1] + 1, tiles.grain)
+    defined = dict(
+        TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16),
+        MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost, BAND=tiles.band,
+        BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
+        REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
+    )  # fmt: skip
+    source = pathlib.Path(__file__).with_suffix(".cu").read_text()
+    instructions = "".join(_wgmma(rows, half, transposed) for rows in counts)
+    cases = "".join(
+        f"case {rows // tiles.grain}: multiply_steps<{rows}>(d, ring, result, steps); break;\n"
+        for rows in counts
+    )
+    source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
+
+
+def _wgmma(rows: int, half: bool, transposed: bool) -> str:
+    """`multiply` in CUDA C++: 64 columns of a weight by `rows` rows, 16 of the contraction."""
+    kind, count = "f16" if half else "bf16", rows // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+template <> __device__ __forceinline__ void multiply<{rows}>(float (&d)[128], u64 columns, u64 rows, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{registers}}},"
+               " %{count}, %{count + 1}, p, 1, 1, {int(not transposed)}, 0;\\n}}"
+               : {sums} : "l"(columns), "l"(rows), "r"(accumulate));
+}}
+"""
 
 
 def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
@@ -555,7 +642,7 @@ def _fit_hopper(tiles: Tiles, width: int, G: int, out_dtype) -> Tiles:
     if width <= 128:
         tiles = dataclasses.replace(tiles, n=128)
     staged = tiles.m * tiles.n // 2 * jnp.dtype(out_dtype).itemsize + 16 * _table_width(G)
-    stages = (SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k * 2)
+    stages = (SHARED_BYTES - BARRIER_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k * 2)
     return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
 

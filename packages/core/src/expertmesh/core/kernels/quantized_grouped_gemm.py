@@ -702,7 +702,7 @@ def constants(tiles: Tiles, G: int, scaled: bool) -> dict:
 def fit(tiles: Tiles, G: int, out_dtype) -> Tiles:
     """What results and groups take of shared memory is not there for loads."""
     staged = tiles.m * tiles.piece * jnp.dtype(out_dtype).itemsize + 16 * plain._table_width(G)
-    stages = (plain.SHARED_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
+    stages = (plain.SHARED_BYTES - plain.BARRIER_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
     return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
 

@@ -1,0 +1,439 @@
+// Grouped GEMM for Hopper, rows times weights: out[r] = lhs[r] @ rhs[group of r], zeros after the last group.
+//
+// wgmma multiplies 64 columns of the weight (its M) by up to 256 rows (its N, any multiple of 8), so that a group
+// costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
+// multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
+// in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
+// wait for an end.
+//
+// Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
+// WIDE (float32 results) or OUT_HALF (float16 ones), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND,
+// BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, INSTRUCTIONS (`multiply` for each height) and CASES.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+constexpr int ROLES = 2;              // that multiply
+constexpr int THREADS = 128 + ROLES * 128;
+constexpr int BK = 64;                // of the contraction a step: 128 bytes, the width of a swizzle
+constexpr int LINE = BK * 2;
+constexpr int BOX = 64;               // columns of the weight of one TMA load, and of a role
+constexpr int COLUMNS = ROLES * BOX;  // of a block's tile
+constexpr int MAX_STAGES = 8;
+constexpr int PIECE = 32;             // rows of a result that leave at once
+constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
+
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, the table of groups, pieces of results,
+// slots for operands.
+constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, TABLE = 1024;
+constexpr int STAGED = WIDE ? 0 : 2 * PIECE * LINE;  // bytes of a role's pieces
+
+template <int ROWS>
+__device__ void multiply(float (&d)[128], u64 columns, u64 rows, int accumulate);
+
+INSTRUCTIONS
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra AGAIN_%=;\n}"
+      ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier at the same place of block `rank` of the cluster. Not `release.cluster`: that is a fence of
+// the whole GPU, and what was read needs none.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+      ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// A box of rows, to the same place of both blocks.
+__device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3) : "memory");
+}
+
+__device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void put(u32 to, int x, int y, int z, int w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+__device__ __forceinline__ int4 get(u32 from) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void put_word(u32 to, int v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ int get_word(u32 from) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
+// A group's grains of rows, and its tiles if none is higher than `height` grains.
+struct Extent {
+  int grains, tiles;
+
+  __device__ __forceinline__ Extent(int size, int height)
+      : grains((size + GRAIN - 1) / GRAIN), tiles((grains + height - 1) / height) {}
+};
+
+// Writes sizes and starts of the groups to `room`, 16 bytes each, and where the last one ends. One warp.
+__device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32 smem, u32 room) {
+  const int lane = threadIdx.x % 32;
+  int start = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
+    int end = size;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int before = __shfl_up_sync(~0u, end, i);
+      if (lane >= i) end += before;
+    }
+    if (g < num_groups) put(room + 16 * g, size, start + end - size, 0, 0);
+    start += __shfl_sync(~0u, end, 31);
+  }
+  if (lane == 0) put_word(smem + LIVE, start);
+}
+
+// What all tiles cost together if none is higher than `height` grains. One warp.
+__device__ __forceinline__ float total_cost(int height, int num_groups, int num_columns, u32 room) {
+  int tiles = 0, grains = 0;
+  for (int g = threadIdx.x % 32; g < num_groups; g += 32) {
+    const Extent mine(get_word(room + 16 * g), height);
+    grains += mine.grains, tiles += mine.tiles;
+  }
+  tiles = __reduce_add_sync(~0u, tiles);
+  grains = __reduce_add_sync(~0u, grains);
+  const int clusters = gridDim.x / 2, rounds = (tiles * num_columns + clusters - 1) / clusters;
+  return rounds * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
+}
+
+// Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
+// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least. All threads.
+__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 room) {
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) read_sizes(sizes, num_groups, smem, room);
+  __syncthreads();
+  for (int i = warp; i < HEIGHTS; i += THREADS / 32)
+    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(MAX_ROWS / GRAIN - i, num_groups, num_columns, room)));
+  __syncthreads();
+  int best = 0;
+  for (int i = 1; i < HEIGHTS; i++)
+    if (__int_as_float(get_word(smem + COSTS + 4 * i)) < __int_as_float(get_word(smem + COSTS + 4 * best))) best = i;
+  const int height = MAX_ROWS / GRAIN - best;
+  for (int g = threadIdx.x; g < num_groups; g += THREADS) {
+    const Extent mine(get_word(room + 16 * g), height);
+    put_word(room + 16 * g + 8, mine.tiles ? mine.grains * 256 / mine.tiles : 0);
+    put_word(room + 16 * g + 12, mine.tiles);
+  }
+  __syncthreads();
+  for (int g = threadIdx.x; g < num_groups; g += THREADS) {
+    const int4 mine = get(room + 16 * g);
+    int place = 0;
+    for (int h = 0; h < num_groups; h++) {
+      const int other = get_word(room + 16 * h + 8);
+      place += other > mine.z || (other == mine.z && h < g);
+    }
+    put(smem + TABLE + 16 * place, mine.y, mine.x, g, mine.w);
+  }
+  __syncthreads();
+  return height;
+}
+
+// Where a cluster is: its group, and the rows and columns of its tile.
+struct Cursor {
+  u32 table;
+  int num_groups, num_columns;
+  int index = -1, first_item = 0, items = 0;
+  int start, size, group, tiles;
+  int row, rows, column;  // rows: a multiple of GRAIN, the last ones perhaps after the end of the group
+
+  // Moves on to an item; false if there are no more. Items are asked for in ascending order.
+  __device__ bool seek(int item) {
+    while (item >= first_item + items) {
+      first_item += items;
+      if (++index == num_groups) return false;
+      const int4 of = get(table + 16 * index);
+      start = of.x, size = of.y, group = of.z, tiles = of.w;
+      items = tiles * num_columns;
+    }
+    const u32 inside = item - first_item, grains = (size + GRAIN - 1) / GRAIN;
+    const u32 bands = max((tiles + BAND / 2) / BAND, 1), high = (tiles + bands - 1) / bands;
+    const u32 band = inside / (high * num_columns), inner = inside % (high * num_columns);
+    const u32 here = min(tiles - band * high, high), tile = band * high + inner % here;
+    // All tiles of a group are alike, but for one grain.
+    const u32 each = grains / tiles, more = grains % tiles;
+    row = start + GRAIN * (tile * each + min(tile, more));
+    rows = GRAIN * (each + (tile < more));
+    column = inner / here;
+    return true;
+  }
+};
+
+// Operands on their way through shared memory: slots of a step's rows and weights.
+struct Ring {
+  u32 smem, barriers;
+  int bytes, stages;  // of a slot; how many
+  u32 parity;
+  int slot = 0;
+
+  __device__ __forceinline__ u32 at() const { return smem + slot * bytes; }
+  __device__ __forceinline__ u32 full() const { return barriers + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return barriers + EMPTY + 8 * slot; }
+  // A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
+  __device__ __forceinline__ u32 which() const { return barriers + WHICH + 16 * slot; }
+  __device__ __forceinline__ void next() {
+    if (++slot == stages) slot = 0, parity ^= 1;
+  }
+  // The slot before this one is free, in both blocks.
+  __device__ __forceinline__ void release_before() const {
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) arrive_at(barriers + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
+  }
+};
+
+__device__ __forceinline__ void load_tiles(
+    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int steps, Ring ring) {
+  const int rank = rank_in_cluster(), clusters = gridDim.x / 2, mine = blockIdx.x / 2;
+  for (int round = 0;; round++) {
+    // There and back, so that no cluster gets the higher tile of each round.
+    if (!cursor.seek(round * clusters + (round % 2 ? clusters - 1 - mine : mine))) break;
+    const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
+    const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
+    for (int step = 0; step < steps; step++) {
+      const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
+      const int k = step * BK;
+      wait_barrier(ring.empty(), ring.parity);
+      if (step == 0) put(ring.which(), cursor.row, cursor.rows, cursor.start + cursor.size, column);
+      expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
+#pragma unroll
+      for (int i = 0; i < ROLES; i++)
+        if (TRANSPOSED)
+          load(rhs, weight + i * BOX * LINE, ready, k, column + i * BOX, group);
+        else
+          load(rhs, weight + i * BOX * LINE, ready, column + i * BOX, k, group);
+      for (int i = rank; i < boxes; i += 2)
+        load_shared(lhs, rows + i * BOX_ROWS * LINE, ready, k, cursor.row + i * BOX_ROWS);
+      ring.next();
+    }
+  }
+  wait_barrier(ring.empty(), ring.parity);
+  put(ring.which(), 0, 0, 0, 0);
+  arrive(ring.full());
+}
+
+// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+#if OUT_HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+  return both;
+}
+
+// Of one role. The accumulators hold the transpose of rows x 64 results.
+struct Result {
+  int role;
+  u32 staged;  // room for two pieces
+  int width;
+  u8* out;
+#if WIDE
+  __device__ __forceinline__ void send_some() {}
+  __device__ __forceinline__ void send_rest() {}
+
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+    const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < MAX_ROWS / 2; i++) {
+      const int r = row + i / 4 * 8 + lane % 4 * 2 + i % 2, c = mine + i % 4 / 2 * 8;
+      if (r < end && i / 4 * 8 < rows && c < width) ((float*)out)[(u64)r * width + c] = d[i];
+    }
+  }
+#else
+  u8* at;  // this thread's part of a row, in the result's first rows
+  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on
+  u32 packed[MAX_ROWS / 4];
+
+  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+    send_rest();
+#pragma unroll
+    for (int i = 0; i < MAX_ROWS / 4; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
+    rows = min(rows, end - row);
+    const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
+    piece = 0, pieces = (rows + PIECE - 1) / PIECE;
+    live = mine < width ? rows - line : 0;
+    at = out + ((u64)(row + line) * width + mine) * 2;
+  }
+
+  template <int P>
+  __device__ __forceinline__ void stage(u32 to) const {
+#pragma unroll
+    for (int i = P * 8; i < P * 8 + 8; i += 4)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                   ::"r"(to + i % 8 * 4 * LINE), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
+                   "r"(packed[i + 3]) : "memory");
+  }
+
+  // Through shared memory, where it is turned, to where it belongs.
+  __device__ __forceinline__ void send_piece() {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, part = thread % 8;
+    const u32 buffer = staged + turn;
+    // Where this lane's row of the 8 x 8 matrices goes: 16 bytes, at places that turn with the row, for all banks.
+    const u32 to = buffer + (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    switch (piece) {
+      case 0: stage<0>(to); break;
+      case 1: stage<1>(to); break;
+      case 2: stage<2>(to); break;
+      case 3: stage<3>(to); break;
+      case 4: stage<4>(to); break;
+      case 5: stage<5>(to); break;
+      case 6: stage<6>(to); break;
+      default: stage<7>(to); break;
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int line = thread / 8 + 16 * i, r = piece * PIECE + 16 * i;
+      const int4 v = get(buffer + line * LINE + (part ^ line % 8) * 16);
+      if (r < live) *(int4*)(at + (u64)(r * 2) * width) = v;
+    }
+    turn ^= PIECE * LINE;  // the other one, which all have read
+    piece++;
+  }
+
+  __device__ __forceinline__ void send_some() {
+    if (piece < pieces) send_piece();
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (piece < pieces) send_piece();
+  }
+#endif
+};
+
+template <int ROWS>
+__device__ __forceinline__ void multiply_steps(float (&d)[128], Ring& ring, Result& result, int steps) {
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    wait_barrier(ring.full(), ring.parity);
+    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE), rows = descriptor(ring.at() + COLUMNS * LINE);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < BK / 16; k++)
+      multiply<ROWS>(d, columns + k * (TRANSPOSED ? 32 : 2048) / 16, rows + k * 2, step > 0 || k > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    result.send_some();
+    // One product stays under way; the slot of the one before it is free.
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step > 0) ring.release_before();
+    ring.next();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+  ring.release_before();
+}
+
+__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
+  float d[128];
+  while (true) {
+    wait_barrier(ring.full(), ring.parity);
+    const int4 tile = get(ring.which());
+    if (tile.y == 0) break;
+    switch ((u32)tile.y / GRAIN) {
+      CASES
+    }
+    result.take(d, tile.x, tile.y, tile.z, tile.w);
+  }
+  result.send_rest();
+}
+
+// The rows after the last group.
+__device__ __forceinline__ void store_zeros(int live, u8* out, int num_rows, int width) {
+  const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = num_rows * per_row;
+  for (u64 i = live * per_row + blockIdx.x * ROLES * 128 + threadIdx.x - 128; i < last; i += gridDim.x * ROLES * 128)
+    ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_rows(
+    const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs, const int* sizes,
+    int num_rows, int steps, int width, int num_groups, u8* out) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const u32 base = (u32)__cvta_generic_to_shared(shared);
+  const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
+  const u32 staged = smem + TABLE + (num_groups * 16 + 1023) / 1024 * 1024, slots = staged + ROLES * STAGED;
+  const int role = threadIdx.x / 128, num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
+  if (threadIdx.x == 32) {
+    for (int i = 0; i < MAX_STAGES; i++) {
+      init_barrier(smem + FULL + 8 * i, 1);
+      init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  const int height = plan(sizes, num_groups, num_columns, smem, staged);
+  cluster_sync();
+  // Lower tiles leave shared memory for more slots.
+  const int bytes = (COLUMNS + (height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
+  Ring ring{slots, smem, bytes, min((int)(base + SHARED - slots) / bytes, MAX_STAGES), role == 0};
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
+    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{smem + TABLE, num_groups, num_columns}, steps, ring);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
+    multiply_tiles(steps, ring, Result{role - 1, staged + (role - 1) * STAGED, width, out});
+    store_zeros(get_word(smem + LIVE), out, num_rows, width);
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still arrive here
+}
