@@ -1,12 +1,16 @@
-"""Exchanges by "nvlink" against XLA's ragged_all_to_all in the same run, over all GPUs of this process.
+"""Exchanges by "nvlink" against XLA's ragged_all_to_all in the same run, over 2, 4, ... GPUs of this process.
 
 A dispatch begins with tokens and ends with rows in order of experts, which a grouped GEMM can take; a combine begins
-with such rows and ends with the tokens' sums. Where there are not two GPUs: "auto" against "all_to_all", to see it run.
+with such rows and ends with the tokens' sums. Each is measured on at most 48 SMs and on as many as are fastest. Where
+there are not two GPUs: "auto" against "all_to_all", to see it run. Then "nvlink" against the other transports for few
+and many tokens: docs/exchange.py draws them.
 """
 
 import argparse
 import functools
+import itertools
 import pathlib
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from expertmesh.ep import EpConfig, combine, dispatch, prepare, recv_capacity
 # tokens of a GPU, width, choices, experts
 GPU, CPU = (4096, 7168, 8, 256), (32, 128, 2, 16)
 DECODE = (128, 7168, 8, 256)
+TOKENS = (16, 128, 1024, 8192)  # of a GPU
 
 
 @jax.jit
@@ -29,17 +34,24 @@ def relative_error(a, b):
     return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
 
 
-def transports():
-    """Ours, and the one to compare with."""
-    on_gpus = jax.default_backend() == "gpu" and jax.device_count() > 1
-    return ("nvlink", "ragged") if on_gpus else ("auto", "all_to_all")
+def on_gpus() -> bool:
+    return jax.default_backend() == "gpu" and jax.device_count() > 1
 
 
-def operands(shape, next_rank=False):
+def ours() -> tuple[str, ...]:
+    return ("nvlink:48", "nvlink") if on_gpus() else ("auto",)
+
+
+def other() -> str:
+    """The transport to compare with."""
+    return "ragged" if on_gpus() else "all_to_all"
+
+
+def operands(shape, ranks, next_rank=False):
     """A handle and tokens: every token's experts are drawn, or all are the next rank's."""
     tokens, width, choices, experts = shape
-    ranks = jax.device_count()
-    mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,))
+    devices = jax.devices()[:ranks]
+    mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,), devices=devices)
     sharding = NamedSharding(mesh, PartitionSpec("ep"))
     rng = np.random.default_rng(0)
     topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
@@ -85,6 +97,10 @@ def passes(handle, x):
     }
 
 
+def both_wide(transport, handle, x):
+    return combine(handle, dispatch(handle, x, transport=transport), transport=transport)
+
+
 def move(transport, handle, x):
     return dispatch(handle, x, transport=transport)
 
@@ -94,46 +110,98 @@ def there_and_back(transport, handle, x):
     return combine(handle, rows, transport=transport, wire_format="bfloat16")
 
 
-def row(case, function, given, pairs, num_bytes=None):
-    ours, other = transports()
-    mine, theirs = (
-        jax.jit(functools.partial(function, name))(*given) for name in (ours, "all_to_all")
-    )
-    for a, b in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True):
-        assert relative_error(a, b) < 1e-2, case  # what is wrong is not timed
-    del mine, theirs
-    calls = [(functools.partial(function, name), given) for name in (ours, other)]
-    seconds, reference, ratio = _measure.alternate(*calls, pairs)
-    rate = "" if num_bytes is None else f"; {num_bytes / seconds / 1e9:.0f} GB/s leave a GPU"
-    return _measure.row(
-        bench="dispatch",
-        case=case,
-        metric="time",
-        value=1e6 * seconds,
-        unit="us",
-        reference=f"{other}, {1e6 * reference:.0f} us{rate}",
-        ratio=ratio,
-    )
+def rows_of(case, function, given, pairs, num_bytes=None, names=None, references=None):
+    """A row for each of our transports against each of `references`, in turn; what is wrong is not timed."""
+    names, references = names or ours(), references or (other(),)
+    want = jax.jit(functools.partial(function, "all_to_all"))(*given)
+    for name in names:
+        mine = jax.jit(functools.partial(function, name))(*given)
+        for a, b in zip(*map(jax.tree.leaves, (mine, want)), strict=True):
+            assert relative_error(a, b) < 1e-2, (name, case)
+        del mine
+    del want
+    programs = {
+        name: _measure.program(functools.partial(function, name), given)
+        for name in (*names, *references)
+    }
+    timed = [{name: once() for name, once in programs.items()} for _ in range(pairs)]
+    for name, reference in itertools.product(names, references):
+        seconds, theirs = (
+            statistics.median(t[which] for t in timed) for which in (name, reference)
+        )
+        rate = f"; {num_bytes / seconds / 1e9:.0f} GB/s leave a GPU" if num_bytes else ""
+        yield _measure.row(
+            bench="dispatch",
+            case=f"{name}, {case}",
+            metric="time",
+            value=1e6 * seconds,
+            unit="us",
+            reference=f"{reference}, {1e6 * theirs:.0f} us{rate}",
+            ratio=statistics.median(t[reference] / t[name] for t in timed),
+            bytes=int(num_bytes or 0),
+        )
 
 
-def rows_of(shape, pairs):
+def rows_for(ranks, pairs):
+    """What is measured in one EP group of that many GPUs."""
+    shape = GPU if on_gpus() else CPU
     tokens, width, choices, experts = shape
-    handle, x = operands(shape)
-    case = f"{tokens} tokens a GPU x {width}, {choices} of {experts} experts"
+    where = f"{ranks} GPUs" if on_gpus() else f"{ranks} devices"
+    handle, x = operands(shape, ranks)
+    case = f"{where}, {tokens} tokens each x {width}, {choices} of {experts} experts"
     for name, (function, given, num_bytes) in passes(handle, x).items():
-        yield row(f"{name}, {case}", function, given, pairs, num_bytes)
+        yield from rows_of(f"{name}, {case}", function, given, pairs, num_bytes)
+    del handle, x, given
+    handle, x = operands((4 * tokens, width, 1, experts), ranks, next_rank=True)
+    num_bytes = 2 * width * remote_copies(handle)
+    case = f"every token to the next rank, {where}, {4 * tokens} tokens each x {width}"
+    yield from rows_of(case, move, (handle, x), pairs, num_bytes)
+    if on_gpus():
+        handle, x = operands(DECODE, ranks)
+        case = f"dispatch and combine, {where}, {DECODE[0]} tokens each"
+        yield from rows_of(case, there_and_back, (handle, x), pairs)
+
+
+def rows_by_tokens(ranks, pairs):
+    """A dispatch and a combine of few and many tokens, against what else could be taken."""
+    _, width, choices, experts = GPU
+    for tokens in TOKENS:
+        handle, x = operands((tokens, width, choices, experts), ranks)
+        case = f"both ways, {ranks} GPUs, {tokens} tokens each x {width}"
+        num_bytes = 6 * width * remote_copies(handle)  # sums go back in float32
+        others = ("all_to_all", "ring")
+        yield from rows_of(
+            case, both_wide, (handle, x), pairs, num_bytes, names=("nvlink",), references=others
+        )
+
+
+def growth(few, many):
+    """A row: how much longer it takes on more GPUs, and how many more bytes leave each."""
+    times, more = many["value"] / few["value"], many["bytes"] / few["bytes"]
+    return many | {
+        "case": f"{many['case']}, time against {few['gpus']} GPUs",
+        "metric": "ratio",
+        "value": round(times, 3),
+        "unit": "times",
+        "reference": f"bytes, {more:.2f} times",
+        "ratio": round(more / times, 4),
+    }
 
 
 def all_rows(pairs):
-    shape = GPU if transports()[0] == "nvlink" else CPU
-    yield from rows_of(shape, pairs)
-    tokens, width, _, experts = shape
-    handle, x = operands((4 * tokens, width, 1, experts), next_rank=True)
-    case = f"every token to the next rank, {4 * tokens} tokens a GPU x {width}"
-    yield row(case, move, (handle, x), pairs, 2 * width * remote_copies(handle))
-    if shape is GPU:
-        handle, x = operands(DECODE)
-        yield row("dispatch and combine, 128 tokens a GPU", there_and_back, (handle, x), pairs)
+    count = jax.device_count()
+    powers = [2**i for i in range(1, count.bit_length())]  # up to all of them
+    before = []
+    for ranks in powers if on_gpus() else [count]:
+        now = []
+        for one in rows_for(ranks, pairs):
+            one |= {"gpus": ranks if on_gpus() else 0}  # of those that this process has
+            now.append(one)
+            yield one
+        yield from (growth(*two) for two in zip(before, now, strict=False) if two[0]["bytes"])
+        before = now
+    if on_gpus():
+        yield from rows_by_tokens(count, pairs)
 
 
 def main():

@@ -20,7 +20,6 @@ def test_kernels_compile_and_keep_their_values_in_registers(architecture, tmp_pa
     assert command[-3].endswith("exchange.cu")
     said = subprocess.run([*command, "-Xptxas=-v"], capture_output=True, text=True, check=True)
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.stderr)
-    assert (
-        len(spilled) == 1 + 3 * 3 * 2
-    )  # dispatch; combine of three types, as three types, in packs or not
+    # Dispatch of rows of whole words or not; the same of combine, of three types as three types.
+    assert len(spilled) == 2 + 3 * 3 * 2
     assert set(spilled) == {("0", "0")}

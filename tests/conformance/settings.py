@@ -128,12 +128,15 @@ _OTHERS = [Setting("auto", sizes=MESHES[0]), Setting("single")]
 # Many participants, each an EP group of its own.
 _LONELY = [Setting("explicit", sizes=(prod(MESHES[0]), 1, 1))]
 _MESHES_EACH = _one_each(_EVERY)
+_NVLINK = [
+    s for s in _EVERY if s.transport == "nvlink"
+]  # where there is one: what "auto" takes there
 
 if jax.process_count() == 1:
-    SETTINGS, EACH_MODE = _MESHES_EACH + _OTHERS, _MESHES_EACH + _OTHERS[:1]
+    SETTINGS, EACH_MODE = _MESHES_EACH + _NVLINK + _OTHERS, _MESHES_EACH + _OTHERS[:1]
     MORE = [s for s in _EVERY if s not in SETTINGS] + _LONELY
 else:  # what these processes run, each of them compiles
-    SETTINGS = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
+    SETTINGS = (_MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]) + _NVLINK[:1]
     EACH_MODE, MORE = (SETTINGS[1:], []) if jax.process_count() == 2 else ([], [])
 
 

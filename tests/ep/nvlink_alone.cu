@@ -1,5 +1,6 @@
-// The kernels of the transport "nvlink" without JAX and NCCL: two ranks on one GPU, one after the other, so that a
-// sanitizer may run them. The first waits in vain and fills what did not come with bits of 1; the second must be right.
+// The kernels of the transport "nvlink" without JAX and NCCL: four ranks on one GPU. All ranks at once must be right.
+// One after the other (--serial), so that a sanitizer may run them, all but the last wait in vain and fill what did not
+// come with bits of 1; the last must be right.
 
 #include <cuda_bf16.h>
 
@@ -23,7 +24,8 @@ using namespace expertmesh;
     }                                                                             \
   } while (0)
 
-constexpr int kRanks = 2, kTokens = 37, kChoices = 3, kLocal = 2, kCapacity = 70, kBlocks = 3;
+constexpr int kRanks = 4, kTokens = 37, kChoices = 3, kLocal = 2, kCapacity = 70, kBlocks = 3;
+constexpr int kCanary = 256;  // bytes behind what a kernel writes
 
 template <typename T>
 T* OnDevice(const std::vector<T>& values) {
@@ -38,6 +40,35 @@ std::vector<T> OnHost(const T* p, size_t count) {
   std::vector<T> values(count);
   CHECK(cudaMemcpy(values.data(), p, count * sizeof(T), cudaMemcpyDefault));
   return values;
+}
+
+void Require(bool holds, const char* what, int at);
+
+// Memory that a kernel writes, with a canary behind it.
+struct Written {
+  char* at = nullptr;
+  size_t bytes;
+
+  explicit Written(size_t size) : bytes(size) {
+    CHECK(cudaMalloc(&at, bytes + kCanary));
+    CHECK(cudaMemset(at, 0x5a, bytes + kCanary));
+  }
+  void Check() const {
+    for (char c : OnHost(at + bytes, kCanary)) Require(c == 0x5a, "canary", static_cast<int>(bytes));
+  }
+};
+
+// Launches all ranks: together, or one after the other beginning with `first`.
+template <typename F>
+void EachRank(bool serial, int first, F launch) {
+  static cudaStream_t streams[kRanks] = {};
+  for (int i = 0; i < kRanks; ++i) {
+    const int r = (first + i) % kRanks;
+    if (streams[r] == nullptr) CHECK(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+    CHECK(launch(r, streams[r]));
+    if (serial) CHECK(cudaDeviceSynchronize());
+  }
+  CHECK(cudaDeviceSynchronize());
 }
 
 void Require(bool holds, const char* what, int at) {
@@ -75,7 +106,7 @@ Routes Draw(std::mt19937& random) {
   return routes;
 }
 
-void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt19937& random) {
+void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int features, std::mt19937& random) {
   const int group = kRanks * kTokens;
   const Routes routes = Draw(random);
   const auto padded = [](int64_t value) { return (value + 15) / 16 * 16; };
@@ -85,9 +116,10 @@ void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt199
   *record = Record{};
   const int64_t stride = std::max(padded(bytes) + padded(more_bytes), padded(features * 4)), flags = kTokens * slices;
   const int64_t staging = (kFlags + kRanks * flags * 4 + 15) / 16 * 16;
+  std::vector<Written> written;
   char* windows[kRanks];
   for (int r = 0; r < kRanks; ++r) {
-    CHECK(cudaMalloc(&windows[r], staging + 2 * group * stride));
+    windows[r] = written.emplace_back(staging + 2 * group * stride).at;
     CHECK(cudaMemset(windows[r], 0, staging));
     CHECK(cudaMemset(windows[r] + staging, 0xff, 2 * group * stride));
   }
@@ -101,7 +133,7 @@ void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt199
     x[r].staging = staging;
     x[r].half = group * stride;
     x[r].stride = stride;
-    x[r].timeout = 20000000;
+    x[r].timeout = serial ? 20'000'000 : 20'000'000'000;
     x[r].rank = r;
     x[r].size = kRanks;
     x[r].tokens = kTokens;
@@ -119,28 +151,31 @@ void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt199
     for (int p = 0; p < num_parts; ++p) {
       tokens[p][r].resize(kTokens * part_bytes[p]);
       for (char& c : tokens[p][r]) c = static_cast<char>(random());
-      char* result = nullptr;
-      CHECK(cudaMalloc(&result, kCapacity * part_bytes[p]));
+      char* result = written.emplace_back(kCapacity * part_bytes[p]).at;
       parts[r][p] = Part{OnDevice(tokens[p][r]), result, part_bytes[p], p ? padded(bytes) : 0};
     }
   }
   for (int turn = 0; turn < 3; ++turn) {
-    for (int i = 0; i < kRanks; ++i) {
-      const int r = (turn + i) % kRanks;
-      CHECK(LaunchDispatch(x[r], parts[r], num_parts, kBlocks, nullptr));
-      CHECK(cudaDeviceSynchronize());
-    }
-    const int last = (turn + 1) % kRanks;
-    for (int p = 0; p < num_parts; ++p) {
-      const auto rows = OnHost(parts[last][p].result, kCapacity * part_bytes[p]);
-      for (int n = 0; n < kCapacity; ++n) {
-        const int c = routes.source[last][n], t = c / kChoices;
-        std::vector<char> want(part_bytes[p], 0);
-        if (c >= 0) std::memcpy(want.data(), &tokens[p][t / kTokens][t % kTokens * part_bytes[p]], part_bytes[p]);
-        Require(!std::memcmp(want.data(), &rows[n * part_bytes[p]], part_bytes[p]), "dispatch", n);
+    EachRank(serial, turn + 1, [&](int r, cudaStream_t stream) {
+      return LaunchDispatch(x[r], parts[r], num_parts, kBlocks, stream);
+    });
+    for (int r = 0; r < kRanks; ++r) {
+      if (serial && r != turn % kRanks) continue;
+      for (int p = 0; p < num_parts; ++p) {
+        const auto rows = OnHost(parts[r][p].result, kCapacity * part_bytes[p]);
+        for (int n = 0; n < kCapacity; ++n) {
+          const int c = routes.source[r][n], t = c / kChoices;
+          std::vector<char> want(part_bytes[p], 0);
+          if (c >= 0) std::memcpy(want.data(), &tokens[p][t / kTokens][t % kTokens * part_bytes[p]], part_bytes[p]);
+          Require(!std::memcmp(want.data(), &rows[n * part_bytes[p]], part_bytes[p]), "dispatch", n);
+        }
       }
     }
-    Require(record->epoch == static_cast<uint32_t>(turn + 1) && record->phase == 2, "the record of a wait", turn);
+    if (serial) {
+      Require(record->epoch == static_cast<uint32_t>(turn + 1) && record->phase == 2, "the record of a wait", turn);
+    } else {
+      Require(record->epoch == 0, "no rank waits in vain", turn);
+    }
   }
 
   std::vector<__nv_bfloat16> rows[kRanks];
@@ -149,33 +184,39 @@ void Run(int slices, int64_t bytes, int64_t more_bytes, int features, std::mt199
   for (int r = 0; r < kRanks; ++r) {
     for (int i = 0; i < kCapacity * features; ++i) rows[r].push_back(__float2bfloat16(static_cast<int>(random() % 17) - 8));
     held[r] = OnDevice(rows[r]);
-    CHECK(cudaMalloc(&out[r], kTokens * features * sizeof(__nv_bfloat16)));
+    out[r] = reinterpret_cast<__nv_bfloat16*>(written.emplace_back(kTokens * features * sizeof(__nv_bfloat16)).at);
   }
   for (Type wire : {Type::kF32, Type::kBF16, Type::kF16}) {
-    for (int r : {1, 0}) {
-      CHECK(LaunchCombine(x[r], held[r], out[r], features, Type::kBF16, wire, kBlocks, nullptr));
-      CHECK(cudaDeviceSynchronize());
-    }
-    const auto sums = OnHost(out[0], kTokens * features);
-    for (int t = 0; t < kTokens; ++t) {
-      for (int f = 0; f < features; ++f) {
-        float want = 0;  // of small integers: exact in every type
-        for (int k = 0; k < kChoices; ++k) {
-          const int s = routes.slot[0][t * kChoices + k];
-          if (s >= 0) want += __bfloat162float(rows[s / kCapacity][s % kCapacity * features + f]);
+    EachRank(serial, 1, [&](int r, cudaStream_t stream) {
+      return LaunchCombine(x[r], held[r], out[r], features, Type::kBF16, wire, kBlocks, stream);
+    });
+    for (int r = 0; r < kRanks; ++r) {
+      if (serial && r != 0) continue;
+      const auto sums = OnHost(out[r], kTokens * features);
+      for (int t = 0; t < kTokens; ++t) {
+        for (int f = 0; f < features; ++f) {
+          float want = 0;  // of small integers: exact in every type
+          for (int k = 0; k < kChoices; ++k) {
+            const int s = routes.slot[r][t * kChoices + k];
+            if (s >= 0) want += __bfloat162float(rows[s / kCapacity][s % kCapacity * features + f]);
+          }
+          Require(__bfloat162float(sums[t * features + f]) == want, "combine", t);
         }
-        Require(__bfloat162float(sums[t * features + f]) == want, "combine", t);
       }
     }
   }
+  for (const Written& memory : written) memory.Check();
 }
 
-int main() {
+int main(int count, char**) {
+  const bool serial = count > 1;
   CHECK(LoadKernels());
   std::mt19937 random(0);
-  Run(1, 48, 0, 24, random);
-  Run(4, 4096, 20, 1024, random);
-  Run(1, 14, 3, 7, random);
-  Run(8, 528, 8, 264, random);
+  Run(serial, 1, 48, 0, 24, random);
+  Run(serial, 4, 4096, 20, 1024, random);
+  Run(serial, 1, 14, 3, 7, random);
+  Run(serial, 8, 528, 8, 264, random);
+  Run(serial, 2, 4096, 128, 4096, random);
+  Run(serial, 1, 36864, 224, 18432, random);  // more than a warp's room
   std::printf("ok\n");
 }

@@ -57,3 +57,8 @@ def test_the_migration_page_names_options_of_the_block():
 def test_the_performance_page_is_made_from_the_results():
     command = [sys.executable, ROOT / "docs/performance.py", "--check"]
     assert subprocess.run(command).returncode == 0, "run `python docs/performance.py`"
+
+
+def test_the_figures_of_the_exchange_are_made_from_the_results():
+    command = [sys.executable, ROOT / "docs/exchange.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python docs/exchange.py`"

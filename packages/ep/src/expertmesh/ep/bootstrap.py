@@ -9,10 +9,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core.specs import constrain, pad_spec
+from expertmesh.core.support import platform_of
 from expertmesh.ep.capacity import most_rows
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, prepare
-from expertmesh.ep.transports import cheapest
+from expertmesh.ep.transports import fastest
 
 __all__ = ["EpGroup", "bootstrap"]
 
@@ -72,7 +73,7 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
         raise ValueError(f"bootstrap: top_k must be an int >= 1; got top_k={top_k!r}; pass K")
     topk_idx, x = _operands(config, tokens, top_k)
     handle = jax.eval_shape(partial(prepare, config=config), topk_idx)
-    group = _describe(config, handle, x.dtype)
+    group = _describe(config, handle, x.dtype, platform_of(x))
     if group.capacity > group.max_rows:
         raise ValueError(
             "bootstrap: capacity must be at most the rows that a group can send to one rank; got "
@@ -104,13 +105,13 @@ def _operands(config, tokens, top_k):
     return choices, put(values, sharding, tokens.dtype)
 
 
-def _describe(config, handle: Handle, dtype) -> EpGroup:
+def _describe(config, handle: Handle, dtype, platform) -> EpGroup:
     (participants, capacity), ep_size = handle.source.shape, handle.ep_size
     _, group_tokens, top_k = handle.row.shape
     tokens_per_rank, experts_per_rank = group_tokens // ep_size, config.num_experts // ep_size
     name = config.transport
     if name == "auto":
-        name = cheapest(tokens_per_rank, top_k, capacity, ep_size, jnp.dtype(dtype).itemsize)
+        name = fastest(tokens_per_rank, top_k, capacity, ep_size, dtype, platform)
     return EpGroup(
         ep_size=ep_size,
         num_participants=participants,

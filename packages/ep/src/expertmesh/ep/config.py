@@ -1,8 +1,10 @@
 """What an expert-parallel exchange is: EpConfig."""
 
 import dataclasses
+import re
 
 TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged", "nvlink")
+SMS = re.compile(r"nvlink:([1-9]\d*)")
 OVERFLOW_POLICIES = ("drop", "error")
 
 
@@ -17,8 +19,9 @@ class EpConfig:
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
       transport: "local" (EP size 1), "ring" (all-gather tokens, reduce-scatter sums), "all_to_all" (one block per
         peer), "ragged" (the filled part of the blocks; not on CPU, and slow on NVIDIA GPUs), "nvlink" (stores to the
-        memory of peers; NVIDIA GPUs that reach each other's), or "auto": the one of the first three that moves the
-        fewest bytes.
+        memory of peers; NVIDIA GPUs that reach each other's), "nvlink:48" (the same on at most 48 SMs), or "auto":
+        "nvlink" where all GPUs of the job are known to reach each other over NVLink and its kernels can be compiled,
+        else the one of the first three that moves the fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
         context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
       overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the
@@ -54,11 +57,7 @@ class EpConfig:
                     f"EpConfig: capacity must be a multiple of alignment; got capacity={self.capacity}, "
                     f"alignment={self.alignment}; round it up, as recv_capacity does"
                 )
-        if self.transport not in TRANSPORTS:
-            raise ValueError(
-                f"EpConfig: transport must be one of {', '.join(TRANSPORTS)}; "
-                f"got transport={self.transport!r}; use 'auto'"
-            )
+        check_transport("EpConfig", self.transport)
         if self.overflow not in OVERFLOW_POLICIES:
             raise ValueError(
                 f"EpConfig: overflow must be one of {', '.join(OVERFLOW_POLICIES)}; "
@@ -72,6 +71,16 @@ class EpConfig:
                 f"EpConfig: axis must be a mesh axis name, a tuple of names or None; "
                 f"got axis={self.axis!r}; write for example axis='ep'"
             )
+
+
+def check_transport(function, name):
+    limit = SMS.fullmatch(name) if isinstance(name, str) else None
+    if name in TRANSPORTS or limit and int(limit[1]) >= 2:
+        return
+    raise ValueError(
+        f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs; "
+        f"got transport={name!r}; use 'auto'"
+    )
 
 
 def _check_size(name, value):

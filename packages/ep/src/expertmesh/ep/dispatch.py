@@ -21,7 +21,7 @@ from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
-from expertmesh.ep.config import TRANSPORTS, EpConfig
+from expertmesh.ep.config import EpConfig, check_transport
 from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
 from expertmesh.ep.transports import choose, choose_blocks
 from expertmesh.ep.wire import Wire, from_bytes, scale_of_zeros, to_bytes, travels
@@ -403,10 +403,7 @@ _dispatch_weights = differentiable(_dispatch_weights_fwd, _dispatch_weights_bwd)
 
 def _transport(function, handle, name):
     name = handle.transport if name is None else name
-    if name not in TRANSPORTS:
-        raise ValueError(
-            f"{function}: transport must be one of {', '.join(TRANSPORTS)}; got transport={name!r}; use 'auto'"
-        )
+    check_transport(function, name)
     return name
 
 

@@ -8,13 +8,18 @@
 //   combine:  a rank adds up its rows of token t of rank s in float32, stores the sum at s as staging row
 //             rank * T + t, then the flag; s adds up what came, in order of ranks.
 //
-// A flag is the epoch's number, so that it is never reset: a larger one says that its rank is further on. A half is written again two exchanges later: a sender first
-// waits until every peer has finished the exchange before the last (`done`). Only that and a missing flag are waited
-// for, and senders are the first blocks of the grid, so that they run even if the waiting ones fill the device.
+// A flag is the epoch's number, so that it is never reset: a larger one says that its rank is further on. A half is
+// written again two exchanges later: a sender first waits until every peer has finished the exchange before the last
+// (`done`). Only that and a missing flag are waited for, and senders are the first blocks of the grid, so that they run
+// even if the waiting ones fill the device.
+//
+// Rows of whole words of 16 bytes go through shared memory, a room for each warp (bulk.h): more bytes are on the way than
+// registers hold, so that few SMs suffice. Others go through registers.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "bulk.h"
 #include "exchange.h"
 
 namespace expertmesh {
@@ -113,93 +118,29 @@ __device__ uint32_t Epoch(const Exchange& x) {
   return *reinterpret_cast<volatile uint32_t*>(&ControlOf(x, x.rank)->epoch) + 1;
 }
 
-// The ranks that hold a row of token t, as bits.
-__device__ uint64_t RanksOf(const Exchange& x, int64_t t, int lane) {
-  int32_t slot = lane < x.choices ? x.slot[t * x.choices + lane] : -1;
+// The ranks that hold a row of a token, as bits; each lane holds the slot of a choice.
+__device__ uint64_t RanksOf(const Exchange& x, int32_t slot) {
   int rank = slot < 0 ? -1 : slot / x.capacity;
   uint32_t low = __reduce_or_sync(kAll, rank >= 0 && rank < 32 ? 1u << rank : 0u);
   uint32_t high = __reduce_or_sync(kAll, rank >= 32 ? 1u << (rank - 32) : 0u);
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-template <typename V>
-__device__ V LoadFresh(const V* p) {
-  return __ldcg(p);
+// A lane's choice of a token in a map [tokens, K].
+__device__ int32_t Choice(const Exchange& x, const int32_t* map, int64_t token, int lane) {
+  return lane < x.choices ? map[token * x.choices + lane] : -1;
 }
 
-template <typename V>
-__device__ V Filled(unsigned char byte) {
-  V v;
-  memset(&v, byte, sizeof(V));
-  return v;
-}
+// Part of a row of every rank that is in `ranks`; its flags are not set yet.
+struct Sent {
+  uint64_t ranks;
+  int token, slice;
+};
 
-// NVIDIA H200, 2026-11-22: see docs/dev/performance-log.md.
-constexpr int kUnroll = 8;  // words that a lane has on the way at once when it copies
-constexpr int kSums = 3;    // packs that a lane adds up at once, of two rows each
-
-// Copies words of a row to every rank of `ranks`.
-template <typename V>
-__device__ void Push(const Exchange& x, const char* source, Range words, uint64_t ranks, uint32_t epoch, int64_t row,
-                     int64_t offset, int lane) {
-  const V* from = reinterpret_cast<const V*>(source);
-  for (int first = words.begin + lane; first < words.end; first += 32 * kUnroll) {
-    V v[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + 32 * u < words.end) v[u] = __ldg(from + first + 32 * u);
-    }
-    for (uint64_t left = ranks; left; left &= left - 1) {
-      V* to = reinterpret_cast<V*>(StagingRow(x, __ffsll(left) - 1, epoch, row) + offset);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (first + 32 * u < words.end) to[first + 32 * u] = v[u];
-      }
-    }
-  }
-}
-
-// Copies words of a row to the rows that the lanes in `lanes` hold the numbers of; all bits 1 if they did not come.
-template <typename V>
-__device__ void Spread(const char* source, char* result, int64_t bytes, Range words, unsigned lanes, int32_t row,
-                       bool came, int lane) {
-  const V* from = reinterpret_cast<const V*>(source);
-  for (int first = words.begin; first < words.end; first += 32 * kUnroll) {
-    V v[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      int i = first + lane + 32 * u;
-      v[u] = Filled<V>(0xff);
-      if (i < words.end && came) v[u] = LoadFresh(from + i);
-    }
-    for (unsigned left = lanes; left; left &= left - 1) {
-      V* to = reinterpret_cast<V*>(result + __shfl_sync(kAll, row, __ffs(left) - 1) * bytes);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        int i = first + lane + 32 * u;
-        if (i < words.end) to[i] = v[u];
-      }
-    }
-  }
-}
-
-template <typename V>
-__device__ void Clear(char* result, Range words, int lane) {
-  V* to = reinterpret_cast<V*>(result);
-  for (int i = words.begin + lane; i < words.end; i += 32) to[i] = Filled<V>(0);
-}
-
-// The widest type that divides a row; staging rows and arrays begin at multiples of 16 bytes.
-template <typename F>
-__device__ void WithUnit(int64_t bytes, F f) {
-  if (bytes % 16 == 0) {
-    f(uint4{});
-  } else if (bytes % 4 == 0) {
-    f(uint32_t{});
-  } else if (bytes % 2 == 0) {
-    f(static_cast<unsigned short>(0));
-  } else {
-    f(static_cast<unsigned char>(0));
+// What was sent is there; each lane says so to its ranks.
+__device__ void Flag(const Exchange& x, uint32_t epoch, const Sent& sent, int lane) {
+  for (int r = lane; r < x.size; r += 32) {
+    if (sent.ranks >> r & 1) StoreRelease(FlagOf(x, r, x.rank, sent.token, sent.slice), epoch);
   }
 }
 
@@ -208,66 +149,252 @@ struct Parts {
   int count;
 };
 
-__global__ void __launch_bounds__(32 * kWarps, 1)
-    Dispatch(const __grid_constant__ Exchange x, const __grid_constant__ Parts parts) {
-  const uint32_t epoch = Epoch(x);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool sends = blockIdx.x < x.senders;
-  const int first = (sends ? blockIdx.x : blockIdx.x - x.senders) * kWarps + warp;
-  const int warps = (sends ? x.senders : gridDim.x - x.senders) * kWarps;
-  if (sends) {
-    const bool free = WaitUntilFree(x, epoch);
-    for (int i = first; free && i < x.tokens * x.slices; i += warps) {
-      const int t = i / x.slices, slice = i % x.slices;
-      const uint64_t ranks = RanksOf(x, t, lane) & ~(1ull << x.rank);
-      if (!ranks) continue;
-      const int row = x.rank * x.tokens + t;
+template <typename V>
+__device__ V Filled(unsigned char byte) {
+  V v;
+  memset(&v, byte, sizeof(V));
+  return v;
+}
+
+// What a warp has to do: it is number `first` of `warps` that send, or of those that receive.
+struct Role {
+  int lane, warp, first, warps;
+  bool sends;
+
+  __device__ explicit Role(const Exchange& x)
+      : lane(threadIdx.x % 32), warp(threadIdx.x / 32), sends(blockIdx.x < x.senders) {
+    first = (sends ? blockIdx.x : blockIdx.x - x.senders) * kWarps + warp;
+    warps = (sends ? x.senders : gridDim.x - x.senders) * kWarps;
+  }
+};
+
+extern __shared__ __align__(128) char shared[];
+
+__device__ Room RoomOf(const Role& role) { return Room(shared, kWarps, role.warp, role.lane); }
+
+// Moves rows whose parts are multiples of 16 bytes: a staging row is its parts, one after the other.
+struct BulkRows {
+  Room room;
+
+  __device__ explicit BulkRows(const Role& role) : room(RoomOf(role)) {}
+
+  __device__ static int64_t Bytes(const Parts& parts) {
+    const Part& last = parts.part[parts.count - 1];
+    return last.offset + last.row_bytes;
+  }
+
+  // Calls f(begin, bytes) with what a part has of bytes [at, at + count) of a staging row.
+  template <typename F>
+  __device__ static void Cut(const Part& part, int64_t at, int count, F f) {
+    const int64_t begin = max(at, part.offset), end = min(at + count, part.offset + part.row_bytes);
+    if (begin < end) f(begin, static_cast<int>(end - begin));
+  }
+
+  __device__ void FetchToken(const Parts& parts, int64_t token, int64_t at, int count, int lane) {
+    room.Expect(count, lane);
+    if (lane < parts.count) {
+      const Part& part = parts.part[lane];
+      Cut(part, at, count, [&](int64_t begin, int bytes) {
+        room.Fetch(begin - at, part.source + token * part.row_bytes + begin - part.offset, bytes);
+      });
+    }
+  }
+
+  template <typename Settle>
+  __device__ void Send(const Exchange& x, const Parts& parts, uint32_t epoch, const Sent& next, int lane,
+                       Settle settle) {
+    const Range words = Slice(x, next.slice, Bytes(parts) / 16);
+    const int64_t row = x.rank * x.tokens + next.token;
+    for (int64_t at = words.begin * 16; at < words.end * 16; at += kRoom) {
+      const int count = min(static_cast<int64_t>(kRoom), words.end * 16 - at);
+      Room::AwaitRead();
+      FetchToken(parts, next.token, at, count, lane);
+      room.Await();
+      if (at == words.begin * 16) settle();
+      for (int r = lane; r < x.size; r += 32) {
+        if (next.ranks >> r & 1) room.Store(0, StagingRow(x, r, epoch, row) + at, count);
+      }
+      Room::Commit();
+    }
+  }
+
+  // Until what a lane has stored is there.
+  __device__ static void AwaitSent() { Room::AwaitStored(); }
+
+  // Rows without a token, in turn between warps and lanes: they are often next to each other.
+  __device__ void Clear(const Exchange& x, const Parts& parts, int first, int warps, int lane) {
+    Fill(0, lane);
+    const int64_t groups = (x.capacity + 31) / 32;
+    for (int64_t g = first; g < groups; g += warps) {
+      const int64_t n = lane * groups + g;
+      if (n >= x.capacity || x.source[n] >= 0) continue;
       for (int p = 0; p < parts.count; ++p) {
         const Part& part = parts.part[p];
-        WithUnit(part.row_bytes, [&](auto unit) {
-          using V = decltype(unit);
-          const Range words = Slice(x, slice, part.row_bytes / sizeof(V));
-          Push<V>(x, part.source + t * part.row_bytes, words, ranks, epoch, row, part.offset, lane);
-        });
-      }
-      __threadfence_system();
-      __syncwarp();
-      for (int r = lane; r < x.size; r += 32) {
-        if (ranks >> r & 1) StoreRelease(FlagOf(x, r, x.rank, t, slice), epoch);
+        for (int64_t at = 0; at < part.row_bytes; at += kRoom) {
+          room.Store(0, part.result + n * part.row_bytes + at, min(static_cast<int64_t>(kRoom), part.row_bytes - at));
+        }
       }
     }
+    Room::Commit();
+  }
+
+  __device__ void Receive(const Exchange& x, const Parts& parts, uint32_t epoch, int s, int t, int slice,
+                          int32_t held, bool came, int lane) {
+    const Range words = Slice(x, slice, Bytes(parts) / 16);
+    for (int64_t at = words.begin * 16; at < words.end * 16; at += kRoom) {
+      const int count = min(static_cast<int64_t>(kRoom), words.end * 16 - at);
+      Room::AwaitRead();
+      if (s == x.rank) {
+        FetchToken(parts, t, at, count, lane);
+        room.Await();
+      } else if (came) {
+        room.Expect(count, lane);
+        if (lane == 0) {
+          Room::ShowMemory();
+          room.Fetch(0, StagingRow(x, x.rank, epoch, s * x.tokens + t) + at, count);
+        }
+        room.Await();
+      } else {
+        Fill(0xff, lane);
+      }
+      if (held >= 0) {
+        for (int p = 0; p < parts.count; ++p) {
+          const Part& part = parts.part[p];
+          Cut(part, at, count, [&](int64_t begin, int bytes) {
+            room.Store(begin - at, part.result + held * part.row_bytes + begin - part.offset, bytes);
+          });
+        }
+      }
+      Room::Commit();
+    }
+  }
+
+  __device__ void Fill(unsigned char byte, int lane) {
+    for (int i = lane * 16; i < kRoom; i += 32 * 16) *reinterpret_cast<uint4*>(room.At(i)) = Filled<uint4>(byte);
+    Room::ShowRoom();
+    __syncwarp();
+  }
+};
+
+// The widest type that divides a row; staging rows and arrays begin at multiples of 16 bytes.
+template <typename F>
+__device__ void WithUnit(int64_t bytes, F f) {
+  if (bytes % 4 == 0) {
+    f(uint32_t{});
+  } else if (bytes % 2 == 0) {
+    f(static_cast<unsigned short>(0));
   } else {
+    f(static_cast<unsigned char>(0));
+  }
+}
+
+// Moves rows of any length, through registers.
+struct AnyRows {
+  __device__ explicit AnyRows(const Role&) {}
+
+  template <typename F>
+  __device__ static void EachPart(const Exchange& x, const Parts& parts, int slice, F f) {
+    for (int p = 0; p < parts.count; ++p) {
+      const Part& part = parts.part[p];
+      WithUnit(part.row_bytes, [&](auto unit) { f(part, Slice(x, slice, part.row_bytes / sizeof(unit)), unit); });
+    }
+  }
+
+  template <typename Settle>
+  __device__ void Send(const Exchange& x, const Parts& parts, uint32_t epoch, const Sent& next, int lane,
+                       Settle settle) {
+    settle();
+    const int64_t row = x.rank * x.tokens + next.token;
+    EachPart(x, parts, next.slice, [&](const Part& part, Range words, auto unit) {
+      using V = decltype(unit);
+      const V* from = reinterpret_cast<const V*>(part.source + next.token * part.row_bytes);
+      for (int i = words.begin + lane; i < words.end; i += 32) {
+        const V v = from[i];
+        for (uint64_t left = next.ranks; left; left &= left - 1) {
+          reinterpret_cast<V*>(StagingRow(x, __ffsll(left) - 1, epoch, row) + part.offset)[i] = v;
+        }
+      }
+    });
+  }
+
+  __device__ static void AwaitSent() {
+    __threadfence_system();
+    __syncwarp();
+  }
+
+  __device__ void Clear(const Exchange& x, const Parts& parts, int first, int warps, int lane) {
     for (int64_t i = first; i < static_cast<int64_t>(x.capacity) * x.slices; i += warps) {
       const int64_t n = i / x.slices;
       if (x.source[n] >= 0) continue;
-      for (int p = 0; p < parts.count; ++p) {
-        const Part& part = parts.part[p];
-        WithUnit(part.row_bytes, [&](auto unit) {
-          using V = decltype(unit);
-          const Range words = Slice(x, static_cast<int>(i % x.slices), part.row_bytes / sizeof(V));
-          Clear<V>(part.result + n * part.row_bytes, words, lane);
-        });
-      }
+      EachPart(x, parts, static_cast<int>(i % x.slices), [&](const Part& part, Range words, auto unit) {
+        using V = decltype(unit);
+        V* to = reinterpret_cast<V*>(part.result + n * part.row_bytes);
+        for (int i = words.begin + lane; i < words.end; i += 32) to[i] = Filled<V>(0);
+      });
     }
+  }
+
+  __device__ void Receive(const Exchange& x, const Parts& parts, uint32_t epoch, int s, int t, int slice,
+                          int32_t held, bool came, int lane) {
+    const unsigned lanes = __ballot_sync(kAll, held >= 0);
+    EachPart(x, parts, slice, [&](const Part& part, Range words, auto unit) {
+      using V = decltype(unit);
+      const char* source = s == x.rank ? part.source + t * part.row_bytes
+                                       : StagingRow(x, x.rank, epoch, s * x.tokens + t) + part.offset;
+      for (int first = words.begin; first < words.end; first += 32) {  // all lanes take part in shuffles
+        const int i = first + lane;
+        V v = Filled<V>(0xff);
+        if (i < words.end && came) v = __ldcg(reinterpret_cast<const V*>(source) + i);
+        for (unsigned left = lanes; left; left &= left - 1) {
+          char* to = part.result + __shfl_sync(kAll, held, __ffs(left) - 1) * part.row_bytes;
+          if (i < words.end) reinterpret_cast<V*>(to)[i] = v;
+        }
+      }
+    });
+  }
+};
+
+template <typename Rows>
+__global__ void __launch_bounds__(32 * kWarps, 1)
+    Dispatch(const __grid_constant__ Exchange x, const __grid_constant__ Parts parts) {
+  const uint32_t epoch = Epoch(x);
+  const Role role(x);
+  const int lane = role.lane;
+  Rows rows(role);
+  if (role.sends) {
+    const int count = WaitUntilFree(x, epoch) ? x.tokens * x.slices : 0;
+    Sent sent{};
+    const auto settle = [&] {
+      Rows::AwaitSent();
+      Flag(x, epoch, sent, lane);
+    };
+    int32_t slot = role.first < count ? Choice(x, x.slot, role.first / x.slices, lane) : -1;
+    for (int i = role.first; i < count; i += role.warps) {
+      const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
+      if (i + role.warps < count) slot = Choice(x, x.slot, (i + role.warps) / x.slices, lane);
+      if (!next.ranks) continue;
+      rows.Send(x, parts, epoch, next, lane, settle);
+      sent = next;
+    }
+    settle();
+  } else {
+    rows.Clear(x, parts, role.first, role.warps, lane);
     // Tokens in the order in which they are sent, of all ranks in turn.
-    for (int i = first; i < x.size * x.tokens * x.slices; i += warps) {
+    const int count = x.size * x.tokens * x.slices;
+    const auto held_of = [&](int i) {
+      const int s = i / x.slices % x.size, t = i / x.slices / x.size;
+      return Choice(x, x.row, static_cast<int64_t>(s) * x.tokens + t, lane);
+    };
+    int32_t next = role.first < count ? held_of(role.first) : -1;
+    for (int i = role.first; i < count; i += role.warps) {
       const int slice = i % x.slices, s = i / x.slices % x.size, t = i / x.slices / x.size;
-      const int row = s * x.tokens + t;
-      const int32_t held = lane < x.choices ? x.row[static_cast<int64_t>(row) * x.choices + lane] : -1;
-      const unsigned lanes = __ballot_sync(kAll, held >= 0);
-      if (!lanes) continue;
+      const int32_t held = next;
+      if (i + role.warps < count) next = held_of(i + role.warps);
+      if (!__ballot_sync(kAll, held >= 0)) continue;
       const bool came = s == x.rank || WaitForRow(x, epoch, s, t, slice, lane);
-      for (int p = 0; p < parts.count; ++p) {
-        const Part& part = parts.part[p];
-        const char* source = s == x.rank ? part.source + t * part.row_bytes
-                                         : StagingRow(x, x.rank, epoch, row) + part.offset;
-        WithUnit(part.row_bytes, [&](auto unit) {
-          using V = decltype(unit);
-          const Range words = Slice(x, slice, part.row_bytes / sizeof(V));
-          Spread<V>(source, part.result, part.row_bytes, words, lanes, held, came, lane);
-        });
-      }
+      rows.Receive(x, parts, epoch, s, t, slice, held, came, lane);
     }
+    Rows::AwaitSent();
   }
   Finish(x, epoch);
 }
@@ -295,159 +422,240 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T v[N];
 };
 
-// N elements, past the first-level cache: staging rows change while the kernel runs.
-template <typename T, int N>
-__device__ Pack<T, N> LoadPack(const char* p) {
-  Pack<T, N> pack;
-  if constexpr (sizeof(pack) % 16 == 0) {
-    uint4 words[sizeof(pack) / 16];
-#pragma unroll
-    for (int w = 0; w < sizeof(pack) / 16; ++w) words[w] = __ldcg(reinterpret_cast<const uint4*>(p) + w);
-    memcpy(&pack, words, sizeof(pack));
-  } else if constexpr (sizeof(pack) == 8) {
-    uint2 words = __ldcg(reinterpret_cast<const uint2*>(p));
-    memcpy(&pack, &words, sizeof(pack));
-  } else if constexpr (sizeof(pack) == 4) {
-    const unsigned word = __ldcg(reinterpret_cast<const unsigned*>(p));
-    memcpy(&pack, &word, sizeof(pack));
-  } else {
-    const unsigned short word = __ldcg(reinterpret_cast<const unsigned short*>(p));
-    memcpy(&pack, &word, sizeof(pack));
+// What is added up to one row: lane j < count knows where term j lies. `own` terms after the first `before` are this
+// rank's rows, of type T; the others are sums that came, of type W. The sum of own terms is rounded to W, as those that
+// came were.
+struct Terms {
+  const char* at;
+  int before, own, count;
+
+  __device__ const char* Term(int j) const {
+    return reinterpret_cast<const char*>(__shfl_sync(kAll, reinterpret_cast<unsigned long long>(at), j));
   }
-  return pack;
-}
-
-// The packs of a row that a lane has in one step; past the end the last one again, so that all lanes take part in
-// shuffles. Only packs in front of the end are stored.
-struct Step {
-  int first, end, lane;
-
-  __device__ int64_t At(int u) const { return min(first + 32 * u + lane, end - 1); }
-  __device__ bool Stores(int u) const { return first + 32 * u + lane < end; }
+  __device__ bool Own(int j) const { return j >= before && j < before + own; }
 };
 
-// Adds this rank's rows of a token, in order of choices.
-template <typename T, int N>
-__device__ void AddRows(float (&sum)[kSums][N], const char* rows, int64_t bytes, const Step& step, unsigned lanes,
-                        int32_t row) {
-  // Two rows are on the way at once.
-  for (unsigned left = lanes; left;) {
-    const int one = __ffs(left) - 1;
-    left &= left - 1;
-    const bool second = left;
-    const int other = second ? __ffs(left) - 1 : one;
-    left &= left - 1;
-    const char* from = rows + __shfl_sync(kAll, row, one) * bytes;
-    const char* then = rows + __shfl_sync(kAll, row, other) * bytes;
-    Pack<T, N> a[kSums], b[kSums];
+constexpr float kMissing = __builtin_nanf("");
+
+// Eight elements.
+template <typename T>
+struct Word {
+  Pack<T, 8> pack;
+
+  __device__ void AddTo(float (&sum)[8]) const {
 #pragma unroll
-    for (int u = 0; u < kSums; ++u) a[u] = LoadPack<T, N>(from + step.At(u) * N * sizeof(T));
-    if (second) {
+    for (int n = 0; n < 8; ++n) sum[n] += Wide(pack.v[n]);
+  }
+};
+
+template <>
+struct Word<__nv_bfloat16> {
+  uint4 words;
+
+  __device__ void AddTo(float (&sum)[8]) const {
+    const uint32_t pairs[] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-      for (int u = 0; u < kSums; ++u) b[u] = LoadPack<T, N>(then + step.At(u) * N * sizeof(T));
+    for (int n = 0; n < 4; ++n) {
+      sum[2 * n] += __uint_as_float(pairs[n] << 16);
+      sum[2 * n + 1] += __uint_as_float(pairs[n] & 0xffff0000u);
     }
+  }
+};
+
+// Adds a word of each of `count` terms that lie `slot` bytes apart in shared memory; four are read at once.
+template <typename T>
+__device__ void AddTerms(float (&sum)[8], const char* from, int slot, int count) {
+  int j = 0;
+  for (; j + 4 <= count; j += 4) {
+    Word<T> words[4];
 #pragma unroll
-    for (int u = 0; u < kSums; ++u) {
+    for (int u = 0; u < 4; ++u) words[u] = *reinterpret_cast<const Word<T>*>(from + (j + u) * slot);
 #pragma unroll
-      for (int n = 0; n < N; ++n) sum[u][n] += Wide(a[u].v[n]);
-    }
-    if (second) {
+    for (int u = 0; u < 4; ++u) words[u].AddTo(sum);
+  }
+  for (; j < count; ++j) reinterpret_cast<const Word<T>*>(from + j * slot)->AddTo(sum);
+}
+
+// Adds rows whose elements come in eights. A piece of every term is fetched while the one before it is added up.
+template <typename T, typename W>
+struct BulkSums {
+  static constexpr int kElements = 8;
+  static constexpr int kWord = kElements * (sizeof(T) > sizeof(W) ? sizeof(T) : sizeof(W));
+  static constexpr int kSums = 4;  // pieces of sums that are in the room
+  static constexpr int kSumBytes = 1024;
+  static constexpr int kTermBytes = (kRoom - kSums * kSumBytes) / 2;  // of a piece of all terms; there are two
+  Room room;
+  uint32_t stored = 0;  // pieces of sums
+
+  __device__ explicit BulkSums(const Role& role) : room(RoomOf(role)) {}
+
+  // Words of each term that are in the room at once.
+  __device__ static int Most(int terms) {
+    const int most = min(kSumBytes, kTermBytes / max(terms, 1)) / kWord;
+    return most > 32 ? most / 32 * 32 : most;
+  }
+
+  // Writes words of the sum; `settle` is called before the first is stored.
+  template <typename Out, typename Settle>
+  __device__ void Add(const Terms& terms, Range words, char* out, bool came, int lane, Settle settle) {
+    const int most = Most(terms.count), slot = most * kWord, after = terms.before + terms.own;
+    const int pieces = (words.end - words.begin + most - 1) / most;
+    if (terms.own < terms.count) Room::ShowMemory();
+    const auto first = [&](int piece) { return (words.begin + static_cast<int64_t>(piece) * most) * kElements; };
+    const auto length = [&](int piece) { return min(most, words.end - words.begin - piece * most) * kElements; };
+    const auto fetch = [&](int piece) {
+      const int count = length(piece);
+      room.Expect(count * (terms.own * sizeof(T) + (terms.count - terms.own) * sizeof(W)), lane);
+      if (lane >= terms.count) return;
+      const int size = terms.Own(lane) ? sizeof(T) : sizeof(W);
+      room.Fetch((piece & 1) * kTermBytes + lane * slot, terms.at + first(piece) * size, count * size);
+    };
+    fetch(0);
+    for (int piece = 0; piece < pieces; ++piece) {
+      if (piece + 1 < pieces) fetch(piece + 1);
+      const int count = length(piece);
+      const char* from = room.At((piece & 1) * kTermBytes);
+      const int64_t sum_at = 2 * kTermBytes + (stored++ % kSums) * kSumBytes;
+      room.Await();
+      Room::AwaitRead<kSums - 1>();
+      for (int i = lane * kElements; i < count; i += 32 * kElements) {
+        float total[kElements] = {}, sum[kElements] = {};
+        AddTerms<W>(total, from + i * sizeof(W), slot, terms.before);
+        if (terms.own > 0) {
+          AddTerms<T>(sum, from + terms.before * slot + i * sizeof(T), slot, terms.own);
 #pragma unroll
-      for (int u = 0; u < kSums; ++u) {
+          for (int n = 0; n < kElements; ++n) total[n] += Wide(Narrow<W>(sum[n]));
+        }
+        AddTerms<W>(total, from + after * slot + i * sizeof(W), slot, terms.count - after);
+        Pack<Out, kElements> pack;
 #pragma unroll
-        for (int n = 0; n < N; ++n) sum[u][n] += Wide(b[u].v[n]);
+        for (int n = 0; n < kElements; ++n) pack.v[n] = Narrow<Out>(came ? total[n] : kMissing);
+        *reinterpret_cast<Pack<Out, kElements>*>(room.At(sum_at) + i * sizeof(Out)) = pack;
       }
+      Room::ShowRoom();
+      __syncwarp();
+      if (piece == 0) settle();
+      if (lane == 0) room.Store(sum_at, out + first(piece) * sizeof(Out), count * sizeof(Out));
+      Room::Commit();
     }
   }
-}
 
-template <typename W, int N>
-__device__ void StoreSums(const float (&sum)[kSums][N], char* to, const Step& step) {
-#pragma unroll
-  for (int u = 0; u < kSums; ++u) {
-    Pack<W, N> pack;
-#pragma unroll
-    for (int n = 0; n < N; ++n) pack.v[n] = Narrow<W>(sum[u][n]);
-    if (step.Stores(u)) *reinterpret_cast<Pack<W, N>*>(to + step.At(u) * N * sizeof(W)) = pack;
+  __device__ static void AwaitSent() {
+    Room::AwaitStored();
+    __syncwarp();
   }
+};
+
+// The same for rows of any length: one element after the other.
+template <typename T, typename W>
+struct AnySums {
+  static constexpr int kElements = 1;
+
+  __device__ explicit AnySums(const Role&) {}
+
+  template <typename Out, typename Settle>
+  __device__ void Add(const Terms& terms, Range words, char* out, bool came, int lane, Settle settle) {
+    settle();
+    for (int first = words.begin; first < words.end; first += 32) {
+      const int64_t i = min(first + lane, words.end - 1);  // all lanes take part in shuffles
+      float total = 0, sum = 0;
+      for (int j = 0; j < terms.count; ++j) {
+        const char* from = terms.Term(j);
+        if (terms.Own(j)) {
+          sum += Wide(__ldcg(reinterpret_cast<const T*>(from) + i));
+          if (!terms.Own(j + 1)) total += Wide(Narrow<W>(sum));
+        } else {
+          total += Wide(__ldcg(reinterpret_cast<const W*>(from) + i));
+        }
+      }
+      if (first + lane < words.end) reinterpret_cast<Out*>(out)[i] = Narrow<Out>(came ? total : kMissing);
+    }
+  }
+
+  __device__ static void AwaitSent() { AnyRows::AwaitSent(); }
+};
+
+__device__ int NthBit(uint64_t bits, int n) {
+  for (int i = 0; i < n; ++i) bits &= bits - 1;
+  return __ffsll(bits) - 1;
 }
 
-template <typename T, typename W, int N>
+// The rows that the lanes hold the numbers of, after `before` other terms.
+__device__ int64_t OwnRow(int32_t held, unsigned lanes, int before, int lane) {
+  const bool is_own = lane >= before && lane < before + __popc(lanes);
+  return __shfl_sync(kAll, held, is_own ? NthBit(lanes, lane - before) : 0);
+}
+
+template <typename T, typename W, typename Sums>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     Combine(const __grid_constant__ Exchange x, const char* rows, char* out, int64_t features) {
   const uint32_t epoch = Epoch(x);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool sends = blockIdx.x < x.senders;
-  const int first = (sends ? blockIdx.x : blockIdx.x - x.senders) * kWarps + warp;
-  const int warps = (sends ? x.senders : gridDim.x - x.senders) * kWarps;
+  const Role role(x);
+  const int lane = role.lane;
+  Sums sums(role);
   const int64_t bytes = features * sizeof(T);
-  if (sends) {
-    const bool free = WaitUntilFree(x, epoch);
-    for (int i = first; free && i < x.size * x.tokens * x.slices; i += warps) {
-      const int slice = i % x.slices, s = i / x.slices % x.size, t = i / x.slices / x.size;
-      if (s == x.rank) continue;
-      const int64_t place = s * x.tokens + t;
-      const int32_t held = lane < x.choices ? x.row[place * x.choices + lane] : -1;
+  const int words = static_cast<int>(features / Sums::kElements);
+  if (role.sends) {
+    const int others = x.size - 1, count = WaitUntilFree(x, epoch) ? others * x.tokens * x.slices : 0;
+    int to = -1, flag = 0;  // whose row is on the way, and which
+    const auto settle = [&] {
+      Sums::AwaitSent();
+      if (lane == 0 && to >= 0) StoreRelease(FlagOf(x, to, x.rank, flag / x.slices, flag % x.slices), epoch);
+    };
+    // Tokens of all other ranks in turn.
+    const auto rank_of = [&](int i) { return (x.rank + 1 + i / x.slices % others) % x.size; };
+    const auto token_of = [&](int i) { return i / x.slices / others; };
+    const auto held_of = [&](int i) {
+      return Choice(x, x.row, static_cast<int64_t>(rank_of(i)) * x.tokens + token_of(i), lane);
+    };
+    int32_t next = role.first < count ? held_of(role.first) : -1;
+    for (int i = role.first; i < count; i += role.warps) {
+      const int slice = i % x.slices, s = rank_of(i), t = token_of(i);
+      const int32_t held = next;
+      if (i + role.warps < count) next = held_of(i + role.warps);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       if (!lanes) continue;
-      char* to = StagingRow(x, s, epoch, x.rank * x.tokens + t);
-      const Range packs = Slice(x, slice, features / N);
-      for (int p = packs.begin; p < packs.end; p += 32 * kSums) {
-        const Step step{p, packs.end, lane};
-        float sum[kSums][N] = {};
-        AddRows<T, N>(sum, rows, bytes, step, lanes, held);
-        StoreSums<W, N>(sum, to, step);
-      }
-      __threadfence_system();
-      __syncwarp();
-      if (lane == 0) StoreRelease(FlagOf(x, s, x.rank, t, slice), epoch);
+      const int own = __popc(lanes);
+      const Terms terms{rows + OwnRow(held, lanes, 0, lane) * bytes, 0, own, own};
+      char* staged = StagingRow(x, s, epoch, x.rank * x.tokens + t);
+      sums.template Add<W>(terms, Slice(x, slice, words), staged, true, lane, settle);
+      to = s;
+      flag = t * x.slices + slice;
     }
+    settle();
   } else {
-    for (int i = first; i < x.tokens * x.slices; i += warps) {
+    const int count = x.tokens * x.slices;
+    const int64_t mine = static_cast<int64_t>(x.rank) * x.tokens;
+    int32_t next_slot = -1, next_held = -1;
+    const auto look = [&](int i) {
+      if (i >= count) return;
+      next_slot = Choice(x, x.slot, i / x.slices, lane);
+      next_held = Choice(x, x.row, mine + i / x.slices, lane);
+    };
+    look(role.first);
+    for (int i = role.first; i < count; i += role.warps) {
       const int t = i / x.slices, slice = i % x.slices;
-      const uint64_t ranks = RanksOf(x, t, lane);
-      const int64_t mine = x.rank * x.tokens + t;
-      const int32_t held = lane < x.choices ? x.row[mine * x.choices + lane] : -1;
+      const uint64_t others = RanksOf(x, next_slot) & ~(1ull << x.rank);
+      const int32_t held = next_held;
+      look(i + role.warps);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       bool came = true;
-      for (uint64_t left = ranks & ~(1ull << x.rank); left; left &= left - 1) {
+      for (uint64_t left = others; left; left &= left - 1) {
         came &= WaitForRow(x, epoch, __ffsll(left) - 1, t, slice, lane);
       }
-      const Range packs = Slice(x, slice, features / N);
-      for (int p = packs.begin; p < packs.end; p += 32 * kSums) {
-        const Step step{p, packs.end, lane};
-        float total[kSums][N] = {};
-        for (uint64_t left = ranks; left; left &= left - 1) {
-          const int r = __ffsll(left) - 1;
-          float sum[kSums][N] = {};
-          if (r == x.rank) {
-            AddRows<T, N>(sum, rows, bytes, step, lanes, held);
-          } else {
-            const char* from = StagingRow(x, x.rank, epoch, r * x.tokens + t);
-#pragma unroll
-            for (int u = 0; u < kSums; ++u) {
-              const Pack<W, N> pack = LoadPack<W, N>(from + step.At(u) * N * sizeof(W));
-#pragma unroll
-              for (int n = 0; n < N; ++n) sum[u][n] = Wide(pack.v[n]);
-            }
-          }
-          // This rank's own sum is rounded as if it had travelled.
-#pragma unroll
-          for (int u = 0; u < kSums; ++u) {
-#pragma unroll
-            for (int n = 0; n < N; ++n) total[u][n] += Wide(Narrow<W>(sum[u][n]));
-          }
-        }
-        if (!came) {
-#pragma unroll
-          for (int u = 0; u < kSums; ++u) {
-#pragma unroll
-            for (int n = 0; n < N; ++n) total[u][n] = __int_as_float(0x7fc00000);
-          }
-        }
-        StoreSums<T, N>(total, out + t * bytes, step);
+      // In order of ranks: sums from the ranks before this one, this one's rows, sums from those after it.
+      const int before = __popcll(others & ((1ull << x.rank) - 1)), own = __popc(lanes);
+      const int count = __popcll(others) + own;
+      const bool is_own = lane >= before && lane < before + own;
+      const char* at = rows + OwnRow(held, lanes, before, lane) * bytes;
+      if (!is_own && lane < count) {
+        const int r = NthBit(others, lane < before ? lane : lane - own);
+        at = StagingRow(x, x.rank, epoch, r * x.tokens + t);
       }
+      const Terms terms{at, before, own, count};
+      sums.template Add<T>(terms, Slice(x, slice, words), out + t * bytes, came, lane, [] {});
     }
+    Sums::AwaitSent();
   }
   Finish(x, epoch);
 }
@@ -456,7 +664,7 @@ using CombineKernel = void (*)(const Exchange, const char*, char*, int64_t);
 
 template <typename T, typename W>
 CombineKernel OfWidth(bool wide) {
-  return wide ? Combine<T, W, 16 / sizeof(T)> : Combine<T, W, 1>;
+  return wide ? Combine<T, W, BulkSums<T, W>> : Combine<T, W, AnySums<T, W>>;
 }
 
 template <typename T>
@@ -486,16 +694,24 @@ CombineKernel Choose(Type rows, Type wire, bool wide) {
 
 }  // namespace
 
+// Loads a kernel on the current device, and lets it have its shared memory.
+template <typename Kernel>
+cudaError_t Load(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Room::Bytes(kWarps));
+}
+
 // Loads every kernel on the current device now: loading one may wait for kernels that run, and those for this device.
 cudaError_t LoadKernels() {
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&Dispatch));
+  cudaError_t error = Load(Dispatch<BulkRows>);
+  if (error == cudaSuccess) error = Load(Dispatch<AnyRows>);
   const Type types[] = {Type::kF32, Type::kBF16, Type::kF16};
   for (Type rows : types) {
     for (Type wire : types) {
       for (bool wide : {false, true}) {
-        if (error != cudaSuccess) return error;
-        error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(Choose(rows, wire, wide)));
+        if (error == cudaSuccess) error = Load(Choose(rows, wire, wide));
       }
     }
   }
@@ -505,15 +721,20 @@ cudaError_t LoadKernels() {
 cudaError_t LaunchDispatch(const Exchange& x, const Part* parts, int num_parts, int blocks, cudaStream_t stream) {
   Parts all{};
   all.count = num_parts;
-  for (int p = 0; p < num_parts; ++p) all.part[p] = parts[p];
-  Dispatch<<<blocks, 32 * kWarps, 0, stream>>>(x, all);
+  bool wide = true;
+  for (int p = 0; p < num_parts; ++p) {
+    all.part[p] = parts[p];
+    wide = wide && parts[p].row_bytes % 16 == 0;
+  }
+  const auto kernel = wide ? Dispatch<BulkRows> : Dispatch<AnyRows>;
+  kernel<<<blocks, 32 * kWarps, Room::Bytes(kWarps), stream>>>(x, all);
   return cudaGetLastError();
 }
 
 cudaError_t LaunchCombine(const Exchange& x, const void* rows, void* out, int64_t features, Type rows_type,
                           Type wire_type, int blocks, cudaStream_t stream) {
-  const bool wide = features * (rows_type == Type::kF32 ? 4 : 2) % 16 == 0;
-  Choose(rows_type, wire_type, wide)<<<blocks, 32 * kWarps, 0, stream>>>(
+  const bool wide = features % 8 == 0;
+  Choose(rows_type, wire_type, wide)<<<blocks, 32 * kWarps, Room::Bytes(kWarps), stream>>>(
       x, static_cast<const char*>(rows), static_cast<char*>(out), features);
   return cudaGetLastError();
 }

@@ -1,30 +1,26 @@
 """Ways to move rows between the ranks of an EP group.
 
-A transport is a module with two functions on one device's shard, each the transpose of the other:
+A transport is a module, or a value, with two functions on one device's shard, each the transpose of the other:
 `dispatch(tokens_TD, route, *, axis) -> rows_CD` and `combine(rows_CD, route, *, axis) -> tokens_TD`.
 One that moves several arrays in one exchange has `dispatch_parts(parts, route, *, axis)` too.
 """
 
+import functools
+import warnings
 from types import ModuleType
 
 import jax.numpy as jnp
 
-from expertmesh.core.support import platform_of
+from expertmesh.core.support import compute_capability, platform_of
 from expertmesh.ep.route import Axis, Route, group_size
-from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, ring
+from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, reach, ring
 from expertmesh.ep.transports.blocks import block_rows
 
-_BY_NAME = {
-    "local": local,
-    "ring": ring,
-    "all_to_all": all_to_all,
-    "ragged": ragged,
-    "nvlink": nvlink,
-}
+_BY_NAME = {"local": local, "ring": ring, "all_to_all": all_to_all, "ragged": ragged}
 
 
-def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType:
-    """The transport of that name; "auto" is `cheapest` for these shapes. Where nothing moves, it is "local".
+def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType | nvlink.Nvlink:
+    """The transport of that name; "auto" is `fastest` for these shapes. Where nothing moves, it is "local".
 
     Raises:
       ValueError: "local" where the EP group has more than one rank; a transport that the platform lacks.
@@ -35,17 +31,18 @@ def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType:
             f"dispatch: transport 'local' must have an EP group of 1 rank; got ep_size={size}, axis={axis}; "
             "use transport='auto'"
         )
-    if route.row_GK.size == 0 or size == 1 and name in ("ragged", "nvlink"):
+    base, _, sms = name.partition(":")
+    if route.row_GK.size == 0 or size == 1 and base in ("ragged", "nvlink"):
         return local
-    if reason := _missing(name, route, size, dtype):
+    if reason := _missing(base, route, size, dtype):
         raise ValueError(
             f"dispatch: transport {name!r} must run on a platform that has it; got ep_size={size}, axis={axis}: "
             f"{reason}; use transport='auto'"
         )
     if name == "auto":
         (num_tokens, top_k), capacity = route.slot_TK.shape, route.source_C.shape[0]
-        name = cheapest(num_tokens, top_k, capacity, size, jnp.dtype(dtype).itemsize)
-    return _BY_NAME[name]
+        base = fastest(num_tokens, top_k, capacity, size, dtype, platform_of(route.slot_TK))
+    return nvlink.Nvlink(int(sms) if sms else nvlink.SMS) if base == "nvlink" else _BY_NAME[base]
 
 
 def _missing(name, route, size, dtype) -> str | None:
@@ -55,10 +52,10 @@ def _missing(name, route, size, dtype) -> str | None:
     platform = platform_of(route.slot_TK)
     if name == "ragged":
         return ragged.missing_on(platform)
-    return nvlink.missing_on(platform) or nvlink.refuses(route, size, dtype)
+    return nvlink.missing_on(platform) or nvlink.refuses(route.slot_TK.shape[1], size, dtype)
 
 
-def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleType:
+def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleType | nvlink.Nvlink:
     """The transport for sums that are rounded on the way, by any name but "ring": it does not add on the way.
 
     Raises:
@@ -68,7 +65,33 @@ def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleTyp
     # "nvlink" rounds, and does not quantize. With one rank the blocks of "all_to_all" are the tokens, so that the sums
     # are rounded as in any other group.
     rounds = wire_format in nvlink.WIRES
-    return all_to_all if chosen in (local, ring) or chosen is nvlink and not rounds else chosen
+    on_nvlink = isinstance(chosen, nvlink.Nvlink)
+    return all_to_all if chosen in (local, ring) or on_nvlink and not rounds else chosen
+
+
+def fastest(num_tokens: int, top_k: int, capacity: int, ep_size: int, dtype, platform: str) -> str:
+    """The transport that "auto" stands for: "nvlink" where it is known to run, else `cheapest`.
+
+    On NVIDIA GPUs without it a RuntimeWarning says once why not.
+    """
+    # Where it is compiled for GPUs that are not here, nothing is known of them.
+    if platform == "cuda" and ep_size > 1 and compute_capability() is not None:
+        reason = (
+            nvlink.missing_on(platform) or nvlink.refuses(top_k, ep_size, dtype) or reach.unknown()
+        )
+        if reason is None:
+            return "nvlink"
+        _say_once(reason)
+    return cheapest(num_tokens, top_k, capacity, ep_size, jnp.dtype(dtype).itemsize)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    warnings.warn(
+        f"expertmesh.ep: transport 'auto' does not take 'nvlink', the fastest between GPUs of one host: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def cheapest(num_tokens: int, top_k: int, capacity: int, ep_size: int, itemsize: int) -> str:

@@ -27,46 +27,81 @@ MOST_RANKS, MOST_CHOICES = 64, 32
 WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as; exchange.h
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """How many thread blocks, of one SM each, send and receive."""
-
-    senders: int
-    receivers: int
-
-
 # NVIDIA H200, 2026-11-22: see docs/dev/performance-log.md.
-DISPATCH = Blocks(senders=32, receivers=100)
-COMBINE = Blocks(senders=64, receivers=68)
+SMS = 132
+SENT, SPREAD = 20, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
 MOST_SLICES, SHORT = 8, 512
 
 
-def dispatch(tokens_TD, route: Route, *, axis: Axis):
-    return dispatch_parts((tokens_TD,), route, axis=axis)[0]
+@dataclasses.dataclass(frozen=True)
+class Nvlink:
+    """The transport.
+
+    Attributes:
+      sms: streaming multiprocessors of an exchange at most, >= 2. A thread block on each sends or receives.
+    """
+
+    sms: int = SMS
+
+    def dispatch(self, tokens_TD, route: Route, *, axis: Axis):
+        return self.dispatch_parts((tokens_TD,), route, axis=axis)[0]
+
+    def dispatch_parts(self, parts_TD: tuple, route: Route, *, axis: Axis) -> tuple:
+        """Dispatches several arrays in one exchange."""
+        capacity = route.source_C.shape[0]
+        types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
+        stride = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
+        copies, rows = _copies(route, axis), capacity / route.slot_TK.shape[0]
+        senders = self._senders(copies / SENT, rows / SPREAD)
+        return self._call(_native.DISPATCH, types, parts_TD, route, axis, senders, stride)
+
+    def combine(self, rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
+        (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
+        narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
+        values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
+        # A sum of one row is that row: it need not be widened for the way back.
+        name = str(wire.format or (values_CD.dtype if top_k == 1 else "float32"))
+        types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
+        stride = roundup(num_features * jnp.dtype(name).itemsize, 16)
+        half = self.sms // 2
+        call = self._call(
+            _native.COMBINE, types, (values_CD,), route, axis, half, stride, wire=WIRES[name]
+        )
+        return call[0].astype(rows_CD.dtype)
+
+    def _senders(self, sends: float, receives: float) -> int:
+        """The blocks that send, of so much work to send and to receive."""
+        return min(max(round(self.sms * sends / (sends + receives)), 1), self.sms - 1)
+
+    def _call(self, target, types, payload, route, axis, senders, stride, wire=0):
+        if any(0 in x.shape for x in (*types, *payload)):
+            return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
+        capability = compute_capability()
+        if capability is not None:  # else the program is lowered where there is no GPU
+            _native.load(_native.architecture(capability))
+        operands = (route.slot_TK, route.source_C, route.row_GK, *payload)
+        call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
+        results = call(
+            *operands,
+            groups=_groups(axis),
+            size=np.int64(group_size(axis)),
+            rows=np.int64(route.row_GK.shape[0]),
+            stride=np.int64(stride),
+            slices=np.int64(_slices(route.slot_TK.shape[0], stride)),
+            wire=np.int64(wire),
+            senders=np.int64(senders),
+            receivers=np.int64(self.sms - senders),
+            timeout_ms=np.int64(TIMEOUT_MS),
+        )
+        return tuple(vary_like(operands, list(results)))
 
 
-def dispatch_parts(parts_TD: tuple, route: Route, *, axis: Axis) -> tuple:
-    """Dispatches several arrays in one exchange."""
-    capacity = route.source_C.shape[0]
-    types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
-    stride = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
-    return _call(_native.DISPATCH, types, parts_TD, route, axis, DISPATCH, stride)
-
-
-def combine(rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
-    (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
-    narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
-    values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
-    # A sum of one row is that row: it need not be widened for the way back.
-    name = str(wire.format or (values_CD.dtype if top_k == 1 else "float32"))
-    types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
-    stride = roundup(num_features * jnp.dtype(name).itemsize, 16)
-    call = _call(
-        _native.COMBINE, types, (values_CD,), route, axis, COMBINE, stride, wire=WIRES[name]
-    )
-    return call[0].astype(rows_CD.dtype)
+def _copies(route: Route, axis: Axis) -> float:
+    """How many other ranks a token goes to, if all experts are as likely."""
+    size, top_k = group_size(axis), route.slot_TK.shape[1]
+    return (size - 1) * (1 - (1 - 1 / size) ** top_k)
 
 
 def missing_on(platform: str) -> str | None:
@@ -76,9 +111,8 @@ def missing_on(platform: str) -> str | None:
     return None if compute_capability() is None else _native.missing()
 
 
-def refuses(route: Route, size: int, dtype) -> str | None:
+def refuses(top_k: int, size: int, dtype) -> str | None:
     """Why the kernels cannot take this exchange, or None."""
-    top_k = route.slot_TK.shape[1]
     if size > MOST_RANKS or top_k > MOST_CHOICES:
         return (
             f"its kernels take {MOST_RANKS} ranks and {MOST_CHOICES} choices per token at most; "
@@ -87,29 +121,6 @@ def refuses(route: Route, size: int, dtype) -> str | None:
     if dtype == jnp.float64:
         return "its kernels add up in float32, and the rows are float64"
     return None
-
-
-def _call(target, types, payload, route, axis, blocks, stride, wire=0):
-    if any(0 in x.shape for x in (*types, *payload)):
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
-    capability = compute_capability()
-    if capability is not None:  # else the program is lowered where there is no GPU
-        _native.load(_native.architecture(capability))
-    operands = (route.slot_TK, route.source_C, route.row_GK, *payload)
-    call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
-    results = call(
-        *operands,
-        groups=_groups(axis),
-        size=np.int64(group_size(axis)),
-        rows=np.int64(route.row_GK.shape[0]),
-        stride=np.int64(stride),
-        slices=np.int64(_slices(route.slot_TK.shape[0], stride)),
-        wire=np.int64(wire),
-        senders=np.int64(blocks.senders),
-        receivers=np.int64(blocks.receivers),
-        timeout_ms=np.int64(TIMEOUT_MS),
-    )
-    return tuple(vary_like(operands, list(results)))
 
 
 def _slices(num_tokens, row_bytes) -> int:
