@@ -1,10 +1,14 @@
 """Timing and records that the benchmarks share."""
 
+import contextlib
+import dataclasses
 import datetime
+import fcntl
 import functools
 import gzip
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -77,6 +81,33 @@ def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[...,
         return (time.perf_counter() - start) / count
 
     return once
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Processes that compile side by side, and then measure one after the other.
+
+    Attributes:
+      folder: which all of them share.
+      count: how many there are.
+    """
+
+    folder: pathlib.Path
+    count: int
+
+    def wait(self, seconds: float = 120) -> None:
+        """Until all have come here, or have had that long to."""
+        (self.folder / f"ready{os.getpid()}").touch()
+        end = time.monotonic() + seconds
+        while len(list(self.folder.glob("ready*"))) < self.count and time.monotonic() < end:
+            time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def mine(self):
+        """No other process is in here."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:

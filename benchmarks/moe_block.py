@@ -12,11 +12,15 @@ the three products of each routed row, and twice as many for the backward.
 import argparse
 import collections
 import dataclasses
+import json
 import math
+import os
 import pathlib
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -142,27 +146,31 @@ def check(shape: Shape, arrays, transport: str) -> None:
         assert relative_error(mine, other) < 3e-2
 
 
-def rows_of(shape: Shape, mesh, transport: str, routings, pairs: int):
+def rows_of(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
     """The block on a mesh, against the native one, which is timed even where ours cannot run."""
     config = shape.config(transport=transport)
-    arrays = {routing: operands(shape, mesh, routing) for routing in routings}
-    for which in passes(moe, config):
-        programs = []
-        for block in (moe, native_moe):
-            try:
-                programs.append(_measure.steps(passes(block, config)[which], arrays[routings[0]]))
-            except Exception as error:
-                print(f"{block.__name__} cannot run: {error}", file=sys.stderr)
-                programs.append(lambda *given: math.nan)
-        for routing in routings:
-            ours, native = (
-                statistics.median(times)
-                for times in zip(
-                    *([once(*arrays[routing]) for once in programs] for _ in range(pairs + 1)),
-                    strict=True,
-                )
-            )
-            yield _row(shape, mesh, transport, routing, which, ours, native)
+    arrays = {routing: operands(shape, mesh, routing) for routing in ROUTINGS}
+
+    def compiled(block, which):
+        try:
+            return _measure.steps(passes(block, config)[which], arrays["uniform"])
+        except Exception as error:
+            print(f"{block.__name__}, {which}, cannot run: {error}", file=sys.stderr)
+            return lambda *given: math.nan
+
+    programs = {
+        which: [compiled(block, which) for block in (moe, native_moe)]
+        for which in passes(moe, config)
+    }
+    turns.wait()
+    with turns.mine():
+        for which, pair in programs.items():
+            for routing in ROUTINGS:
+                for once in pair:
+                    once(*arrays[routing])
+                timed = [[once(*arrays[routing]) for once in pair] for _ in range(pairs)]
+                ours, native = map(statistics.median, zip(*timed, strict=True))
+                yield _row(shape, mesh, transport, routing, which, ours, native)
 
 
 def _row(shape, mesh, transport, routing, which, ours, native):
@@ -226,9 +234,9 @@ PHASES = (
     (r"^_rows_kernel", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
     (r"^_activate_rows", ("activation",)),
-    (r"Dispatch<|^_spread", ("dispatch", "combine")),
-    (r"Combine<|^_gather", ("combine", "dispatch")),
-    (r"nccl.*AllReduce", ("sums over devices",)),
+    (r"Dispatch|^_spread", ("dispatch", "combine")),
+    (r"Combine|^_gather", ("combine", "dispatch")),
+    (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),
     (r"^_choose|^_weigh|^_count|^_scan|^_place|nccl", ("route",)),
 )
 
@@ -264,23 +272,56 @@ def rows_of_phases(shape: Shape, mesh, transport: str):
             )
 
 
+def side_by_side(options, numbers: list[int]):
+    """The rows of several shapes, each of which is compiled in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        given = [
+            f"--{key}={value}"
+            for key in ("mesh", "transport", "pairs")
+            if (value := getattr(options, key))
+        ]
+        command = [sys.executable, "-m", "benchmarks.moe_block", *given]
+        running = [
+            subprocess.Popen(
+                [
+                    *command,
+                    f"--shapes={n}",
+                    f"--turns={name}:{len(numbers)}",
+                    f"--json={folder / f'{n}.json'}",
+                ],
+                stdout=subprocess.DEVNULL,
+            )
+            for n in numbers
+        ]
+        for n, process in zip(numbers, running, strict=True):
+            process.wait()
+            part = folder / f"{n}.json"
+            yield from json.loads(part.read_text()) if part.exists() else []
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--phases", action="store_true", help="where the time of a step goes")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
     parser.add_argument("--shapes", metavar="N,...", help="of the seven, from 1; default: all")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--turns", metavar="FOLDER:COUNT", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
+    numbers = (
+        [int(n) for n in options.shapes.split(",")] if options.shapes else range(1, len(BLOCKS) + 1)
+    )
     axes = options.mesh and tuple(map(int, options.mesh.split("x")))
-    mesh, on_gpu = make_mesh(axes), jax.default_backend() == "gpu"
-    shapes = [FFN] if mesh is None else BLOCKS
-    if options.shapes:
-        shapes = [shapes[int(number) - 1] for number in options.shapes.split(",")]
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and jax.device_count() > 1 and len(numbers) > 1 and not options.phases:
+        return _measure.write(options.json, side_by_side(options, list(numbers)))
+    mesh = make_mesh(axes)
+    shapes = [FFN] if mesh is None else [BLOCKS[n - 1] for n in numbers]
     shapes = shapes if on_gpu else [SMALL]
-    rows = (row for shape in shapes for row in _rows(shape, mesh, options))
-    _measure.write(options.json, rows)
+    _measure.write(options.json, (row for shape in shapes for row in _rows(shape, mesh, options)))
 
 
 def _rows(shape, mesh, options):
@@ -288,9 +329,12 @@ def _rows(shape, mesh, options):
         return rows_of_phases(shape, mesh, options.transport)
     if mesh is None:
         return rows_of_one(shape, options.pairs)
-    few = dataclasses.replace(shape, tokens=(8, 64))
-    check(few, operands(few, mesh), options.transport)
-    return rows_of(shape, mesh, options.transport, ROUTINGS, options.pairs)
+    if shape in (BLOCKS[0], SMALL):  # the others differ in sizes only
+        few = dataclasses.replace(shape, tokens=(8, 64))
+        check(few, operands(few, mesh), options.transport)
+    folder, _, count = (options.turns or f"{tempfile.mkdtemp()}:1").rpartition(":")
+    turns = _measure.Turns(pathlib.Path(folder), int(count))
+    return rows_of(shape, mesh, options.transport, options.pairs, turns)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,11 @@ def sections(results: dict[str, list[dict]]) -> str:
         f"## {name}\n\n`python -m benchmarks.{name}`: {origin(rows)}.\n\n{table(rows)}"
         for name, rows in results.items()
     ]
-    return "\n\n".join(["![Ratios to the reference of the same run](performance.png)", *parts])
+    charts = (
+        "![Ratios to the reference of the same run](performance.png)",
+        "![The block beside the native one](moe_block.png)",
+    )
+    return "\n\n".join([*charts, *parts])
 
 
 def plot(results: dict[str, list[dict]], path: pathlib.Path) -> None:
@@ -66,6 +70,28 @@ def plot(results: dict[str, list[dict]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def plot_block(rows: list[dict], path: pathlib.Path) -> None:
+    """Milliseconds of both passes of the block on a mesh, beside the native block's of the same run."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["unit"] == "ms" and "forward and backward" in row["case"]]
+    figure = Figure(figsize=(9, 1 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for offset, name, of in (
+        (-0.2, "native JAX", lambda row: row["value"] * row["ratio"]),
+        (0.2, "expertmesh", lambda row: row["value"]),
+    ):
+        places = [place + offset for place in range(len(rows))]
+        bars = axes.barh(places, [of(row) for row in rows], height=0.4, label=name)
+        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+    names = [row["case"].partition("backward, ")[2] for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, forward and backward, bfloat16; lower is better")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -79,6 +105,7 @@ def main() -> int:
         return int(new != old)
     page.write_text(new)
     plot(results, DOCS / "performance.png")
+    plot_block(results["moe_block"], DOCS / "moe_block.png")
     return 0
 
 
