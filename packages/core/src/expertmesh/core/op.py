@@ -362,19 +362,14 @@ def _shard_function(call: _Call, plan: Plan):
 
     def local(*shards):
         overrides = {**plan.options, **({"out_dtype": jnp.dtype("float32")} if wide else {})}
-        dtype = options["out_dtype"] if wide else None
-        out = _reduce(plan, _local(call, shards, overrides), dtype)
-        return jax.tree.map(lambda x: x.astype(dtype), out) if wide else out
+        out = _reduce(plan, _local(call, shards, overrides))
+        return jax.tree.map(lambda x: x.astype(options["out_dtype"]), out) if wide else out
 
     return local
 
 
-def _reduce(plan: Plan, out, dtype=None):
-    """Sums the local results over the plan's axes: scattered where the result's spec has the axis, else to all.
-
-    Args:
-      dtype: what the sums are rounded to afterwards; those that go to all may be rounded already.
-    """
+def _reduce(plan: Plan, out):
+    """Sums the local results over the plan's axes: scattered where the result's spec has the axis, else to all."""
     single = not isinstance(out, tuple)
     results = []
     summed = plan.summed_axes or ((),) * len(plan.result_specs)
@@ -384,23 +379,8 @@ def _reduce(plan: Plan, out, dtype=None):
             if scatter:
                 x = jax.lax.psum_scatter(x, scatter, scatter_dimension=dim, tiled=True)
         rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
-        results.append(_sum_to_all(x, rest, dtype) if rest else x)
+        results.append(jax.lax.psum(x, rest) if rest else x)
     return results[0] if single else tuple(results)
-
-
-LARGE = 1 << 22  # bytes; of fewer, one collective takes less time than two
-
-
-def _sum_to_all(x, axes: tuple[str, ...], dtype):
-    """A sum everywhere. If a large one is rounded, each device adds and rounds a part, and parts travel rounded: three
-    quarters of the bytes of an all-reduce, where it halves a number."""
-    devices = jax.lax.axis_size(axes)
-    dims = [dim for dim, size in enumerate(x.shape) if size % devices == 0]
-    wide = x.size * x.dtype.itemsize
-    if dtype is None or not dims or wide < LARGE or jnp.dtype(dtype).itemsize >= x.dtype.itemsize:
-        return jax.lax.psum(x, axes)
-    part = jax.lax.psum_scatter(x, axes, scatter_dimension=dims[0], tiled=True)
-    return jax.lax.all_gather(part.astype(dtype), axes, axis=dims[0], tiled=True)
 
 
 def _on_shards(call: _Call, operands, mesh, kinds, resource):

@@ -112,9 +112,8 @@ def gemm(
 
     and tokens that lie on these axes (sequence parallelism) are gathered over them. Explicit axes without a resource
     behave so too, unless they shard the tokens. A sum is float32 on the way; it is a reduce-scatter where the result is
-    wanted sharded over the axis (`out_spec`, the layout of `x` for its gradient), else an all-reduce, or, if large and
-    rounded, a reduce-scatter and a gather of what is rounded. The weight's gradient is reduce-scattered into the
-    weight's own spec.
+    wanted sharded over the axis (`out_spec`, the layout of `x` for its gradient), else an all-reduce. The weight's
+    gradient is reduce-scattered into the weight's own spec.
     """
     if x.ndim < 1 or w.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(

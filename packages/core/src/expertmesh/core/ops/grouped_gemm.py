@@ -449,10 +449,9 @@ def grouped_gemm(
     gathered over all other axes that shard P, in the dtype of `lhs`; rows are not gathered. Over axes of the resource's
     role tp the weight is used as it is: by columns `[E, K, N / tp]` (the input gradient is summed over tp) or by rows
     `[E, K / tp, N]` (the result is). A sum is float32 on the way; it is a reduce-scatter where the result is wanted
-    sharded over the axis (`out_spec`, the layout of `lhs` for its gradient), else an all-reduce, or, if large and
-    rounded, a reduce-scatter and a gather of what is rounded. The weight's gradient is reduce-scattered into the
-    weight's own spec. An axis that shards the C rows, or a parameter without sharding P and without a role, is a
-    RuntimeWarning: what it shards is gathered.
+    sharded over the axis (`out_spec`, the layout of `lhs` for its gradient), else an all-reduce. The weight's gradient
+    is reduce-scattered into the weight's own spec. An axis that shards the C rows, or a parameter without sharding P
+    and without a role, is a RuntimeWarning: what it shards is gathered.
     """
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
         return _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec)
