@@ -1,17 +1,24 @@
 """Timing and records that the benchmarks share."""
 
+import contextlib
+import dataclasses
 import datetime
+import fcntl
 import functools
+import gzip
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
 
@@ -50,11 +57,97 @@ def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Calla
     return run(max(1, steps // SHORT), SHORT) if one < 2e-4 else run(steps, 1)
 
 
+def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[..., float]:
+    """As `program`, for calls of milliseconds: `count` calls in a scan, each after the one before, compiled once.
+
+    What is returned takes other operands of the same types, or none.
+    """
+    # What a call returns is carried, so that no part of it is left out.
+    first = _zeros(jax.eval_shape(function, *operands), jax.tree.leaves(operands)[0].sharding)
+
+    @jax.jit
+    def repeat(first, *operands):
+        def step(before, _):
+            given, _ = jax.lax.optimization_barrier((operands, before))
+            return function(*given), None
+
+        return jax.lax.scan(step, first, length=count)[0]
+
+    repeat = repeat.lower(first, *operands).compile()
+
+    def once(*given):
+        start = time.perf_counter()
+        jax.block_until_ready(repeat(first, *(given or operands)))
+        return (time.perf_counter() - start) / count
+
+    return once
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Processes that compile side by side, and then measure one after the other.
+
+    Attributes:
+      folder: which all of them share.
+      count: how many there are.
+    """
+
+    folder: pathlib.Path
+    count: int
+
+    def wait(self, seconds: float = 120) -> None:
+        """Until all have come here, or have had that long to."""
+        (self.folder / f"ready{os.getpid()}").touch()
+        end = time.monotonic() + seconds
+        while len(list(self.folder.glob("ready*"))) < self.count and time.monotonic() < end:
+            time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def mine(self):
+        """No other process is in here."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:
+    """(name, microseconds) of what the first GPU runs in one call of a jitted function, in order of time."""
+    call = jax.jit(function).lower(*operands).compile()
+    jax.block_until_ready(call(*operands))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call(*operands))
+        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    first = min((name for name in processes.values() if "GPU:" in name), default=None)
+    ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
+    return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
+
+
+def _zeros(types, like):
+    """Arrays of these types, on the mesh of a sharding."""
+
+    def place(t):
+        return (
+            NamedSharding(like.mesh, t.sharding.spec) if isinstance(like, NamedSharding) else None
+        )
+
+    make = jax.jit(
+        lambda: jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types),
+        out_shardings=jax.tree.map(place, types),
+    )
+    return make()
+
+
 def alternate(
-    ours: tuple[Callable, tuple], reference: tuple[Callable, tuple], pairs: int = 10
+    ours: tuple[Callable, tuple],
+    reference: tuple[Callable, tuple],
+    pairs: int = 10,
+    measure: Callable = program,
 ) -> tuple[float, float, float]:
     """Median seconds of two (function, operands), and the median of the ratios reference / ours of pairs."""
-    a, b = program(*ours), program(*reference)
+    a, b = measure(*ours), measure(*reference)
     a(), b()
     timed = [(a(), b()) for _ in range(pairs)]
     mine, theirs = (statistics.median(times) for times in zip(*timed, strict=True))
@@ -76,9 +169,18 @@ def against_copy(bench: str, case: str, function: Callable, operands: tuple, num
     )
 
 
-def against_gemm(bench: str, case: str, flops: int, ours: tuple, other: tuple, name: str, pairs=10):
+def against_gemm(
+    bench: str,
+    case: str,
+    flops: int,
+    ours: tuple,
+    other: tuple,
+    name: str,
+    pairs=10,
+    measure=program,
+):
     """A row for a GEMM, a (function, operands), against another of as many operations."""
-    mine, theirs, ratio = alternate(ours, other, pairs)
+    mine, theirs, ratio = alternate(ours, other, pairs, measure)
     return row(
         bench=bench,
         case=case,

@@ -1,32 +1,35 @@
-"""The MoE block, forward and with its backward, against the same block in plain JAX (`native_moe`).
+"""The MoE block, forward and with its backward, against the same block in plain JAX (`native_moe`) in the same run.
 
 bfloat16 throughout, gradients of the tokens and of all parameters; tokens are spread over (fsdp, ep), experts over ep,
-and weights replicated over fsdp. On one GPU one large block is timed, as others publish it, against dense GEMMs of as
-many rows, since `ragged_dot` would take minutes; a rate counts the three products of each routed row, and twice as
-many for the backward. `--phases` times the steps of that block one by one, each with its gradients, against the whole.
+and weights replicated over fsdp. A time is the device time of a step in a scan of 20, each after the one before.
+Routing is uniform, or zipf: expert e is chosen about 1 / (e + 1) as often as the first. On one GPU one large block is
+timed, as others publish it, against dense GEMMs of as many rows, since `ragged_dot` would take minutes; a rate counts
+the three products of each routed row, and twice as many for the backward.
+
+`--phases` says where the time of a step goes, by the kernels of a profiler's trace.
 """
 
 import argparse
+import collections
 import dataclasses
+import json
 import math
+import os
 import pathlib
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import _measure
-from expertmesh.core.ops.activation import activate
-from expertmesh.core.ops.gemm import gemm
-from expertmesh.core.ops.grouped_gemm import grouped_gemm
-from expertmesh.core.ops.router import route
 from expertmesh.core.testing import relative_error
-from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
 from expertmesh.flax_moe import MoEConfig, init_params, moe
 from expertmesh.flax_moe.native import native_moe
-from expertmesh.flax_moe.weight_rows import weight_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +51,12 @@ class Shape:
             expert_dim=self.expert_width,
             dtype="bfloat16",
             param_dtype="bfloat16",
-            # The weights are applied where the rows are narrower.
-            apply_topk_weights_early=self.expert_width < self.width,
             **options,
         )
 
     def flops(self) -> int:
         """Of the forward's products, gate and up and down."""
-        rows = self.top_k
-        for size in self.tokens:
-            rows *= size
-        return 6 * rows * self.width * self.expert_width
+        return 6 * self.top_k * math.prod(self.tokens) * self.width * self.expert_width
 
 
 FFN = Shape((32768,), 4096, 512, 128, 8)
@@ -74,24 +72,30 @@ BLOCKS = [
         (16, 2048, 2048, 8192),
     )
 ]
+# Milliseconds of the native block, forward and backward, on four H200s, mesh 2 x 2, 2026-11-20: a run in which it takes
+# a tenth more is void.
+NATIVE = dict(zip(BLOCKS, (11.9, 24.0, 48.1, 47.9, 28.6, 58.2, 114.0), strict=True))
 SMALL = Shape((8, 32), 64, 128, 8, 2)  # for CPU
+ROUTINGS = ("uniform", "zipf")
 
 
-def make_mesh():
+def make_mesh(axes: tuple[int, int] | None = None):
     """(fsdp, ep), the square one of four devices; None for one device."""
     devices = jax.device_count()
-    if devices == 1:
+    if axes is None and devices == 1:
         return None
     fsdp = 2 if devices % 4 == 0 else 1
-    axes = (fsdp, devices // fsdp)
+    axes = axes or (fsdp, devices // fsdp)
     return jax.make_mesh(axes, ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def operands(shape: Shape, mesh):
+def operands(shape: Shape, mesh, routing: str = "uniform"):
     """Parameters, tokens and the cotangent of the result."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = init_params(keys[0], shape.width, shape.config())
     x, dy = (jax.random.normal(k, (*shape.tokens, shape.width), jnp.bfloat16) for k in keys[1:])
+    if routing == "zipf":
+        x, params = _skewed(x, params)
     if mesh is None:
         return params, x, dy
     replicated, experts, tokens = (
@@ -102,6 +106,16 @@ def operands(shape: Shape, mesh):
         for name, value in params.items()
     }
     return placed, jax.device_put(x, tokens), jax.device_put(dy, tokens)
+
+
+def _skewed(x, params):
+    """A feature that all tokens share, by which the logits are the logarithms of 1 / (e + 1), and noise."""
+    kernel = params["gate_kernel"]
+    width, experts = kernel.shape
+    # About the spread of the noise with which the largest of noisy logarithms is a draw from what they are of.
+    noise = jax.random.normal(jax.random.key(1), kernel.shape) * (1.28 / math.sqrt(width))
+    kernel = noise.at[0].set(-jnp.log(jnp.arange(1, experts + 1))).astype(kernel.dtype)
+    return x.at[..., 0].set(1), params | {"gate_kernel": kernel}
 
 
 def passes(block, config):
@@ -118,35 +132,59 @@ def passes(block, config):
     return {"forward": forward, "forward and backward": both}
 
 
-def check(shape: Shape, arrays) -> None:
+def check(shape: Shape, arrays, transport: str) -> None:
     """Blocks that differ are not timed."""
     ours, native = (
-        jax.tree.leaves(jax.jit(passes(block, shape.config())["forward and backward"])(*arrays))
+        jax.tree.leaves(
+            jax.jit(passes(block, shape.config(transport=transport))["forward and backward"])(
+                *arrays
+            )
+        )
         for block in (moe, native_moe)
     )
     for mine, other in zip(ours, native, strict=True):
         assert relative_error(mine, other) < 3e-2
 
 
-def rows_of(shape: Shape, mesh, pairs: int):
-    """The block on a mesh, against the native one."""
-    arrays = operands(shape, mesh)
-    check(shape, arrays)
-    for (which, ours), native in zip(
-        passes(moe, shape.config()).items(),
-        passes(native_moe, shape.config()).values(),
-        strict=True,
-    ):
-        mine, other, ratio = _measure.alternate((ours, arrays), (native, arrays), pairs)
-        yield _measure.row(
-            bench="moe_block",
-            case=f"bfloat16 {which}, {shape}, {dict(mesh.shape)}",
-            metric="time",
-            value=1e3 * mine,
-            unit="ms",
-            reference=f"native_moe, {1e3 * other:.3g} ms",
-            ratio=ratio,
-        )
+def rows_of(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+    """The block on a mesh, against the native one, which is timed even where ours cannot run."""
+    config = shape.config(transport=transport)
+    arrays = {routing: operands(shape, mesh, routing) for routing in ROUTINGS}
+
+    def compiled(block, which):
+        try:
+            return _measure.steps(passes(block, config)[which], arrays["uniform"])
+        except Exception as error:
+            print(f"{block.__name__}, {which}, cannot run: {error}", file=sys.stderr)
+            return lambda *given: math.nan
+
+    programs = {
+        which: [compiled(block, which) for block in (moe, native_moe)]
+        for which in passes(moe, config)
+    }
+    turns.wait()
+    with turns.mine():
+        for which, pair in programs.items():
+            for routing in ROUTINGS:
+                for once in pair:
+                    once(*arrays[routing])
+                timed = [[once(*arrays[routing]) for once in pair] for _ in range(pairs)]
+                ours, native = map(statistics.median, zip(*timed, strict=True))
+                yield _row(shape, mesh, transport, routing, which, ours, native)
+
+
+def _row(shape, mesh, transport, routing, which, ours, native):
+    expected = NATIVE.get(shape, math.nan) if dict(mesh.shape) == {"fsdp": 2, "ep": 2} else math.nan
+    void = which != "forward" and routing == "uniform" and 1e3 * native > 1.1 * expected
+    return _measure.row(
+        bench="moe_block",
+        case=f"bfloat16 {which}, {shape}, {routing}, {dict(mesh.shape)}, {transport}",
+        metric="time",
+        value=1e3 * ours,
+        unit="ms",
+        reference=f"native_moe, {1e3 * native:.3g} ms" + " (void: it was faster before)" * void,
+        ratio=native / ours,
+    )
 
 
 def dense(shape: Shape):
@@ -174,125 +212,129 @@ def dense(shape: Shape):
 def rows_of_one(shape: Shape, pairs: int):
     """The block on one device, against dense GEMMs; what is checked has few tokens and experts."""
     few = dataclasses.replace(shape, tokens=(256,), experts=8, top_k=2)
-    check(few, operands(few, None))
+    check(few, operands(few, None), "auto")
     arrays, others = operands(shape, None), dense(shape)
     for which, ours in passes(moe, shape.config()).items():
         flops = shape.flops() * (1 if which == "forward" else 3)
         case = f"bfloat16 {which}, {shape}, 1 device"
         yield _measure.against_gemm(
-            "moe_block", case, flops, (ours, arrays), others[which], "dense XLA GEMMs", pairs
+            "moe_block",
+            case,
+            flops,
+            (ours, arrays),
+            others[which],
+            "dense XLA GEMMs",
+            pairs,
+            _measure.steps,
         )
 
 
-def phases(shape: Shape):
-    """(step, function, operands) in the order of the block, each fed with what the one before it made."""
-    config = shape.config()
-    params, x, _ = operands(shape, None)
-
-    def logits(x, kernel):
-        return gemm(x.astype(jnp.float32), kernel.astype(jnp.float32))
-
-    def choose(logits):
-        return route(logits, config.router)
-
-    def plan(topk_idx):
-        return prepare(topk_idx, config.exchange(axis=()))
-
-    def weigh(y, weights, handle):
-        return weight_rows(y, weights, handle.group_sizes, handle.tokens_per_expert)
-
-    def product(rows, kernel, handle):
-        return grouped_gemm(rows, kernel, handle.group_sizes)
-
-    def run(name, function, *operands):
-        steps.append((name, function, operands))
-        return jax.jit(function)(*operands)
-
-    steps: list[tuple] = []
-    idx, weights = run("choose", choose, run("logits", logits, x, params["gate_kernel"]))
-    handle = run("plan", plan, idx)
-    weights = run("dispatch weights", lambda w, h: dispatch_weights(h, w), weights, handle)
-    rows = run("dispatch", lambda x, h: dispatch(h, x), x, handle)
-    hidden = run("product with wi", product, rows, params["wi"], handle)
-    active = run("activate", lambda h: activate(h, config.activation), hidden)
-    early = config.apply_topk_weights_early
-    if early:
-        active = run("weigh", weigh, active, weights, handle)
-    out = run("product with wo", product, active, params["wo"], handle)
-    if not early:
-        out = run("weigh", weigh, out, weights, handle)
-    run("combine", lambda y, h: combine(h, y), out, handle)
-    return steps
+# What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
+PHASES = (
+    (r"^_rows_kernel", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
+    (r"^_weights", ("GEMM 2", "GEMM 1")),
+    (r"^_activate_rows", ("activation",)),
+    (r"Dispatch|^_spread", ("dispatch", "combine")),
+    (r"Combine|^_gather", ("combine", "dispatch")),
+    (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),
+    (r"^_choose|^_weigh|^_count|^_scan|^_place|nccl", ("route",)),
+)
 
 
-def with_gradients(step, function, operands):
-    """(step, function, operands) of a step, and of its gradients alone, by what is an array of floats."""
-    yield step, function, operands
-    held = [i for i, x in enumerate(operands) if isinstance(x, jax.Array) and _is_float(x)]
-    if not held:
-        return
+def by_phase(kernels) -> collections.Counter:
+    """Microseconds of each phase; what has no name of its own is "other": XLA's fusions, the router's products."""
+    seen, total = collections.Counter(), collections.Counter()
+    for name, microseconds in kernels:
+        pattern, names = next(((p, n) for p, n in PHASES if re.search(p, name)), ("", ("other",)))
+        total[names[min(seen[pattern], len(names) - 1)]] += microseconds
+        seen[pattern] += 1
+    return total
 
-    @jax.jit
-    def linearized(*operands):
-        def of_held(*some):
-            given = dict(zip(held, some, strict=True))
-            return function(*(given.get(i, x) for i, x in enumerate(operands)))
 
-        return jax.vjp(of_held, *(operands[i] for i in held))
-
-    out, pull = linearized(*operands)
-    cotangent = jax.tree.map(
-        lambda x: x if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0), out
+def rows_of_phases(shape: Shape, mesh, transport: str):
+    """Each phase of the forward and of the backward, and its share of all kernels' time."""
+    arrays = operands(shape, mesh)
+    forward, both = (
+        by_phase(_measure.kernels(function, arrays))
+        for function in passes(moe, shape.config(transport=transport)).values()
     )
-    yield f"{step}, gradients", lambda pull, d: pull(d), (pull, cotangent)
+    total = both.total()
+    for which, phases in (("forward", forward), ("backward", both - forward)):
+        for phase, microseconds in phases.items():
+            yield _measure.row(
+                bench="moe_block",
+                case=f"bfloat16 {phase}, {which}, {shape}, {dict(mesh.shape) if mesh else '1 device'}",
+                metric="time",
+                value=microseconds,
+                unit="us",
+                reference=f"all kernels of both passes, {total:.0f} us",
+                ratio=microseconds / total,
+            )
 
 
-def _is_float(x) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def rows_of_phases(shape: Shape, pairs: int):
-    """The time of each step, and its share of the block with its backward, whose forward comes first."""
-
-    def measure(function, given, seconds):
-        once = _measure.program(function, given, seconds)
-        return statistics.median(once() for _ in range(pairs))
-
-    def row(step, seconds):
-        return _measure.row(
-            bench="moe_block",
-            case=f"bfloat16 {step}, {shape}, 1 device",
-            metric="time",
-            value=1e6 * seconds,
-            unit="us",
-            reference=f"forward and backward, {1e6 * total:.0f} us",
-            ratio=seconds / total,
-        )
-
-    forward, both = passes(moe, shape.config()).values()
-    arrays = operands(shape, None)
-    total = measure(both, arrays, 0.02)
-    yield row("forward", measure(forward, arrays, 0.02))
-    for phase in phases(shape):
-        for step, function, given in with_gradients(*phase):
-            yield row(step, measure(function, given, 0.01))
+def side_by_side(options, numbers: list[int]):
+    """The rows of several shapes, each of which is compiled in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        given = [
+            f"--{key}={value}"
+            for key in ("mesh", "transport", "pairs")
+            if (value := getattr(options, key))
+        ]
+        command = [sys.executable, "-m", "benchmarks.moe_block", *given]
+        running = [
+            subprocess.Popen(
+                [
+                    *command,
+                    f"--shapes={n}",
+                    f"--turns={name}:{len(numbers)}",
+                    f"--json={folder / f'{n}.json'}",
+                ],
+                stdout=subprocess.DEVNULL,
+            )
+            for n in numbers
+        ]
+        for n, process in zip(numbers, running, strict=True):
+            process.wait()
+            part = folder / f"{n}.json"
+            yield from json.loads(part.read_text()) if part.exists() else []
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--phases", action="store_true", help="the steps of the block on one GPU")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--phases", action="store_true", help="where the time of a step goes")
+    parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
+    parser.add_argument("--shapes", metavar="N,...", help="of the seven, from 1; default: all")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--turns", metavar="FOLDER:COUNT", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    mesh = make_mesh()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
+    numbers = (
+        [int(n) for n in options.shapes.split(",")] if options.shapes else range(1, len(BLOCKS) + 1)
+    )
+    axes = options.mesh and tuple(map(int, options.mesh.split("x")))
     on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and jax.device_count() > 1 and len(numbers) > 1 and not options.phases:
+        return _measure.write(options.json, side_by_side(options, list(numbers)))
+    mesh = make_mesh(axes)
+    shapes = [FFN] if mesh is None else [BLOCKS[n - 1] for n in numbers]
+    shapes = shapes if on_gpu else [SMALL]
+    _measure.write(options.json, (row for shape in shapes for row in _rows(shape, mesh, options)))
+
+
+def _rows(shape, mesh, options):
+    if options.phases:
+        return rows_of_phases(shape, mesh, options.transport)
     if mesh is None:
-        of_one = rows_of_phases if options.phases else rows_of_one
-        rows = of_one(FFN if on_gpu else SMALL, options.pairs)
-    else:
-        shapes = BLOCKS if on_gpu else [SMALL]
-        rows = (row for shape in shapes for row in rows_of(shape, mesh, options.pairs))
-    _measure.write(options.json, rows)
+        return rows_of_one(shape, options.pairs)
+    if shape in (BLOCKS[0], SMALL):  # the others differ in sizes only
+        few = dataclasses.replace(shape, tokens=(8, 64))
+        check(few, operands(few, mesh), options.transport)
+    folder, _, count = (options.turns or f"{tempfile.mkdtemp()}:1").rpartition(":")
+    turns = _measure.Turns(pathlib.Path(folder), int(count))
+    return rows_of(shape, mesh, options.transport, options.pairs, turns)
 
 
 if __name__ == "__main__":

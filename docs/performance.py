@@ -44,7 +44,11 @@ def sections(results: dict[str, list[dict]]) -> str:
         f"## {name}\n\n`python -m benchmarks.{name}`: {origin(rows)}.\n\n{table(rows)}"
         for name, rows in results.items()
     ]
-    return "\n\n".join(["![Ratios to the reference of the same run](performance.png)", *parts])
+    charts = (
+        "![Ratios to the reference of the same run](performance.png)",
+        "![The block beside the native one](moe_block.png)",
+    )
+    return "\n\n".join([*charts, *parts])
 
 
 def against_native(results: dict[str, list[dict]]) -> list[dict]:

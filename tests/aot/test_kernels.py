@@ -13,6 +13,7 @@ from expertmesh.core import _jax
 from expertmesh.core.op import Op
 from expertmesh.core.ops import (
     activate_quantize,
+    activate_rows,
     activation,
     grouped_gemm,
     grouped_quantize,
@@ -289,6 +290,22 @@ def test_activation(monkeypatch, function, arch):
     launches = _launches(monkeypatch, activation.gated_grad_op, h, d, **options)
     assert len(launches) == 1
     _check_launches(launches, arch)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("function", activation.ACTIVATIONS)
+def test_activate_rows(monkeypatch, function, arch):
+    shapes = (2, 1408), (1408,), ()
+    h, d, weights = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in shapes)
+    weights, source = weights.update(dtype=jnp.float32), weights.update(dtype=jnp.int32)
+    options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
+    for op, operands in (
+        (activate_rows.activate_rows_op, (h, weights, source)),
+        (activate_rows.activate_rows_grad_op, (h, d, weights, source)),
+    ):
+        launches = _launches(monkeypatch, op, *operands, **options)
+        assert len(launches) == 1
+        _check_launches(launches, arch)
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -78,11 +78,11 @@ def test_rows(D, dtype, compiled):
     _check(compiled)
 
 
-@pytest.mark.parametrize("experts", [256, 8, 500])
-def test_plan(experts, compiled):
+@pytest.mark.parametrize("experts, num_ranks", [(256, 1), (8, 2), (500, 1), (256, 8)])
+def test_plan(experts, num_ranks, compiled):
     from expertmesh.core.kernels import permute
 
-    options = {"num_experts": experts, "num_rows": T * K, "alignment": 16, "num_ranks": 1}
+    options = {"num_experts": experts, "num_rows": T * K, "alignment": 16, "num_ranks": num_ranks}
     _trace(lambda idx, rank: permute.plan(idx, rank, **options), IDS, ((1,), "int32"))
     _check(compiled, wide=False)
 

@@ -240,7 +240,15 @@ def test_maxtexts_names_save_the_projections(capsys):
     for name in ("mlpwi_0", "moe_mlpwi_0", "moe_mlpwi_1"):
         assert hidden in saved(config, NAMES(name), capsys), name
     for name in ("mlpwo", "moe_mlpwo"):
-        assert output in saved(config, NAMES(name), capsys), name
+        assert output in saved(make_config(), NAMES(name), capsys), name
+
+
+def test_without_biases_only_rows_and_their_first_products_are_kept(capsys):
+    """Neither activations nor expert outputs: the weights' gradient needs none."""
+    config = make_config(use_bias=False)
+    kept = saved(config, jax.checkpoint_policies.everything_saveable, capsys)
+    large = re.findall(r"f32\[1,80[,\d]*\]", kept)
+    assert sorted(large) == ["f32[1,80,16]", "f32[1,80,2,12]", "f32[1,80]"]
 
 
 def test_what_masked_tokens_hold_does_not_matter():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.core.ops.permute import permute, plan_permute, unpermute
+from expertmesh.core.ops.permute import permute, plan_permute, plan_rows, unpermute
 from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
@@ -57,6 +57,47 @@ def test_plan_equals_loops(sizes):
             (plan.row, plan.source, plan.tokens_per_expert, plan.group_sizes), want, strict=True
         ):
             np.testing.assert_array_equal(got[p], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@pytest.mark.parametrize(
+    "T, K, E, alignment, capacity, num_ranks",
+    [
+        (999, 3, 12, 4, 3100, 4),
+        (333, 2, 8, 1, 200, 2),
+        (500, 8, 256, 16, 2600, 8),
+        (7, 2, 3, 1, 5, 3),
+    ],
+)
+def test_rows_of_each_rank_equal_loops(T, K, E, alignment, capacity, num_ranks):
+    """Every rank numbers all choices alike, and tells its own experts'."""
+    idx, L = _choices(1, T, K, E)[0], E // num_ranks
+    run = jax.jit(
+        lambda idx, rank: plan_rows(
+            idx,
+            num_experts=E,
+            capacity=capacity,
+            alignment=alignment,
+            num_ranks=num_ranks,
+            rank=rank,
+        )
+    )
+    want = [
+        _plan_oracle(
+            np.where((idx >= r * L) & (idx < r * L + L), idx - r * L, -1), L, capacity, alignment
+        )
+        for r in range(num_ranks)
+    ]
+    rows = np.max([row for row, *_ in want], axis=0)
+    for r, (_, source, counts, sizes) in enumerate(want):
+        plan = run(jnp.asarray(idx, jnp.int32), jnp.int32(r))
+        np.testing.assert_array_equal(plan.row_TK, rows)
+        np.testing.assert_array_equal(plan.source_C, source)
+        np.testing.assert_array_equal(plan.tokens_per_expert_e, counts)
+        np.testing.assert_array_equal(plan.group_sizes_e, sizes)
+        assert plan.total == (-(-counts // alignment) * alignment).sum()
+        assert plan.num_dropped == counts.sum() - (source >= 0).sum()
 
 
 @pytest.mark.gpu

@@ -18,7 +18,9 @@ from expertmesh.core import (
     unpermute,
 )
 from expertmesh.core.ops.activate_quantize import activate_quantize
-from expertmesh.core.ops.activation import activate
+from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
+from expertmesh.core.ops.activation import Activation, activate
+from expertmesh.core.ops.permute import plan_rows
 from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
@@ -96,6 +98,38 @@ def test_activation():
     s = 1 / (1 + np.exp(-gate))
     assert relative_error(y, gate * s * up) < 1e-2
     assert relative_error(dh[:, :, 1], np.asarray(d, np.float64) * gate * s) < 1e-2
+
+
+def test_weighted_activation():
+    h, d, weights = (
+        _normal(0, 1, 100, 2, F),
+        _normal(1, 1, 100, F),
+        _normal(2, 1, 100, dtype="float32"),
+    )
+    source = jnp.arange(100, dtype=jnp.int32)[None] % 5 - 1
+
+    @jax.jit
+    def run(h, d, weights):
+        value = activate_rows_op(h, weights, source, activation=Activation())
+        return value, *activate_rows_grad_op(h, d, weights, source, activation=Activation())
+
+    value, dh, dw, again = run(h, d, weights)
+    gate, up = np.moveaxis(np.asarray(h, np.float64), 2, 0)
+    a = gate / (1 + np.exp(-gate)) * up * (np.asarray(source) >= 0)[..., None]
+    assert relative_error(value, np.asarray(weights)[..., None] * a) < 1e-2
+    assert relative_error(dw, (a * np.asarray(d, np.float64)).sum(-1)) < 1e-2
+    np.testing.assert_array_equal(value, again)
+    assert not np.asarray(dh)[:, ::5].any()
+
+
+def test_plan_of_a_rank():
+    idx = np.random.default_rng(0).integers(-1, E, (T, K))
+    plan = jax.jit(
+        lambda i, rank: plan_rows(i, num_experts=E, capacity=300, num_ranks=4, rank=rank)
+    )(jnp.asarray(idx, jnp.int32), jnp.int32(2))
+    held = np.asarray(plan.source_C)
+    np.testing.assert_array_equal(idx.reshape(-1)[held[held >= 0]] // (E // 4), 2)
+    assert (held >= 0).sum() == (idx // (E // 4) == 2).sum() - plan.num_dropped
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])

@@ -45,7 +45,8 @@ class MoEConfig:
       use_expert_bias: whether the modules hold an `expert_bias` [E], which steers the choice and is never trained.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
       apply_topk_weights_early: multiply with the routing weight before the second GEMM instead of after it: equal up
-        to rounding, and what is kept for the backward is F wide instead of D.
+        to rounding, and what is kept for the backward is F wide instead of D. Without biases and recipe it is always
+        so, in the pass of the activation, and neither is kept.
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.

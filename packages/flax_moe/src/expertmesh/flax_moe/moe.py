@@ -4,7 +4,8 @@
 
     y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it. A
+with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it; without
+biases and recipe all from the activation on is one step, the weights before the product (see weighted_product.py). A
 recipe quantizes the products with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they
 are dispatched, and dispatch is one step with the first product (see quantized_dispatch.py).
 
@@ -25,11 +26,11 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.dense import dense
-from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.router import route
+from expertmesh.core.ops.router_logits import router_logits
 from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.token_mask import check_token_mask
@@ -52,6 +53,7 @@ from expertmesh.flax_moe.quantized_activation import activate_dense, activates_q
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
+from expertmesh.flax_moe.weighted_product import weighted_product
 
 __all__ = ["moe"]
 
@@ -128,8 +130,7 @@ def moe(
     if config.num_chunks > 1:
         given = given.with_kernels(params, config)
     specs = _specs(config)
-    gate_kernel = params["gate_kernel"].astype(jnp.float32)
-    logits = gemm(x.astype(jnp.float32), gate_kernel, w_spec=specs.get("gate_kernel"))
+    logits = router_logits(x, params["gate_kernel"], w_spec=specs.get("gate_kernel"))
     topk_idx, topk_weights = route(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
@@ -198,11 +199,21 @@ def _routed(config, ep_axis, params, given, x, topk_idx, topk_weights):
     handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
     weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
     h, wi_state = _first_product(params, x.astype(config.dtype), handle, config, given)
+    overflow = find_overflow(handle) if config.overflow == "error" else None
+    dropped = jnp.sum(handle.num_dropped)
+    if config.recipe is None and "wo_bias" not in params:
+        y = weighted_product(
+            named("hidden", h),
+            params["wo"],
+            weights_PC,
+            handle,
+            activation=config.activation,
+            w_spec=_specs(config).get("wo"),
+        )
+        return named("combined", y), dropped, overflow, given.state
     y_PCD, wo_state = _second_product(params, h, weights_PC, handle, config, given)
     state = given.state and {"wi": wi_state, "wo": wo_state}
-    overflow = find_overflow(handle) if config.overflow == "error" else None
-    y = named("combined", combine(handle, y_PCD))
-    return y, jnp.sum(handle.num_dropped), overflow, state
+    return named("combined", combine(handle, y_PCD)), dropped, overflow, state
 
 
 _ROUTED = rematerialized(_routed, static_argnums=(0, 1))

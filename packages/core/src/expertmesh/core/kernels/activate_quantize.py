@@ -127,8 +127,19 @@ BOTH = Tiles(columns=128, parts=2, warps=8, registers=128)
 BOTH_SMALL = Tiles(columns=256, parts=1, warps=8, registers=80)
 
 
-def both(h, group_sizes, *, activation, format, blocks, tiles: Tiles | None = None):
+def both(
+    h,
+    group_sizes,
+    *,
+    activation,
+    format,
+    blocks,
+    amax_axes=(),
+    origin=(),
+    tiles: Tiles | None = None,
+):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
+    del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
     tiles = tiles or (BOTH if BLOCK > 32 else BOTH_SMALL)
     TN = max(BLOCK, divisor(F, tiles.columns))

@@ -119,49 +119,54 @@ def _scan_kernel(
 
 @triton.jit
 def _place_kernel(
-    ids, before, total, row, source, sizes,
-    M: tl.constexpr, B: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, N: tl.constexpr,
+    ids, rank, before, total, row, source, sizes,
+    M: tl.constexpr, B: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
     ALIGNMENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a block's choices; then what rows without a choice hold, and the experts' sizes."""
+    """The rows of a block's choices; then, for the L experts of `rank`, what rows without a choice hold, and sizes."""
     program = tl.program_id(0)
     p = tl.program_id(1).to(tl.int64)
     e = tl.arange(0, E_POW2)
     count_E = tl.load(total + p * E + e, mask=e < E, other=0)
     size_E = (count_E + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     end_E = tl.cumsum(size_E, 0)
+    if L < E:  # rows are numbered anew at each rank
+        first_E = e // L * L
+        end_E -= tl.where(first_E > 0, tl.gather(end_E, tl.maximum(first_E - 1, 0), 0), 0)
     offset_E = end_E - size_E
+    here = tl.load(rank + p) * L
+    here_E = (e >= here) & (e < here + L)
     source += p * N
     if program < B:
         choice = program * BM + tl.arange(0, BM)
         expert = tl.load(ids + p * M + choice, mask=choice < M, other=-1)
         routed = (expert >= 0) & (expert < E)
         expert = tl.where(routed, expert, 0).to(tl.int32)
-        rank = tl.zeros((BM,), tl.int32)
+        place = tl.zeros((BM,), tl.int32)
         for start in tl.static_range(0, BM, BJ):
             other = program * BM + start + tl.arange(0, BJ)
             others = tl.load(ids + p * M + other, mask=other < M, other=-1)
             # The choices lie along the lanes, so that no lane asks another.
             earlier = (others[:, None] == expert[None, :]) & (other[:, None] < choice[None, :])
-            rank += tl.sum(earlier.to(tl.int32), 0)
+            place += tl.sum(earlier.to(tl.int32), 0)
         first = tl.load(before + (p * B + program) * E + expert)
-        n = tl.gather(offset_E, expert, 0) + first + rank
+        n = tl.gather(offset_E, expert, 0) + first + place
         exists = routed & (n < N)
         tl.store(row + p * M + choice, tl.where(exists, n, -1), mask=choice < M)
-        tl.store(source + n, choice, mask=exists)
-    elif program < B + E:  # the padding of one expert
-        mine = program - B
+        tl.store(source + n, choice, mask=exists & (expert >= here) & (expert < here + L))
+    elif program < B + L:  # the padding of one expert
+        mine = here + program - B
         end = min(tl.sum(tl.where(e == mine, end_E, 0)), N)
         start = tl.sum(tl.where(e == mine, offset_E + count_E, 0))
         for n in tl.range(start, end, BN):
             rows = n + tl.arange(0, BN)
             tl.store(source + rows, tl.full((BN,), -1, tl.int32), mask=rows < end)
-        if mine == 0:
+        if program == B:
             held = tl.minimum(end_E, N) - tl.minimum(offset_E, N)
-            tl.store(sizes + p * E + e, held, mask=e < E)
+            tl.store(sizes + p * L + e - here, held, mask=here_E)
     else:  # rows after the last expert
-        rows = (program - B - E) * BN + tl.arange(0, BN)
-        free = (rows >= tl.sum(size_E)) & (rows < N)
+        rows = (program - B - L) * BN + tl.arange(0, BN)
+        free = (rows >= tl.sum(tl.where(here_E, size_E, 0))) & (rows < N)
         tl.store(source + rows, tl.full((BN,), -1, tl.int32), mask=free)
 
 
@@ -211,12 +216,11 @@ def unpermute_grad(dout, y, weight, row, source, *, tiles: Tiles = GRAD):
 
 
 def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
-    """int[P, T, K] -> row [P, T, K], source [P, N], tokens_per_expert and group_sizes [P, E], total and dropped [P]."""
-    del rank, num_ranks  # one rank has all experts
+    """int[P, T, K] -> row [P, T, K], source [P, N], and of the rank's experts tokens_per_expert, group_sizes, total and
+    dropped."""
     topk_idx = wide_ids(topk_idx)
     (P, T, K), E, N = topk_idx.shape, num_experts, num_rows
-    M, B, E_POW2 = T * K, triton.cdiv(T * K, BLOCK), triton.next_power_of_2(E)
-    per_expert = jax.ShapeDtypeStruct((P, E), jnp.int32)
+    M, B, L, E_POW2 = T * K, triton.cdiv(T * K, BLOCK), E // num_ranks, triton.next_power_of_2(E)
     per_block = jax.ShapeDtypeStruct((P, B, E), jnp.int32)
     counts = jax_triton.triton_call(
         topk_idx,
@@ -226,23 +230,27 @@ def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
     )  # fmt: skip
     before, tokens = jax_triton.triton_call(
         counts,
-        kernel=_scan_kernel, out_type=(per_block, per_expert),
+        kernel=_scan_kernel,
+        out_type=(per_block, jax.ShapeDtypeStruct((P, E), jnp.int32)),
         grid=(triton.cdiv(E, 8), P), num_warps=8,
         B=B, E=E, BB=min(1024, triton.next_power_of_2(B)), BE=8,
         **target(),
     )  # fmt: skip
     row, source, sizes = jax_triton.triton_call(
-        topk_idx, before, tokens,
+        topk_idx, rank, before, tokens,
         kernel=_place_kernel,
         out_type=(
             jax.ShapeDtypeStruct((P, T, K), jnp.int32),
             jax.ShapeDtypeStruct((P, N), jnp.int32),
-            per_expert,
+            jax.ShapeDtypeStruct((P, L), jnp.int32),
         ),
-        grid=(B + E + triton.cdiv(N, ROWS), P), num_warps=BLOCK // 128,
-        M=M, B=B, E=E, E_POW2=E_POW2, N=N, ALIGNMENT=alignment, BM=BLOCK, BJ=32, BN=ROWS,
+        grid=(B + L + triton.cdiv(N, ROWS), P), num_warps=BLOCK // 128,
+        M=M, B=B, E=E, E_POW2=E_POW2, L=L, N=N, ALIGNMENT=alignment, BM=BLOCK, BJ=32, BN=ROWS,
         **target(),
     )  # fmt: skip
+    if num_ranks > 1:
+        of_rank = jax.vmap(lambda x, r: jax.lax.dynamic_slice_in_dim(x, r * L, L))
+        tokens = of_rank(tokens, rank)
     total = jnp.sum(-(-tokens // alignment) * alignment, axis=1, dtype=jnp.int32)
     # The first to be cut from a zone is its padding.
     dropped = jnp.sum(tokens - jnp.minimum(sizes, tokens), axis=1, dtype=jnp.int32)

@@ -12,6 +12,7 @@ Dimension key: F expert width.
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +227,16 @@ def _function(h, *, function):
 def _function_grad(h, d_out, *, function):
     _, slope = _with_slope(function, h.astype(jnp.float32))
     return (d_out.astype(jnp.float32) * slope).astype(h.dtype)
+
+
+def function_and_gradient(activation: Activation, h):
+    """Of float32 h the activation, float32, and a function from its cotangent to that of h."""
+    if activation.gated:
+        return gated_reference(h, activation=activation), partial(
+            _gate_times_up_grad, h, activation=activation
+        )
+    value, slope = _with_slope(activation.function, h)
+    return value, lambda d_out: d_out * slope
 
 
 def _why_not(h, *rest, **options) -> str | None:

@@ -226,9 +226,7 @@ def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
 
 
 def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
-    del rank, alignment
-    if num_ranks > 1:
-        return f"one rank must have all experts; there are {num_ranks}"
+    del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
         return f"there must be choices, in fewer than 2^16 groups, and rows; got {topk_idx.shape}, {num_rows} rows"
     if num_experts > MOST_EXPERTS:

@@ -1,0 +1,83 @@
+"""Activations of rows times the rows' weights, for rows that hold a token; all other rows are zeros.
+
+    out[p, r] = weights[p, r] * act(h[p, r])   if source[p, r] >= 0, else 0
+
+with act as in ops/activation.py. The backward makes the result again, so that h alone is kept: with `d` the cotangent
+of `out`,
+
+    d_h[p, r]       = weights[p, r] * d[p, r] * the derivative at h
+    d_weights[p, r] = <d[p, r], act(h[p, r])>
+
+Whether a row holds a token is said by `source` alone: 0 is a legal weight with a gradient, and what is not selected may
+be NaN.
+
+Dimension key: P participants, C rows per participant, F expert width.
+"""
+
+import jax.numpy as jnp
+
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.activation import Activation, function_and_gradient
+
+__all__ = ["activate_rows_grad_op", "activate_rows_op"]
+
+
+def _value_reference(h, weights, source, *, activation):
+    """float[P, C, F] in h's dtype, computed in float32 and rounded once."""
+    value, _ = function_and_gradient(activation, h.astype(jnp.float32))
+    return _selected(source, weights[..., None] * value, h.dtype)
+
+
+def _grad_reference(h, d_out, weights, source, *, activation):
+    """d_h like h, float32 d_weights [P, C], and the value, [P, C, F]."""
+    value, pull = function_and_gradient(activation, h.astype(jnp.float32))
+    d, weight = d_out.astype(jnp.float32), weights[..., None]
+    d_weights = jnp.sum(d * value, axis=-1)
+    return (
+        _selected(source, pull(weight * d), h.dtype),
+        _selected(source, d_weights, jnp.float32),
+        _selected(source, weight * value, h.dtype),
+    )
+
+
+def _selected(source, x, dtype):
+    holds = (source >= 0).reshape(*source.shape, *[1] * (x.ndim - source.ndim))
+    return jnp.where(holds, x, jnp.float32(0)).astype(dtype)
+
+
+def _value_supported(h, weights, source, *, activation: Activation) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    del weights, source
+    if not activation.gated:
+        return "the activation must have a gate"
+    if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
+    return None if h.size else "there must be elements"
+
+
+def _grad_supported(h, d_out, weights, source, *, activation: Activation) -> str | None:
+    del d_out
+    return _value_supported(h, weights, source, activation=activation)
+
+
+def _kernel(function: str, supports) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.activate_rows", function, supports),)
+
+
+activate_rows_op = Op(
+    "activate_rows",
+    _value_reference,
+    "p c two... f, p c, p c -> p c f",
+    whole=("two...",),
+    roles="tokens . . tp, tokens ., tokens . -> tokens . tp",
+    kernels=_kernel("value", _value_supported),
+)
+activate_rows_grad_op = Op(
+    "activate_rows_grad",
+    _grad_reference,
+    "p c two... f, p c f, p c, p c -> p c two... f, p c, p c f",
+    whole=("two...",),
+    summed=("f",),
+    roles="tokens . . tp, tokens . tp, tokens ., tokens . -> tokens . . tp, tokens ., tokens . tp",
+    kernels=_kernel("grad", _grad_supported),
+)

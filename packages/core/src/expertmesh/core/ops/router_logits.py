@@ -1,0 +1,181 @@
+"""A router's logits in float32, of tokens in any dtype: logits[t, e] = sum_d x[t, d] * kernel[d, e].
+
+Equivalent to `gemm(x.astype(float32), kernel.astype(float32))`, without a float32 copy of the tokens: on NVIDIA GPUs a
+float32 number is the sum of three bfloat16 numbers, and products of bfloat16 numbers are exact in float32, so bfloat16
+tokens are multiplied as they are with the three parts of a float32 kernel.
+
+Dimension key: t token dimensions (any number), D model width, E experts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Kernel
+from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
+from expertmesh.core.vjp import at_rest, differentiable
+
+__all__ = ["router_logits"]
+
+
+def router_logits(x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None = None):
+    """`x.astype(float32) @ kernel.astype(float32)`.
+
+    Args:
+      x: float[..., D].
+      kernel: float[D, E].
+      w_spec: where `kernel` is, for Auto axes under a MeshResource; None: over fsdp along D.
+
+    Returns:
+      float32[..., E], accumulated in float32. Of bfloat16 x on NVIDIA GPUs the operands are exact (three parts of a
+      float32 kernel, one of a bfloat16 one); else they are what JAX makes of float32 operands there, on NVIDIA GPUs
+      TF32, 11 bits.
+
+    Raises:
+      ValueError: D of `x` and `kernel` differ.
+
+    Differentiable in both; gradients in the operands' dtypes, accumulated in float32. Of bfloat16 x on NVIDIA GPUs the
+    logits' cotangent and a float32 kernel are two parts there, 16 bits. Communication as of `gemm`.
+    """
+    if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(
+            "router_logits: x must be [..., D] and kernel [D, E]; "
+            f"got x {x.shape}, kernel {kernel.shape}; transpose the kernel"
+        )
+    return _router_logits(x, kernel, w_spec=w_spec)
+
+
+PARTS = 3  # of 8 bits each make the 24 of a float32
+
+
+def _parts(x, count: int) -> list[jax.Array]:
+    """bfloat16 arrays whose sum is x, as nearly as `count` of them come; of a bfloat16 x itself alone."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(count):
+        # By an operation that the compiler may not take for a pair of casts that cancel.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = jnp.where(jnp.isfinite(part), x - part, 0)
+    return parts
+
+
+def _dot(a, b, a_dim: int, b_dim: int, dtype):
+    dims = (((a_dim,), (b_dim,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
+
+
+def _sum_of_parts(wide, count: int, dtype):
+    """[R, count * E] to [R, E], the smallest part first."""
+    first, *rest = jnp.split(wide, count, axis=1)
+    small = sum(reversed(rest), jnp.zeros_like(first))
+    return (first + small).astype(dtype)
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _logits_of_parts(x, kernel, *, out_dtype):
+    """One product with the parts side by side."""
+    parts = _parts(kernel, PARTS)
+    wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
+    return _sum_of_parts(wide, len(parts), out_dtype).reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def _dgrad_of_parts(dy, kernel, *, out_dtype):
+    """One product whose contraction is over the pairs of parts but that of both second ones."""
+    of_dy, of_kernel = _parts(_flat(dy), 2), _parts(kernel, 2)
+    pairs = [(a, b) for i, a in enumerate(of_dy) for j, b in enumerate(of_kernel) if i + j < 2]
+    left, right = (jnp.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
+    # Rounded by the product itself: nothing float32 of the tokens' size is written.
+    return _dot(left, right, 1, 1, out_dtype).reshape(*dy.shape[:-1], kernel.shape[0])
+
+
+def _wgrad_of_parts(x, dy, *, out_dtype):
+    parts = _parts(_flat(dy), 2)
+    wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 0, 0, jnp.float32)
+    return _sum_of_parts(wide, len(parts), out_dtype)
+
+
+def _supported(x, w) -> str | None:
+    """What keeps these types from the products of parts, or None."""
+    wide = {x.dtype, w.dtype} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+    if wide:
+        return f"operands must be bfloat16 or float32; they are {x.dtype} and {w.dtype}"
+    return None if x.size and w.size else "there must be elements"
+
+
+def _logits_supported(x, kernel, **options) -> str | None:
+    del options
+    if x.dtype != jnp.bfloat16:
+        return f"the tokens must be bfloat16; they are {x.dtype}"
+    return _supported(x, kernel)
+
+
+def _dgrad_supported(dy, kernel, *, out_dtype) -> str | None:
+    if jnp.dtype(out_dtype) != jnp.bfloat16:
+        return f"the tokens must be bfloat16; they are {out_dtype}"
+    return _supported(dy, kernel)
+
+
+def _wgrad_supported(x, dy, **options) -> str | None:
+    return _logits_supported(x, dy, **options)
+
+
+def _op(base, name: str, reference, launch, supports):
+    kernel = Kernel("parts", "cuda", launch, supports=supports)
+    return dataclasses.replace(base, name=name, reference=reference, kernels=(kernel,))
+
+
+def _wide(reference):
+    def widened(a, b, *, out_dtype):
+        return reference(a.astype(jnp.float32), b.astype(jnp.float32), out_dtype=out_dtype)
+
+    return widened
+
+
+router_logits_op = _op(
+    gemm_op, "router_logits", _wide(gemm_op.reference), _logits_of_parts, _logits_supported
+)
+router_logits_dgrad_op = _op(
+    gemm_dgrad_op,
+    "router_logits_dgrad",
+    _wide(gemm_dgrad_op.reference),
+    _dgrad_of_parts,
+    _dgrad_supported,
+)
+router_logits_wgrad_op = _op(
+    gemm_wgrad_op,
+    "router_logits_wgrad",
+    _wide(gemm_wgrad_op.reference),
+    _wgrad_of_parts,
+    _wgrad_supported,
+)
+
+
+def _fwd(x, kernel, *, w_spec):
+    specs = (None, w_spec)
+    logits = router_logits_op(x, kernel, out_dtype=jnp.dtype(jnp.float32), operand_specs=specs)
+    return logits, (x, kernel)
+
+
+def _bwd(residuals, d_logits, *, w_spec):
+    x, kernel = residuals
+    dx = router_logits_dgrad_op(
+        d_logits,
+        kernel,
+        out_dtype=x.dtype,
+        operand_specs=(None, w_spec),
+        result_specs=(at_rest(x, None),),
+    )
+    d_kernel = router_logits_wgrad_op(
+        x, d_logits, out_dtype=kernel.dtype, result_specs=(at_rest(kernel, w_spec),)
+    )
+    return dx, d_kernel
+
+
+_router_logits = differentiable(_fwd, _bwd)

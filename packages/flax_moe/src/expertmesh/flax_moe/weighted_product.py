@@ -1,0 +1,110 @@
+"""Activation, routing weights, second product and combine, as one function with one VJP.
+
+    y_t = sum over the rows r of token t of (w_r act(h_r)) Wo_e           e = the row's expert
+
+    g_r  = dy_t                                                           d_r  = g_r Wo_e^T
+    dh_r = w_r d_r * the derivative at h_r    dw_r = <d_r, act(h_r)>      dWo_e = sum of (w_r act(h_r))^T g_r
+
+The gradient of a weight needs no expert output, so neither these nor the activations are kept: the pass that makes dh
+and dw makes w act(h) again.
+
+Dimension key: `...` tokens, P participants, C rows per participant, F expert width, D model width, E experts.
+"""
+
+import jax
+from jax.sharding import PartitionSpec
+
+from expertmesh.core import _jax
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
+from expertmesh.core.ops.activation import Activation
+from expertmesh.core.ops.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
+from expertmesh.core.vjp import at_rest, differentiable
+from expertmesh.ep import Handle, combine, dispatch
+from expertmesh.flax_moe.remat import named
+
+__all__ = ["weighted_product"]
+
+
+def weighted_product(
+    h: jax.Array,
+    wo: jax.Array,
+    weights: jax.Array,
+    handle: Handle,
+    *,
+    activation: str | Activation,
+    w_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """`combine(handle, grouped_gemm(weights[..., None] * activate(h), wo, handle.group_sizes))`.
+
+    Args:
+      h: float[P, C, 2, F], or [P, C, F] without a gate.
+      wo: float[E, F, D]; cast to the dtype of h, its gradient is accumulated and returned in its own.
+      weights: float32[P, C] of `dispatch_weights`.
+      handle: of `prepare`.
+      activation: see `expertmesh.core.activate`.
+      w_spec: where `wo` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
+
+    Returns:
+      [..., D] in the dtype of h; 0 for tokens without rows. Rows that hold no token are selected away, whatever they
+      hold.
+
+    Differentiable in h, wo and weights. Kept for the backward: h and the weights. Costs a combine, and in the backward
+    a dispatch; a sharded F costs the backward an all-reduce [P, C].
+    """
+    return _weighted_product(
+        h,
+        wo,
+        weights,
+        handle,
+        activation=Activation.of(activation),
+        w_dtype=wo.dtype,
+        w_spec=w_spec,
+    )
+
+
+def _fwd(h, wo, weights, handle: Handle, *, activation, w_dtype, w_spec):
+    del w_dtype
+    sizes, wo = handle.group_sizes, narrow_at_rest(wo, h.dtype, w_spec, ("experts", "fsdp"))
+    a_PCF = activate_rows_op(h, weights, handle.source, activation=activation)
+    specs = (None, w_spec, None)
+    y_PCD = grouped_gemm_op(a_PCF, wo, sizes, out_dtype=h.dtype, operand_specs=specs)
+    return combine(handle, named("expert_output", y_PCD)), (h, wo, weights, handle)
+
+
+def _bwd(residuals, d_y, *, activation, w_dtype, w_spec):
+    h, wo, weights, handle = residuals
+    d_rows = dispatch(handle, d_y)
+    d_out = grouped_gemm_dgrad_op(
+        d_rows,
+        wo,
+        handle.group_sizes,
+        out_dtype=h.dtype,
+        operand_specs=(None, w_spec, None),
+        result_specs=(_spec_of_activation(h),),
+    )
+    d_h, d_weights, a_PCF = activate_rows_grad_op(
+        h, d_out, weights, handle.source, activation=activation
+    )
+    d_wo = grouped_gemm_wgrad_op(
+        a_PCF,
+        d_rows,
+        handle.group_sizes,
+        num_experts=wo.shape[0],
+        out_dtype=w_dtype,
+        result_specs=(at_rest(wo, w_spec),),
+    )
+    return d_h, d_wo, d_weights, None
+
+
+def _spec_of_activation(h) -> PartitionSpec | None:
+    """[P, C, F] where h is, as far as its type says so."""
+    spec = _jax.explicit_spec(h)
+    return spec and PartitionSpec(spec[0], spec[1], spec[-1])
+
+
+_weighted_product = differentiable(_fwd, _bwd)

@@ -1,0 +1,63 @@
+"""The kernels of weighted activations of rows on a GPU, against the formulas in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from core.ops.test_activate_rows import make, oracle
+from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
+from expertmesh.core.ops.activation import ACTIVATIONS, Activation
+from expertmesh.core.support import TRITON, missing_distribution
+from expertmesh.core.testing import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
+    ),
+]
+
+
+def run(activation, h, d, weights, source):
+    """value, d_h, d_weights, value again; all of them twice the same."""
+
+    @jax.jit
+    def both(h, d, weights, source):
+        value = activate_rows_op(h, weights, source, activation=activation, implementation="triton")
+        options = dict(activation=activation, implementation="triton")
+        return value, *activate_rows_grad_op(h, d, weights, source, **options)
+
+    first, second = both(h, d, weights, source), both(h, d, weights, source)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    return first
+
+
+@pytest.mark.parametrize("width", [200, 1416, 8200])
+@pytest.mark.parametrize("limit, offset", [(None, 0.0), (2.0, 1.0)])
+@pytest.mark.parametrize("function", ACTIVATIONS)
+def test_formulas(function, limit, offset, width):
+    """Widths on both sides of a tile; NaN in every row that holds no token."""
+    if width > 200 and function not in ("silu", "quick_gelu"):
+        pytest.skip("the widths are those of any function")
+    activation = Activation(function=function, limit=limit, up_offset=offset)
+    given = make(activation, (1, 371), width)
+    want, want_h, want_w = oracle(activation, *given)
+    out, d_h, d_w, again = run(activation, *given)
+    assert relative_error(out, want) < 1e-6
+    assert relative_error(again, want) < 1e-6
+    assert relative_error(d_w, want_w) < 1e-5
+    if function != "relu":  # a difference does not know the slope at 0
+        assert relative_error(d_h, want_h) < 1e-5
+
+
+@pytest.mark.parametrize("dtype, unit", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_rounded_once(dtype, unit):
+    activation = Activation()
+    given = make(activation, (1, 77), 130, dtype)
+    want, want_h, want_w = oracle(activation, *given)
+    out, d_h, d_w, _ = run(activation, *given)
+    for got, exact in ((out, want), (d_h, want_h)):
+        error = abs(np.asarray(got, np.float64) - exact)
+        assert (error <= 1.02 * unit * abs(exact) + 1e-4).all()
+    assert relative_error(d_w, want_w) < 1e-5
