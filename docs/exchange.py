@@ -106,7 +106,7 @@ def rates(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 def bandwidth(rows: list[dict]) -> str:
     """Bars: GB/s, against what a copy reaches."""
-    left, scale, y, parts = 420, 400 / COPY, 20, []
+    left, scale, y, parts = 560, 400 / COPY, 20, []
     for case, each in rates(rows).items():
         parts.append(words(left - 8, y + 8 * len(each), case, "end", 10))
         for name, rate in each.items():
