@@ -23,8 +23,14 @@ from jax.sharding import NamedSharding
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
 
 
-def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Callable[[], float]:
-    """Measures the device time of a call: several run one after the other inside one jitted program."""
+def program(
+    function: Callable, operands: tuple, seconds: float = 0.03, least: int = 20
+) -> Callable[[], float]:
+    """Measures the device time of a call: several run one after the other inside one jitted program.
+
+    By default 20 calls at least: what a dispatch costs must not count as device time; nor must, of short ones, what a
+    step costs. Another program of more calls is compiled if these are over in much less than `seconds`.
+    """
 
     def run(steps, calls):
         @jax.jit
@@ -48,12 +54,11 @@ def program(function: Callable, operands: tuple, seconds: float = 0.03) -> Calla
 
         return once
 
-    # Twenty calls: what a dispatch costs must not count as device time; nor must, of short ones, what a step costs.
-    twenty = run(19, 1)
-    one = min(twenty() for _ in range(3))
+    few = run(least - 1, 1)
+    one = min(few() for _ in range(3))
     steps = min(1000, int(seconds / one))
-    if steps < 40:
-        return twenty
+    if steps < 2 * least:
+        return few
     return run(max(1, steps // SHORT), SHORT) if one < 2e-4 else run(steps, 1)
 
 

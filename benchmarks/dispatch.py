@@ -1,9 +1,9 @@
-"""Exchanges by "nvlink" against XLA's ragged_all_to_all in the same run, over 2, 4, ... GPUs of this process.
+"""Exchanges by "nvlink" against XLA's ragged_all_to_all in the same run, over all GPUs of this process.
 
 A dispatch begins with tokens and ends with rows in order of experts, which a grouped GEMM can take; a combine begins
 with such rows and ends with the tokens' sums. Each is measured on at most 48 SMs and on as many as are fastest. Where
-there are not two GPUs: "auto" against "all_to_all", to see it run. Then "nvlink" against the other transports for few
-and many tokens: docs/exchange.py draws them.
+there are not two GPUs: "auto" against "all_to_all", to see it run. Then how time grows from half as many GPUs, and
+"nvlink" against the other transports for few and many tokens. docs/exchange.py draws the rates.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from expertmesh.ep import EpConfig, combine, dispatch, prepare, recv_capacity
 # tokens of a GPU, width, choices, experts
 GPU, CPU = (4096, 7168, 8, 256), (32, 128, 2, 16)
 DECODE = (128, 7168, 8, 256)
-TOKENS = (16, 128, 1024, 8192)  # of a GPU
+TOKENS = (16, 512, 8192)  # of a GPU
+FEW, MANY = 3, 100  # calls that are timed at least: of XLA's, which takes over 10 ms, and of ours
 
 
 @jax.jit
@@ -110,26 +111,36 @@ def there_and_back(transport, handle, x):
     return combine(handle, rows, transport=transport, wire_format="bfloat16")
 
 
-def rows_of(case, function, given, pairs, num_bytes=None, names=None, references=None):
-    """A row for each of our transports against each of `references`, in turn; what is wrong is not timed."""
-    names, references = names or ours(), references or (other(),)
+def check(case, function, given, names):
+    """What is wrong is not timed."""
     want = jax.jit(functools.partial(function, "all_to_all"))(*given)
     for name in names:
         mine = jax.jit(functools.partial(function, name))(*given)
         for a, b in zip(*map(jax.tree.leaves, (mine, want)), strict=True):
             assert relative_error(a, b) < 1e-2, (name, case)
-        del mine
-    del want
+
+
+def times(function, given, names, pairs):
+    """transport -> seconds of each turn."""
     programs = {
-        name: _measure.program(functools.partial(function, name), given)
-        for name in (*names, *references)
-    }
-    timed = [{name: once() for name, once in programs.items()} for _ in range(pairs)]
-    for name, reference in itertools.product(names, references):
-        seconds, theirs = (
-            statistics.median(t[which] for t in timed) for which in (name, reference)
+        name: _measure.program(
+            functools.partial(function, name), given, least=FEW if name == "ragged" else MANY
         )
+        for name in names
+    }
+    turns = [{name: once() for name, once in programs.items()} for _ in range(pairs)]
+    return {name: [turn[name] for turn in turns] for name in names}
+
+
+def rows_of(case, function, given, pairs, num_bytes=0, names=None, references=None):
+    """A row for each of our transports against each of `references`."""
+    names, references = names or ours(), references or (other(),)
+    check(case, function, given, names)
+    timed = times(function, given, (*names, *references), pairs)
+    for name, reference in itertools.product(names, references):
+        seconds, theirs = (statistics.median(timed[which]) for which in (name, reference))
         rate = f"; {num_bytes / seconds / 1e9:.0f} GB/s leave a GPU" if num_bytes else ""
+        ratios = [b / a for a, b in zip(timed[name], timed[reference], strict=True)]
         yield _measure.row(
             bench="dispatch",
             case=f"{name}, {case}",
@@ -137,29 +148,33 @@ def rows_of(case, function, given, pairs, num_bytes=None, names=None, references
             value=1e6 * seconds,
             unit="us",
             reference=f"{reference}, {1e6 * theirs:.0f} us{rate}",
-            ratio=statistics.median(t[reference] / t[name] for t in timed),
-            bytes=int(num_bytes or 0),
+            ratio=statistics.median(ratios),
+            bytes=int(num_bytes),
         )
 
 
-def rows_for(ranks, pairs):
-    """What is measured in one EP group of that many GPUs."""
+def drawn(ranks):
+    """What tokens of drawn experts give: (case, function, operands, bytes that leave a GPU)."""
     shape = GPU if on_gpus() else CPU
     tokens, width, choices, experts = shape
-    where = f"{ranks} GPUs" if on_gpus() else f"{ranks} devices"
     handle, x = operands(shape, ranks)
-    case = f"{where}, {tokens} tokens each x {width}, {choices} of {experts} experts"
+    case = f"{ranks} ranks, {tokens} tokens each x {width}, {choices} of {experts} experts"
     for name, (function, given, num_bytes) in passes(handle, x).items():
-        yield from rows_of(f"{name}, {case}", function, given, pairs, num_bytes)
-    del handle, x, given
-    handle, x = operands((4 * tokens, width, 1, experts), ranks, next_rank=True)
-    num_bytes = 2 * width * remote_copies(handle)
-    case = f"every token to the next rank, {where}, {4 * tokens} tokens each x {width}"
-    yield from rows_of(case, move, (handle, x), pairs, num_bytes)
+        yield f"{name}, {case}", function, given, num_bytes
+
+
+def rows_for(ranks, pairs):
+    for case, function, given, num_bytes in drawn(ranks):
+        yield from rows_of(case, function, given, pairs, num_bytes)
     if on_gpus():
         handle, x = operands(DECODE, ranks)
-        case = f"dispatch and combine, {where}, {DECODE[0]} tokens each"
+        case = f"dispatch and combine, {ranks} ranks, {DECODE[0]} tokens each"
         yield from rows_of(case, there_and_back, (handle, x), pairs)
+    tokens, width, _, experts = GPU if on_gpus() else CPU
+    handle, x = operands((4 * tokens, width, 1, experts), ranks, next_rank=True)
+    num_bytes = 2 * width * remote_copies(handle)
+    case = f"every token to the next rank, {ranks} ranks, {4 * tokens} tokens each x {width}"
+    yield from rows_of(case, move, (handle, x), pairs, num_bytes)
 
 
 def rows_by_tokens(ranks, pairs):
@@ -167,7 +182,7 @@ def rows_by_tokens(ranks, pairs):
     _, width, choices, experts = GPU
     for tokens in TOKENS:
         handle, x = operands((tokens, width, choices, experts), ranks)
-        case = f"both ways, {ranks} GPUs, {tokens} tokens each x {width}"
+        case = f"both ways, {ranks} ranks, {tokens} tokens each x {width}"
         num_bytes = 6 * width * remote_copies(handle)  # sums go back in float32
         others = ("all_to_all", "ring")
         yield from rows_of(
@@ -175,33 +190,34 @@ def rows_by_tokens(ranks, pairs):
         )
 
 
-def growth(few, many):
-    """A row: how much longer it takes on more GPUs, and how many more bytes leave each."""
-    times, more = many["value"] / few["value"], many["bytes"] / few["bytes"]
-    return many | {
-        "case": f"{many['case']}, time against {few['gpus']} GPUs",
-        "metric": "ratio",
-        "value": round(times, 3),
-        "unit": "times",
-        "reference": f"bytes, {more:.2f} times",
-        "ratio": round(more / times, 4),
-    }
+def growth(rows, ranks, pairs):
+    """Rows: how much longer what `rows` say takes than with fewer ranks, and how many more bytes leave a GPU."""
+    many = {row["case"]: row for row in rows if row["bytes"]}
+    for case, function, given, num_bytes in drawn(ranks):
+        for name, seconds in times(function, given, ours(), pairs).items():
+            row = many[f"{name}, {case}".replace(f"{ranks} ranks", f"{jax.device_count()} ranks")]
+            longer = row["value"] / (1e6 * statistics.median(seconds))
+            more = row["bytes"] / num_bytes
+            yield row | {
+                "case": f"{row['case']}, time against {ranks} ranks",
+                "metric": "ratio",
+                "value": round(longer, 3),
+                "unit": "times",
+                "reference": f"bytes, {more:.2f} times",
+                "ratio": round(more / longer, 4),
+            }
 
 
 def all_rows(pairs):
-    count = jax.device_count()
-    powers = [2**i for i in range(1, count.bit_length())]  # up to all of them
-    before = []
-    for ranks in powers if on_gpus() else [count]:
-        now = []
-        for one in rows_for(ranks, pairs):
-            one |= {"gpus": ranks if on_gpus() else 0}  # of those that this process has
-            now.append(one)
-            yield one
-        yield from (growth(*two) for two in zip(before, now, strict=False) if two[0]["bytes"])
-        before = now
-    if on_gpus():
-        yield from rows_by_tokens(count, pairs)
+    count, rows = jax.device_count(), []
+    for one in rows_for(count, pairs):
+        rows.append(one)
+        yield one
+    if not on_gpus():
+        return
+    if count > 2:
+        yield from growth(rows, count // 2, pairs)
+    yield from rows_by_tokens(count, pairs)
 
 
 def main():

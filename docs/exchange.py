@@ -35,9 +35,9 @@ def words(x, y, label, anchor="start", size=12):
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}">{label}</text>'
 
 
-def arrow(x0, y0, x1, y1, color="#444"):
+def arrow(x0, y0, x1, y1):
     return (
-        f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" stroke="{color}" stroke-width="2" '
+        f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" stroke="#444" stroke-width="2" '
         'marker-end="url(#tip)"/>'
     )
 
@@ -57,37 +57,34 @@ def diagram() -> str:
     """Tokens of two ranks to the rows of their experts, and back."""
     parts = []
     for rank, x in enumerate((20, 400)):
+        left, peer = x + 10, 1 - rank
+        from_here = x + 310 if rank else x + 35  # tokens that stay, beside the window
         parts += [
-            f'<rect x="{x}" y="10" width="340" height="330" fill="none" stroke="#999" stroke-dasharray="4"/>',
-            words(x + 10, 30, f"GPU {rank}: experts {2 * rank} and {2 * rank + 1}", size=13),
-            box(x + 10, 45, 320, 30, "tokens t0 t1 t2, chosen experts", "#deebf7"),
-            box(
-                x + 10, 120, 320, 30, f"window: tokens that arrived from GPU {1 - rank}", "#fee6ce"
-            ),
-            box(x + 10, 195, 155, 30, f"rows of expert {2 * rank}", "#e5f5e0"),
+            f'<rect x="{x}" y="10" width="340" height="350" fill="none" stroke="#999" stroke-dasharray="4"/>',
+            words(left, 30, f"GPU {rank}: experts {2 * rank} and {2 * rank + 1}", size=13),
+            box(left, 45, 320, 30, "tokens and their experts", "#deebf7"),
+            box(left + 50 * peer, 120, 270, 30, f"window: tokens from GPU {peer}", "#fee6ce"),
+            box(left, 195, 155, 30, f"rows of expert {2 * rank}", "#e5f5e0"),
             box(x + 175, 195, 155, 30, f"rows of expert {2 * rank + 1}", "#e5f5e0"),
-            box(x + 10, 250, 320, 30, "grouped GEMMs: rows to rows"),
-            box(x + 10, 300, 320, 30, f"window: sums that arrived from GPU {1 - rank}", "#fee6ce"),
-            arrow(x + 60, 150, x + 60, 193),
-            arrow(x + 100, 150, x + 240, 193),
-            arrow(x + 300, 75, x + 300, 193) if rank else arrow(x + 40, 75, x + 40, 193),
-            arrow(x + 90, 225, x + 90, 248),
-            arrow(x + 250, 225, x + 250, 248),
+            box(left, 250, 320, 30, "grouped GEMMs: rows to rows"),
+            box(left, 320, 320, 30, f"window: sums from GPU {peer}", "#fee6ce"),
+            arrow(from_here, 75, from_here, 193),
+            *(arrow(x + 140, 150, x + to, 193) for to in (100, 240)),
+            *(arrow(x + to, 225, x + to, 248) for to in (90, 250)),
         ]
+    total = (
+        "combine: a token's sum is what arrived and what its own GPU added up, in order of ranks"
+    )
     parts += [
-        arrow(250, 75, 520, 118, "#08519c"),
-        arrow(520, 75, 250, 118, "#08519c"),
-        words(380, 92, "a token once to each GPU", "middle", 11),
-        arrow(250, 280, 520, 298, "#08519c"),
-        arrow(520, 280, 250, 298, "#08519c"),
+        arrow(250, 75, 520, 118),
+        arrow(520, 75, 250, 118),
+        words(380, 88, "a token once to each GPU", "middle", 11),
+        arrow(250, 280, 520, 318),
+        arrow(520, 280, 250, 318),
         words(380, 293, "a sum of its rows", "middle", 11),
-        words(
-            20,
-            362,
-            "combine: a token's sum is what arrived and what its own GPU added up, in order of ranks",
-        ),
+        words(20, 380, total),
     ]
-    return picture(760, 375, parts)
+    return picture(760, 395, parts)
 
 
 def rates(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -106,7 +103,7 @@ def rates(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 def bandwidth(rows: list[dict]) -> str:
     """Bars: GB/s, against what a copy reaches."""
-    left, scale, y, parts = 420, 400 / COPY, 20, []
+    left, scale, y, parts = 560, 400 / COPY, 20, []
     for case, each in rates(rows).items():
         parts.append(words(left - 8, y + 8 * len(each), case, "end", 10))
         for name, rate in each.items():

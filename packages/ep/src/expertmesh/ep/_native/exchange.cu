@@ -137,9 +137,13 @@ struct Sent {
   int token, slice;
 };
 
+// The ranks after this one: each rank begins with another.
+__device__ int Rank(const Exchange& x, int i) { return (x.rank + i) % x.size; }
+
 // What was sent is there; each lane says so to its ranks.
 __device__ void Flag(const Exchange& x, uint32_t epoch, const Sent& sent, int lane) {
-  for (int r = lane; r < x.size; r += 32) {
+  for (int i = lane; i < x.size; i += 32) {
+    const int r = Rank(x, i);
     if (sent.ranks >> r & 1) StoreRelease(FlagOf(x, r, x.rank, sent.token, sent.slice), epoch);
   }
 }
@@ -211,7 +215,8 @@ struct BulkRows {
       FetchToken(parts, next.token, at, count, lane);
       room.Await();
       if (at == words.begin * 16) settle();
-      for (int r = lane; r < x.size; r += 32) {
+      for (int i = lane; i < x.size; i += 32) {
+        const int r = Rank(x, i);
         if (next.ranks >> r & 1) room.Store(0, StagingRow(x, r, epoch, row) + at, count);
       }
       Room::Commit();
@@ -476,16 +481,14 @@ __device__ void AddTerms(float (&sum)[8], const char* from, int slot, int count)
   for (; j < count; ++j) reinterpret_cast<const Word<T>*>(from + j * slot)->AddTo(sum);
 }
 
-// Adds rows whose elements come in eights. A piece of every term is fetched while the one before it is added up.
+// Adds rows whose elements come in eights, a piece of all terms at a time.
 template <typename T, typename W>
 struct BulkSums {
   static constexpr int kElements = 8;
   static constexpr int kWord = kElements * (sizeof(T) > sizeof(W) ? sizeof(T) : sizeof(W));
-  static constexpr int kSums = 4;  // pieces of sums that are in the room
-  static constexpr int kSumBytes = 1024;
-  static constexpr int kTermBytes = (kRoom - kSums * kSumBytes) / 2;  // of a piece of all terms; there are two
+  static constexpr int kSumBytes = kRoom / 4;             // of a piece of the sum
+  static constexpr int kTermBytes = kRoom - kSumBytes;  // of a piece of all terms
   Room room;
-  uint32_t stored = 0;  // pieces of sums
 
   __device__ explicit BulkSums(const Role& role) : room(RoomOf(role)) {}
 
@@ -508,16 +511,14 @@ struct BulkSums {
       room.Expect(count * (terms.own * sizeof(T) + (terms.count - terms.own) * sizeof(W)), lane);
       if (lane >= terms.count) return;
       const int size = terms.Own(lane) ? sizeof(T) : sizeof(W);
-      room.Fetch((piece & 1) * kTermBytes + lane * slot, terms.at + first(piece) * size, count * size);
+      room.Fetch(lane * slot, terms.at + first(piece) * size, count * size);
     };
     fetch(0);
     for (int piece = 0; piece < pieces; ++piece) {
-      if (piece + 1 < pieces) fetch(piece + 1);
       const int count = length(piece);
-      const char* from = room.At((piece & 1) * kTermBytes);
-      const int64_t sum_at = 2 * kTermBytes + (stored++ % kSums) * kSumBytes;
+      const char* from = room.At(0);
       room.Await();
-      Room::AwaitRead<kSums - 1>();
+      Room::AwaitRead();  // of the last piece of a sum
       for (int i = lane * kElements; i < count; i += 32 * kElements) {
         float total[kElements] = {}, sum[kElements] = {};
         AddTerms<W>(total, from + i * sizeof(W), slot, terms.before);
@@ -530,12 +531,13 @@ struct BulkSums {
         Pack<Out, kElements> pack;
 #pragma unroll
         for (int n = 0; n < kElements; ++n) pack.v[n] = Narrow<Out>(came ? total[n] : kMissing);
-        *reinterpret_cast<Pack<Out, kElements>*>(room.At(sum_at) + i * sizeof(Out)) = pack;
+        *reinterpret_cast<Pack<Out, kElements>*>(room.At(kTermBytes) + i * sizeof(Out)) = pack;
       }
       Room::ShowRoom();
       __syncwarp();
+      if (piece + 1 < pieces) fetch(piece + 1);
       if (piece == 0) settle();
-      if (lane == 0) room.Store(sum_at, out + first(piece) * sizeof(Out), count * sizeof(Out));
+      if (lane == 0) room.Store(kTermBytes, out + first(piece) * sizeof(Out), count * sizeof(Out));
       Room::Commit();
     }
   }
@@ -603,7 +605,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       if (lane == 0 && to >= 0) StoreRelease(FlagOf(x, to, x.rank, flag / x.slices, flag % x.slices), epoch);
     };
     // Tokens of all other ranks in turn.
-    const auto rank_of = [&](int i) { return (x.rank + 1 + i / x.slices % others) % x.size; };
+    const auto rank_of = [&](int i) { return Rank(x, 1 + i / x.slices % others); };
     const auto token_of = [&](int i) { return i / x.slices / others; };
     const auto held_of = [&](int i) {
       return Choice(x, x.row, static_cast<int64_t>(rank_of(i)) * x.tokens + token_of(i), lane);
