@@ -74,7 +74,8 @@ def plot_block(rows: list[dict], path: pathlib.Path) -> None:
     """Milliseconds of both passes of the block on a mesh, beside the native block's of the same run."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row["unit"] == "ms" and "forward and backward" in row["case"]]
+    both = [row for row in rows if "forward and backward" in row["case"]]
+    rows = [row for row in both if row["unit"] == "ms" and row["reference"].startswith("native")]
     figure = Figure(figsize=(9, 1 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for offset, name, of in (
