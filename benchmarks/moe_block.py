@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,6 @@ BLOCKS = [
 # a tenth more is void.
 NATIVE = dict(zip(BLOCKS, (11.9, 24.0, 48.1, 47.9, 28.6, 58.2, 114.0), strict=True))
 SMALL = Shape((8, 32), 64, 128, 8, 2)  # for CPU
-ROUTINGS = ("uniform", "zipf")
 
 
 def make_mesh(axes: tuple[int, int] | None = None):
@@ -147,43 +147,80 @@ def check(shape: Shape, arrays, transport: str) -> None:
 
 
 def rows_of(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
-    """The block on a mesh, against the native one, which is timed even where ours cannot run."""
+    """Both passes of the block on a mesh, against the native one, which is timed even where ours cannot run."""
     config = shape.config(transport=transport)
-    arrays = {routing: operands(shape, mesh, routing) for routing in ROUTINGS}
-
-    def compiled(block, which):
-        try:
-            return _measure.steps(passes(block, config)[which], arrays["uniform"])
-        except Exception as error:
-            print(f"{block.__name__}, {which}, cannot run: {error}", file=sys.stderr)
-            return lambda *given: math.nan
-
-    programs = {
-        which: [compiled(block, which) for block in (moe, native_moe)]
-        for which in passes(moe, config)
-    }
+    arrays, skewed = (operands(shape, mesh, routing) for routing in ("uniform", "zipf"))
+    ours, native = (_compiled(block, config, arrays) for block in (moe, native_moe))
     turns.wait()
     with turns.mine():
-        for which, pair in programs.items():
-            for routing in ROUTINGS:
-                for once in pair:
-                    once(*arrays[routing])
-                timed = [[once(*arrays[routing]) for once in pair] for _ in range(pairs)]
-                ours, native = map(statistics.median, zip(*timed, strict=True))
-                yield _row(shape, mesh, transport, routing, which, ours, native)
+        mine, theirs = _medians(pairs, ours, native)
+        yield _row(
+            shape,
+            mesh,
+            transport,
+            "uniform",
+            mine,
+            f"native_moe{_void(shape, mesh, theirs)}",
+            theirs,
+        )
+        (under,) = _medians(pairs, lambda: ours(*skewed))
+        yield _row(shape, mesh, transport, "zipf", under, "ours with uniform routing", mine)
 
 
-def _row(shape, mesh, transport, routing, which, ours, native):
+def rows_alone(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+    """Both passes of our block; the reference is a GEMM at the rate of the card's data sheet, 989 TFLOP/s."""
+    arrays = operands(shape, mesh)
+    ours = _compiled(moe, shape.config(transport=transport), arrays)
+    turns.wait()
+    with turns.mine():
+        (mine,) = _medians(pairs, ours)
+    bound = 3 * shape.flops() / mesh.size / 989e12
+    rate = f"{3 * shape.flops() / mesh.size / mine / 1e12:.0f} TFLOP/s a GPU; at 989"
+    yield _row(shape, mesh, transport, "uniform", mine, rate, bound)
+
+
+def rows_of_recipe(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+    """Both passes with products of 8 bits, against bfloat16."""
+    arrays = operands(shape, mesh)
+    ours, wide = (
+        _compiled(moe, shape.config(transport=transport, recipe=recipe), arrays)
+        for recipe in ("fp8_block", None)
+    )
+    turns.wait()
+    with turns.mine():
+        mine, theirs = _medians(pairs, ours, wide)
+    yield _row(shape, mesh, transport, "uniform, fp8_block", mine, "ours in bfloat16", theirs)
+
+
+def _compiled(block, config, arrays):
+    """What measures both passes; a function that returns NaN where the block cannot run, after the reason."""
+    try:
+        return _measure.steps(passes(block, config)["forward and backward"], arrays)
+    except Exception as error:
+        print(f"{block.__name__} cannot run: {error}", file=sys.stderr)
+        return lambda *given: math.nan
+
+
+def _medians(pairs: int, *calls) -> list[float]:
+    """Of calls one after the other, `pairs` times after a warm-up."""
+    timed = [[once() for once in calls] for _ in range(pairs + 1)][1:]
+    return [statistics.median(times) for times in zip(*timed, strict=True)]
+
+
+def _void(shape, mesh, native) -> str:
     expected = NATIVE.get(shape, math.nan) if dict(mesh.shape) == {"fsdp": 2, "ep": 2} else math.nan
-    void = which != "forward" and routing == "uniform" and 1e3 * native > 1.1 * expected
+    return " (void: it has been faster)" if 1e3 * native > 1.1 * expected else ""
+
+
+def _row(shape, mesh, transport, which, ours, name, reference):
     return _measure.row(
         bench="moe_block",
-        case=f"bfloat16 {which}, {shape}, {routing}, {dict(mesh.shape)}, {transport}",
+        case=f"bfloat16 forward and backward, {shape}, {which}, {dict(mesh.shape)}, {transport}",
         metric="time",
         value=1e3 * ours,
         unit="ms",
-        reference=f"native_moe, {1e3 * native:.3g} ms" + " (void: it was faster before)" * void,
-        ratio=native / ours,
+        reference=f"{name}, {1e3 * reference:.3g} ms",
+        ratio=reference / ours,
     )
 
 
@@ -272,69 +309,82 @@ def rows_of_phases(shape: Shape, mesh, transport: str):
             )
 
 
-def side_by_side(options, numbers: list[int]):
-    """The rows of several shapes, each of which is compiled in a process of its own."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        given = [
-            f"--{key}={value}"
-            for key in ("mesh", "transport", "pairs")
-            if (value := getattr(options, key))
-        ]
-        command = [sys.executable, "-m", "benchmarks.moe_block", *given]
-        running = [
-            subprocess.Popen(
-                [
-                    *command,
-                    f"--shapes={n}",
-                    f"--turns={name}:{len(numbers)}",
-                    f"--json={folder / f'{n}.json'}",
-                ],
-                stdout=subprocess.DEVNULL,
-            )
-            for n in numbers
-        ]
-        for n, process in zip(numbers, running, strict=True):
-            process.wait()
-            part = folder / f"{n}.json"
-            yield from json.loads(part.read_text()) if part.exists() else []
+# What is measured side by side: a name, the shape, its mesh (None: of all devices), and what measures it; the most
+# important first. The last shape of BLOCKS on four GPUs has as many tokens a GPU as those of the weak scaling.
+LANES = {
+    **{str(n): (shape, None, rows_of) for n, shape in enumerate(BLOCKS, 1)},
+    "weak1": (Shape((4, 2048), 2048, 8192, 8, 2), (1, 1), rows_alone),
+    "weak2": (Shape((8, 2048), 2048, 8192, 8, 2), (1, 2), rows_alone),
+    "fine": (Shape((4 * 32768,), 2048, 768, 128, 8), None, rows_alone),
+    "fp8": (BLOCKS[-1], None, rows_of_recipe),
+}
+
+
+def rows_of_lane(name: str, transport: str, pairs: int, turns: _measure.Turns, axes):
+    """The rows of one lane; on CPU a small shape's."""
+    shape, own, measure = LANES[name]
+    mesh = make_mesh(own or axes)
+    shape = shape if jax.default_backend() == "gpu" else SMALL
+    if name == "1":  # the others differ in sizes only
+        few = dataclasses.replace(shape, tokens=(8, 64))
+        check(few, operands(few, mesh), transport)
+    return measure(shape, mesh, transport, pairs, turns)
+
+
+def side_by_side(names: list[str], transport: str, mesh: str | None, pairs: int):
+    """The rows of lanes, each of them compiled in a process of its own, as they come."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(name):
+            part = pathlib.Path(folder, f"{name}.json")
+            given = [f"--lane={name}", f"--turns={folder}:{len(names)}", f"--json={part}"]
+            given += [f"--transport={transport}", f"--pairs={pairs}"]
+            given += [f"--mesh={mesh}"] if mesh else []
+            command = [sys.executable, "-m", "benchmarks.moe_block", *given]
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL), part
+
+        running = [start(name) for name in names]
+        while running:
+            time.sleep(0.1)
+            for process, part in [lane for lane in running if lane[0].poll() is not None]:
+                running.remove((process, part))
+                yield from json.loads(part.read_text()) if part.exists() else []
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--phases", action="store_true", help="where the time of a step goes")
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--phases", metavar="N", help="where the time of a step of shape N goes")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
-    parser.add_argument("--shapes", metavar="N,...", help="of the seven, from 1; default: all")
-    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--lanes", metavar="NAME,...", help=f"of {', '.join(LANES)}; default: all")
+    parser.add_argument("--transport", help='default: "nvlink" between GPUs, else "auto"')
+    parser.add_argument("--lane", help=argparse.SUPPRESS)
     parser.add_argument("--turns", metavar="FOLDER:COUNT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
-    numbers = (
-        [int(n) for n in options.shapes.split(",")] if options.shapes else range(1, len(BLOCKS) + 1)
-    )
+    _measure.write(options.json, _rows(options))
+
+
+def _rows(options):
+    on_gpu, alone = jax.default_backend() == "gpu", jax.device_count() == 1
+    transport = options.transport or ("nvlink" if on_gpu and not alone else "auto")
     axes = options.mesh and tuple(map(int, options.mesh.split("x")))
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and jax.device_count() > 1 and len(numbers) > 1 and not options.phases:
-        return _measure.write(options.json, side_by_side(options, list(numbers)))
-    mesh = make_mesh(axes)
-    shapes = [FFN] if mesh is None else [BLOCKS[n - 1] for n in numbers]
-    shapes = shapes if on_gpu else [SMALL]
-    _measure.write(options.json, (row for shape in shapes for row in _rows(shape, mesh, options)))
-
-
-def _rows(shape, mesh, options):
     if options.phases:
-        return rows_of_phases(shape, mesh, options.transport)
-    if mesh is None:
-        return rows_of_one(shape, options.pairs)
-    if shape in (BLOCKS[0], SMALL):  # the others differ in sizes only
-        few = dataclasses.replace(shape, tokens=(8, 64))
-        check(few, operands(few, mesh), options.transport)
-    folder, _, count = (options.turns or f"{tempfile.mkdtemp()}:1").rpartition(":")
-    turns = _measure.Turns(pathlib.Path(folder), int(count))
-    return rows_of(shape, mesh, options.transport, options.pairs, turns)
+        shape = SMALL if not on_gpu else FFN if alone else BLOCKS[int(options.phases) - 1]
+        return rows_of_phases(shape, make_mesh(axes), transport)
+    if alone:
+        return rows_of_one(FFN if on_gpu else SMALL, options.pairs)
+    if options.lane:
+        folder, _, count = options.turns.rpartition(":")
+        turns = _measure.Turns(pathlib.Path(folder), int(count))
+        return rows_of_lane(options.lane, transport, options.pairs, turns, axes)
+    names = options.lanes.split(",") if options.lanes else list(LANES) if on_gpu else ["1"]
+    # The kernels of 8 bits take long to compile: nothing waits for them.
+    waves = [name for name in names if name != "fp8"], [name for name in names if name == "fp8"]
+    return (
+        row for wave in waves for row in side_by_side(wave, transport, options.mesh, options.pairs)
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Dimension key: `...` tokens, P participants, C rows per participant, F expert wi
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import _jax
 from expertmesh.core.mesh import narrow_at_rest
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation
@@ -103,7 +102,7 @@ def _bwd(residuals, d_y, *, activation, w_dtype, w_spec):
 
 def _spec_of_activation(h) -> PartitionSpec | None:
     """[P, C, F] where h is, as far as its type says so."""
-    spec = _jax.explicit_spec(h)
+    spec = at_rest(h, None)
     return spec and PartitionSpec(spec[0], spec[1], spec[-1])
 
 
