@@ -254,7 +254,7 @@ def test_tokens_elsewhere_are_resharded_to_the_handle():
     assert jax.typeof(pull(rows)[0]).sharding == jax.typeof(x).sharding
 
 
-@pytest.mark.parametrize("transport", RING)
+@covering("transport", RING, covers=["all_to_all"])
 def test_sums_in_float32_across_ranks(transport):
     """Even ranks hold 256 + 1 of each token, odd ones -256 + 0: in bfloat16 256 + 1 is 256."""
     case = Case(E=16, K=16, transport=transport)

@@ -89,7 +89,7 @@ def poison_blocks(monkeypatch, fill):
         monkeypatch.setattr(blocks, pack.__name__, partial(poisoned, pack, members))
 
 
-@covering("transport", [local, ring, all_to_all, ragged], covers=[all_to_all, ragged])
+@covering("transport", [local, ring, all_to_all, ragged], covers=[ragged])
 def test_buffers_inside_a_transport(transport, monkeypatch):
     """Each transport's two functions are each other's transposes: together they are the forward and the backward."""
     size = 1 if transport is local else 4

@@ -43,7 +43,7 @@ CASES = {
 RESOURCE = MeshResource(dp_resource="dp", ep_resource=("tp", "ep"))
 
 
-@covering("name", CASES, covers=["little room", "tuple"])
+@covering("name", CASES, covers=["little room"])
 def test_equals_the_oracle(name, on_cuda):
     case, mode = CASES[name]
     if mode == "auto":  # tokens go by roles, ranks by the EP axes

@@ -358,6 +358,7 @@ def test_one_token_with_flat_input():
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
 def test_scan_over_layers(remat):
     """Stacked parameters under scan: the sum over layers of y and both losses, and its gradients."""
     config = make_config()

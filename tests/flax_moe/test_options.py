@@ -97,6 +97,7 @@ def chunk_of(t, seq, num_chunks):
     return (t // seq) % num_chunks
 
 
+@pytest.mark.full
 def test_chunks_drop_by_themselves_and_count():
     """All choices go to the first experts of one rank; each part has its own buffer of the capacity factor."""
     config = make_config(num_chunks=2, capacity_factor=1.0, num_experts=4)

@@ -75,7 +75,7 @@ def from_cache(kernels):
     "recipe, cached, changes",
     [
         full(HYBRID, False, dict(use_bias=False, remat="recompute", num_chunks=2)),
-        (MX, True, dict(apply_topk_weights_early=True, shared_expert_dim=32)),
+        full(MX, True, dict(apply_topk_weights_early=True, shared_expert_dim=32)),
         full(CURRENT, False, dict(shared_expert_dim=48)),
         full(FOUR, False, dict(remat="save_min")),
     ],

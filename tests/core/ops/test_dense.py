@@ -50,7 +50,7 @@ def value_and_gradients(x, kernel, bias, dy, **options):
     return y, *pull(dy)
 
 
-@covering("name", ["blocks", "four bits"], covers=["four bits"])
+@covering("name", ["blocks", "four bits"], covers=[])
 def test_equals_an_emulation_in_float64(name):
     """The other recipes: test_grouped_dense."""
     recipe, keys = RECIPES[name], jax.random.split(KEY)

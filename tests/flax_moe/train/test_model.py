@@ -52,6 +52,7 @@ def forward(params, bytes_BS):
     return jax.jit(model.forward, static_argnums=2)(params, bytes_BS, CONFIG)
 
 
+@pytest.mark.full
 def test_an_untrained_model_knows_nothing(bytes_BS):
     output = forward(model.init(jax.random.key(0), CONFIG), bytes_BS)
     losses = model.cross_entropy(output.logits, jnp.asarray(bytes_BS))
