@@ -23,6 +23,8 @@ if not on_gpu():
 
 
 def pytest_collection_modifyitems(items):
+    # What takes long in one piece begins first, so that no worker is left alone with it at the end.
+    items.sort(key=lambda item: "integration" not in item.path.parts)
     if on_gpu():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device (JAX_PLATFORMS=cuda,cpu)")
