@@ -120,14 +120,16 @@ def test_ragged_exchange(monkeypatch, shape):
 @pytest.mark.gpu
 @pytest.mark.any_device
 def test_ragged_exchange_on_gpus():
+    """In one group of ranks, and in two, which XLA gets wrong without barriers (gradients beside the value)."""
     devices = jax.devices("cuda")
-    mesh = jax.make_mesh((1, len(devices)), ("fsdp", "ep"), devices=devices)
     config = make_config()
     data = make_data(config)
-    (_, output), gradients = jax.jit(value_and_gradients(native, config))(
-        *place(data, config, mesh)
-    )
-    assert_result(output, gradients, run(data, config), tolerance=2e-3)
+    for groups in (1, 2) if len(devices) % 4 == 0 else (1,):
+        mesh = jax.make_mesh((groups, len(devices) // groups), ("fsdp", "ep"), devices=devices)
+        (_, output), gradients = jax.jit(value_and_gradients(native, config))(
+            *place(data, config, mesh)
+        )
+        assert_result(output, gradients, run(data, config), tolerance=2e-3)
 
 
 def test_bfloat16():
