@@ -323,9 +323,8 @@ ffi::Error Initialize(CollectivesContext collectives, Args, Rets, Attributes a) 
   }
   const Nccl& nccl = Opened<Nccl>();
   const Driver& cuda = Opened<Driver>();
-  for (const Library* library : {static_cast<const Library*>(&nccl), static_cast<const Library*>(&cuda)}) {
-    if (!library->problem.empty()) return Fail(library->problem);
-  }
+  if (!nccl.problem.empty()) return Fail(nccl.problem);
+  if (!cuda.problem.empty()) return Fail(cuda.problem);
   return Grow(nccl, cuda, comm.value(), a, flags, window);
 }
 
