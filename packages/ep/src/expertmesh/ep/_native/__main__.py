@@ -1,7 +1,13 @@
-"""python -m expertmesh.ep._native: builds `_host` beside the sources, for a tree that is not installed."""
+"""python -m expertmesh.ep._native: builds `_host` beside the sources if there is none that fits them.
 
+For a tree that is not installed.
+"""
+
+from expertmesh.ep._native import host
 from expertmesh.ep._native.build import build, module_path
 
 if __name__ == "__main__":
-    build(module_path())
-    print(module_path())
+    found = host()
+    if isinstance(found, str):
+        build(module_path())
+    print(module_path() if isinstance(found, str) else found.__file__)
