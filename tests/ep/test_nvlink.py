@@ -3,10 +3,10 @@
 import dataclasses
 import pathlib
 import re
-import shutil
 import subprocess
 import time
 from functools import partial
+from shutil import which
 
 import jax
 import jax.numpy as jnp
@@ -474,7 +474,7 @@ def test_the_memory_in_use_is_known():
 @pytest.mark.gpu
 def test_kernels_alone_with_four_ranks_touch_only_their_memory(tmp_path):
     """Built and run without JAX; ci/sanitize runs it under compute-sanitizer."""
-    if shutil.which("nvcc") is None:
+    if which("nvcc") is None:
         pytest.skip("nvcc is not on the PATH")
     capability = float(jax.devices("cuda")[0].compute_capability)
     flags = ["-std=c++17", f"-arch={kernels.architecture(capability)}", f"-I{kernels.SOURCES}"]
