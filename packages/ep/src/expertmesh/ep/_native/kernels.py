@@ -135,8 +135,13 @@ def peers(architecture: str, headers: Headers) -> Program | None:
 
 
 def _options(architecture, *folders) -> tuple[str, ...]:
-    # Without -default-device NVRTC refuses lambdas and the declarations of host functions.
-    return (f"-arch={architecture}", "-std=c++17", "-default-device", *(f"-I{f}" for f in folders))
+    return (
+        f"-arch={architecture}",
+        "-std=c++17",
+        "-default-device",  # without it NVRTC refuses lambdas and the declarations of host functions
+        "-split-compile=0",  # on all cores
+        *(f"-I{folder}" for folder in folders),
+    )
 
 
 def compile_once(program: Program) -> nvrtc.Compiled:
