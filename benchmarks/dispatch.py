@@ -56,9 +56,7 @@ def operands(shape, ranks, push=False):
     sharding = NamedSharding(mesh, PartitionSpec("ep"))
     rng = np.random.default_rng(0)
     topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
-    capacity = min(
-        recv_capacity(experts, choices, tokens, ranks), int(1.1 * tokens * choices) + 64
-    )
+    capacity = min(recv_capacity(experts, choices, tokens, ranks), int(1.1 * tokens * choices) + 64)
     if push:
         rank, token = np.divmod(np.arange(ranks * tokens), tokens)
         owner = (rank + 1 + token % (ranks - 1)) % ranks
