@@ -88,7 +88,8 @@ def pytest(cell: dict, extra: list[str]) -> dict:
     parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", "--dist", "loadgroup"]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
-        arguments = ["-q", *parallel, "-m", cell["select"], f"--junitxml={report}", *folders]
+        chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]
+        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders]
         status = shell([python, "-m", "pytest", *arguments, *extra], env) if folders else NO_TESTS
         count = counts(report) if report.exists() else {"passed": 0}
     enough = count["passed"] > 0 or not cell.get("must_run")

@@ -1,8 +1,10 @@
 """The transport "nvlink": what it refuses, what it asks XLA for, and on GPUs the exchanges of the other transports."""
 
 import dataclasses
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import time
 from functools import partial
@@ -462,6 +464,33 @@ def test_a_process_that_stalls_is_named_and_the_next_call_works(multiprocess):
     waiting, stalled = multiprocess("ep.test_nvlink:check_stalled_process", processes=2, devices=1)
     assert "rank 0 of an EP group waiting in vain for rank 1" in waiting.pop(2)
     assert waiting == [0, 0, 0, ""] and stalled == [0, 0, "", 0, ""]
+
+
+def check_killed_process():
+    """Process 1 is killed while process 0 waits for it; what process 0 finds, and the seconds that it took."""
+    nvlink.TIMEOUT_MS = LATE_MS
+    mesh, rank = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,)), jax.process_index()
+    run, handle = late_step(mesh)
+    found = [wrong_rows(run(0), handle, rank)]
+    multihost_utils.sync_global_devices("both have run")
+    if rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    for _ in range(3):  # later exchanges end too
+        found += [wrong_rows(run(0), handle, rank, late=1), stall()]
+    return [*found, time.monotonic() - start]
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+def test_a_process_that_is_killed_is_named(multiprocess):
+    survivor, _ = multiprocess(
+        "ep.test_nvlink:check_killed_process", processes=2, devices=1, killed=1, timeout=60
+    )
+    seconds = survivor.pop()
+    assert [survivor[0], *survivor[1::2]] == [0, 0, 0, 0] and seconds < 10
+    assert all("rank 0 of an EP group waiting in vain for rank 1" in s for s in survivor[2::2])
 
 
 @pytest.mark.gpu

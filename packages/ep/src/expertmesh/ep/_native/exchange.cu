@@ -165,6 +165,10 @@ struct Role {
     first = (sends ? blockIdx.x : blockIdx.x - x.senders) * kWarps + warp;
     warps = (sends ? x.senders : gridDim.x - x.senders) * kWarps;
   }
+
+  // The warp's n-th piece of work. Each round begins with another warp, since work repeats: ranks in turn, and tokens
+  // that go to them in turn.
+  __device__ int Item(int n) const { return n * warps + (first + n) % warps; }
 };
 
 extern __shared__ __align__(128) char shared[];
@@ -369,9 +373,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       Flag(x, epoch, sent, lane);
     };
     int32_t slot = role.first < count ? Choice(x, x.slot, role.first / x.slices, lane) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
-      if (i + role.warps < count) slot = Choice(x, x.slot, (i + role.warps) / x.slices, lane);
+      if (after < count) slot = Choice(x, x.slot, after / x.slices, lane);
       if (!next.ranks) continue;
       rows.Send(x, parts, epoch, next, lane, settle);
       sent = next;
@@ -386,10 +391,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       return Choice(x, x.row, static_cast<int64_t>(s) * x.tokens + t, lane);
     };
     int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int slice = i % x.slices, s = i / x.slices % x.size, t = i / x.slices / x.size;
       const int32_t held = next;
-      if (i + role.warps < count) next = held_of(i + role.warps);
+      if (after < count) next = held_of(after);
       if (!__ballot_sync(kAll, held >= 0)) continue;
       const bool came = s == x.rank || WaitForRow(x, epoch, s, t, slice, lane);
       rows.Receive(x, parts, epoch, s, t, slice, held, came, lane);
@@ -606,10 +612,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       return Choice(x, x.row, static_cast<int64_t>(rank_of(i)) * x.tokens + token_of(i), lane);
     };
     int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int slice = i % x.slices, s = rank_of(i), t = token_of(i);
       const int32_t held = next;
-      if (i + role.warps < count) next = held_of(i + role.warps);
+      if (after < count) next = held_of(after);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       if (!lanes) continue;
       const int own = __popc(lanes);
@@ -630,11 +637,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       next_held = Choice(x, x.row, mine + i / x.slices, lane);
     };
     look(role.first);
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int t = i / x.slices, slice = i % x.slices;
       const uint64_t others = RanksOf(x, next_slot) & ~(1ull << x.rank);
       const int32_t held = next_held;
-      look(i + role.warps);
+      look(after);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       bool came = true;
       for (uint64_t left = others; left; left &= left - 1) {
