@@ -38,7 +38,8 @@ train: $(DONE)  ## the main job: train a small byte-level MoE language model
 	$(BIN)/python -m expertmesh.flax_moe.train $(ARGS)
 
 test: $(DONE)  ## run every CPU test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+	@# A file's tests share what is traced and compiled, so one worker has them all.
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DONE)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -85,7 +85,8 @@ def pytest(cell: dict, extra: list[str]) -> dict:
         return found | {"error": f"{cell['name']} does not run on {found['device']}"}
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
-    parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", "--dist", "loadgroup"]
+    by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
+    parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", *by]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
         chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("main_job")  # the tests share one run
-
 STEPS = 20
 TINY = (
     "--steps 20 --layers 1 --model-dim 32 --heads 2 --experts 4 --expert-dim 16 --seq-len 16 "

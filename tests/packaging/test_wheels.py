@@ -23,9 +23,6 @@ PACKAGES = ["core", "ep", "flax_moe"]
 NEEDS = {"core": ["core"], "ep": ["core", "ep"], "flax_moe": PACKAGES}
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
 
-# One worker of pytest-xdist builds the wheels, once.
-pytestmark = pytest.mark.xdist_group("wheels")
-
 
 def version(package):
     """The literal __version__, without an import."""
