@@ -37,6 +37,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import _measure
 from expertmesh.core.testing import relative_error
+from expertmesh.ep import _native
 from expertmesh.flax_moe import MoEConfig, init_params, moe, permute_experts, place_experts
 from expertmesh.flax_moe.native import native_moe
 
@@ -145,10 +146,7 @@ def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | No
     arrays, config = operands(shape, mesh), shape.config(transport=transport)
     # XLA's ragged exchange over one of two axes brings wrong rows (jax 0.11.2); only its time is of use.
     blocks = moe, functools.partial(native_moe, exchange="padded")
-    programs = [
-        jax.jit(passes(block, config)["forward and backward"]).lower(*arrays).compile()
-        for block in blocks
-    ]
+    programs = [_both(block, config, arrays) for block in blocks]
     with turns.mine() if turns else contextlib.nullcontext():
         mine, theirs = (jax.tree.leaves(program(*arrays)) for program in programs)
         errors = [float(relative_error(*pair)) for pair in zip(mine, theirs, strict=True)]
@@ -216,41 +214,49 @@ def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
 
 
 def rows_of_memory(shape: Shape, mesh, transport: str, turns: _measure.Turns):
-    """Bytes of a device: saved by the forward for the backward, and temporary in a program of both."""
+    """Bytes of a device: saved by the forward for the backward, and temporary in a program of both.
+
+    Temporary is also the window that "nvlink" keeps for the exchange.
+    """
     arrays, config = operands(shape, mesh), shape.config(transport=transport)
-    saved, temporary = zip(
-        *(memory(block, config, arrays) for block in (moe, native_moe)), strict=True
+    ours, native = (
+        (saved_bytes(block, config, arrays), _both(block, config, arrays))
+        for block in (moe, native_moe)
     )
-    turns.mark("done")  # nothing is timed
-    mine, theirs = ((s + t) / 1e9 for s, t in zip(saved, temporary, strict=True))
-    parts = "{:.2f} saved and {:.2f} temporary"
+    with turns.mine():
+        jax.block_until_ready(ours[1](*arrays))
+    window = _native.window_bytes() // mesh.size if transport == "nvlink" else 0
+    mine, theirs = (
+        (saved, program.memory_analysis().temp_size_in_bytes + kept)
+        for (saved, program), kept in ((ours, window), (native, 0))
+    )
+    parts = "{:.2f} GB saved and {:.2f} GB temporary"
+    mine_parts, parts = (parts.format(a / 1e9, b / 1e9) for a, b in (mine, theirs))
     yield _measure.row(
         bench="moe_block",
-        case=f"bfloat16 bytes saved for the backward and temporary bytes of both passes, {shape}, {dict(mesh.shape)}: "
-        + parts.format(saved[0] / 1e9, temporary[0] / 1e9),
+        case=f"bfloat16 bytes of a GPU, both passes, {shape}, {dict(mesh.shape)}: {mine_parts}",
         metric="memory",
-        value=mine,
+        value=sum(mine) / 1e9,
         unit="GB",
-        reference=f"the native block, {parts.format(saved[1] / 1e9, temporary[1] / 1e9)}, {theirs:.3g} GB",
-        ratio=theirs / mine,
+        reference=f"the native block, {parts}",
+        ratio=sum(theirs) / sum(mine),
     )
 
 
-def memory(block, config, arrays) -> tuple[int, int]:
-    """Bytes of one device: what the forward saves besides its operands, and what a program of both passes needs."""
+def saved_bytes(block, config, arrays) -> int:
+    """Bytes of one device that the forward saves besides its operands."""
 
     def saved(params, x):
         return jax.tree.leaves(jax.vjp(lambda params, x: block(params, x, config).y, params, x)[1])
 
-    params, x, dy = arrays
-    jaxpr = jax.make_jaxpr(saved)(params, x).jaxpr
-    made = set(jaxpr.outvars) - set(jaxpr.invars)
-    num_bytes = sum(
-        math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-        for aval in (var.aval for var in made)
-    )
-    both = jax.jit(passes(block, config)["forward and backward"]).lower(params, x, dy).compile()
-    return num_bytes, both.memory_analysis().temp_size_in_bytes
+    jaxpr = jax.make_jaxpr(saved)(*arrays[:2]).jaxpr
+    made = (var.aval for var in set(jaxpr.outvars) - set(jaxpr.invars))
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in made)
+
+
+def _both(block, config, arrays):
+    """Both passes, compiled."""
+    return jax.jit(passes(block, config)["forward and backward"]).lower(*arrays).compile()
 
 
 def rows_of_growth(vary, shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -267,8 +273,10 @@ def rows_of_growth(vary, shape: Shape, mesh, transport: str, turns: _measure.Tur
     else:
         slope, start = statistics.linear_regression(list(calls), times)
         fit, name = [slope * value + start for value in calls], "affine fit"
-    for one, seconds, fitted in zip(shapes.values(), times, fit, strict=True):
-        yield _row(one, mesh, transport, f"growth with {vary.__name__}", seconds, name, fitted)
+    for (value, one), seconds, fitted in zip(shapes.items(), times, fit, strict=True):
+        which = f"growth with {vary.__name__}"
+        row = _row(one, mesh, transport, which, seconds, name, fitted)
+        yield row | {"growth": vary.__name__, "size": value}  # for the plot
 
 
 def num_tokens(shape: Shape, value: int, devices: int) -> Shape:
