@@ -132,26 +132,19 @@ class Turns:
         self.mark("done")
 
 
-def kernels(function: Callable, operands: tuple) -> Callable[[], list[tuple[str, float]]]:
-    """Compiles a function; what is returned calls it and tells what the first GPU ran.
-
-    That is (name, microseconds) of each kernel, in order of time.
-    """
+def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:
+    """(name, microseconds) of what the first GPU runs in one call of a jitted function, in order of time."""
     call = jax.jit(function).lower(*operands).compile()
-
-    def once():
-        jax.block_until_ready(call(*operands))
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(call(*operands))
-            (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-        first = min((name for name in processes.values() if "GPU:" in name), default=None)
-        ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
-        return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
-
-    return once
+    jax.block_until_ready(call(*operands))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call(*operands))
+        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    first = min((name for name in processes.values() if "GPU:" in name), default=None)
+    ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
+    return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
 
 
 def _zeros(types, like):

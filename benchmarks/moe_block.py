@@ -160,34 +160,38 @@ def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | No
 
 
 ROUNDS = 20  # scans of ours, whose median counts
+FEW_ROUNDS = 5  # where the number of rows is what takes time
 NATIVE_ROUNDS = 2  # scans of the native block, which take seconds
 
 
 def rows_of(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """Both passes of the block on a mesh, against the native one, which is timed even where ours cannot run."""
+    arrays, config = operands(shape, mesh), shape.config(transport=transport)
+    ours, native = (_compiled(block, config, arrays) for block in (moe, native_moe))
+    with turns.mine():
+        mine, theirs = _medians((ours, ROUNDS), (native, NATIVE_ROUNDS))
+    name = f"native_moe{_void(shape, mesh, theirs)}"
+    yield _row(shape, mesh, transport, "uniform", mine, name, theirs)
+
+
+def rows_of_settings(shape: Shape, mesh, transport: str, turns: _measure.Turns):
+    """Both passes of the block where something is other than in the table, against ours as it is there."""
     arrays, skewed = (operands(shape, mesh, routing) for routing in ("uniform", "zipf"))
     config = shape.config(transport=transport)
     wide = dataclasses.replace(config, reduce_dtype="float32")
-    ours, in_float32, native = (
-        _compiled(*pair, arrays) for pair in ((moe, config), (moe, wide), (native_moe, config))
-    )
+    ours, in_float32 = (_compiled(moe, each, arrays) for each in (config, wide))
     counted = jax.jit(lambda params, x, dy: moe(params, x, config).tokens_per_expert)
     counted = counted.lower(*skewed).compile()
-    row = functools.partial(_row, shape, mesh, transport)
     with turns.mine():
-        mine, theirs = _medians((ours, ROUNDS), (native, NATIVE_ROUNDS))
-        yield row("uniform", mine, f"native_moe{_void(shape, mesh, theirs)}", theirs)
         # Nothing with collectives runs outside of a turn: GPUs that change between processes wait for each other.
         placement = place_experts(counted(*skewed), mesh.shape["ep"])
         placed = permute_experts(skewed[0], placement), *skewed[1:]
-        wider, under, balanced = _medians(
-            (in_float32, ROUNDS // 2),
-            (lambda: ours(*skewed), ROUNDS // 2),
-            (lambda: ours(*placed), ROUNDS // 2),
-        )
-        yield row("uniform, sums in float32", wider, "ours with sums in bfloat16", mine)
-        yield row("zipf", under, "ours with uniform routing", mine)
-        yield row("zipf, experts placed by load", balanced, "ours with uniform routing", mine)
+        calls = ours, in_float32, lambda: ours(*skewed), lambda: ours(*placed)
+        usual, *times = _medians(*((call, ROUNDS) for call in calls))
+    which = "uniform, sums in float32", "zipf", "zipf, experts placed by load"
+    for name, seconds in zip(which, times, strict=True):
+        reference = "ours, uniform, sums in bfloat16"
+        yield _row(shape, mesh, transport, name, seconds, reference, usual)
 
 
 def rows_alone(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -267,7 +271,7 @@ def rows_of_growth(vary, shape: Shape, mesh, transport: str, turns: _measure.Tur
         for value, one in shapes.items()
     }
     with turns.mine():
-        times = _medians(*((call, 5) for call in calls.values()))
+        times = _medians(*((call, FEW_ROUNDS) for call in calls.values()))
     if vary is num_experts:
         fit, name = [times[0]] * len(times), "the fewest experts"
     else:
@@ -316,7 +320,7 @@ def _medians(*calls) -> list[float]:
     timed = [[] for _ in calls]
     most = max(times for _, times in calls)
     for i in range(most):
-        time.sleep(0.05)  # the card is at its power limit
+        time.sleep(0.03)  # the card is at its power limit
         for (call, times), seconds in zip(calls, timed, strict=True):
             if (i + 1) * times // most > i * times // most:
                 seconds.append(call())
@@ -374,7 +378,7 @@ def rows_of_one(shape: Shape, pairs: int):
 
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
-    (r"^_rows_kernel", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
+    (r"^_rows_kernel|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
     (r"^_activate_rows|^_gated_grad|^_kernel$", ("activation",)),
     (r"^_blocks_kernel|^_both_kernel|^_dequantize", ("quantize",)),
@@ -395,15 +399,13 @@ def by_phase(kernels) -> collections.Counter:
     return total
 
 
-def rows_of_phases(
-    shape: Shape, mesh, transport: str, turns: _measure.Turns | None = None, recipe=None
-):
+def rows_of_phases(shape: Shape, mesh, transport: str, recipe: str | None):
     """Each phase of the forward and of the backward, and its share of all kernels' time."""
     arrays = operands(shape, mesh)
-    functions = passes(moe, shape.config(transport=transport, recipe=recipe)).values()
-    traces = [_measure.kernels(function, arrays) for function in functions]
-    with turns.mine() if turns else contextlib.nullcontext():
-        forward, both = (by_phase(trace()) for trace in traces)
+    forward, both = (
+        by_phase(_measure.kernels(function, arrays))
+        for function in passes(moe, shape.config(transport=transport, recipe=recipe)).values()
+    )
     total = both.total()
     for which, phases in (("forward", forward), ("backward", both - forward)):
         for phase, microseconds in phases.items():
@@ -425,6 +427,7 @@ SLIM = Shape((4 * 8192,), 2048, 768, 128, 4)
 LANES = {
     "check": (Shape((8, 64), 1024, 4096, 8, 2), None, rows_of_check),
     **{str(n): (shape, None, rows_of) for n, shape in enumerate(BLOCKS, 1)},
+    "settings": (BLOCKS[-1], None, rows_of_settings),
     "weak1": (Shape((4, 2048), 2048, 8192, 8, 2), (1, 1), rows_alone),
     "weak2": (Shape((8, 2048), 2048, 8192, 8, 2), (1, 2), rows_alone),
     "fine": (Shape((4 * 32768,), 2048, 768, 128, 8), None, rows_alone),
@@ -432,12 +435,10 @@ LANES = {
     "growth1": (BLOCKS[0], None, functools.partial(rows_of_growth, num_tokens)),
     "growth2": (SLIM, None, functools.partial(rows_of_growth, num_choices)),
     "growth3": (SLIM, None, functools.partial(rows_of_growth, num_experts)),
-    "phases": (BLOCKS[-1], None, rows_of_phases),
     "fp8": (BLOCKS[-1], None, rows_of_recipe),  # compiles longest
-    "fp8-phases": (BLOCKS[-1], None, functools.partial(rows_of_phases, recipe="fp8_block")),
 }
 WEAK = "weak1", "weak2", "7"
-COMPILING = 0.45  # of the seconds, before the first turn
+COMPILING = 0.4  # of the seconds, before the first turn
 
 
 def rows_of_lane(name: str, transport: str, turns: _measure.Turns, axes):
@@ -511,7 +512,7 @@ def main():
     parser.add_argument("--recipe", help="of --phases")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
     parser.add_argument("--lanes", metavar="NAME,...", help=f"of {', '.join(LANES)}; default: all")
-    parser.add_argument("--seconds", type=float, default=170, help="for all lanes together")
+    parser.add_argument("--seconds", type=float, default=200, help="for all lanes together")
     parser.add_argument("--transport", help='default: "nvlink" between GPUs, else "auto"')
     parser.add_argument("--lane", help=argparse.SUPPRESS)
     parser.add_argument("--turns", help=argparse.SUPPRESS)
@@ -526,7 +527,7 @@ def _rows(options):
     axes = options.mesh and tuple(map(int, options.mesh.split("x")))
     if options.phases:
         shape = SMALL if not on_gpu else FFN if alone else BLOCKS[int(options.phases) - 1]
-        return rows_of_phases(shape, make_mesh(axes), transport, recipe=options.recipe)
+        return rows_of_phases(shape, make_mesh(axes), transport, options.recipe)
     if alone:
         return rows_of_one(FFN if on_gpu else SMALL, options.pairs)
     if options.lane:
