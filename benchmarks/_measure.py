@@ -96,12 +96,17 @@ class Turns:
       number: of this process, from 0: the order of turns.
       count: how many there are.
       until: when none waits for others that still compile, in seconds of `time.monotonic()`.
+      after: a file, before which nobody measures; None: there is none.
     """
 
     folder: pathlib.Path
     number: int
     count: int
     until: float
+    after: pathlib.Path | None = None
+
+    def may_begin(self) -> bool:
+        return self.after is None or self.after.exists()
 
     def mark(self, what: str) -> None:
         """Says that this process is "ready" to measure, or "done"; another one says it for a process that has ended."""
@@ -114,8 +119,9 @@ class Turns:
     def mine(self):
         """When all are ready or have had their time, and those before this one that are ready are done."""
         self.mark("ready")
-        while time.monotonic() < self.until and not all(
-            self._has("ready", number) for number in range(self.count)
+        while not self.may_begin() or (
+            time.monotonic() < self.until
+            and not all(self._has("ready", number) for number in range(self.count))
         ):
             time.sleep(0.1)
         with (self.folder / "lock").open("w") as lock:

@@ -9,8 +9,9 @@ the three products of each routed row, and twice as many for the backward.
 Devices add the weights' gradients in bfloat16 unless a row says float32: so does the native block, whose gradients
 leave `ragged_dot` in the parameters' dtype and are reduce-scattered in it. Its exchange is `ragged_all_to_all`.
 
-On several GPUs each lane (`--lanes`) is a process: they compile side by side and measure in turn. A lane that dies, or
-that has no turn in `--seconds`, is reported, and the exit status is 1; the others' rows are written.
+On several GPUs each lane (`--lanes`) is a process: they compile side by side and measure in turn, from when the file
+`--after` is there. A lane that dies, or that is not done in `--seconds` from then on, is reported, and the exit status
+is 1; the others' rows are written.
 
 `--phases` says where the time of a step goes, by the kernels of a profiler's trace.
 """
@@ -19,12 +20,12 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -144,9 +145,7 @@ def passes(block, config):
 def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | None = None):
     """No row: a RuntimeError where the blocks differ."""
     arrays, config = operands(shape, mesh), shape.config(transport=transport)
-    # XLA's ragged exchange over one of two axes brings wrong rows (jax 0.11.2); only its time is of use.
-    blocks = moe, functools.partial(native_moe, exchange="padded")
-    programs = [_both(block, config, arrays) for block in blocks]
+    programs = [_both(block, config, arrays) for block in (moe, native_moe)]
     with turns.mine() if turns else contextlib.nullcontext():
         mine, theirs = (jax.tree.leaves(program(*arrays)) for program in programs)
         errors = [float(relative_error(*pair)) for pair in zip(mine, theirs, strict=True)]
@@ -159,9 +158,9 @@ def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | No
     yield from ()
 
 
-ROUNDS = 20  # scans of ours, whose median counts
-FEW_ROUNDS = 5  # where the number of rows is what takes time
-NATIVE_ROUNDS = 2  # scans of the native block, which take seconds
+ROUNDS = 10  # scans of ours, whose median counts
+FEW_ROUNDS = 4  # where there are many rows
+NATIVE_ROUNDS = 1  # of the native block, which takes seconds, after one that does not count
 
 
 def rows_of(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -187,7 +186,7 @@ def rows_of_settings(shape: Shape, mesh, transport: str, turns: _measure.Turns):
         placement = place_experts(counted(*skewed), mesh.shape["ep"])
         placed = permute_experts(skewed[0], placement), *skewed[1:]
         calls = ours, in_float32, lambda: ours(*skewed), lambda: ours(*placed)
-        usual, *times = _medians(*((call, ROUNDS) for call in calls))
+        usual, *times = _medians(*((call, FEW_ROUNDS) for call in calls))
     which = "uniform, sums in float32", "zipf", "zipf, experts placed by load"
     for name, seconds in zip(which, times, strict=True):
         reference = "ours, uniform, sums in bfloat16"
@@ -263,28 +262,39 @@ def _both(block, config, arrays):
     return jax.jit(passes(block, config)["forward and backward"]).lower(*arrays).compile()
 
 
-def rows_of_growth(vary, shape: Shape, mesh, transport: str, turns: _measure.Turns):
+def rows_of_growth(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """How the time of both passes grows with one size, against an affine fit; with the experts, against the fewest."""
-    shapes = {value: vary(shape, value, mesh.size) for value in GROWTH[vary]}
+    shapes = {
+        (vary, value): vary(shape, value, mesh.size) for vary in GROWTH for value in GROWTH[vary]
+    }
     calls = {
-        value: _compiled(moe, one.config(transport=transport), operands(one, mesh))
-        for value, one in shapes.items()
+        point: _compiled(moe, one.config(transport=transport), operands(one, mesh))
+        for point, one in shapes.items()
     }
     with turns.mine():
         times = _medians(*((call, FEW_ROUNDS) for call in calls.values()))
+    found = dict(zip(shapes, times, strict=True))
+    for vary in GROWTH:
+        mine = {value: (shapes[vary, value], found[vary, value]) for value in GROWTH[vary]}
+        yield from _grown(vary, mine, mesh, transport)
+
+
+def _grown(vary, points, mesh, transport):
+    """The rows of one size: value -> (shape, seconds)."""
+    times = [seconds for _, seconds in points.values()]
     if vary is num_experts:
         fit, name = [times[0]] * len(times), "the fewest experts"
     else:
-        slope, start = statistics.linear_regression(list(calls), times)
-        fit, name = [slope * value + start for value in calls], "affine fit"
-    for (value, one), seconds, fitted in zip(shapes.items(), times, fit, strict=True):
+        slope, start = statistics.linear_regression(list(points), times)
+        fit, name = [slope * value + start for value in points], "affine fit"
+    for (value, (one, seconds)), fitted in zip(points.items(), fit, strict=True):
         which = f"growth with {vary.__name__}"
         row = _row(one, mesh, transport, which, seconds, name, fitted)
         yield row | {"growth": vary.__name__, "size": value}  # for the plot
 
 
 def num_tokens(shape: Shape, value: int, devices: int) -> Shape:
-    return dataclasses.replace(shape, tokens=(value * devices,))
+    return dataclasses.replace(shape, tokens=(value * devices,), experts=8, top_k=2)
 
 
 def num_choices(shape: Shape, value: int, devices: int) -> Shape:
@@ -421,21 +431,18 @@ def rows_of_phases(shape: Shape, mesh, transport: str, recipe: str | None):
             )
 
 
-SLIM = Shape((4 * 8192,), 2048, 768, 128, 4)
 # What is measured side by side: a name, the shape, its mesh (None: of all devices), and what measures it; the most
 # important first. The last shape of BLOCKS on four GPUs has as many tokens a GPU as those of the weak scaling.
 LANES = {
     "check": (Shape((8, 64), 1024, 4096, 8, 2), None, rows_of_check),
     **{str(n): (shape, None, rows_of) for n, shape in enumerate(BLOCKS, 1)},
-    "settings": (BLOCKS[-1], None, rows_of_settings),
     "weak1": (Shape((4, 2048), 2048, 8192, 8, 2), (1, 1), rows_alone),
     "weak2": (Shape((8, 2048), 2048, 8192, 8, 2), (1, 2), rows_alone),
     "fine": (Shape((4 * 32768,), 2048, 768, 128, 8), None, rows_alone),
+    "settings": (BLOCKS[-1], None, rows_of_settings),
+    "fp8": (BLOCKS[-1], None, rows_of_recipe),
     "memory": (BLOCKS[-1], None, rows_of_memory),
-    "growth1": (BLOCKS[0], None, functools.partial(rows_of_growth, num_tokens)),
-    "growth2": (SLIM, None, functools.partial(rows_of_growth, num_choices)),
-    "growth3": (SLIM, None, functools.partial(rows_of_growth, num_experts)),
-    "fp8": (BLOCKS[-1], None, rows_of_recipe),  # compiles longest
+    "growth": (Shape((4 * 8192,), 2048, 768, 128, 4), None, rows_of_growth),
 }
 WEAK = "weak1", "weak2", "7"
 COMPILING = 0.4  # of the seconds, before the first turn
@@ -448,20 +455,23 @@ def rows_of_lane(name: str, transport: str, turns: _measure.Turns, axes):
     return measure(shape if jax.default_backend() == "gpu" else SMALL, mesh, transport, turns=turns)
 
 
-def side_by_side(names: list[str], transport: str, mesh: str | None, seconds: float):
+def side_by_side(names: list[str], options):
     """(lane, row), each lane in a process of its own, as lanes end; at last (lane, None) for those that died."""
     with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as ending:
         folder, begin = pathlib.Path(path), time.monotonic()
+        until = begin + COMPILING * options.seconds
         turns = [
-            _measure.Turns(folder, number, len(names), begin + COMPILING * seconds)
+            _measure.Turns(folder, number, len(names), until, options.after)
             for number in range(len(names))
         ]
 
         def start(name, turn):
             part = folder / f"{name}.json"
-            given = [f"--lane={name}", f"--turns={path}:{turn.number}:{turn.count}:{turn.until}"]
-            given += [f"--json={part}", f"--transport={transport}"]
-            given += [f"--mesh={mesh}"] if mesh else []
+            given = [f"--lane={name}", f"--turn={turn.number},{turn.count},{turn.until}"]
+            given += [f"--folder={folder}", f"--json={part}"]
+            for option in ("transport", "mesh", "after"):
+                value = getattr(options, option)
+                given += [f"--{option}={value}"] if value else []
             command = [sys.executable, "-m", "benchmarks.moe_block", *given]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
             ending.callback(process.kill)
@@ -470,7 +480,8 @@ def side_by_side(names: list[str], transport: str, mesh: str | None, seconds: fl
         running, died = [start(*pair) for pair in zip(names, turns, strict=True)], []
         while running:
             time.sleep(0.1)
-            late = time.monotonic() - begin > seconds
+            begin = begin if turns[0].may_begin() else time.monotonic()
+            late = time.monotonic() - begin > options.seconds
             for lane in [lane for lane in running if late or lane[2].poll() is not None]:
                 running.remove(lane)
                 name, turn, process, part = lane
@@ -478,8 +489,7 @@ def side_by_side(names: list[str], transport: str, mesh: str | None, seconds: fl
                 for what in ("ready", "done"):
                     turn.mark(what)
                 rows = json.loads(part.read_text()) if part.exists() else []
-                took = time.monotonic() - begin
-                status = process.wait()
+                status, took = process.wait(), time.monotonic() - begin
                 print(f"lane {name}: status {status}, {took:.0f} s", file=sys.stderr, flush=True)
                 yield from ((name, row) for row in rows)
                 died += [name] * (status != 0)
@@ -514,9 +524,12 @@ def main():
     parser.add_argument("--lanes", metavar="NAME,...", help=f"of {', '.join(LANES)}; default: all")
     parser.add_argument("--seconds", type=float, default=200, help="for all lanes together")
     parser.add_argument("--transport", help='default: "nvlink" between GPUs, else "auto"')
-    parser.add_argument("--lane", help=argparse.SUPPRESS)
-    parser.add_argument("--turns", help=argparse.SUPPRESS)
+    parser.add_argument("--after", metavar="FILE", type=pathlib.Path, help="measure when it exists")
+    for internal in ("--lane", "--turn", "--folder"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # Ended from outside, it ends its lanes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all lanes were done"))
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
     _measure.write(options.json, _rows(options))
 
@@ -531,11 +544,12 @@ def _rows(options):
     if alone:
         return rows_of_one(FFN if on_gpu else SMALL, options.pairs)
     if options.lane:
-        folder, number, count, until = options.turns.split(":")
-        turns = _measure.Turns(pathlib.Path(folder), int(number), int(count), float(until))
+        number, count, until = options.turn.split(",")
+        folder = pathlib.Path(options.folder)
+        turns = _measure.Turns(folder, int(number), int(count), float(until), options.after)
         return rows_of_lane(options.lane, transport, turns, axes)
     names = options.lanes.split(",") if options.lanes else list(LANES) if on_gpu else ["check", "1"]
-    return with_weak_scaling(side_by_side(names, transport, options.mesh, options.seconds))
+    return with_weak_scaling(side_by_side(names, options))
 
 
 if __name__ == "__main__":
