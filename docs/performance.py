@@ -14,6 +14,8 @@ DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN, END = "<!-- docs/performance.py -->", "<!-- end -->"
 BLOCK, NATIVE = "moe_block", "native_moe"
+# What the block's time grows with.
+GROWTH = {"num_tokens": "tokens a GPU", "num_choices": "choices a token", "num_experts": "experts"}
 
 
 def read(folder: pathlib.Path) -> dict[str, list[dict]]:
@@ -47,6 +49,7 @@ def sections(results: dict[str, list[dict]]) -> str:
     charts = (
         "![Ratios to the reference of the same run](performance.png)",
         "![The block beside the native one](moe_block.png)",
+        *["![How the block's time grows](growth.png)"] * all(growth(results).values()),
     )
     return "\n\n".join([*charts, *parts])
 
@@ -91,6 +94,29 @@ def plot_block(rows: list[dict], path: pathlib.Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"{rows[0]['unit']}; lower is better")
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def growth(results: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """The rows of the block that were measured for several values of one size, by its name."""
+    rows = [row for row in results.get(BLOCK, []) if "growth" in row]
+    return {name: [row for row in rows if row["growth"] == name] for name in GROWTH}
+
+
+def plot_growth(found: dict[str, list[dict]], path: pathlib.Path) -> None:
+    """Time against each size, and what its rows are compared with."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    for axes, (name, rows) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
+        sizes = [row["size"] for row in rows]
+        expected = [row["value"] * row["ratio"] for row in rows]
+        axes.plot(sizes, expected, "--", label=rows[0]["reference"].partition(",")[0])
+        axes.plot(sizes, [row["value"] for row in rows], "o", label="measured")
+        axes.set_xlabel(GROWTH[name])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(rows[0]["unit"])
+        axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
@@ -140,6 +166,8 @@ def main() -> int:
     plot(results, DOCS / "performance.png")
     if rows:
         plot_block(rows, DOCS / "moe_block.png")
+    if all(growth(results).values()):
+        plot_growth(growth(results), DOCS / "growth.png")
     return 0
 
 

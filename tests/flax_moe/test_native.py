@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from cases.covering import full
+from cases.lowered import sums
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import NativeMoEBlock, init_params, moe, native_moe
 from expertmesh.flax_moe import native as native_module
@@ -220,3 +221,16 @@ def test_expert_weights_are_gathered_and_their_gradients_scattered_over_fsdp():
     assert ("reduce-scatter", "f32[2,8,2,12]") in shapes
     assert not any(kind == "all-reduce" and len(shape) > len("f32[16,8]") for kind, shape in shapes)
     assert PartitionSpec("ep", "fsdp", None, None) == placed.params["wi"].sharding.spec
+
+
+def test_devices_add_gradients_in_the_parameters_dtype():
+    """What `MoEConfig.reduce_dtype` of the block is compared with: bfloat16 gradients leave `ragged_dot` rounded."""
+    config = make_config(dtype=jnp.bfloat16, use_bias=False, aux_loss_coeff=0, z_loss_coeff=0)
+    data = make_data(config, (4, 3, 16))
+    params, x, _ = place(data, config, make_mesh((2, 2), AxisType.Explicit))
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+    program = jax.jit(jax.grad(lambda params: native(params, x, config).y.sum())).lower(params)
+    assert sums(program.as_text()) == [
+        *[("reduce_scatter", "4x12x8xbf16"), ("reduce_scatter", "4x8x2x12xbf16")],
+        ("all_reduce", "16x8xbf16"),
+    ]
