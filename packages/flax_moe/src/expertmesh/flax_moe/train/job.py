@@ -18,9 +18,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard, recipe_of
-from expertmesh.ep import EpConfig
+from expertmesh.ep import EpConfig, recv_capacity
+from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import checkpoint, data, devices, metrics, order1, rundir
+from expertmesh.flax_moe.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.flax_moe.train.data import Corpus
 from expertmesh.flax_moe.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
 from expertmesh.flax_moe.train.model import ModelConfig
@@ -269,24 +270,28 @@ def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tupl
     """Trains after step `start`; returns the last step and the signal that ended it early, if any."""
     training, run_options = job.options.training, job.options.run
     names = metrics.header(job.config.layers, job.config.moe.num_experts)
-    tokens = _batch_size(job.options) * job.options.model.seq_len
     recorder = Recorder(
         job.folder.metrics,
         names,
         start=start,
         steps=training.steps,
-        tokens=tokens,
+        tokens=_batch_size(job.options) * job.options.model.seq_len,
         log_every=run_options.log_every,
+        mfu=_meter(job).mfu,
     )
     with recorder, StopRequest() as stop:
         for step in range(start + 1, training.steps + 1):
             state, step_metrics = functions.train_step(state, functions.batch(step), step)
             last, stopped = step == training.steps, stop.reached(step)
-            validates = last or step % training.eval_every == 0
-            recorder.add(step, step_metrics, functions.evaluate(state) if validates else None)
+            valid_loss = None
+            if last or step % training.eval_every == 0:
+                with recorder.apart(step_metrics):
+                    valid_loss = functions.evaluate(state)
+            recorder.add(step, step_metrics, valid_loss)
             if last or stopped or step % run_options.checkpoint_every == 0:
                 recorder.flush()
-                checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
+                with recorder.apart(step_metrics):
+                    checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
             if stopped and not last:
                 return step, stop.signal_number
     return max(start, training.steps), None
@@ -302,26 +307,53 @@ def _report(job: Job, seconds: float) -> None:
     share, layer, expert, steps = metrics.smallest_share(shares_NLE)
     plots.plot_loss(columns, job.order1_loss, job.folder.loss_plot)
     plots.plot_experts(columns["step"], shares_NLE, job.folder.experts_plot)
-    valid_loss = float(columns["valid_loss"][-1])
+    valid_loss, dropped = float(columns["valid_loss"][-1]), columns["dropped"]
+    speed, meter = metrics.median_speed(columns), _meter(job)
     summary = {
         "valid_loss": valid_loss,
         "order1_loss": job.order1_loss,
         "smallest_expert_share": share,
+        "dropped": int(dropped.sum()),
+        "tokens_per_second": speed,
+        "mfu": None if speed is None else meter.mfu(speed),
         "seconds": round(seconds, 1),
     }
     checkpoint.write_whole(job.folder.summary, json.dumps(summary, indent=1))
     _say(f"validation loss        {valid_loss:.4f} nats per byte")
     _say(
         f"order-1 byte model     {job.order1_loss:.4f} nats per byte on the same bytes, "
-        f"{job.order1_loss - valid_loss:.4f} above"
+        f"{abs(job.order1_loss - valid_loss):.4f} {'above' if job.order1_loss > valid_loss else 'below'}"
     )
     _say(
         f"smallest expert share  {share:.4f} (layer {layer}, expert {expert}, last {steps} steps); "
         f"even is {1 / E:.4f}, 1/(4E) is {1 / (4 * E):.4f}"
     )
+    if dropped.any():
+        _say(
+            f"dropped choices        {int(dropped.sum())}, in {np.count_nonzero(dropped)} of {len(dropped)} steps"
+        )
     _say(f"trained for            {seconds:.0f} s")
+    if speed is not None:
+        _say(f"speed                  {meter.describe(speed)}")
     files = (job.folder.metrics, job.folder.loss_plot, job.folder.experts_plot)
     _say(f"wrote                  {', '.join(map(str, files))}")
+
+
+def _meter(job: Job) -> flops.Meter:
+    return flops.meter(job.config, job.options.model.seq_len)
+
+
+def _transport(job: Job) -> str:
+    """How tokens move between devices; what "auto" stands for."""
+    moe, ranks = job.config.moe, job.mesh.shape["ep"]
+    if moe.transport != "auto" or ranks == 1:
+        return moe.transport if ranks > 1 else "local"
+    tokens = _batch_size(job.options) * job.options.model.seq_len // job.mesh.size
+    capacity = recv_capacity(
+        moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
+    )
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform)
 
 
 def _describe(job: Job) -> str:
@@ -335,7 +367,7 @@ def _describe(job: Job) -> str:
             f"{model.expert_dim}, top {model.top_k}, {model.dtype}"
             + (f", experts in {model.recipe}" if model.recipe else ""),
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
-            f"mesh {axes}, {job.options.devices.axis_types} axes",
+            f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}",
         )
     )
 
