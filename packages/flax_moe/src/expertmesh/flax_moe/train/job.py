@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -153,11 +154,11 @@ def model_config(options: ModelOptions) -> ModelConfig:
 
 def _check_width(options: ModelOptions, fsdp: int) -> None:
     """Every weight is split over fsdp along the model width."""
-    D = options.model_dim
+    D, unit = options.model_dim, math.lcm(fsdp, 2 * options.heads)
     if D % fsdp:
         raise UsageError(
             f"--model-dim must be a multiple of the mesh axis fsdp; got model-dim={D}, fsdp={fsdp}; "
-            f"give --model-dim {-(-D // fsdp) * fsdp} or another --mesh"
+            f"give --model-dim {-(-D // unit) * unit} or another --mesh"
         )
 
 
@@ -233,7 +234,7 @@ def _functions(job: Job) -> Functions:
     """Makes them, without compiling.
 
     Raises:
-      UsageError: for a recipe whose blocks the model or its shards are not made of.
+      UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     optimizer = make_optimizer(training)
@@ -254,15 +255,15 @@ def _functions(job: Job) -> Functions:
         return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
 
     train_step = make_train_step(job.config, optimizer, shardings, job.mesh, seed=training.seed)
-    if job.config.moe.recipe is not None:
-        state = abstract_state(job.config, optimizer, shardings)
-        rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
-        try:
-            jax.eval_shape(train_step, state, rows, 0)
-        except ValueError as error:
-            raise UsageError(
-                f"--recipe must fit the model and its shards; got {job.options.model.recipe}: {error}"
-            ) from error
+    abstract = abstract_state(job.config, optimizer, shardings)
+    rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
+    try:
+        jax.eval_shape(train_step, abstract, rows, 0)
+    except ValueError as error:
+        raise UsageError(
+            "--recipe and --transport must fit the model, its shards and the devices; got "
+            f"{job.options.model.recipe}, {job.options.model.transport}: {error}"
+        ) from error
     return Functions(batch, train_step, evaluate)
 
 
