@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import hlo
-from expertmesh.core import is_supported as core_is_supported
 from expertmesh.core.testing import compile_partitioned
 from expertmesh.ep import is_supported as ep_is_supported
 from expertmesh.ep import recv_capacity
@@ -191,7 +190,7 @@ def main(devices=None) -> dict[str, dict[str, float]]:
     transport, want, errors = choose_transport(), native(*operands), {}
     for recipe in (None, "fp8_block"):
         block = MoEBlock(shape.config(transport=transport, recipe=recipe))
-        fast, why = core_is_supported(recipe) if recipe else (True, "")
+        fast, why = is_supported(recipe) if recipe else (True, "")
         name = recipe or "bfloat16"
         if fast:
             ours, text = compile_program(make_step(block), operands)
