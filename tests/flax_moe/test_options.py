@@ -253,6 +253,33 @@ def test_without_biases_only_rows_and_their_first_products_are_kept(capsys):
     assert sorted(large) == ["f32[1,80,16]", "f32[1,80,2,12]", "f32[1,80]"]
 
 
+@pytest.mark.parametrize(
+    "options, rows",
+    [
+        ({}, {(1, 80, 16), (1, 80, 2, 12), (1, 80)}),
+        (dict(remat="save_min"), {(1, 80, 16), (1, 80)}),
+        (dict(remat="recompute"), set()),
+        (dict(num_chunks=2), {(2, 1, 40, 16), (2, 1, 40, 2, 12), (2, 1, 40)}),
+    ],
+    ids=str,
+)
+def test_what_the_backward_holds(options, rows):
+    """Of the experts' rows what was dispatched and the first product, by default; parameters, tokens and the router's
+    numbers besides.
+    """
+    config = make_config(use_bias=False, dtype=jnp.bfloat16, **options)
+    data = make_data(config)
+
+    def forward(params, x):
+        return jax.vjp(lambda params, x: moe(params, x, config).y, params, x)[1]
+
+    held = jax.tree.leaves(jax.eval_shape(forward, data.params, data.x))
+    floats = {x.shape for x in held if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert rows <= floats
+    logits_and_weights = {(8, 5, 8), (8, 5, 2)}
+    assert floats - rows <= {w.shape for w in (*data.params.values(), data.x)} | logits_and_weights
+
+
 def test_what_masked_tokens_hold_does_not_matter():
     """NaN in a masked token: its y and gradient are 0, and all else is what it is with a number there."""
     config = make_config(shared_expert_dim=20)
