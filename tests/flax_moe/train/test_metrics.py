@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.flax_moe.train import metrics
+from expertmesh.flax_moe.train import job, metrics
 from expertmesh.flax_moe.train.options import TrainingError
 from expertmesh.flax_moe.train.recorder import Recorder
 from expertmesh.flax_moe.train.step import StepMetrics
@@ -157,6 +157,20 @@ def test_what_is_not_finite_ends_the_run(tmp_path, loss, grad_norm):
         with pytest.raises(TrainingError, match=f"loss={loss}, grad_norm={grad_norm} in step 2"):
             recorder.flush()
     assert len(metrics.read_columns(path)["step"]) == 3
+
+
+@pytest.mark.parametrize("stalled", [True, False])
+def test_a_stall_is_named_as_the_reason(tmp_path, monkeypatch, stalled):
+    def raise_stall():
+        if stalled:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(job, "raise_stall", raise_stall)
+    with Recorder(tmp_path / "m.csv", NAMES, start=0, steps=9, tokens=8, log_every=9) as recorder:
+        recorder.add(1, step_metrics(np.nan, [[1, 1]] * 2), None)
+        with pytest.raises(TrainingError, match="must be finite") as error:
+            job._flush(recorder)
+    assert str(error.value).endswith("; planted") == stalled
 
 
 def test_dropped_choices_are_told_once(tmp_path, capsys):

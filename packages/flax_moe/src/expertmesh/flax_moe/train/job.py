@@ -19,14 +19,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard, recipe_of
-from expertmesh.ep import EpConfig, recv_capacity
+from expertmesh.ep import EpConfig, raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.flax_moe.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.flax_moe.train.data import Corpus
 from expertmesh.flax_moe.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
 from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import ModelOptions, Options, UsageError
+from expertmesh.flax_moe.train.options import ModelOptions, Options, TrainingError, UsageError
 from expertmesh.flax_moe.train.recorder import Recorder
 from expertmesh.flax_moe.train.rundir import RunFolder
 from expertmesh.flax_moe.train.step import (
@@ -290,12 +290,24 @@ def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tupl
                     valid_loss = functions.evaluate(state)
             recorder.add(step, step_metrics, valid_loss)
             if last or stopped or step % run_options.checkpoint_every == 0:
-                recorder.flush()
+                _flush(recorder)
                 with recorder.apart(step_metrics):
                     checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
             if stopped and not last:
                 return step, stop.signal_number
     return max(start, training.steps), None
+
+
+def _flush(recorder: Recorder) -> None:
+    """Its `flush`; where a stalled exchange is why training cannot go on, the error says so."""
+    try:
+        recorder.flush()
+    except TrainingError as error:
+        try:
+            raise_stall()
+        except RuntimeError as stall:
+            raise TrainingError(f"{error}; {stall}") from error
+        raise
 
 
 def _report(job: Job, seconds: float) -> None:
