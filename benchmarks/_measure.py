@@ -8,7 +8,6 @@ import functools
 import gzip
 import importlib.metadata
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -94,44 +93,65 @@ class Turns:
 
     Attributes:
       folder: which all of them share.
+      number: of this process, from 0: the order of turns.
       count: how many there are.
+      until: when none waits for others that still compile, in seconds of `time.monotonic()`.
     """
 
     folder: pathlib.Path
+    number: int
     count: int
+    until: float
 
-    def skip(self, process: int) -> None:
-        """A process that has come here, or never will."""
-        (self.folder / f"ready{process}").touch()
+    def mark(self, what: str) -> None:
+        """Says that this process is "ready" to measure, or "done"; another one says it for a process that has ended."""
+        (self.folder / f"{what}{self.number}").touch()
 
-    def wait(self, seconds: float = 120) -> None:
-        """Until all have come here, or have had that long to."""
-        self.skip(os.getpid())
-        end = time.monotonic() + seconds
-        while len(list(self.folder.glob("ready*"))) < self.count and time.monotonic() < end:
-            time.sleep(0.1)
+    def _has(self, what: str, number: int) -> bool:
+        return (self.folder / f"{what}{number}").exists()
 
     @contextlib.contextmanager
     def mine(self):
-        """No other process is in here."""
+        """When all are ready or have had their time, and those before this one that are ready are done."""
+        self.mark("ready")
+        while time.monotonic() < self.until and not all(
+            self._has("ready", number) for number in range(self.count)
+        ):
+            time.sleep(0.1)
         with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not any(
+                    self._has("ready", other) and not self._has("done", other)
+                    for other in range(self.number)
+                ):
+                    break
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                time.sleep(0.05)
             yield
+        self.mark("done")
 
 
-def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:
-    """(name, microseconds) of what the first GPU runs in one call of a jitted function, in order of time."""
+def kernels(function: Callable, operands: tuple) -> Callable[[], list[tuple[str, float]]]:
+    """Compiles a function; what is returned calls it and tells what the first GPU ran.
+
+    That is (name, microseconds) of each kernel, in order of time.
+    """
     call = jax.jit(function).lower(*operands).compile()
-    jax.block_until_ready(call(*operands))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call(*operands))
-        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    first = min((name for name in processes.values() if "GPU:" in name), default=None)
-    ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
-    return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
+
+    def once():
+        jax.block_until_ready(call(*operands))
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(call(*operands))
+            (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+        first = min((name for name in processes.values() if "GPU:" in name), default=None)
+        ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
+        return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
+
+    return once
 
 
 def _zeros(types, like):
@@ -190,14 +210,50 @@ def against_gemm(
 ):
     """A row for a GEMM, a (function, operands), against another of as many operations."""
     mine, theirs, ratio = alternate(ours, other, pairs, measure)
+    return rate_row(bench, case, flops, mine, name, theirs, ratio)
+
+
+def rate_row(
+    bench: str, case: str, flops: int, seconds: float, name: str, other: float, ratio=None
+):
+    """A row for `flops` operations in so many seconds, against another that takes `other`.
+
+    Args:
+      ratio: None: other / seconds.
+    """
     return row(
         bench=bench,
         case=case,
         metric="rate",
-        value=flops / mine / 1e12,
+        value=flops / seconds / 1e12,
         unit="TFLOP/s",
-        reference=f"{name}, {flops / theirs / 1e12:.0f} TFLOP/s",
-        ratio=ratio,
+        reference=f"{name}, {flops / other / 1e12:.0f} TFLOP/s",
+        ratio=ratio or other / seconds,
+    )
+
+
+def time_row(
+    bench: str,
+    case: str,
+    seconds: float,
+    name: str,
+    other: float,
+    *,
+    unit="us",
+    ratio=None,
+    note="",
+):
+    """A row for what takes so many seconds, against another that takes `other`; `ratio` None: other / seconds."""
+    scale = {"us": 1e6, "ms": 1e3, "s": 1}[unit]
+    theirs = scale * other
+    return row(
+        bench=bench,
+        case=case,
+        metric="time",
+        value=scale * seconds,
+        unit=unit,
+        reference=f"{name}, {theirs:{'.0f' if theirs >= 100 else '.3g'}} {unit}{note}",
+        ratio=ratio or other / seconds,
     )
 
 
@@ -226,15 +282,7 @@ def against_reference(bench: str, case: str, function: Callable, operands: tuple
     """A row for what "auto" takes against the op's reference; the implementation is the first argument."""
     ours, theirs = ((functools.partial(function, name), operands) for name in ("auto", "reference"))
     mine, other, ratio = alternate(ours, theirs, pairs)
-    return row(
-        bench=bench,
-        case=case,
-        metric="time",
-        value=1e6 * mine,
-        unit="us",
-        reference=f"the reference, {1e6 * other:.0f} us",
-        ratio=ratio,
-    )
+    return time_row(bench, case, mine, "the reference", other, ratio=ratio)
 
 
 def row(**measured) -> dict:

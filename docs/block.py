@@ -10,12 +10,12 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable
-from math import prod
 
 NATIVE = "native_moe"
 SHAPE = re.compile(r"([\dx]+) x (\d+), F (\d+), (\d+) experts, top (\d+)")
 MESH = re.compile(r"\{[^}]*\}")
-GROWTH = re.compile(r"growth with num_(\w+)")
+# Sizes that the time grows with, by the rows' names of them.
+GROWTH = {"num_tokens": "tokens", "num_choices": "choices", "num_experts": "experts"}
 PHASE = re.compile(r"^(\w+) ([^,]+), (forward|backward), ")
 # Where a phase stands in a bar.
 PHASES = ("route", "dispatch", "GEMM 1", "activation", "GEMM 2", "combine", "sums over devices")
@@ -34,10 +34,6 @@ class Shape:
     expert_width: int
     experts: int
     top_k: int
-
-    @property
-    def num_tokens(self) -> int:
-        return prod(map(int, self.tokens.split("x")))
 
 
 def shape_of(row: dict) -> Shape:
@@ -60,8 +56,10 @@ def against_native(rows: list[dict]) -> list[dict]:
 
 
 def both_passes(rows: list[dict]) -> list[dict]:
-    """Those of them with a backward, and with uniform routing."""
-    return [row for row in against_native(rows) if "backward" in row["case"]]
+    """Those of them with a backward, on the most GPUs."""
+    found = [row for row in against_native(rows) if "backward" in row["case"]]
+    most = max((row["gpus"] for row in found), default=0)
+    return [row for row in found if row["gpus"] == most]
 
 
 def table(rows: list[dict], origin: Callable[[list[dict]], str]) -> str:
@@ -109,7 +107,6 @@ class Growth:
       size: its name, "tokens" (of a GPU), "choices" or "experts".
       values: ascending.
       times: ms.
-      fit: ms of the affine fit; for experts the time of the fewest.
     """
 
     size: str
@@ -118,6 +115,7 @@ class Growth:
 
     @property
     def fit(self) -> tuple[float, ...]:
+        """ms of the affine fit; for experts the time of the fewest."""
         if self.size == "experts":
             return (self.times[0],) * len(self.times)
         slope, start = statistics.linear_regression(self.values, self.times)
@@ -142,16 +140,10 @@ def growth(rows: list[dict]) -> list[Growth]:
     """One for each size that rows differ in."""
     found: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for row in rows:
-        if match := GROWTH.search(row["case"]):
-            shape = shape_of(row)
-            value = {
-                "tokens": shape.num_tokens // max(row["gpus"], 1),
-                "choices": shape.top_k,
-                "experts": shape.experts,
-            }[match[1]]
-            found[match[1]][value] = row["value"]
-    ascending = {size: sorted(points.items()) for size, points in found.items() if len(points) > 1}
-    return [Growth(size, *zip(*points, strict=True)) for size, points in ascending.items()]
+        if "growth" in row:
+            found[row["growth"]][row["size"]] = row["value"]
+    ascending = {name: sorted(points.items()) for name, points in found.items() if len(points) > 1}
+    return [Growth(GROWTH[name], *zip(*points, strict=True)) for name, points in ascending.items()]
 
 
 def plot_native(rows: list[dict], path: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cases.covering import full
+from cases.lowered import sums
 from core.ops import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
@@ -456,3 +457,28 @@ def test_no_tokens_in_parts():
     data = make_data(config, (0, 4, 16))
     out = jax.jit(lambda *a: moe(*a, config))(*place(data, config, make_mesh((1, 2), EXPLICIT))[:2])
     assert out.y.shape == (0, 4, 16) and int(out.num_dropped) == 0
+
+
+@pytest.mark.parametrize("recipe", [None, full("fp8_block")])
+def test_what_devices_add_in_reduce_dtype(recipe):
+    """The gradients of all expert weights, by what is lowered; the router's and everything else in float32."""
+    config = make_config(
+        expert_dim=128,
+        shared_expert_dim=128,
+        dtype=jnp.bfloat16,
+        use_bias=False,
+        reduce_dtype="bfloat16",
+        recipe=recipe,
+    )
+    data = make_data(config, (8, 3, 128))
+    mesh = make_mesh((2, 4), EXPLICIT)
+    program = jax.jit(value_and_gradients(moe, config)).lower(*place(data, config, mesh))
+    added = sums(program.as_text())
+    narrow = sorted(kind for kind in added if kind[1].endswith("bf16"))
+    # 2 experts a device, D and F of 128; shared experts' gradients are first added over ep, which they do not split.
+    assert narrow == [
+        *[("all_reduce", "128x64xbf16"), ("all_reduce", "64x2x128xbf16")],
+        *[("reduce_scatter", "128x64xbf16"), ("reduce_scatter", "2x128x64xbf16")],
+        *[("reduce_scatter", "2x64x2x128xbf16"), ("reduce_scatter", "64x2x128xbf16")],
+    ]
+    assert ("all_reduce", "128x8xf32") in added  # the router's

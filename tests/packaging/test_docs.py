@@ -79,35 +79,27 @@ def row_of(case, value, reference="", ratio=1.0):
     }
 
 
-def growth_of(sizes, times):
-    """Rows of growth with each size, the others as they are in the first of `sizes`."""
+def growth_of(name, sizes, times):
+    """Rows of growth with a size, as benchmarks.moe_block writes them."""
+    case = f"bfloat16 forward and backward, {SHAPE.format(4096, 8, 2)}, growth with {name}"
     return [
-        row_of(
-            f"bfloat16 forward and backward, {SHAPE.format(*shape)}, growth with num_{name}, {{'ep': 4}}, nvlink",
-            time,
-        )
-        for (name, *shape), time in zip(sizes, times, strict=True)
+        row_of(case, time) | {"growth": name, "size": size}
+        for size, time in zip(sizes, times, strict=True)
     ]
 
 
 def test_growth_is_compared_with_a_line(block):
     """Tokens of a GPU on a line, choices off it; 128 experts 10 % dearer than 8."""
-    tokens = [("tokens", n * 4096, 8, 2) for n in (4, 1, 2, 3)]
-    choices = [("choices", 8192, 8, n) for n in (1, 2, 4)]
-    experts = [("experts", 8192, n, 4) for n in (128, 8)]
-    rows = (
-        growth_of(tokens, (9, 3, 5, 7))
-        + growth_of(choices, (1, 2, 2))
-        + growth_of(experts, (11, 10))
+    rows = growth_of("num_tokens", (4096, 1024, 2048, 3072), (9, 3, 5, 7))
+    rows += growth_of("num_choices", (1, 2, 4), (1, 2, 2))
+    by_tokens, by_choices, by_experts = block.growth(
+        [*rows, *growth_of("num_experts", (128, 8), (11, 10))]
     )
-    by_tokens, by_choices, by_experts = block.growth(rows)
     assert by_tokens.values == (1024, 2048, 3072, 4096) and by_tokens.times == (3, 5, 7, 9)
     assert by_tokens.off < 1e-12 and "tokens: off by 0% at most" in by_tokens.describe()
     assert by_choices.off == pytest.approx(3 / 11)  # 2 is 11 / 7 on the line 1 + 2 n / 7
-    assert (
-        by_experts.off == pytest.approx(0.1)
-        and "128 experts against 8: +10%" in by_experts.describe()
-    )
+    assert by_experts.off == pytest.approx(0.1)
+    assert "128 experts against 8: +10%" in by_experts.describe()
 
 
 def test_the_block_in_charts_and_a_table(block, tmp_path):
@@ -131,7 +123,7 @@ def test_the_block_in_charts_and_a_table(block, tmp_path):
         *native,
         other,
         *traced,
-        *growth_of([("tokens", n, 8, 2) for n in (4096, 8192)], (1, 2)),
+        *growth_of("num_tokens", (4096, 8192), (1, 2)),
     ]
     table = block.table(rows, lambda rows: f"origin of {len(rows)}")
     assert "mesh fsdp 2 x ep 2" in table and table.count("\n| 8x1024") == 1
