@@ -215,7 +215,7 @@ def plot_growth(rows: list[dict], path: pathlib.Path) -> None:
         name = {"tokens": "tokens a GPU", "choices": "K, experts of a token"}.get(
             one.size, one.size
         )
-        axes.set(xlabel=name, ylabel="ms, forward and backward", ylim=(0, None))
+        axes.set(xlabel=name, ylabel="ms, forward and backward", ylim=(0, 1.1 * max(one.times)))
         axes.set_title(one.describe().partition(" (")[0], fontsize=8)
     figure.savefig(path, dpi=110)
 
