@@ -1,11 +1,7 @@
-"""How many kernels and copies one GPU runs for a step of the MoE block, against the same block in plain JAX.
-
-XLA puts runs of them into command buffers, which the host launches as one: a row says how many of these a step has.
-"""
+"""How many kernels and copies one GPU runs for a step of the MoE block, against the same block in plain JAX."""
 
 import argparse
 import pathlib
-import re
 
 import jax
 
@@ -20,22 +16,15 @@ def rows_of(shape: moe_block.Shape, mesh, transport: str):
     of_native = moe_block.passes(native_moe, config)
     for which, function in moe_block.passes(moe, config).items():
         ours, native = (len(_measure.kernels(f, arrays)()) for f in (function, of_native[which]))
-        buffers = command_buffers(jax.jit(function).lower(*arrays).compile().as_text())
         yield _measure.row(
             bench="block_launches",
-            case=f"bfloat16 {which}, {shape}, {dict(mesh.shape) if mesh else '1 device'}, {transport}; "
-            f"{buffers} command buffers",
+            case=f"bfloat16 {which}, {shape}, {dict(mesh.shape) if mesh else '1 device'}, {transport}",
             metric="launches",
             value=ours,
             unit="launches",
             reference=f"native_moe, {native} launches",
             ratio=native / max(ours, 1),  # no GPU, no launches
         )
-
-
-def command_buffers(text: str) -> int:
-    """How many a program launches, by its text."""
-    return len(re.findall(r"to_apply=%?command_buffer", text))
 
 
 def main():
