@@ -48,8 +48,8 @@ def other() -> str:
     return "ragged" if on_gpus() else "all_to_all"
 
 
-def operands(shape, ranks, push=False):
-    """A handle and tokens: every token's experts are drawn; or each has one, of another rank, all of these in turn."""
+def operands(shape, ranks, others=0):
+    """A handle and tokens: every token's experts are drawn; or each has one, of the next so many ranks in turn."""
     tokens, width, choices, experts = shape
     devices = jax.devices()[:ranks]
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,), devices=devices)
@@ -57,9 +57,9 @@ def operands(shape, ranks, push=False):
     rng = np.random.default_rng(0)
     topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
     capacity = min(recv_capacity(experts, choices, tokens, ranks), int(1.1 * tokens * choices) + 64)
-    if push:
+    if others:
         rank, token = np.divmod(np.arange(ranks * tokens), tokens)
-        owner = (rank + 1 + token % (ranks - 1)) % ranks
+        owner = (rank + 1 + token % others) % ranks
         topk_idx = owner[:, None] * (experts // ranks) + topk_idx % (experts // ranks)
         capacity = tokens  # as many arrive as leave
     config = EpConfig(num_experts=experts, capacity=capacity, axis="ep")
@@ -172,12 +172,12 @@ def rows_for(ranks, pairs):
         case = f"dispatch and combine, {ranks} ranks, {DECODE[0]} tokens each"
         yield from rows_of(case, there_and_back, (handle, x), pairs)
     tokens, width, _, experts = GPU if on_gpus() else CPU
-    if ranks == 1:
-        return
-    handle, x = operands((4 * tokens, width, 1, experts), ranks, push=True)
-    num_bytes = 2 * width * remote_copies(handle)
-    case = f"every token to another rank, {ranks} ranks, {4 * tokens} tokens each x {width}"
-    yield from rows_of(case, move, (handle, x), pairs, num_bytes)
+    for others in sorted({1, ranks - 1}) if ranks > 1 else ():
+        handle, x = operands((4 * tokens, width, 1, experts), ranks, others)
+        num_bytes = 2 * width * remote_copies(handle)
+        where = "the next rank" if others == 1 else f"one of {others} ranks in turn"
+        case = f"every token to {where}, {ranks} ranks, {4 * tokens} tokens each x {width}"
+        yield from rows_of(case, move, (handle, x), pairs, num_bytes)
 
 
 def rows_by_tokens(ranks, pairs):
