@@ -177,6 +177,7 @@ __device__ Room RoomOf(const Role& role) { return Room(shared, kWarps, role.warp
 
 // Moves rows whose parts are multiples of 16 bytes: a staging row is its parts, one after the other.
 struct BulkRows {
+  static constexpr int kBurst = 2048;  // bytes to a rank before the next rank's turn, so that none holds up the others
   Room room;
 
   __device__ explicit BulkRows(const Role& role) : room(RoomOf(role)) {}
@@ -216,7 +217,9 @@ struct BulkRows {
       if (at == words.begin * 16) settle();
       for (int i = lane; i < x.size; i += 32) {
         const int r = Rank(x, i);
-        if (next.ranks >> r & 1) room.Store(0, StagingRow(x, r, epoch, row) + at, count);
+        if (!(next.ranks >> r & 1)) continue;
+        char* to = StagingRow(x, r, epoch, row) + at;
+        for (int from = 0; from < count; from += kBurst) room.Store(from, to + from, min(kBurst, count - from));
       }
       Room::Commit();
     }

@@ -31,10 +31,10 @@ WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as;
 
 # NVIDIA H200, 2026-11-22: see docs/dev/performance-log.md.
 SMS = 132
-SENT, SPREAD = 20, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
+SENT, SPREAD = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
-MOST_SLICES, SHORT = 8, 512
+MOST_SLICES, SHORT = 4, 512
 
 
 @dataclasses.dataclass(frozen=True)
