@@ -52,7 +52,7 @@ def load(architecture: str) -> None:
     Raises:
       RuntimeError: something is missing, or the compiler fails.
 
-    Costs about 5 s once per machine and installation.
+    Costs about 15 s once per machine and installation.
     """
     module, headers = host(), kernels.find_headers()
     if isinstance(module, str) or isinstance(headers, str):

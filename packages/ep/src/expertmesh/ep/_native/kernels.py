@@ -139,7 +139,6 @@ def _options(architecture, *folders) -> tuple[str, ...]:
         f"-arch={architecture}",
         "-std=c++17",
         "-default-device",  # without it NVRTC refuses lambdas and the declarations of host functions
-        "-split-compile=0",  # on all cores
         *(f"-I{folder}" for folder in folders),
     )
 
