@@ -15,18 +15,21 @@ BIN := $(VENV)/bin
 UV := $(BIN)/python -m uv pip
 PROJECTS := packages/core packages/ep packages/flax_moe
 EDITABLE := -e packages/core$(EXTRA:%=[%]) -e packages/ep -e packages/flax_moe[train]
+NATIVE := packages/ep/setup.py $(patsubst %,packages/ep/src/expertmesh/ep/_native/%,build.py handlers.cc libraries.h exchange.h)
 PINS := $(VENV)/constraints.txt
 DONE := $(VENV)/.done$(EXTRA:%=-%)
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
 
-$(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml)
+$(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) $(NATIVE)
 	test -x $(BIN)/python || { python=$$(ci/find-python) && "$$python" -m venv $(VENV); }
 	sed '$(if $(JAX),s/^\(jax\|jaxlib\)==.*/\1==$(JAX)/)' ci/constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(PINS) uv
 	@# Compiled once, not by each of the tests' processes where PYTHONDONTWRITEBYTECODE is set.
-	$(UV) install -q --compile-bytecode --python $(BIN)/python -c $(PINS) $(EDITABLE) --group $(GROUP) $(WITH)
+	@# Packages are built on the oldest jaxlib's headers, whatever JAX is.
+	$(UV) install -q --compile-bytecode --python $(BIN)/python -c $(PINS) -b ci/constraints.txt \
+	  $(EDITABLE) --group $(GROUP) $(WITH)
 	touch $@
 
 setup: $(DONE)  ## create .venv
@@ -35,7 +38,8 @@ train: $(DONE)  ## the main job: train a small byte-level MoE language model
 	$(BIN)/python -m expertmesh.flax_moe.train $(ARGS)
 
 test: $(DONE)  ## run every CPU test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+	@# A file's tests share what is traced and compiled, so one worker has them all.
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DONE)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -103,29 +103,49 @@ class Turns:
 
     Attributes:
       folder: which all of them share.
+      number: of this process, from 0: the order of turns.
       count: how many there are.
+      until: when none waits for others that still compile, in seconds of `time.monotonic()`.
+      after: a file, before which nobody measures; None: there is none.
     """
 
     folder: pathlib.Path
+    number: int
     count: int
+    until: float
+    after: pathlib.Path | None = None
 
-    def skip(self, process: int) -> None:
-        """A process that has come here, or never will."""
-        (self.folder / f"ready{process}").touch()
+    def may_begin(self) -> bool:
+        return self.after is None or self.after.exists()
 
-    def wait(self, seconds: float = 120) -> None:
-        """Until all have come here, or have had that long to."""
-        self.skip(os.getpid())
-        end = time.monotonic() + seconds
-        while len(list(self.folder.glob("ready*"))) < self.count and time.monotonic() < end:
-            time.sleep(0.1)
+    def mark(self, what: str) -> None:
+        """Says that this process is "ready" to measure, or "done"; another one says it for a process that has ended."""
+        (self.folder / f"{what}{self.number}").touch()
+
+    def _has(self, what: str, number: int) -> bool:
+        return (self.folder / f"{what}{number}").exists()
 
     @contextlib.contextmanager
     def mine(self):
-        """No other process is in here."""
+        """When all are ready or have had their time, and those before this one that are ready are done."""
+        self.mark("ready")
+        while not self.may_begin() or (
+            time.monotonic() < self.until
+            and not all(self._has("ready", number) for number in range(self.count))
+        ):
+            time.sleep(0.1)
         with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not any(
+                    self._has("ready", other) and not self._has("done", other)
+                    for other in range(self.number)
+                ):
+                    break
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                time.sleep(0.05)
             yield
+        self.mark("done")
 
 
 def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:
@@ -291,15 +311,7 @@ def gemm_case(
     """For a GEMM, a (function, operands), against another of as many operations; `rates` are about those of both."""
 
     def describe(mine, theirs, ratio):
-        return row(
-            bench=bench,
-            case=case,
-            metric="rate",
-            value=flops / mine / 1e12,
-            unit="TFLOP/s",
-            reference=f"{name}, {flops / theirs / 1e12:.0f} TFLOP/s",
-            ratio=ratio,
-        )
+        return rate_row(bench, case, flops, mine, name, theirs, ratio)
 
     seconds = tuple(flops / rate for rate in rates)
     return Case(ours=ours, reference=other, seconds=seconds, row=describe, check=check)
@@ -317,15 +329,7 @@ def time_case(
     """For a (function, operands), against another that does the same; times in microseconds."""
 
     def describe(mine, theirs, ratio):
-        return row(
-            bench=bench,
-            case=case,
-            metric="time",
-            value=1e6 * mine,
-            unit="us",
-            reference=f"{name}, {1e6 * theirs:.0f} us",
-            ratio=ratio,
-        )
+        return time_row(bench, case, mine, name, theirs, ratio=ratio)
 
     return Case(ours=ours, reference=other, seconds=seconds, row=describe, check=check)
 
@@ -356,14 +360,50 @@ def against_gemm(
 ):
     """A row for a GEMM, a (function, operands), against another of as many operations."""
     mine, theirs, ratio = alternate(ours, other, pairs, measure)
+    return rate_row(bench, case, flops, mine, name, theirs, ratio)
+
+
+def rate_row(
+    bench: str, case: str, flops: int, seconds: float, name: str, other: float, ratio=None
+):
+    """A row for `flops` operations in so many seconds, against another that takes `other`.
+
+    Args:
+      ratio: None: other / seconds.
+    """
     return row(
         bench=bench,
         case=case,
         metric="rate",
-        value=flops / mine / 1e12,
+        value=flops / seconds / 1e12,
         unit="TFLOP/s",
-        reference=f"{name}, {flops / theirs / 1e12:.0f} TFLOP/s",
-        ratio=ratio,
+        reference=f"{name}, {flops / other / 1e12:.0f} TFLOP/s",
+        ratio=ratio or other / seconds,
+    )
+
+
+def time_row(
+    bench: str,
+    case: str,
+    seconds: float,
+    name: str,
+    other: float,
+    *,
+    unit="us",
+    ratio=None,
+    note="",
+):
+    """A row for what takes so many seconds, against another that takes `other`; `ratio` None: other / seconds."""
+    scale = {"us": 1e6, "ms": 1e3, "s": 1}[unit]
+    theirs = scale * other
+    return row(
+        bench=bench,
+        case=case,
+        metric="time",
+        value=scale * seconds,
+        unit=unit,
+        reference=f"{name}, {theirs:{'.0f' if theirs >= 100 else '.3g'}} {unit}{note}",
+        ratio=ratio or other / seconds,
     )
 
 

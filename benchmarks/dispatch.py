@@ -48,19 +48,20 @@ def other() -> str:
     return "ragged" if on_gpus() else "all_to_all"
 
 
-def operands(shape, ranks, next_rank=False):
-    """A handle and tokens: every token's experts are drawn, or all are the next rank's."""
+def operands(shape, ranks, push=False):
+    """A handle and tokens: every token's experts are drawn; or each has one, of another rank, all of these in turn."""
     tokens, width, choices, experts = shape
     devices = jax.devices()[:ranks]
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,), devices=devices)
     sharding = NamedSharding(mesh, PartitionSpec("ep"))
     rng = np.random.default_rng(0)
     topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
-    if next_rank:
-        owner = (np.arange(ranks * tokens) // tokens + 1) % ranks
+    capacity = min(recv_capacity(experts, choices, tokens, ranks), int(1.1 * tokens * choices) + 64)
+    if push:
+        rank, token = np.divmod(np.arange(ranks * tokens), tokens)
+        owner = (rank + 1 + token % (ranks - 1)) % ranks
         topk_idx = owner[:, None] * (experts // ranks) + topk_idx % (experts // ranks)
-    most = recv_capacity(experts, choices, tokens, ranks)
-    capacity = min(most, int(1.1 * tokens * choices) + 64)
+        capacity = tokens  # as many arrive as leave
     config = EpConfig(num_experts=experts, capacity=capacity, axis="ep")
     handle = prepare(jax.device_put(topk_idx.astype(np.int32), sharding), config)
     assert int(jnp.max(handle.num_dropped)) == 0
@@ -171,9 +172,11 @@ def rows_for(ranks, pairs):
         case = f"dispatch and combine, {ranks} ranks, {DECODE[0]} tokens each"
         yield from rows_of(case, there_and_back, (handle, x), pairs)
     tokens, width, _, experts = GPU if on_gpus() else CPU
-    handle, x = operands((4 * tokens, width, 1, experts), ranks, next_rank=True)
+    if ranks == 1:
+        return
+    handle, x = operands((4 * tokens, width, 1, experts), ranks, push=True)
     num_bytes = 2 * width * remote_copies(handle)
-    case = f"every token to the next rank, {ranks} ranks, {4 * tokens} tokens each x {width}"
+    case = f"every token to another rank, {ranks} ranks, {4 * tokens} tokens each x {width}"
     yield from rows_of(case, move, (handle, x), pairs, num_bytes)
 
 

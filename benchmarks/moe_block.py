@@ -6,17 +6,26 @@ Routing is uniform, or zipf: expert e is chosen about 1 / (e + 1) as often as th
 timed, as others publish it, against dense GEMMs of as many rows, since `ragged_dot` would take minutes; a rate counts
 the three products of each routed row, and twice as many for the backward.
 
+Devices add the weights' gradients in bfloat16 unless a row says float32: so does the native block, whose gradients
+leave `ragged_dot` in the parameters' dtype and are reduce-scattered in it. Its exchange is `ragged_all_to_all`.
+
+On several GPUs each lane (`--lanes`) is a process: they compile side by side and measure in turn, from when the file
+`--after` is there. A lane that dies, or that is not done in `--seconds` from then on, is reported, and the exit status
+is 1; the others' rows are written.
+
 `--phases` says where the time of a step goes, by the kernels of a profiler's trace.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +38,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import _measure
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import MoEConfig, init_params, moe
+from expertmesh.ep import _native
+from expertmesh.flax_moe import MoEConfig, init_params, moe, permute_experts, place_experts
 from expertmesh.flax_moe.native import native_moe
 
 
@@ -52,7 +62,7 @@ class Shape:
             expert_dim=self.expert_width,
             dtype="bfloat16",
             param_dtype="bfloat16",
-            **options,
+            **{"reduce_dtype": "bfloat16", **options},
         )
 
     def flops(self) -> int:
@@ -132,69 +142,176 @@ def passes(block, config):
     return {"forward": forward, "forward and backward": both}
 
 
-def check(shape: Shape, arrays, transport: str) -> None:
-    """Blocks that differ are not timed."""
-    ours, native = (
-        jax.tree.leaves(
-            jax.jit(passes(block, shape.config(transport=transport))["forward and backward"])(
-                *arrays
-            )
-        )
-        for block in (moe, native_moe)
-    )
+def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | None = None):
+    """No row: a RuntimeError where the blocks differ."""
+    arrays, config = operands(shape, mesh), shape.config(transport=transport)
+    programs = [_both(block, config, arrays) for block in (moe, native_moe)]
+    with turns.mine() if turns else contextlib.nullcontext():
+        mine, theirs = (jax.tree.leaves(program(*arrays)) for program in programs)
+        errors = [float(relative_error(*pair)) for pair in zip(mine, theirs, strict=True)]
     names = ("y", *(f"gradient of {name}" for name in sorted(arrays[0])), "gradient of x")
-    errors = [float(relative_error(*pair)) for pair in zip(ours, native, strict=True)]
     if not max(errors) < 3e-2:  # nor NaN
         found = ", ".join(f"{n} {e:.1e}" for n, e in zip(names, errors, strict=True))
         raise RuntimeError(
             f"the block by {transport!r} is not the native one; relative errors: {found}"
         )
+    yield from ()
 
 
-def rows_of(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+ROUNDS = 10  # scans of ours, whose median counts
+FEW_ROUNDS = 4  # where there are many rows
+NATIVE_ROUNDS = 1  # of the native block, which takes seconds, after one that does not count
+
+
+def rows_of(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """Both passes of the block on a mesh, against the native one, which is timed even where ours cannot run."""
-    config = shape.config(transport=transport)
-    arrays, skewed = (operands(shape, mesh, routing) for routing in ("uniform", "zipf"))
+    arrays, config = operands(shape, mesh), shape.config(transport=transport)
     ours, native = (_compiled(block, config, arrays) for block in (moe, native_moe))
-    turns.wait()
     with turns.mine():
-        mine, theirs = _medians(pairs, ours, native)
-        yield _row(
-            shape,
-            mesh,
-            transport,
-            "uniform",
-            mine,
-            f"native_moe{_void(shape, mesh, theirs)}",
-            theirs,
-        )
-        (under,) = _medians(pairs, lambda: ours(*skewed))
-        yield _row(shape, mesh, transport, "zipf", under, "ours with uniform routing", mine)
+        mine, theirs = _medians((ours, ROUNDS), (native, NATIVE_ROUNDS))
+    name = f"native_moe{_void(shape, mesh, theirs)}"
+    yield _row(shape, mesh, transport, "uniform", mine, name, theirs)
 
 
-def rows_alone(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+def rows_of_settings(shape: Shape, mesh, transport: str, turns: _measure.Turns):
+    """Both passes of the block where something is other than in the table, against ours as it is there."""
+    arrays, skewed = (operands(shape, mesh, routing) for routing in ("uniform", "zipf"))
+    config = shape.config(transport=transport)
+    wide = dataclasses.replace(config, reduce_dtype="float32")
+    ours, in_float32 = (_compiled(moe, each, arrays) for each in (config, wide))
+    counted = jax.jit(lambda params, x, dy: moe(params, x, config).tokens_per_expert)
+    counted = counted.lower(*skewed).compile()
+    with turns.mine():
+        # Nothing with collectives runs outside of a turn: GPUs that change between processes wait for each other.
+        placement = place_experts(counted(*skewed), mesh.shape["ep"])
+        placed = permute_experts(skewed[0], placement), *skewed[1:]
+        calls = ours, in_float32, lambda: ours(*skewed), lambda: ours(*placed)
+        usual, *times = _medians(*((call, FEW_ROUNDS) for call in calls))
+    which = "uniform, sums in float32", "zipf", "zipf, experts placed by load"
+    for name, seconds in zip(which, times, strict=True):
+        reference = "ours, uniform, sums in bfloat16"
+        yield _row(shape, mesh, transport, name, seconds, reference, usual)
+
+
+def rows_alone(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """Both passes of our block; the reference is a GEMM at the rate of the card's data sheet, 989 TFLOP/s."""
     arrays = operands(shape, mesh)
     ours = _compiled(moe, shape.config(transport=transport), arrays)
-    turns.wait()
     with turns.mine():
-        (mine,) = _medians(pairs, ours)
+        (mine,) = _medians((ours, ROUNDS))
     bound = 3 * shape.flops() / mesh.size / 989e12
     rate = f"{3 * shape.flops() / mesh.size / mine / 1e12:.0f} TFLOP/s a GPU; at 989"
     yield _row(shape, mesh, transport, "uniform", mine, rate, bound)
 
 
-def rows_of_recipe(shape: Shape, mesh, transport: str, pairs: int, turns: _measure.Turns):
+def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """Both passes with products of 8 bits, against bfloat16."""
     arrays = operands(shape, mesh)
-    ours, wide = (
+    wide, ours = (
         _compiled(moe, shape.config(transport=transport, recipe=recipe), arrays)
-        for recipe in ("fp8_block", None)
+        for recipe in (None, "fp8_block")
     )
-    turns.wait()
     with turns.mine():
-        mine, theirs = _medians(pairs, ours, wide)
+        mine, theirs = _medians((ours, ROUNDS), (wide, ROUNDS))
     yield _row(shape, mesh, transport, "uniform, fp8_block", mine, "ours in bfloat16", theirs)
+
+
+def rows_of_memory(shape: Shape, mesh, transport: str, turns: _measure.Turns):
+    """Bytes of a device: saved by the forward for the backward, and temporary in a program of both.
+
+    Temporary is also the window that "nvlink" keeps for the exchange.
+    """
+    arrays, config = operands(shape, mesh), shape.config(transport=transport)
+    ours, native = (
+        (saved_bytes(block, config, arrays), _both(block, config, arrays))
+        for block in (moe, native_moe)
+    )
+    with turns.mine():
+        jax.block_until_ready(ours[1](*arrays))
+    window = _native.window_bytes() // mesh.size if transport == "nvlink" else 0
+    mine, theirs = (
+        (saved, program.memory_analysis().temp_size_in_bytes + kept)
+        for (saved, program), kept in ((ours, window), (native, 0))
+    )
+    parts = "{:.2f} GB saved and {:.2f} GB temporary"
+    mine_parts, parts = (parts.format(a / 1e9, b / 1e9) for a, b in (mine, theirs))
+    yield _measure.row(
+        bench="moe_block",
+        case=f"bfloat16 bytes of a GPU, both passes, {shape}, {dict(mesh.shape)}: {mine_parts}",
+        metric="memory",
+        value=sum(mine) / 1e9,
+        unit="GB",
+        reference=f"the native block, {parts}",
+        ratio=sum(theirs) / sum(mine),
+    )
+
+
+def saved_bytes(block, config, arrays) -> int:
+    """Bytes of one device that the forward saves besides its operands."""
+
+    def saved(params, x):
+        return jax.tree.leaves(jax.vjp(lambda params, x: block(params, x, config).y, params, x)[1])
+
+    jaxpr = jax.make_jaxpr(saved)(*arrays[:2]).jaxpr
+    made = (var.aval for var in set(jaxpr.outvars) - set(jaxpr.invars))
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in made)
+
+
+def _both(block, config, arrays):
+    """Both passes, compiled."""
+    return jax.jit(passes(block, config)["forward and backward"]).lower(*arrays).compile()
+
+
+def rows_of_growth(shape: Shape, mesh, transport: str, turns: _measure.Turns):
+    """How the time of both passes grows with one size, against an affine fit; with the experts, against the fewest."""
+    shapes = {
+        (vary, value): vary(shape, value, mesh.size) for vary in GROWTH for value in GROWTH[vary]
+    }
+    calls = {
+        point: _compiled(moe, one.config(transport=transport), operands(one, mesh))
+        for point, one in shapes.items()
+    }
+    with turns.mine():
+        times = _medians(*((call, FEW_ROUNDS) for call in calls.values()))
+    found = dict(zip(shapes, times, strict=True))
+    for vary in GROWTH:
+        mine = {value: (shapes[vary, value], found[vary, value]) for value in GROWTH[vary]}
+        yield from _grown(vary, mine, mesh, transport)
+
+
+def _grown(vary, points, mesh, transport):
+    """The rows of one size: value -> (shape, seconds)."""
+    times = [seconds for _, seconds in points.values()]
+    if vary is num_experts:
+        fit, name = [times[0]] * len(times), "the fewest experts"
+    else:
+        slope, start = statistics.linear_regression(list(points), times)
+        fit, name = [slope * value + start for value in points], "affine fit"
+    for (value, (one, seconds)), fitted in zip(points.items(), fit, strict=True):
+        which = f"growth with {vary.__name__}"
+        row = _row(one, mesh, transport, which, seconds, name, fitted)
+        yield row | {"growth": vary.__name__, "size": value}  # for the plot
+
+
+def num_tokens(shape: Shape, value: int, devices: int) -> Shape:
+    return dataclasses.replace(shape, tokens=(value * devices,), experts=8, top_k=2)
+
+
+def num_choices(shape: Shape, value: int, devices: int) -> Shape:
+    del devices
+    return dataclasses.replace(shape, top_k=value)
+
+
+def num_experts(shape: Shape, value: int, devices: int) -> Shape:
+    del devices
+    return dataclasses.replace(shape, experts=value)
+
+
+GROWTH = {
+    num_tokens: (8192, 24576, 49152, 81920),
+    num_choices: (1, 2, 4, 8),
+    num_experts: (8, 32, 128),
+}
 
 
 def _compiled(block, config, arrays):
@@ -206,10 +323,18 @@ def _compiled(block, config, arrays):
         return lambda *given: math.nan
 
 
-def _medians(pairs: int, *calls) -> list[float]:
-    """Of calls one after the other, `pairs` times after a warm-up."""
-    timed = [[once() for once in calls] for _ in range(pairs + 1)][1:]
-    return [statistics.median(times) for times in zip(*timed, strict=True)]
+def _medians(*calls) -> list[float]:
+    """Of each (call, times), after a warm-up; those of several are spread over one another."""
+    for call, _ in calls:
+        call()
+    timed = [[] for _ in calls]
+    most = max(times for _, times in calls)
+    for i in range(most):
+        time.sleep(0.03)  # the card is at its power limit
+        for (call, times), seconds in zip(calls, timed, strict=True):
+            if (i + 1) * times // most > i * times // most:
+                seconds.append(call())
+    return [statistics.median(seconds) for seconds in timed]
 
 
 def _void(shape, mesh, native) -> str:
@@ -218,15 +343,8 @@ def _void(shape, mesh, native) -> str:
 
 
 def _row(shape, mesh, transport, which, ours, name, reference):
-    return _measure.row(
-        bench="moe_block",
-        case=f"bfloat16 forward and backward, {shape}, {which}, {dict(mesh.shape)}, {transport}",
-        metric="time",
-        value=1e3 * ours,
-        unit="ms",
-        reference=f"{name}, {1e3 * reference:.3g} ms",
-        ratio=reference / ours,
-    )
+    case = f"bfloat16 forward and backward, {shape}, {which}, {dict(mesh.shape)}, {transport}"
+    return _measure.time_row("moe_block", case, ours, name, reference, unit="ms")
 
 
 def dense(shape: Shape):
@@ -254,28 +372,26 @@ def dense(shape: Shape):
 def rows_of_one(shape: Shape, pairs: int):
     """The block on one device, against dense GEMMs; what is checked has few tokens and experts."""
     few = dataclasses.replace(shape, tokens=(256,), experts=8, top_k=2)
-    check(few, operands(few, None), "auto")
+    yield from rows_of_check(few, None, "auto")
     arrays, others = operands(shape, None), dense(shape)
-    for which, ours in passes(moe, shape.config()).items():
-        flops = shape.flops() * (1 if which == "forward" else 3)
+    times = {
+        which: _measure.alternate((ours, arrays), others[which], pairs, _measure.steps)[:2]
+        for which, ours in passes(moe, shape.config()).items()
+    }
+    forward, both = times["forward"], times["forward and backward"]
+    times["backward"] = both[0] - forward[0], both[1] - forward[1]
+    for which, (mine, theirs) in times.items():
+        flops = shape.flops() * {"forward": 1, "backward": 2}.get(which, 3)
         case = f"bfloat16 {which}, {shape}, 1 device"
-        yield _measure.against_gemm(
-            "moe_block",
-            case,
-            flops,
-            (ours, arrays),
-            others[which],
-            "dense XLA GEMMs",
-            pairs,
-            _measure.steps,
-        )
+        yield _measure.rate_row("moe_block", case, flops, mine, "dense XLA GEMMs", theirs)
 
 
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
-    (r"^_rows_kernel", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
+    (r"^_rows_kernel|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
-    (r"^_activate_rows", ("activation",)),
+    (r"^_activate_rows|^_gated_grad|^_kernel$", ("activation",)),
+    (r"^_blocks_kernel|^_both_kernel|^_dequantize", ("quantize",)),
     (r"Dispatch|^_spread", ("dispatch", "combine")),
     (r"Combine|^_gather", ("combine", "dispatch")),
     (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),
@@ -293,19 +409,20 @@ def by_phase(kernels) -> collections.Counter:
     return total
 
 
-def rows_of_phases(shape: Shape, mesh, transport: str):
+def rows_of_phases(shape: Shape, mesh, transport: str, recipe: str | None):
     """Each phase of the forward and of the backward, and its share of all kernels' time."""
     arrays = operands(shape, mesh)
     forward, both = (
         by_phase(_measure.kernels(function, arrays))
-        for function in passes(moe, shape.config(transport=transport)).values()
+        for function in passes(moe, shape.config(transport=transport, recipe=recipe)).values()
     )
     total = both.total()
     for which, phases in (("forward", forward), ("backward", both - forward)):
         for phase, microseconds in phases.items():
             yield _measure.row(
                 bench="moe_block",
-                case=f"bfloat16 {phase}, {which}, {shape}, {dict(mesh.shape) if mesh else '1 device'}",
+                case=f"{recipe or 'bfloat16'} {phase}, {which}, {shape}, "
+                f"{dict(mesh.shape) if mesh else '1 device'}",
                 metric="time",
                 value=microseconds,
                 unit="us",
@@ -317,57 +434,102 @@ def rows_of_phases(shape: Shape, mesh, transport: str):
 # What is measured side by side: a name, the shape, its mesh (None: of all devices), and what measures it; the most
 # important first. The last shape of BLOCKS on four GPUs has as many tokens a GPU as those of the weak scaling.
 LANES = {
+    "check": (Shape((8, 64), 1024, 4096, 8, 2), None, rows_of_check),
     **{str(n): (shape, None, rows_of) for n, shape in enumerate(BLOCKS, 1)},
     "weak1": (Shape((4, 2048), 2048, 8192, 8, 2), (1, 1), rows_alone),
     "weak2": (Shape((8, 2048), 2048, 8192, 8, 2), (1, 2), rows_alone),
     "fine": (Shape((4 * 32768,), 2048, 768, 128, 8), None, rows_alone),
+    "settings": (BLOCKS[-1], None, rows_of_settings),
     "fp8": (BLOCKS[-1], None, rows_of_recipe),
+    "memory": (BLOCKS[-1], None, rows_of_memory),
+    "growth": (Shape((4 * 8192,), 2048, 768, 128, 4), None, rows_of_growth),
 }
+WEAK = "weak1", "weak2", "7"
+COMPILING = 0.4  # of the seconds, before the first turn
 
 
-def rows_of_lane(name: str, transport: str, pairs: int, turns: _measure.Turns, axes):
+def rows_of_lane(name: str, transport: str, turns: _measure.Turns, axes):
     """The rows of one lane; on CPU a small shape's."""
     shape, own, measure = LANES[name]
     mesh = make_mesh(own or axes)
-    shape = shape if jax.default_backend() == "gpu" else SMALL
-    if name == "1":  # the others differ in sizes only
-        few = dataclasses.replace(shape, tokens=(8, 64))
-        check(few, operands(few, mesh), transport)
-    return measure(shape, mesh, transport, pairs, turns)
+    return measure(shape if jax.default_backend() == "gpu" else SMALL, mesh, transport, turns=turns)
 
 
-def side_by_side(names: list[str], transport: str, mesh: str | None, pairs: int):
-    """The rows of lanes, each of them compiled in a process of its own, as they come."""
-    with tempfile.TemporaryDirectory() as folder:
+def side_by_side(names: list[str], options):
+    """(lane, row), each lane in a process of its own, as lanes end; at last (lane, None) for those that died."""
+    with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as ending:
+        folder, begin = pathlib.Path(path), time.monotonic()
+        until = begin + COMPILING * options.seconds
+        turns = [
+            _measure.Turns(folder, number, len(names), until, options.after)
+            for number in range(len(names))
+        ]
 
-        def start(name):
-            part = pathlib.Path(folder, f"{name}.json")
-            given = [f"--lane={name}", f"--turns={folder}:{len(names)}", f"--json={part}"]
-            given += [f"--transport={transport}", f"--pairs={pairs}"]
-            given += [f"--mesh={mesh}"] if mesh else []
+        def start(name, turn):
+            part = folder / f"{name}.json"
+            given = [f"--lane={name}", f"--turn={turn.number},{turn.count},{turn.until}"]
+            given += [f"--folder={folder}", f"--json={part}"]
+            for option in ("transport", "mesh", "after"):
+                value = getattr(options, option)
+                given += [f"--{option}={value}"] if value else []
             command = [sys.executable, "-m", "benchmarks.moe_block", *given]
-            return subprocess.Popen(command, stdout=subprocess.DEVNULL), part
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            ending.callback(process.kill)
+            return name, turn, process, part
 
-        running = [start(name) for name in names]
+        running, died = [start(*pair) for pair in zip(names, turns, strict=True)], []
         while running:
             time.sleep(0.1)
-            for process, part in [lane for lane in running if lane[0].poll() is not None]:
-                running.remove((process, part))
-                _measure.Turns(pathlib.Path(folder), len(names)).skip(process.pid)
-                yield from json.loads(part.read_text()) if part.exists() else []
+            begin = begin if turns[0].may_begin() else time.monotonic()
+            late = time.monotonic() - begin > options.seconds
+            for lane in [lane for lane in running if late or lane[2].poll() is not None]:
+                running.remove(lane)
+                name, turn, process, part = lane
+                process.kill()
+                for what in ("ready", "done"):
+                    turn.mark(what)
+                rows = json.loads(part.read_text()) if part.exists() else []
+                status, took = process.wait(), time.monotonic() - begin
+                print(f"lane {name}: status {status}, {took:.0f} s", file=sys.stderr, flush=True)
+                yield from ((name, row) for row in rows)
+                died += [name] * (status != 0)
+        yield from ((name, None) for name in died)
+
+
+def with_weak_scaling(found):
+    """The rows of lanes, and those of one GPU's time over that of more; SystemExit for lanes that died."""
+    times, died = {}, []
+    for name, row in found:
+        if row is None:
+            died.append(name)
+            continue
+        times.setdefault(name, row["value"] / 1e3)
+        yield row
+    if times.keys() >= set(WEAK):
+        for name, gpus in (("weak2", 2), ("7", 4)):
+            case = f"bfloat16 forward and backward, weak scaling, {gpus} GPUs, {LANES[name][0]}"
+            one = times["weak1"]
+            yield _measure.time_row("moe_block", case, times[name], "one GPU", one, unit="ms")
+    if died:
+        raise SystemExit(f"lanes without an end: {', '.join(died)}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=10, help="on one device")
     parser.add_argument("--phases", metavar="N", help="where the time of a step of shape N goes")
+    parser.add_argument("--recipe", help="of --phases")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
     parser.add_argument("--lanes", metavar="NAME,...", help=f"of {', '.join(LANES)}; default: all")
+    parser.add_argument("--seconds", type=float, default=200, help="for all lanes together")
     parser.add_argument("--transport", help='default: "nvlink" between GPUs, else "auto"')
-    parser.add_argument("--lane", help=argparse.SUPPRESS)
-    parser.add_argument("--turns", metavar="FOLDER:COUNT", help=argparse.SUPPRESS)
+    parser.add_argument("--after", metavar="FILE", type=pathlib.Path, help="measure when it exists")
+    for internal in ("--lane", "--turn", "--folder"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # Ended from outside, it ends its lanes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all lanes were done"))
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
     _measure.write(options.json, _rows(options))
 
@@ -378,19 +540,16 @@ def _rows(options):
     axes = options.mesh and tuple(map(int, options.mesh.split("x")))
     if options.phases:
         shape = SMALL if not on_gpu else FFN if alone else BLOCKS[int(options.phases) - 1]
-        return rows_of_phases(shape, make_mesh(axes), transport)
+        return rows_of_phases(shape, make_mesh(axes), transport, options.recipe)
     if alone:
         return rows_of_one(FFN if on_gpu else SMALL, options.pairs)
     if options.lane:
-        folder, _, count = options.turns.rpartition(":")
-        turns = _measure.Turns(pathlib.Path(folder), int(count))
-        return rows_of_lane(options.lane, transport, options.pairs, turns, axes)
-    names = options.lanes.split(",") if options.lanes else list(LANES) if on_gpu else ["1"]
-    # The kernels of 8 bits take long to compile: nothing waits for them.
-    waves = [name for name in names if name != "fp8"], [name for name in names if name == "fp8"]
-    return (
-        row for wave in waves for row in side_by_side(wave, transport, options.mesh, options.pairs)
-    )
+        number, count, until = options.turn.split(",")
+        folder = pathlib.Path(options.folder)
+        turns = _measure.Turns(folder, int(number), int(count), float(until), options.after)
+        return rows_of_lane(options.lane, transport, turns, axes)
+    names = options.lanes.split(",") if options.lanes else list(LANES) if on_gpu else ["check", "1"]
+    return with_weak_scaling(side_by_side(names, options))
 
 
 if __name__ == "__main__":

@@ -85,10 +85,12 @@ def pytest(cell: dict, extra: list[str]) -> dict:
         return found | {"error": f"{cell['name']} does not run on {found['device']}"}
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
-    parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", "--dist", "loadgroup"]
+    by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
+    parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", *by]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
-        arguments = ["-q", *parallel, "-m", cell["select"], f"--junitxml={report}", *folders]
+        chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]
+        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders]
         status = shell([python, "-m", "pytest", *arguments, *extra], env) if folders else NO_TESTS
         count = counts(report) if report.exists() else {"passed": 0}
     enough = count["passed"] > 0 or not cell.get("must_run")
@@ -106,6 +108,8 @@ def counts(report: pathlib.Path) -> dict[str, int]:
 def interpreter(cell: dict) -> str:
     """The Python that runs a cell, after its venv has been made where it has one."""
     if cell["platform"] == "gpu":
+        # Nothing is installed: this is what an installation would have built.
+        shell([sys.executable, "-m", "expertmesh.ep._native"], environment(cell))
         return sys.executable
     packages = list(cell.get("with", []))
     if not shutil.which("ptxas"):

@@ -8,12 +8,13 @@ import argparse
 import json
 import pathlib
 import sys
-import textwrap
+
+import block
 
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN, END = "<!-- docs/performance.py -->", "<!-- end -->"
-BLOCK, NATIVE = "moe_block", "native_moe"
+BLOCK = "moe_block"
 
 
 def read(folder: pathlib.Path) -> dict[str, list[dict]]:
@@ -44,54 +45,9 @@ def sections(results: dict[str, list[dict]]) -> str:
         f"## {name}\n\n`python -m benchmarks.{name}`: {origin(rows)}.\n\n{table(rows)}"
         for name, rows in results.items()
     ]
-    charts = (
-        "![Ratios to the reference of the same run](performance.png)",
-        "![The block beside the native one](moe_block.png)",
-    )
+    charts = ["![Ratios to the reference of the same run](performance.png)"]
+    charts += [f"![{shows}]({file})" for file, shows, _ in block.charts(results.get(BLOCK, []))]
     return "\n\n".join([*charts, *parts])
-
-
-def against_native(results: dict[str, list[dict]]) -> list[dict]:
-    """The rows of the block that were timed against the native one in the same run."""
-    return [row for row in results.get(BLOCK, []) if row["reference"].startswith(NATIVE)]
-
-
-def block_table(rows: list[dict]) -> str:
-    """What the README shows: the rows with a backward."""
-    if not rows:
-        return "Not measured on several GPUs yet."
-    rows = [row for row in rows if "backward" in row["case"]] or rows
-    lines = ["| MoE block | plain JAX | here | times as fast |", "|---|---|---|---|"]
-    for row in rows:
-        native = f"{row['value'] * row['ratio']:.3g} {row['unit']}"
-        value = f"{row['value']:.3g} {row['unit']}"
-        lines.append(f"| {row['case']} | {native} | {value} | **{row['ratio']:.1f}** |")
-    chart = "![The block in plain JAX and here](docs/moe_block.png)"
-    return "\n".join([*lines, "", f"{chart}\n\n{origin(rows)}; [more](docs/performance.md)."])
-
-
-def plot_block(rows: list[dict], path: pathlib.Path) -> None:
-    """Two bars a row, the native block's and ours."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for name, up, times in (
-        (
-            "plain JAX: ragged_all_to_all and ragged_dot",
-            0.2,
-            [r["value"] * r["ratio"] for r in rows],
-        ),
-        ("here", -0.2, [r["value"] for r in rows]),
-    ):
-        axes.barh([i - up for i in range(len(rows))], times, height=0.38, label=name)
-    for i, row in enumerate(rows):
-        axes.text(row["value"] * 1.05, i + 0.2, f"{row['ratio']:.1f} x", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [textwrap.fill(row["case"], 48) for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{rows[0]['unit']}; lower is better")
-    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 def plot(results: dict[str, list[dict]], path: pathlib.Path) -> None:
@@ -126,10 +82,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     results = read(RESULTS)
-    rows = against_native(results)
+    rows = results.get(BLOCK, [])
     contents = {
         DOCS / "performance.md": sections(results),
-        DOCS.parent / "README.md": block_table(rows),
+        DOCS.parent / "README.md": block.table(rows, origin),
     }
     old = {page: page.read_text() for page in contents}
     new = {page: filled(old[page], content) for page, content in contents.items()}
@@ -138,8 +94,10 @@ def main() -> int:
     for page, text in new.items():
         page.write_text(text)
     plot(results, DOCS / "performance.png")
-    if rows:
-        plot_block(rows, DOCS / "moe_block.png")
+    for file, _, draw in block.charts(rows):
+        draw(DOCS / file)
+    for one in block.growth(rows):
+        print(one.describe())
     return 0
 
 

@@ -4,19 +4,24 @@ import gc
 import os
 import pathlib
 
+from multiprocess_runner import COMPILE_QUICKLY, on_gpu, run_processes, visible_gpus
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # Several test processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Tests take the first GPUs: each worker of xdist begins with two others.
+if on_gpu() and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    gpus = visible_gpus()
+    first = 2 * int(worker.removeprefix("gw")) % max(len(gpus), 1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 # The second run of a test does not compile again; JAX_COMPILATION_CACHE_DIR= (empty) turns it off.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache/jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import pytest  # noqa: E402
-
-from multiprocess_runner import COMPILE_QUICKLY, on_gpu, run_processes  # noqa: E402
 
 if not on_gpu():
     os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
@@ -26,6 +31,7 @@ def pytest_collection_modifyitems(items):
     # What takes long in one piece begins first, so that no worker is left alone with it at the end.
     items.sort(key=lambda item: "integration" not in item.path.parts)
     if on_gpu():
+        items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device (JAX_PLATFORMS=cuda,cpu)")
     for item in items:

@@ -388,3 +388,25 @@ def test_group_bias(monkeypatch, arch):
     options = {"num_experts": 8, "out_dtype": jnp.dtype("float32")}
     launches = _launches(monkeypatch, grouped_gemm.group_bias_grad_op, dy, sizes, **options)
     _check_launches(launches, arch)
+
+
+def test_programs_take_turns_among_devices():
+    """Where a collective may run beside; each has LEAST_STEPS at least, and a multiprocessor MOST_TURNS at most."""
+    kernels = pytest.importorskip("expertmesh.core.kernels.grouped_gemm")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("a")
+
+    def inside(num_steps):
+        found = []
+        shards = jax.shard_map(
+            lambda x: found.append(kernels._num_programs(num_steps)) or x,
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+        )
+        jax.eval_shape(shards, jnp.zeros(2))
+        return found[0]
+
+    least = 132 * kernels.LEAST_STEPS
+    assert [inside(n) for n in (0, 2 * least - 1, 2 * least, 9 * least)] == [132, 132, 264, 528]
+    assert kernels._num_programs(9 * least) == 132

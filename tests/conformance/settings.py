@@ -105,11 +105,11 @@ class Setting:
 
 
 def _exchanges() -> list[Setting]:
-    """Every transport in every mode that knows the layout; each mode has its mesh, every fourth is in bfloat16."""
+    """Every transport in every mode that knows the layout; each mode has its mesh, some are in bfloat16."""
     pairs = itertools.product(MODES[:3], TRANSPORTS)
     meshes = dict(zip(MODES[:3], itertools.cycle(MESHES), strict=False))
     return [
-        Setting(mode, transport, meshes[mode], "bfloat16" if i % 4 == 3 else "float32")
+        Setting(mode, transport, meshes[mode], "bfloat16" if (i + i // 4) % 4 == 3 else "float32")
         for i, (mode, transport) in enumerate(pairs)
     ]
 
@@ -128,16 +128,21 @@ _OTHERS = [Setting("auto", sizes=MESHES[0]), Setting("single")]
 # Many participants, each an EP group of its own.
 _LONELY = [Setting("explicit", sizes=(prod(MESHES[0]), 1, 1))]
 _MESHES_EACH = _one_each(_EVERY)
-_NVLINK = [
-    s for s in _EVERY if s.transport == "nvlink"
-]  # where there is one: what "auto" takes there
+# Where GPUs have it, "auto" takes it: there each mode runs by it.
+_NVLINK = [s for s in _EVERY if s.transport == "nvlink"]
 
 if jax.process_count() == 1:
-    SETTINGS, EACH_MODE = _MESHES_EACH + _NVLINK + _OTHERS, _MESHES_EACH + _OTHERS[:1]
+    SETTINGS = _MESHES_EACH + _NVLINK + _OTHERS
+    EACH_MODE = (_NVLINK or _MESHES_EACH) + _OTHERS[:1]
     MORE = [s for s in _EVERY if s not in SETTINGS] + _LONELY
+elif _NVLINK:
+    SETTINGS = EACH_MODE = _NVLINK
+    MORE = []
 else:  # what these processes run, each of them compiles
-    SETTINGS = (_MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]) + _NVLINK[:1]
+    SETTINGS = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
     EACH_MODE, MORE = (SETTINGS[1:], []) if jax.process_count() == 2 else ([], [])
+# A block's weights are split over the axes fsdp and ep at once.
+SPLIT_BOTH_WAYS = [Setting("explicit", s.transport, MESHES[-1]) for s in _NVLINK[:1]]
 
 
 def parametrize(settings, more=()):

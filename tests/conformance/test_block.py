@@ -10,14 +10,15 @@ from jax.sharding import PartitionSpec
 
 from cases.covering import covering
 from conformance.settings import (
+    EACH_MODE,
     MESHES,
     RESOURCE,
+    SPLIT_BOTH_WAYS,
     TOKENS,
     Setting,
     assert_close,
     parametrize,
     run_on_mesh,
-    two_modes,
 )
 from core.ops import router_oracle
 from expertmesh.flax_moe import moe, param_shapes, param_specs
@@ -64,7 +65,7 @@ def specs_of(setting, config, names):
 
 @pytest.mark.any_device
 @pytest.mark.any_process
-@two_modes
+@parametrize(EACH_MODE[:2] + SPLIT_BOTH_WAYS, EACH_MODE[2:])
 def test_every_option_in_each_mode(setting):
     """Tests 12 and 13, with a bias, groups, a scaling factor and the experts' own biases."""
     check(setting, EVERYTHING)

@@ -131,6 +131,15 @@ MISSING_KERNEL = Op(
     "... -> ...",
     kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
+NATIVE = Op(
+    "native",
+    lambda x: 2 * x,
+    "... -> ...",
+    kernels=(
+        Kernel("elsewhere", "tpu", jnp.sin),
+        Kernel("format", "cpu", jnp.sin, supports=lambda x: "this device has no such format"),
+    ),
+)
 MXFP8 = MXFP8BlockScaling().formats().x
 AUTO_RESOURCE = MeshResource(dp_resource="dp", ep_resource="ep")
 
@@ -431,6 +440,18 @@ TABLE = [
         lambda: MISSING_KERNEL(X, implementation="fast"),
         ImportError,
         *("no_such_package", "pip install 'x[fast]'"),
+    ),
+    row(
+        "kernel of another platform",
+        lambda: NATIVE(X, implementation="elsewhere"),
+        ValueError,
+        *("'elsewhere'", "it runs on tpu", "implementation='auto'"),
+    ),
+    row(
+        "recipe that the kernel asked for does not take on this device",
+        lambda: NATIVE(X, implementation="format"),
+        ValueError,
+        *("'format'", "this device has no such format"),
     ),
     # The router
     row(

@@ -19,20 +19,11 @@ class Outcomes:
         self.passed += report.when == "call" and report.passed
 
 
-def run_the_suite():
+def run_the_suite(paths=(HERE,), select="any_process and not full", keyword=""):
     """Runs in each process, in the same order: they meet in every collective."""
     outcomes = Outcomes()
-    options = [
-        "-m",
-        "any_process and not full",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
-    pytest.main([*options, str(HERE)], plugins=[outcomes])
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", select, "-k", keyword]
+    pytest.main([*options, *map(str, paths)], plugins=[outcomes])
     return [outcomes.passed, outcomes.failed]
 
 
@@ -48,3 +39,26 @@ def test_the_suite_over_several_processes(multiprocess, processes):
     assert [failed for _, failed in results] == [{}] * processes
     passed = {passed for passed, _ in results}
     assert len(passed) == 1 and passed.pop() >= 7
+
+
+def run_exchanges_and_the_block(mode):
+    block = HERE / "test_block.py::test_every_option_in_each_mode"
+    return run_the_suite([HERE / "test_exchange.py", block], "any_device", mode)
+
+
+# In processes of one GPU each the settings are those of "nvlink": settings.py.
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", ["explicit", "resource", "manual"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_exchanges_by_nvlink_between_processes(multiprocess, processes, mode):
+    results = multiprocess(
+        "conformance.test_processes:run_exchanges_and_the_block",
+        processes=processes,
+        devices=1,
+        timeout=300,
+        mode=mode,
+    )
+    assert [failed for _, failed in results] == [{}] * processes
+    passed = {passed for passed, _ in results}
+    assert len(passed) == 1 and passed.pop() >= 14

@@ -2,8 +2,6 @@
 // One after the other (--serial), so that a sanitizer may run them, all but the last wait in vain and fill what did not
 // come with bits of 1; the last must be right.
 
-#include <cuda_bf16.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "exchange.h"
+#include "exchange.cu"
 
 using namespace expertmesh;
 
@@ -40,6 +38,14 @@ std::vector<T> OnHost(const T* p, size_t count) {
   std::vector<T> values(count);
   CHECK(cudaMemcpy(values.data(), p, count * sizeof(T), cudaMemcpyDefault));
   return values;
+}
+
+// As handlers.cc does.
+template <typename Kernel, typename... A>
+cudaError_t Launch(Kernel* kernel, cudaStream_t stream, const A&... arguments) {
+  CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  kernel<<<kBlocks, 32 * kWarps, kShared, stream>>>(arguments...);
+  return cudaGetLastError();
 }
 
 void Require(bool holds, const char* what, int at);
@@ -146,23 +152,25 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
   const int64_t part_bytes[] = {bytes, more_bytes};
   const int num_parts = more_bytes ? 2 : 1;
   std::vector<char> tokens[2][kRanks];
-  Part parts[kRanks][2] = {};
+  Parts parts[kRanks] = {};
   for (int r = 0; r < kRanks; ++r) {
+    parts[r].count = num_parts;
     for (int p = 0; p < num_parts; ++p) {
       tokens[p][r].resize(kTokens * part_bytes[p]);
       for (char& c : tokens[p][r]) c = static_cast<char>(random());
       char* result = written.emplace_back(kCapacity * part_bytes[p]).at;
-      parts[r][p] = Part{OnDevice(tokens[p][r]), result, part_bytes[p], p ? padded(bytes) : 0};
+      parts[r].part[p] = Part{OnDevice(tokens[p][r]), result, part_bytes[p], p ? padded(bytes) : 0};
     }
   }
   for (int turn = 0; turn < 3; ++turn) {
     EachRank(serial, turn + 1, [&](int r, cudaStream_t stream) {
-      return LaunchDispatch(x[r], parts[r], num_parts, kBlocks, stream);
+      const bool wide = (bytes | more_bytes) % 16 == 0;
+      return Launch(wide ? Dispatch<BulkRows> : Dispatch<AnyRows>, stream, x[r], parts[r]);
     });
     for (int r = 0; r < kRanks; ++r) {
       if (serial && r != turn % kRanks) continue;
       for (int p = 0; p < num_parts; ++p) {
-        const auto rows = OnHost(parts[r][p].result, kCapacity * part_bytes[p]);
+        const auto rows = OnHost(parts[r].part[p].result, kCapacity * part_bytes[p]);
         for (int n = 0; n < kCapacity; ++n) {
           const int c = routes.source[r][n], t = c / kChoices;
           std::vector<char> want(part_bytes[p], 0);
@@ -178,17 +186,21 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
     }
   }
 
-  std::vector<__nv_bfloat16> rows[kRanks];
-  const __nv_bfloat16* held[kRanks];
-  __nv_bfloat16* out[kRanks];
+  using T = __nv_bfloat16;
+  std::vector<T> rows[kRanks];
+  const T* held[kRanks];
+  T* out[kRanks];
   for (int r = 0; r < kRanks; ++r) {
     for (int i = 0; i < kCapacity * features; ++i) rows[r].push_back(__float2bfloat16(static_cast<int>(random() % 17) - 8));
     held[r] = OnDevice(rows[r]);
-    out[r] = reinterpret_cast<__nv_bfloat16*>(written.emplace_back(kTokens * features * sizeof(__nv_bfloat16)).at);
+    out[r] = reinterpret_cast<T*>(written.emplace_back(kTokens * features * sizeof(T)).at);
   }
-  for (Type wire : {Type::kF32, Type::kBF16, Type::kF16}) {
+  const auto check = [&](auto wire) {
+    using W = decltype(wire);
     EachRank(serial, 1, [&](int r, cudaStream_t stream) {
-      return LaunchCombine(x[r], held[r], out[r], features, Type::kBF16, wire, kBlocks, stream);
+      const auto kernel = features % 8 == 0 ? Combine<T, W, BulkSums<T, W>> : Combine<T, W, AnySums<T, W>>;
+      return Launch(kernel, stream, x[r], reinterpret_cast<const char*>(held[r]), reinterpret_cast<char*>(out[r]),
+                    features);
     });
     for (int r = 0; r < kRanks; ++r) {
       if (serial && r != 0) continue;
@@ -204,13 +216,15 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
         }
       }
     }
-  }
+  };
+  check(float{});
+  check(__nv_bfloat16{});
+  check(__half{});
   for (const Written& memory : written) memory.Check();
 }
 
 int main(int count, char**) {
   const bool serial = count > 1;
-  CHECK(LoadKernels());
   std::mt19937 random(0);
   Run(serial, 1, 48, 0, 24, random);
   Run(serial, 4, 4096, 20, 1024, random);

@@ -1,11 +1,14 @@
 """The transport "nvlink": what it refuses, what it asks XLA for, and on GPUs the exchanges of the other transports."""
 
 import dataclasses
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import time
 from functools import partial
+from shutil import which
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,7 @@ from expertmesh.ep import (
     raise_stall,
     transports,
 )
+from expertmesh.ep._native import kernels
 from expertmesh.ep.transports import fastest, nvlink, reach
 
 CASE = Case(transport="nvlink")
@@ -462,6 +466,33 @@ def test_a_process_that_stalls_is_named_and_the_next_call_works(multiprocess):
     assert waiting == [0, 0, 0, ""] and stalled == [0, 0, "", 0, ""]
 
 
+def check_killed_process():
+    """Process 1 is killed while process 0 waits for it; what process 0 finds, and the seconds that it took."""
+    nvlink.TIMEOUT_MS = LATE_MS
+    mesh, rank = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,)), jax.process_index()
+    run, handle = late_step(mesh)
+    found = [wrong_rows(run(0), handle, rank)]
+    multihost_utils.sync_global_devices("both have run")
+    if rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    for _ in range(3):  # later exchanges end too
+        found += [wrong_rows(run(0), handle, rank, late=1), stall()]
+    return [*found, time.monotonic() - start]
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+def test_a_process_that_is_killed_is_named(multiprocess):
+    survivor, _ = multiprocess(
+        "ep.test_nvlink:check_killed_process", processes=2, devices=1, killed=1, timeout=60
+    )
+    seconds = survivor.pop()
+    assert [survivor[0], *survivor[1::2]] == [0, 0, 0, 0] and seconds < 10
+    assert all("rank 0 of an EP group waiting in vain for rank 1" in s for s in survivor[2::2])
+
+
 @pytest.mark.gpu
 def test_the_memory_in_use_is_known():
     need_gpus(2)
@@ -472,14 +503,12 @@ def test_the_memory_in_use_is_known():
 @pytest.mark.gpu
 def test_kernels_alone_with_four_ranks_touch_only_their_memory(tmp_path):
     """Built and run without JAX; ci/sanitize runs it under compute-sanitizer."""
-    tools = _native.find_tools()
-    if isinstance(tools, str):
-        pytest.skip(tools)
+    if which("nvcc") is None:
+        pytest.skip("nvcc is not on the PATH")
     capability = float(jax.devices("cuda")[0].compute_capability)
-    flags = ["-std=c++17", f"-arch={_native.architecture(capability)}", f"-I{_native.SOURCES}"]
-    sources = [pathlib.Path(__file__).with_name("nvlink_alone.cu"), _native.SOURCES / "exchange.cu"]
-    program = tmp_path / "alone"
-    subprocess.run([tools.nvcc, *flags, *sources, "-o", program], check=True)
+    flags = ["-std=c++17", f"-arch={kernels.architecture(capability)}", f"-I{kernels.SOURCES}"]
+    source, program = pathlib.Path(__file__).with_name("nvlink_alone.cu"), tmp_path / "alone"
+    subprocess.run(["nvcc", *flags, source, "-o", program], check=True)
     for arguments in ((), ("--serial",)):
         run = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert run.returncode == 0 and "ok" in run.stdout, run.stdout[-2000:]

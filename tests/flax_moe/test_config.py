@@ -45,6 +45,7 @@ def test_fields_are_frozen():
         ("debug", False),
         ("recipe", None),
         ("quantize_backward_combine", False),
+        ("reduce_dtype", jnp.float32),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         MoEConfig(**VALID).top_k = 3
@@ -102,6 +103,7 @@ def test_router_part():
         (dict(ep_axis=["ep"]), TypeError, ["ep_axis=['ep']"]),
         (dict(dtype=jnp.int32), ValueError, ["dtype", "floating"]),
         (dict(param_dtype=jnp.int8), ValueError, ["param_dtype"]),
+        (dict(reduce_dtype=jnp.float64), ValueError, ["reduce_dtype=float64", "bfloat16"]),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )

@@ -11,10 +11,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cases.covering import full
+from cases.lowered import sums
 from core.ops import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
+from expertmesh.core.recipe import RECIPES
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
 from expertmesh.flax_moe import (
@@ -252,6 +254,33 @@ def test_without_biases_only_rows_and_their_first_products_are_kept(capsys):
     assert sorted(large) == ["f32[1,80,16]", "f32[1,80,2,12]", "f32[1,80]"]
 
 
+@pytest.mark.parametrize(
+    "options, rows",
+    [
+        ({}, {(1, 80, 16), (1, 80, 2, 12), (1, 80)}),
+        (dict(remat="save_min"), {(1, 80, 16), (1, 80)}),
+        (dict(remat="recompute"), set()),
+        (dict(num_chunks=2), {(2, 1, 40, 16), (2, 1, 40, 2, 12), (2, 1, 40)}),
+    ],
+    ids=str,
+)
+def test_what_the_backward_holds(options, rows):
+    """Of the experts' rows what was dispatched and the first product, by default; parameters, tokens and the router's
+    numbers besides.
+    """
+    config = make_config(use_bias=False, dtype=jnp.bfloat16, **options)
+    data = make_data(config)
+
+    def forward(params, x):
+        return jax.vjp(lambda params, x: moe(params, x, config).y, params, x)[1]
+
+    held = jax.tree.leaves(jax.eval_shape(forward, data.params, data.x))
+    floats = {x.shape for x in held if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert rows <= floats
+    logits_and_weights = {(8, 5, 8), (8, 5, 2)}
+    assert floats - rows <= {w.shape for w in (*data.params.values(), data.x)} | logits_and_weights
+
+
 def test_what_masked_tokens_hold_does_not_matter():
     """NaN in a masked token: its y and gradient are 0, and all else is what it is with a number there."""
     config = make_config(shared_expert_dim=20)
@@ -386,6 +415,20 @@ def test_the_baseline_refuses_what_it_lacks(changes):
         native_moe(data.params, data.x, config)
 
 
+class Hopper:
+    platform, compute_capability, device_kind = "gpu", "9.0", "NVIDIA H200"
+
+
+def test_recipes_that_experts_multiply_natively(monkeypatch):
+    """Grouped products of 8 bits have kernels where others have none."""
+    monkeypatch.setattr("expertmesh.core.support.first_missing", lambda requirements: None)
+    native = [name for name in RECIPES if is_supported(name, Hopper())[0]]
+    assert native == ["fp8_delayed", "fp8_current", "fp8_block"]
+    for name in RECIPES:
+        ok, reason = is_supported(name, jax.devices("cpu")[0])
+        assert not ok and f"{name} runs emulated" in reason
+
+
 def test_what_is_supported():
     for feature in ("moe", "native_moe"):
         assert is_supported(feature) == (True, "")
@@ -414,3 +457,28 @@ def test_no_tokens_in_parts():
     data = make_data(config, (0, 4, 16))
     out = jax.jit(lambda *a: moe(*a, config))(*place(data, config, make_mesh((1, 2), EXPLICIT))[:2])
     assert out.y.shape == (0, 4, 16) and int(out.num_dropped) == 0
+
+
+@pytest.mark.parametrize("recipe", [None, full("fp8_block")])
+def test_what_devices_add_in_reduce_dtype(recipe):
+    """The gradients of all expert weights, by what is lowered; the router's and everything else in float32."""
+    config = make_config(
+        expert_dim=128,
+        shared_expert_dim=128,
+        dtype=jnp.bfloat16,
+        use_bias=False,
+        reduce_dtype="bfloat16",
+        recipe=recipe,
+    )
+    data = make_data(config, (8, 3, 128))
+    mesh = make_mesh((2, 4), EXPLICIT)
+    program = jax.jit(value_and_gradients(moe, config)).lower(*place(data, config, mesh))
+    added = sums(program.as_text())
+    narrow = sorted(kind for kind in added if kind[1].endswith("bf16"))
+    # 2 experts a device, D and F of 128; shared experts' gradients are first added over ep, which they do not split.
+    assert narrow == [
+        *[("all_reduce", "128x64xbf16"), ("all_reduce", "64x2x128xbf16")],
+        *[("reduce_scatter", "128x64xbf16"), ("reduce_scatter", "2x128x64xbf16")],
+        *[("reduce_scatter", "2x64x2x128xbf16"), ("reduce_scatter", "64x2x128xbf16")],
+    ]
+    assert ("all_reduce", "128x8xf32") in added  # the router's

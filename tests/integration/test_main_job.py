@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-
-pytestmark = pytest.mark.xdist_group("main_job")  # the tests share one run
 
 STEPS = 20
 TINY = (
@@ -90,7 +89,8 @@ def test_files_and_lines_of_a_run(whole):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert sorted(int(step.name) for step in (out / "checkpoints").iterdir()) == [12, 16, 20]
     lines = printed.splitlines()
-    assert "mesh fsdp=2 ep=4, explicit axes" in printed and "8 cpu in 1 process(es)" in printed
+    assert "mesh fsdp=2 ep=4, explicit axes; tokens move by ring" in printed
+    assert "8 cpu in 1 process(es)" in printed
     progress = [line for line in lines if line.startswith("step ")]
     assert len(progress) == STEPS and "\r" not in printed
     assert re.fullmatch(
@@ -112,6 +112,10 @@ def test_reported_numbers_are_those_of_the_files(whole, text):
     share = min(map(sum, counts)) / sum(map(sum, counts))
     assert summary["smallest_expert_share"] == pytest.approx(share)
     assert f"smallest expert share  {share:.4f}" in printed
+    with open(out / "metrics.csv", newline="") as stream:
+        speeds = [float(row["tokens_per_second"] or "nan") for row in csv.DictReader(stream)]
+    assert summary["tokens_per_second"] == np.nanmedian(speeds) and summary["mfu"] is None
+    assert f"speed                  {summary['tokens_per_second']:.0f} tokens/s; no MFU" in printed
 
 
 def test_the_loss_falls(whole):

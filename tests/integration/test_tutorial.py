@@ -36,6 +36,17 @@ def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
     assert sorted(shown[:12]) == sorted(re.findall(r"\d x .*", bfloat16.partition("bfloat16: ")[2]))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="it needs NVIDIA GPUs")
+def test_on_all_gpus(tutorial, capsys):
+    """On one, or as 2 x 2; 8 bits with their gradients, whose rounding is that of two products."""
+    errors = tutorial.main()
+    assert max(errors["bfloat16"].values()) < 1e-2, errors
+    assert 1e-3 < errors["fp8_block"]["y"] and max(errors["fp8_block"].values()) < 0.15, errors
+    assert set(errors["fp8_block"]) == set(errors["bfloat16"])
+    assert re.search(r"bfloat16: [\d.]+ ms, [\d.]+ times as fast", capsys.readouterr().out)
+
+
 def test_native_runs_where_ours_can_not(tutorial, capsys, monkeypatch):
     class Program:
         def __call__(self, *operands):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -57,6 +58,86 @@ def test_the_migration_page_names_options_of_the_block():
 def test_the_performance_page_is_made_from_the_results():
     command = [sys.executable, ROOT / "docs/performance.py", "--check"]
     assert subprocess.run(command).returncode == 0, "run `python docs/performance.py`"
+
+
+@pytest.fixture
+def block():
+    spec = importlib.util.spec_from_file_location("block", ROOT / "docs/block.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SHAPE = "{} x 2048, F 768, {} experts, top {}"
+
+
+def row_of(case, value, reference="", ratio=1.0):
+    return {"case": case, "value": value, "reference": reference, "ratio": ratio} | {
+        "unit": "ms",
+        "gpus": 4,
+    }
+
+
+def growth_of(name, sizes, times):
+    """Rows of growth with a size, as benchmarks.moe_block writes them."""
+    case = f"bfloat16 forward and backward, {SHAPE.format(4096, 8, 2)}, growth with {name}"
+    return [
+        row_of(case, time) | {"growth": name, "size": size}
+        for size, time in zip(sizes, times, strict=True)
+    ]
+
+
+def test_growth_is_compared_with_a_line(block):
+    """Tokens of a GPU on a line, choices off it; 128 experts 10 % dearer than 8."""
+    rows = growth_of("num_tokens", (4096, 1024, 2048, 3072), (9, 3, 5, 7))
+    rows += growth_of("num_choices", (1, 2, 4), (1, 2, 2))
+    by_tokens, by_choices, by_experts = block.growth(
+        [*rows, *growth_of("num_experts", (128, 8), (11, 10))]
+    )
+    assert by_tokens.values == (1024, 2048, 3072, 4096) and by_tokens.times == (3, 5, 7, 9)
+    assert by_tokens.off < 1e-12 and "tokens: off by 0% at most" in by_tokens.describe()
+    assert by_choices.off == pytest.approx(3 / 11)  # 2 is 11 / 7 on the line 1 + 2 n / 7
+    assert by_experts.off == pytest.approx(0.1)
+    assert "128 experts against 8: +10%" in by_experts.describe()
+
+
+def test_the_block_in_charts_and_a_table(block, tmp_path):
+    """As benchmarks.moe_block writes its rows; in the table are those of both passes against the native block."""
+    shape = SHAPE.format("8x1024", 8, 2)
+    mesh = "{'fsdp': 2, 'ep': 2}"
+    native = [
+        row_of(f"bfloat16 {which}, {shape}, {mesh}", value, "native_moe, 20 ms", 20 / value)
+        for which, value in (("forward", 2.0), ("forward and backward", 4.0))
+    ]
+    other = row_of(f"bfloat16 forward and backward, {shape}, zipf, {mesh}", 4.4, "ours, 4 ms", 0.9)
+    traced = [
+        row_of(f"bfloat16 {phase}, {which}, {shape}, {mesh}", us)
+        for phase, which, us in (
+            ("GEMM 1", "forward", 70),
+            ("other", "forward", 5),
+            ("GEMM 1", "backward", 140),
+        )
+    ]
+    rows = [
+        *native,
+        other,
+        *traced,
+        *growth_of("num_tokens", (4096, 8192), (1, 2)),
+    ]
+    table = block.table(rows, lambda rows: f"origin of {len(rows)}")
+    assert "mesh fsdp 2 x ep 2" in table and table.count("\n| 8x1024") == 1
+    assert "| 8x1024 | 2048 | 768 | 20 | 4 | **5.0** |" in table and "origin of 1" in table
+    bars = block.phases(rows)
+    assert list(bars.values()) == [{"GEMM 1": 70, "other": 5}, {"GEMM 1": 140}]
+    assert block.charts([]) == []
+    for file, _, draw in block.charts(rows):
+        draw(tmp_path / file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "moe_block.png",
+        "moe_block_growth.png",
+        "moe_block_phases.png",
+    ]
 
 
 def test_the_figures_of_the_exchange_are_made_from_the_results():

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 
@@ -15,13 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from expertmesh.ep import _native
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ["core", "ep", "flax_moe"]
 NEEDS = {"core": ["core"], "ep": ["core", "ep"], "flax_moe": PACKAGES}
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
-
-# One worker of pytest-xdist builds the wheels, once.
-pytestmark = pytest.mark.xdist_group("wheels")
 
 
 def version(package):
@@ -50,29 +50,36 @@ def test_the_changelog_names_the_version(package):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """{package: path of its wheel}, built from copies, so that the sources stay clean."""
+def compiler(tmp_path_factory):
+    """A PATH with a g++ that hands over the extension which this environment has, if it has one: compiled once."""
+    folder, host = tmp_path_factory.mktemp("bin"), _native.host()
+    if not isinstance(host, str):
+        copy = f'#!/bin/sh\nfor last; do :; done\n/bin/cp {host.__file__} "$last"\n'
+        (folder / "g++").write_text(copy)
+        (folder / "g++").chmod(0o755)
+    return folder
+
+
+def build(package, folder, path):
+    """Its wheel in `folder`, built from a copy, so that the sources stay clean."""
+    copy = folder / "source" / package
+    ignore = shutil.ignore_patterns("*.egg-info", "*.so", "build", "__pycache__")
+    shutil.copytree(ROOT / "packages" / package, copy, ignore=ignore)
+    here = ("--no-build-isolation", "--python", sys.executable)
+    uv("build", "--wheel", *here, "-o", folder, copy, PATH=str(path))
+    return next(folder.glob(f"expertmesh_{package}-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory, compiler):
+    """{package: path of its wheel}."""
     folder = tmp_path_factory.mktemp("wheels")
-    for package in PACKAGES:
-        copy = folder / "source" / package
-        ignore = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
-        shutil.copytree(ROOT / "packages" / package, copy, ignore=ignore)
-        uv(
-            "build",
-            "--wheel",
-            "--no-build-isolation",
-            "--python",
-            sys.executable,
-            "-o",
-            folder,
-            copy,
-        )
-    return {p: next(folder.glob(f"expertmesh_{p}-*.whl")) for p in PACKAGES}
+    return {package: build(package, folder, compiler) for package in PACKAGES}
 
 
-def uv(*arguments):
+def uv(*arguments, **variables):
     command = [sys.executable, "-m", "uv", *map(str, arguments), "--offline", "--no-config"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_")} | variables
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
 
@@ -110,6 +117,29 @@ def test_wheel(wheels, package):
     assert not plain & {"optax", "orbax-checkpoint", "matplotlib", "tqdm", "triton", "jax-triton"}
 
 
+def test_the_extension_is_in_the_wheel_of_one_python(wheels):
+    if isinstance(_native.host(), str):
+        pytest.skip(_native.host())
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.search(rf"-{python}-{python}-linux_\w+\.whl$", wheels["ep"].name)
+    with zipfile.ZipFile(wheels["ep"]) as archive:
+        found = [n for n in archive.namelist() if n.endswith(".so")]
+    assert found == [f"expertmesh/ep/_native/_host{sysconfig.get_config_var('EXT_SUFFIX')}"]
+
+
+def test_without_a_compiler_the_wheel_is_pure(tmp_path):
+    wheel = build("ep", tmp_path, tmp_path)
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_build_needs_the_oldest_jaxlib():
+    """XLA refuses handlers that were built on headers newer than its own."""
+    project = tomllib.loads((ROOT / "packages/ep/pyproject.toml").read_text())
+    (jax,) = (Requirement(x) for x in project["project"]["dependencies"] if x.startswith("jax"))
+    (jaxlib,) = (x for x in project["build-system"]["requires"] if x.startswith("jaxlib"))
+    assert jaxlib == f"jaxlib=={next(iter(jax.specifier)).version}"
+
+
 def test_root_is_not_published():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert root["tool"]["uv"]["package"] is False
@@ -137,6 +167,9 @@ assert pathlib.Path(package.__file__).is_relative_to({str(tmp_path)!r}), package
 assert package.__version__ == {version(package)!r}
 found = [name for name in {absent} if importlib.util.find_spec(name)]
 assert not found, found
+if {"ep" in needed and not isinstance(_native.host(), str)}:
+    from expertmesh.ep import _native
+    assert not isinstance(_native.host(), str), _native.host()
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment["JAX_PLATFORMS"] = "cpu"

@@ -1,6 +1,7 @@
 """What the processes of test_multiprocess_runner.py run."""
 
 import os
+import signal
 import subprocess
 import time
 
@@ -28,6 +29,14 @@ def fails(rank):
     if jax.process_index() == rank:
         raise RuntimeError(f"planned failure of process {rank}")
     return total()
+
+
+def is_killed(rank):
+    total()
+    if jax.process_index() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)  # with process 0 the coordinator ends, and with it those that still need it
+    return "lives"
 
 
 def leaves_a_child(pid_file):

@@ -22,6 +22,10 @@ def test_a_failing_process_ends_the_run_early(multiprocess):
     assert time.monotonic() - start < 60
 
 
+def test_the_others_outlive_one_that_is_killed(multiprocess):
+    assert multiprocess("runner.cases:is_killed", killed=1, rank=1) == ["lives", None]
+
+
 def test_time_out_ends_the_run(multiprocess):
     with pytest.raises(AssertionError, match="still running"):
         multiprocess("runner.cases:total", processes=2, timeout=0.1)

@@ -89,6 +89,28 @@ def test_more_groups_than_threads():
         assert relative_error(x, want) < 5e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+def test_programs_that_take_turns_change_no_bit(monkeypatch):
+    """Four on each multiprocessor, as among other devices."""
+    from expertmesh.core.kernels import grouped_gemm as kernels
+
+    (lhs, dy, rhs), sizes = _operands(4096, 1024, 512, 64, 900, "bfloat16")
+
+    def results():
+        options = {"out_dtype": jnp.dtype("bfloat16")}
+        out = jax.jit(lambda *given: kernels.rows(*given, **options))(lhs, rhs, sizes)
+        dlhs = jax.jit(lambda *given: kernels.rows_dgrad(*given, **options))(dy, rhs, sizes)
+        options["num_experts"] = rhs.shape[0]
+        drhs = jax.jit(lambda *given: kernels.weights(*given, **options))(lhs, dy, sizes)
+        return [np.asarray(x, np.float32) for x in (out, dlhs, drhs)]
+
+    alone, cores = results(), kernels._num_programs()
+    monkeypatch.setattr(kernels, "_num_programs", lambda num_steps=0: 4 * cores)
+    for before, after in zip(alone, results(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
 def test_a_kernel_asked_for_by_name_says_why_it_cannot_run():
     (lhs, _, rhs), sizes = _operands(16, 8, 8, 3, 0, "float32")
     platform = jax.default_backend()

@@ -126,20 +126,24 @@ def test_each_seed_and_step_has_a_key_of_its_own():
     assert len(keys) == 9 and numbers(0, 1, recipe=None) is None
 
 
-def test_a_recipe_that_does_not_fit_is_bad_input():
-    """Blocks of 128 along a width of 128 in 8 shards; found before anything is written."""
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(recipe="fp8_block"), "; got fp8_block, auto: "),
+        (dict(transport="nvlink"), "; got None, nvlink: .*it needs NVIDIA GPUs"),
+    ],
+)
+def test_what_does_not_fit_is_bad_input(changes, words):
+    """Blocks of 128 along a width of 128 in 8 shards, stores into memory of GPUs; found before anything is written."""
     model = ModelOptions(
-        recipe="fp8_block", layers=1, model_dim=64, heads=2, experts=4, expert_dim=64, seq_len=8
+        **changes, layers=1, model_dim=64, heads=2, experts=4, expert_dim=64, seq_len=8
     )
     corpus = data.Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
     planned = job.plan(Options(model=model), corpus)
     with (
         jax.set_mesh(planned.mesh),
         global_shard_guard(RESOURCE),
-        pytest.raises(UsageError) as error,
+        pytest.raises(UsageError, match=f"^--recipe and --transport must fit .*{words}") as error,
     ):
         job._functions(planned)
-    assert str(error.value).startswith(
-        "--recipe must fit the model and its shards; got fp8_block: "
-    )
     assert "\n" not in str(error.value)

@@ -51,12 +51,14 @@ class Layer:
     Attributes:
       recipe: whose formats the GEMMs take.
       out_dtype: dtype of the result.
+      reduce_dtype: in which devices add the kernel's gradient.
       given: specs of x, the kernel and the result, as the caller gave them.
       used: where they are in use over Auto axes under a MeshResource (see `specs_in_use`); as given without one.
     """
 
     recipe: Recipe
     out_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
     given: Specs
     used: Specs
 

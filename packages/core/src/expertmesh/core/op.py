@@ -39,7 +39,24 @@ from expertmesh.core.specs import (
 )
 from expertmesh.core.support import TRITON, first_missing
 
-__all__ = ["Kernel", "Op", "Plan", "Query"]
+__all__ = ["Kernel", "Op", "Plan", "Query", "check_reduce_dtype"]
+
+_REDUCE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
+    """The dtype in which devices add a weight's gradient.
+
+    Raises:
+      ValueError: in the name of `name`, for one in which they can't.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in _REDUCE_DTYPES:
+        raise ValueError(
+            f"{name}: reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}; got reduce_dtype={dtype.name}; "
+            "use 'float32', or that of the parameters"
+        )
+    return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +138,13 @@ class Op:
     kernels: tuple[Kernel, ...] = ()
 
     def __call__(
-        self, *operands, implementation="auto", operand_specs=None, result_specs=None, **options
+        self,
+        *operands,
+        implementation="auto",
+        operand_specs=None,
+        result_specs=None,
+        reduce_dtype="float32",
+        **options,
     ):
         """Applies the op to global arrays, or to shards inside `shard_map`.
 
@@ -130,6 +153,8 @@ class Op:
           implementation: "auto", "reference" or the name of a kernel.
           operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
             result is wanted, if types and roles do not say so.
+          reduce_dtype: of an op with the option `out_dtype`: what each device's part of a sum over mesh axes is rounded
+            to, and added in.
           options: passed to the reference; hashable.
 
         Raises:
@@ -149,6 +174,7 @@ class Op:
             implementation,
             None if operand_specs is None else tuple(operand_specs),
             None if result_specs is None else tuple(result_specs),
+            jnp.dtype(reduce_dtype),
             tuple(sorted(options.items())),
         )
         return _run(call, *operands)
@@ -243,6 +269,7 @@ class _Call:
     implementation: str
     operand_specs: tuple[PartitionSpec | None, ...] | None
     result_specs: tuple[PartitionSpec | None, ...] | None
+    reduce_dtype: jnp.dtype
     options: tuple[tuple[str, object], ...]
 
 
@@ -268,6 +295,7 @@ def _run(call: _Call, *operands):
             implementation="auto",
             operand_specs=lead(call.operand_specs, in_batched),
             result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
+            reduce_dtype=call.reduce_dtype,
             options=call.options,
         )
         out = _run(batched_call, *operands)
@@ -355,13 +383,14 @@ def vary_like(operands, results):
 def _shard_function(call: _Call, plan: Plan):
     """What runs on each device: the local op, then the sums of its partial results.
 
-    An op that rounds its result has an `out_dtype`; partial sums are made and added in float32 and rounded once.
+    An op that rounds its result has an `out_dtype`; partial sums are made and added in the call's `reduce_dtype`, and
+    rounded once more.
     """
     options = dict(call.options)
     wide = "out_dtype" in options and any(plan.summed_axes)
 
     def local(*shards):
-        overrides = {**plan.options, **({"out_dtype": jnp.dtype("float32")} if wide else {})}
+        overrides = {**plan.options, **({"out_dtype": call.reduce_dtype} if wide else {})}
         out = _reduce(plan, _local(call, shards, overrides))
         return jax.tree.map(lambda x: x.astype(options["out_dtype"]), out) if wide else out
 

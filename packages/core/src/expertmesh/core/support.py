@@ -104,13 +104,18 @@ def warn_if_emulated(recipe, *operands: jax.Array, grouped: bool = False) -> Non
         return
     name = next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
     native, reason = is_supported(name)
-    if not native and not (grouped and _multiplies_groups(name)):
+    if not native and not (grouped and multiplies_groups(name)):
         _warn_once(reason)
 
 
-def _multiplies_groups(name: str) -> bool:
-    """Whether the grouped GEMMs of a recipe take its operands as they are, on the default device."""
-    device = jax.devices()[0]
+def multiplies_groups(name: str, device: jax.Device | None = None) -> bool:
+    """Whether the grouped GEMMs of a recipe take its operands as they are.
+
+    Args:
+      name: of `expertmesh.core.recipe.RECIPES`.
+      device: None for the default device.
+    """
+    device = jax.devices()[0] if device is None else device
     hopper = device.platform == "gpu" and 9.0 <= float(device.compute_capability) < 10.0
     return hopper and name.startswith("fp8") and first_missing(TRITON) is None
 

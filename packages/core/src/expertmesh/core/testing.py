@@ -135,7 +135,8 @@ def _is_valid(traits, setting: Setting) -> bool:
         and setting.mesh[0] * setting.mesh[1] <= jax.device_count()
         and not (in_shard_map and setting.layout not in independent)
         and not (setting.transform in ("grad", "remat") and not differentiable)
-        and not (setting.transform == "poison" and not poisonable)
+        # The gradients' program is run on poisoned operands, too.
+        and not (setting.transform == "poison" and (differentiable or not poisonable))
         # Shardy and XLA:CPU fail or crash on gradients of, and loops over, buffers that are sharded and empty, and on a
         # user's shard_map of nothing else.
         and not (
@@ -173,13 +174,24 @@ def _all_settings(traits) -> tuple[Setting, ...]:
 
 
 def full_settings(case: OpCase) -> list[Setting]:
-    """Every valid mode, mesh, layout and transform together; dtype and size rotate through them."""
-    programs: dict[tuple, list[Setting]] = {}
+    """Every valid mode, mesh, layout and transform together; dtype and size rotate through the first three.
+
+    The transforms of one layout follow each other, with its dtype and size if they are valid: what is traced for one
+    serves the others.
+    """
+    layouts: dict[tuple, dict[str, dict[tuple, Setting]]] = {}
     for setting in all_settings(case):
-        made = (setting.mode, setting.mesh, setting.layout, setting.transform)
-        programs.setdefault(made, []).append(setting)
-    # Another start in each round: the transforms are as many as the values of dtype and size.
-    return [same[(i + i // len(same)) % len(same)] for i, same in enumerate(programs.values())]
+        programs = layouts.setdefault((setting.mode, setting.mesh, setting.layout), {})
+        data = setting.dtype, setting.size
+        programs.setdefault(setting.transform, {})[data] = setting
+    every = list(itertools.product(FACTORS["dtype"], FACTORS["size"]))
+    chosen = []
+    for i, programs in enumerate(layouts.values()):
+        # Another start in each round: as many values divide the layouts of a mesh.
+        first = (i + i // len(every)) % len(every)
+        turn = every[first:] + every[:first]
+        chosen += [next(same[data] for data in turn if data in same) for same in programs.values()]
+    return chosen
 
 
 def covering_settings(
@@ -330,18 +342,21 @@ class _Run(contextlib.ExitStack):
             assert not found, f"{self.case.name}: independent shards communicate: {found}"
 
     def check_gradient(self, transform):
-        """Directional derivatives equal central differences of the oracle."""
+        """Directional derivatives equal central differences of the oracle; values that must not matter do not."""
         operands = self.operands()
         out = self.case.oracle(*_float64(operands))
         cotangents = [self.rng.normal(size=np.shape(y)) for y in _leaves(out)]
         wrt = self.case.wrt
-        function = _with_gradients(transform(self.function()), wrt, cotangents)
-        _, gradients = jax.jit(function)(*self.put(operands))
+        function = jax.jit(_with_gradients(transform(self.function()), wrt, cotangents))
+        results = value, gradients = function(*self.put(operands))
+        self.assert_close(value, out)
         for i, gradient in zip(wrt, gradients, strict=True):
             assert gradient.dtype == operands[i].dtype, (
                 f"{self.case.name}: dtype of the gradient of operand {i}"
             )
             self._check_direction(operands, cotangents, i, _whole(gradient))
+        if self.case.poison is not None:
+            self.assert_equal(results, function(*self.put(self.case.poison(*operands))))
 
     def _check_direction(self, operands, cotangents, i, gradient):
         scale = np.maximum(np.abs(_float64(operands)[i]), 1e-3)
@@ -374,18 +389,16 @@ class _Run(contextlib.ExitStack):
         self.assert_close(out, tuple(np.stack(ys) for ys in zip(*wants, strict=True)))
 
     def check_poison(self):
-        """Values that must not matter do not: NaN there changes no bit of the result or of the gradients."""
+        """Values that must not matter do not: NaN there changes no bit."""
         operands = self.operands()
         assert self.case.poison is not None
+        function = jax.jit(self.function())
         poisoned = self.case.poison(*operands)
-        outs = _leaves(self.case.oracle(*_float64(operands)))
-        ones = [np.ones(np.shape(y)) for y in outs]
-        function = jax.jit(_with_gradients(self.function(), self.case.wrt, ones))
-        for a, b in zip(
-            _leaves(function(*self.put(operands))),
-            _leaves(function(*self.put(poisoned))),
-            strict=True,
-        ):
+        self.assert_equal(function(*self.put(operands)), function(*self.put(poisoned)))
+
+    def assert_equal(self, got, want):
+        """Bit for bit, NaN as NaN."""
+        for a, b in zip(_leaves(got), _leaves(want), strict=True):
             np.testing.assert_array_equal(_whole(a), _whole(b), err_msg=self.case.name)
 
     def assert_close(self, got, want):
@@ -413,7 +426,7 @@ def _with_gradients(function, wrt, cotangents):
         given = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
         return y, vjp(jax.tree.unflatten(tree, given))
 
-    return both if wrt else lambda *operands: (function(*operands), ())
+    return both
 
 
 def compile_partitioned(lowered) -> tuple[jax.stages.Compiled, str]:

@@ -14,6 +14,7 @@ from expertmesh.flax_moe.params import (
     param_specs,
     split_wi,
 )
+from expertmesh.flax_moe.place_experts import permute_experts, place_experts
 from expertmesh.flax_moe.quantization import init_quant_state, quantize_kernels
 from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
 from expertmesh.flax_moe.support import is_supported
@@ -36,6 +37,8 @@ __all__ = [
     "nnx",
     "param_shapes",
     "param_specs",
+    "permute_experts",
+    "place_experts",
     "quantize_kernels",
     "split_wi",
 ]

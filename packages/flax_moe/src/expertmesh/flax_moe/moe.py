@@ -208,6 +208,7 @@ def _routed(config, ep_axis, params, given, x, topk_idx, topk_weights):
             weights_PC,
             handle,
             activation=config.activation,
+            reduce_dtype=config.reduce_dtype,
             w_spec=_specs(config).get("wo"),
         )
         return named("combined", y), dropped, overflow, given.state
@@ -248,6 +249,7 @@ def _first_product(params, x, handle, config, given):
             bias,
             recipe=config.recipe,
             kernel_quantized=given.layer("wi")["kernel_quantized"],
+            reduce_dtype=config.reduce_dtype,
             w_spec=spec,
             quantize_combine=config.quantize_backward_combine,
         )
@@ -258,9 +260,18 @@ def _first_product(params, x, handle, config, given):
 
 def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
     """A product by experts, and the layer's next state."""
-    # It casts the weights, so that gradients of float32 masters are summed and scattered in float32.
+    # It casts the weights, so that gradients of float32 masters can be summed and scattered in float32.
     more = given.layer(name)
-    out = grouped_dense(rows, kernel, group_sizes, bias, recipe=config.recipe, w_spec=spec, **more)
+    out = grouped_dense(
+        rows,
+        kernel,
+        group_sizes,
+        bias,
+        recipe=config.recipe,
+        reduce_dtype=config.reduce_dtype,
+        w_spec=spec,
+        **more,
+    )
     return output_and_state(out, more["state"])
 
 
@@ -281,6 +292,7 @@ def _second_product(params, h, weights_PC, handle, config, given):
             activation=config.activation,
             recipe=config.recipe,
             kernel_quantized=given.layer("wo")["kernel_quantized"],
+            reduce_dtype=config.reduce_dtype,
             w_spec=specs.get("wo"),
         )
         return weigh(named("expert_output", y_PCD)), None
@@ -323,7 +335,14 @@ def _shared(params, x, config, specs, given):
 
     def product(name, rows):
         more = given.layer(name)
-        out = dense(rows, params[name], recipe=config.recipe, w_spec=specs.get(name), **more)
+        out = dense(
+            rows,
+            params[name],
+            recipe=config.recipe,
+            reduce_dtype=config.reduce_dtype,
+            w_spec=specs.get(name),
+            **more,
+        )
         return output_and_state(out, more["state"])
 
     h, wi_state = product("shared_wi", x)

@@ -304,24 +304,40 @@ def _ragged(experts, rows_ND, sizes_E, T, K, ep_axis):
     R, rank = jax.lax.axis_size(ep_axis), jax.lax.axis_index(ep_axis)
     sizes_Re = sizes_E.reshape(R, -1)
     num_local = sizes_Re.shape[1]
-    M = R * T * min(K, num_local)
+    N, M = rows_ND.shape[0], R * T * min(K, num_local)
     counts_RRe = jax.lax.all_gather(sizes_Re, ep_axis)
     pairs_RR = counts_RRe.sum(axis=2)  # rows from source i to destination j
     sent_R, got_R = pairs_RR[rank], pairs_RR[:, rank]
-    send_at_R, recv_at_R = _starts(sent_R), _starts(got_R)
     place_R = _starts(pairs_RR.T).T[rank]  # where this device's rows start at each destination
     back_at_R = _starts(pairs_RR)[:, rank]  # where this device's rows start at each source
-    empty_MD = jnp.zeros((M, rows_ND.shape[1]), rows_ND.dtype)
-    recv_MD = jax.lax.ragged_all_to_all(
-        rows_ND, empty_MD, send_at_R, sent_R, place_R, got_R, axis_name=ep_axis
-    )
+    there = _starts(sent_R), sent_R, place_R, got_R
+    back = _starts(got_R), got_R, back_at_R, sent_R
+    recv_MD = _move(rows_ND, there, back, M, ep_axis)
     ends = jnp.cumsum(counts_RRe[:, rank].reshape(-1))
     segment_M = jnp.searchsorted(ends, jnp.arange(M), side="right")
     expert_M = jnp.where(segment_M < R * num_local, segment_M % num_local, num_local)
-    y_MD = _by_expert(experts, recv_MD, expert_M, num_local)
-    return jax.lax.ragged_all_to_all(
-        y_MD, jnp.zeros_like(rows_ND), recv_at_R, got_R, back_at_R, sent_R, axis_name=ep_axis
-    )
+    return _move(_by_expert(experts, recv_MD, expert_M, num_local), back, there, N, ep_axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _move(x, there, back, rows, axis):
+    """`ragged_all_to_all` into `rows` rows, zero where nothing arrives; the gradient takes the way back."""
+    # Without barriers XLA's GPU code returns wrong rows (jax 0.11.2, mesh 2 x 2 in one process, with a backward).
+    given = jax.lax.optimization_barrier((x, jnp.zeros((rows, x.shape[1]), x.dtype), *there))
+    return jax.lax.optimization_barrier(jax.lax.ragged_all_to_all(*given, axis_name=axis))
+
+
+def _move_fwd(x, there, back, rows, axis):
+    return _move(x, there, back, rows, axis), (x.shape[0], there, back)
+
+
+def _move_bwd(rows, axis, residuals, dy):
+    del rows
+    received, there, back = residuals
+    return _move(dy, back, there, received, axis), None, None
+
+
+_move.defvjp(_move_fwd, _move_bwd)
 
 
 class NativeMoEBlock(nn.Module):

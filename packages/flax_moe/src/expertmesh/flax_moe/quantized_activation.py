@@ -48,6 +48,7 @@ def activate_dense(
     activation: str | Activation,
     recipe: Recipe,
     kernel_quantized: QuantizedKernel | None = None,
+    reduce_dtype="float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`grouped_dense(activate(h, activation), kernel, group_sizes, recipe=recipe)`.
@@ -57,7 +58,7 @@ def activate_dense(
       kernel: float[E, F, D].
       group_sizes: int32[P, G], aligned to the recipe's blocks.
       activation, recipe: for which `activates_quantized` holds.
-      kernel_quantized: see `expertmesh.core.grouped_dense`.
+      kernel_quantized, reduce_dtype: see `expertmesh.core.grouped_dense`.
       w_spec: where `kernel` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
@@ -70,7 +71,7 @@ def activate_dense(
     quantized along D. Costs and communication are those of `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    layer = stateless_layer("activate_dense", h, kernel, extra, recipe, w_spec)
+    layer = stateless_layer("activate_dense", h, kernel, extra, recipe, w_spec, reduce_dtype)
     activation = Activation.of(activation)
     return _activate_dense(h, kernel, group_sizes, extra, layer=layer, activation=activation)
 

@@ -47,6 +47,7 @@ def dispatch_dense(
     recipe: Recipe,
     kernel_quantized: QuantizedKernel | None = None,
     quantize_combine: bool = False,
+    reduce_dtype="float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`grouped_dense(dispatch(handle, x), kernel, handle.group_sizes, bias)`, with x quantized before it is dispatched.
@@ -57,7 +58,7 @@ def dispatch_dense(
       kernel: float[E, D, *N].
       bias: float[E, *N] or None.
       recipe: one for which `dispatches_quantized` holds.
-      kernel_quantized: see `expertmesh.core.grouped_dense`.
+      kernel_quantized, reduce_dtype: see `expertmesh.core.grouped_dense`.
       quantize_combine: gradients of x travel in the format of the recipe's gradients, else in the dtype of x (over
         "ring", which adds on the way, in float32); see `combine`'s `wire_format`.
       w_spec: where `kernel` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
@@ -73,7 +74,7 @@ def dispatch_dense(
     Costs a dispatch of D bytes and the scales per row, and in the backward a combine; else as `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    layer = stateless_layer("dispatch_dense", x, kernel, extra, recipe, w_spec)
+    layer = stateless_layer("dispatch_dense", x, kernel, extra, recipe, w_spec, reduce_dtype)
     return _dispatch_dense(
         x,
         kernel,

@@ -4,13 +4,15 @@ import importlib.util
 
 import jax
 
-from expertmesh.core.support import check_feature
+from expertmesh.core.recipe import RECIPES
+from expertmesh.core.support import check_feature, multiplies_groups
+from expertmesh.core.support import is_supported as core_is_supported
 
 __all__ = ["FEATURES", "is_supported"]
 
 _TRAIN = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
 
-FEATURES = ("moe", "native_moe", "native_ragged", "train")
+FEATURES = ("moe", "native_moe", "native_ragged", "train", *RECIPES)
 
 
 def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
@@ -18,7 +20,8 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
 
     Args:
       feature: "moe" and "native_moe" run everywhere; "native_ragged" is `native_moe(exchange="ragged")`; "train" the
-        trainer. What the GEMMs run on: `expertmesh.core.is_supported`.
+        trainer; the name of a recipe: experts' products that multiply its operands as they are, without which it
+        runs emulated, to the same numbers. What other GEMMs run on: `expertmesh.core.is_supported`.
       device: None for the default device.
 
     Returns:
@@ -28,6 +31,10 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
       ValueError: unknown feature.
     """
     check_feature(feature, FEATURES)
+    if feature in RECIPES:
+        return (
+            (True, "") if multiplies_groups(feature, device) else core_is_supported(feature, device)
+        )
     if feature == "native_ragged":
         platform = (jax.devices()[0] if device is None else device).platform
         if platform == "cpu":

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.grouped_gemm import (
@@ -36,6 +37,7 @@ def weighted_product(
     handle: Handle,
     *,
     activation: str | Activation,
+    reduce_dtype="float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`combine(handle, grouped_gemm(weights[..., None] * activate(h), wo, handle.group_sizes))`.
@@ -46,6 +48,7 @@ def weighted_product(
       weights: float32[P, C] of `dispatch_weights`.
       handle: of `prepare`.
       activation: see `expertmesh.core.activate`.
+      reduce_dtype: of the gradient of `wo`; see `expertmesh.core.grouped_gemm`.
       w_spec: where `wo` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
@@ -61,13 +64,14 @@ def weighted_product(
         weights,
         handle,
         activation=Activation.of(activation),
+        reduce_dtype=check_reduce_dtype("weighted_product", reduce_dtype),
         w_dtype=wo.dtype,
         w_spec=w_spec,
     )
 
 
-def _fwd(h, wo, weights, handle: Handle, *, activation, w_dtype, w_spec):
-    del w_dtype
+def _fwd(h, wo, weights, handle: Handle, *, activation, reduce_dtype, w_dtype, w_spec):
+    del reduce_dtype, w_dtype
     sizes, wo = handle.group_sizes, narrow_at_rest(wo, h.dtype, w_spec, ("experts", "fsdp"))
     a_PCF = activate_rows_op(h, weights, handle.source, activation=activation)
     specs = (None, w_spec, None)
@@ -75,7 +79,7 @@ def _fwd(h, wo, weights, handle: Handle, *, activation, w_dtype, w_spec):
     return combine(handle, named("expert_output", y_PCD)), (h, wo, weights, handle)
 
 
-def _bwd(residuals, d_y, *, activation, w_dtype, w_spec):
+def _bwd(residuals, d_y, *, activation, reduce_dtype, w_dtype, w_spec):
     h, wo, weights, handle = residuals
     d_rows = dispatch(handle, d_y)
     d_out = grouped_gemm_dgrad_op(
@@ -96,6 +100,7 @@ def _bwd(residuals, d_y, *, activation, w_dtype, w_spec):
         num_experts=wo.shape[0],
         out_dtype=w_dtype,
         result_specs=(at_rest(wo, w_spec),),
+        reduce_dtype=reduce_dtype,
     )
     return d_h, d_wo, d_weights, None
 

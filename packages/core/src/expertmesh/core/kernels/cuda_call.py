@@ -3,10 +3,7 @@
 For what Triton's languages do not have, such as products whose shape is chosen on the device.
 """
 
-import ctypes
-import ctypes.util
 import hashlib
-import importlib.util
 import pathlib
 import re
 
@@ -15,6 +12,8 @@ from jaxlib import gpu_triton
 from triton.runtime.cache import get_cache_manager
 
 from expertmesh.core.kernels.gluon_call import launch_ptx
+from expertmesh.core.nvrtc import compile_program
+from expertmesh.core.nvrtc import library as nvrtc
 
 __all__ = ["compile_cuda", "cuda_call", "nvrtc"]
 
@@ -53,40 +52,10 @@ def compile_cuda(source: str) -> str:
     if path := cache.get_file("kernel.ptx"):
         return pathlib.Path(path).read_text()
     # An assembler of another release than NVRTC's may be older; what is written here needs no more than 8.0.
-    ptx = re.sub(r"(?m)^\.version .*$", ".version 8.0", _run_nvrtc(source))
+    made = compile_program(source, "-arch=sm_90a", "-std=c++17").code.rstrip(b"\0").decode()
+    ptx = re.sub(r"(?m)^\.version .*$", ".version 8.0", made)
     cache.put(ptx, "kernel.ptx", binary=False)
     return ptx
-
-
-def nvrtc() -> str | None:
-    """The path of NVRTC's library, or None: of pip's packages, else of the system."""
-    package = importlib.util.find_spec("nvidia")
-    for folder in (package and package.submodule_search_locations) or ():
-        for path in sorted(pathlib.Path(folder).glob("*/lib/libnvrtc.so.*")):
-            return str(path)
-    return ctypes.util.find_library("nvrtc")
-
-
-def _run_nvrtc(source: str) -> str:
-    library = ctypes.CDLL(nvrtc())
-    program = ctypes.c_void_p()
-
-    def text(of: str) -> str:
-        size = ctypes.c_size_t()
-        getattr(library, f"nvrtcGet{of}Size")(program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        getattr(library, f"nvrtcGet{of}")(program, buffer)
-        return buffer.value.decode()
-
-    options = [b"-arch=sm_90a", b"-std=c++17"]
-    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    try:
-        array = (ctypes.c_char_p * len(options))(*options)
-        if library.nvrtcCompileProgram(program, len(options), array):
-            raise RuntimeError(f"NVRTC cannot compile a kernel of expertmesh: {text('ProgramLog')}")
-        return text("PTX")
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _tma_parameter(x):

@@ -497,6 +497,9 @@ WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 SHARED_BYTES = 227 * 1024  # of one program
 BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
+# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+MOST_TURNS = 4  # programs of a multiprocessor
+LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
 # From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
 # share more in L2: from the first if there are less than so many tiles for each cluster, from the second anyway.
 LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
@@ -544,15 +547,16 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
     (C, K), G = lhs.shape, group_sizes.shape[0]
     N = rhs.shape[1] if transposed else rhs.shape[2]
     tiles = _fit(tiles, N, out_dtype)
+    programs = _num_programs(_num_steps((tiles.m, tiles.n, tiles.k), C, N, K))
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return jax_triton.triton_call(
         _descriptor(lhs, (tiles.m, tiles.k)), _descriptor(rhs, rhs_block), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
-        grid=(_num_programs(),),
+        grid=(programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+        NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
         **target(),
     )  # fmt: skip
 
@@ -567,7 +571,7 @@ def launch_rows_hopper(
         source=rows_source(lhs.dtype, out_dtype, transposed, tiles), name="grouped_gemm_rows",
         scalars=(C, triton.cdiv(K, 64), N, G),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
-        programs=_num_programs() // 2 * 2, warps=12, shared=SHARED_BYTES,
+        programs=_num_programs(_num_steps((128, 256, 64), C, N, K)) // 2 * 2, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
@@ -630,11 +634,12 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
 def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS_HOPPER):
     K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
     tiles = _fit_hopper(tiles, N, G, out_dtype)
+    programs = _num_programs(_num_steps((tiles.m, tiles.n, tiles.k), K, N, lhs.shape[0]))
     return gluon_call(
         _windows(lhs, tiles.k, tiles.m), _windows(dy, tiles.k, tiles.n // 2), group_sizes,
         kernel=_weights_hopper_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
-        programs=_num_programs(), NUM_PROGRAMS=_num_programs(), capability=_capability(),
+        programs=programs, NUM_PROGRAMS=programs, capability=_capability(),
         K=K, N=N, G=G, G_POW2=_table_width(G), PIECE=tiles.n // 2,
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.group_m, STAGES=tiles.stages,
     )  # fmt: skip
@@ -681,10 +686,27 @@ def _gpu():
         return None
 
 
-def _num_programs() -> int:
-    """One program per multiprocessor; an H100's where there is no GPU, as when compiling ahead of time."""
+def _num_programs(num_steps: int = 0) -> int:
+    """One program per multiprocessor; among other devices up to four, one after the other, if each has work enough.
+
+    Each has its share of the tiles from the start. If a collective holds its multiprocessor it begins late, and
+    everything waits for it: the smaller the shares, the shorter. Without a GPU, as when compiling ahead of time, the
+    multiprocessors are an H100's.
+
+    Args:
+      num_steps: of all tiles together, at most; see `_num_steps`.
+    """
     gpu = _gpu()
-    return gpu.core_count if gpu else 132
+    cores = gpu.core_count if gpu else 132
+    alone = jax.sharding.get_abstract_mesh().size <= 1
+    turns = 1 if alone else num_steps // (cores * LEAST_STEPS)
+    return cores * max(1, min(turns, MOST_TURNS))
+
+
+def _num_steps(tiles, num_rows: int, num_columns: int, contraction: int) -> int:
+    """Of tiles of so many rows and columns in all."""
+    m, n, k = tiles
+    return triton.cdiv(num_rows, m) * triton.cdiv(num_columns, n) * triton.cdiv(contraction, k)
 
 
 def _capability() -> int:

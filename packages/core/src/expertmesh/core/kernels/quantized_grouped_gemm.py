@@ -652,14 +652,15 @@ def launch_rows(
     (C, D), (G, W, _) = lhs.shape, rhs.shape
     scaled = row_scales.ndim == 2
     tiles = fit(tiles or (ROWS_BLOCKS if scaled else ROWS_WHOLE), G, out_dtype)
+    num_steps = plain._num_steps((tiles.m, tiles.n, tiles.k), C, W, D)
     return gluon_call(
         _descriptor(lhs, (tiles.m, tiles.k)), row_scales,
         _descriptor(rhs, (1, tiles.n, tiles.k)), weight_scales,
         group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
-        programs=plain._num_programs(), capability=90,
-        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, scaled),
+        programs=plain._num_programs(num_steps), capability=90,
+        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, scaled, num_steps),
     )  # fmt: skip
 
 
@@ -672,6 +673,7 @@ def launch_weights(
     wide = jnp.dtype(out_dtype).itemsize == 4
     of_blocks = WEIGHTS_BLOCKS_FLOAT32 if wide else WEIGHTS_BLOCKS
     tiles = fit(tiles or (of_blocks if scaled else WEIGHTS_WHOLE), G, out_dtype)
+    num_steps = plain._num_steps((tiles.m, tiles.n, tiles.k), K, N, lhs.shape[0])
     if scaled:
         lhs, dy = _turned(lhs), _turned(dy)
         lhs_scales = _descriptor(lhs_scales, (1, tiles.m))
@@ -685,15 +687,16 @@ def launch_weights(
         group_sizes,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
-        programs=plain._num_programs(), capability=90,
-        K=K, N=N, **constants(tiles, G, scaled),
+        programs=plain._num_programs(num_steps), capability=90,
+        K=K, N=N, **constants(tiles, G, scaled, num_steps),
     )  # fmt: skip
 
 
-def constants(tiles: Tiles, G: int, scaled: bool) -> dict:
+def constants(tiles: Tiles, G: int, scaled: bool, num_steps: int = 0) -> dict:
     """What both kernels are compiled with."""
     return dict(
-        G=G, G_POW2=max(32, triton.next_power_of_2(G)), NUM_PROGRAMS=plain._num_programs(), SCALED=scaled,
+        G=G, G_POW2=max(32, triton.next_power_of_2(G)), SCALED=scaled,
+        NUM_PROGRAMS=plain._num_programs(num_steps),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.band, STAGES=tiles.stages, REGISTERS=tiles.registers,
         PIECE=tiles.piece,
     )  # fmt: skip

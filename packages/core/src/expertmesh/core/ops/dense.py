@@ -26,6 +26,7 @@ from expertmesh.core.layer import (
     specs_in_use,
 )
 from expertmesh.core.mesh import current_resource
+from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.delayed_scaling import quantize_delayed
 from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
 from expertmesh.core.ops.quantize import quantize
@@ -59,6 +60,7 @@ def dense(
     key=None,
     kernel_quantized: QuantizedKernel | None = None,
     out_dtype=None,
+    reduce_dtype="float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
@@ -77,6 +79,7 @@ def dense(
       kernel_quantized: `quantize_kernel(kernel, recipe)`; else `kernel` is quantized here. The gradient is that of
         `kernel` either way.
       out_dtype: dtype of the result; None: that of `x`.
+      reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep),
         `kernel` over fsdp along K.
       out_spec: where the result is wanted.
@@ -109,7 +112,14 @@ def dense(
     check_extra("dense", kernel, extra, recipe)
     if recipe is None:
         return gemm(
-            x, kernel, bias, out_dtype=out_dtype, x_spec=x_spec, w_spec=w_spec, out_spec=out_spec
+            x,
+            kernel,
+            bias,
+            out_dtype=out_dtype,
+            reduce_dtype=reduce_dtype,
+            x_spec=x_spec,
+            w_spec=w_spec,
+            out_spec=out_spec,
         )
     if bias is not None and bias.shape != kernel.shape[1:]:
         raise ValueError(
@@ -126,6 +136,7 @@ def dense(
     layer = Layer(
         recipe=recipe,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
+        reduce_dtype=check_reduce_dtype("dense", reduce_dtype),
         given=given,
         used=_used(x.ndim, kernel.ndim, *given),
     )
@@ -218,6 +229,7 @@ def _bwd(carried, cotangent, *, layer: Layer):
         out_dtype=q_kernel.dtype,
         specs=(x_spec, out_spec),
         out_spec=at_rest(q_kernel.data, layer.given[1]),
+        reduce_dtype=layer.reduce_dtype,
     )
     if bias is None:
         return dx, dw, None, None

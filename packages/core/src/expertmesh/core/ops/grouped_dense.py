@@ -26,6 +26,7 @@ from expertmesh.core.layer import (
     specs_in_use,
 )
 from expertmesh.core.mesh import current_resource
+from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
@@ -70,6 +71,7 @@ def grouped_dense(
     key=None,
     kernel_quantized: QuantizedKernel | None = None,
     out_dtype=None,
+    reduce_dtype="float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
@@ -90,6 +92,7 @@ def grouped_dense(
       kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
         is that of `kernel` either way.
       out_dtype: dtype of the result; None: that of `x`.
+      reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
@@ -126,6 +129,7 @@ def grouped_dense(
             group_sizes,
             bias,
             out_dtype=out_dtype,
+            reduce_dtype=reduce_dtype,
             lhs_spec=x_spec,
             rhs_spec=w_spec,
             out_spec=out_spec,
@@ -145,6 +149,7 @@ def grouped_dense(
     layer = Layer(
         recipe=recipe,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
+        reduce_dtype=check_reduce_dtype("grouped_dense", reduce_dtype),
         given=given,
         used=used_specs(kernel.ndim, *given),
     )
@@ -214,13 +219,17 @@ def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
     return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
 
 
-def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec) -> Layer:
+def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_dtype) -> Layer:
     """The layer of a recipe without state that multiplies x by experts, after the errors in the name of `name`."""
     check_extra(name, kernel, extra, recipe)
     warn_if_emulated(recipe, x, kernel, grouped=True)
     given = None, w_spec, None
     return Layer(
-        recipe=recipe, out_dtype=x.dtype, given=given, used=used_specs(kernel.ndim, *given)
+        recipe=recipe,
+        out_dtype=x.dtype,
+        reduce_dtype=check_reduce_dtype(name, reduce_dtype),
+        given=given,
+        used=used_specs(kernel.ndim, *given),
     )
 
 
@@ -267,6 +276,7 @@ def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
         out_dtype=q_kernel.dtype,
         specs=(x_spec, out_spec),
         out_spec=at_rest(q_kernel.data, layer.given[1]),
+        reduce_dtype=layer.reduce_dtype,
     )
     if bias is None:
         return dx, dw, None, None, None

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
-from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
 from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
@@ -407,6 +407,7 @@ def grouped_gemm(
     bias=None,
     *,
     out_dtype=None,
+    reduce_dtype="float32",
     lhs_spec: PartitionSpec | None = None,
     rhs_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
@@ -425,6 +426,7 @@ def grouped_gemm(
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
       out_dtype: dtype of the result; None: that of `lhs` (of what it was quantized from).
+      reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
@@ -450,8 +452,8 @@ def grouped_gemm(
     role tp the weight is used as it is: by columns `[E, K, N / tp]` (the input gradient is summed over tp) or by rows
     `[E, K / tp, N]` (the result is). A sum is float32 on the way; it is a reduce-scatter where the result is wanted
     sharded over the axis (`out_spec`, the layout of `lhs` for its gradient), else an all-reduce. The weight's gradient
-    is reduce-scattered into the weight's own spec. An axis that shards the C rows, or a parameter without sharding P
-    and without a role, is a RuntimeWarning: what it shards is gathered.
+    is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
+    shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
         return _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec)
@@ -465,6 +467,7 @@ def grouped_gemm(
         group_sizes,
         bias,
         out_dtype=jnp.dtype(out_dtype or lhs.dtype),
+        reduce_dtype=check_reduce_dtype("grouped_gemm", reduce_dtype),
         rhs_dtype=rhs.dtype,
         lhs_spec=_with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
@@ -559,9 +562,9 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
 
 
 def _grouped_gemm_fwd(
-    lhs, rhs, group_sizes, bias, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
+    lhs, rhs, group_sizes, bias, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
 ):
-    del rhs_dtype
+    del reduce_dtype, rhs_dtype
     rhs = narrow_at_rest(rhs, lhs.dtype, rhs_spec, ("experts", "fsdp"))
     out = grouped_gemm_op(
         lhs,
@@ -577,7 +580,9 @@ def _grouped_gemm_fwd(
     return out, (lhs, rhs, group_sizes, bias)
 
 
-def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec):
+def _grouped_gemm_bwd(
+    residuals, dy, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
+):
     del out_dtype
     lhs, rhs, group_sizes, bias = residuals
     num_experts = rhs.shape[0]
@@ -597,6 +602,7 @@ def _grouped_gemm_bwd(residuals, dy, *, out_dtype, rhs_dtype, lhs_spec, rhs_spec
         out_dtype=rhs_dtype,
         operand_specs=(lhs_spec, out_spec, None),
         result_specs=(at_rest(rhs, rhs_spec),),
+        reduce_dtype=reduce_dtype,
     )
     if bias is None:
         return dlhs, drhs, None, None

@@ -178,14 +178,25 @@ def quantized_gemm_dgrad(dy: QuantizedArray, w: QuantizedArray, *, out_dtype, sp
     return _call(_DGRAD, dy, w, out_dtype, specs, out_spec)
 
 
-def quantized_gemm_wgrad(x: QuantizedArray, dy: QuantizedArray, *, out_dtype, specs, out_spec=None):
-    """dw[k, n] = sum_t x[t, k] * dy[t, n]; blocks along the last token dimension. Otherwise as `quantized_gemm`."""
+def quantized_gemm_wgrad(
+    x: QuantizedArray,
+    dy: QuantizedArray,
+    *,
+    out_dtype,
+    specs,
+    out_spec=None,
+    reduce_dtype="float32",
+):
+    """dw[k, n] = sum_t x[t, k] * dy[t, n]; blocks along the last token dimension.
+
+    Devices add their parts in `reduce_dtype`. Otherwise as `quantized_gemm`.
+    """
     tokens = x.ndim - 1
     check_pair("gemm's weight gradient", (x, tokens - 1), (dy, tokens - 1), multiple=False)
-    return _call(_WGRAD, x, dy, out_dtype, specs, out_spec)
+    return _call(_WGRAD, x, dy, out_dtype, specs, out_spec, reduce_dtype=reduce_dtype)
 
 
-def _call(ops, a, b, out_dtype, specs, out_spec):
+def _call(ops, a, b, out_dtype, specs, out_spec, **options):
     return ops[scaling(a)](
         *arrays(a),
         *arrays(b),
@@ -196,6 +207,7 @@ def _call(ops, a, b, out_dtype, specs, out_spec):
             *per_array(scaling(b), specs[1], PartitionSpec()),
         ),
         result_specs=(out_spec,),
+        **options,
     )
 
 

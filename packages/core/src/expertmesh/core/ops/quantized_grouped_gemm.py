@@ -302,14 +302,16 @@ def quantized_grouped_gemm_wgrad(
     out_dtype,
     specs,
     out_spec=None,
+    reduce_dtype="float32",
 ):
     """drhs[e] = sum of lhs[p, r]^T dy[p, r] over the expert's rows; blocks along the rows of a participant.
 
-    Experts without rows have a gradient of exact zeros. Otherwise as `quantized_grouped_gemm`.
+    Experts without rows have a gradient of exact zeros. Devices add their parts in `reduce_dtype`. Otherwise as
+    `quantized_grouped_gemm`.
     """
     check_pair("grouped_gemm's weight gradient", (lhs, 1), (dy, 1), multiple=False)
     check_tensor_scales(lhs, dy, group_sizes)
-    options = dict(num_experts=num_experts)
+    options = dict(num_experts=num_experts, reduce_dtype=reduce_dtype)
     return _call(_WGRAD, lhs, dy, group_sizes, out_dtype, specs, out_spec, **options)
 
 

@@ -2,17 +2,13 @@
 // lanes while they are on the way. Addresses and lengths are multiples of 16 bytes.
 #pragma once
 
-#include <cstdint>
+#include "exchange.h"
 
 namespace expertmesh {
-
-constexpr int kRoom = 14336;  // bytes of a warp
 
 // A warp's room, and the barrier that says when what was fetched is there.
 class Room {
  public:
-  static constexpr int Bytes(int warps) { return warps * (kRoom + 8); }
-
   __device__ Room(char* shared, int warps, int warp, int lane)
       : bytes_(shared + warp * kRoom), barrier_(Address(shared + warps * kRoom + 8 * warp)) {
     if (lane == 0) {

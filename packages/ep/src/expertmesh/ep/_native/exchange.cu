@@ -148,11 +148,6 @@ __device__ void Flag(const Exchange& x, uint32_t epoch, const Sent& sent, int la
   }
 }
 
-struct Parts {
-  Part part[kMaxParts];
-  int count;
-};
-
 template <typename V>
 __device__ V Filled(unsigned char byte) {
   V v;
@@ -170,6 +165,10 @@ struct Role {
     first = (sends ? blockIdx.x : blockIdx.x - x.senders) * kWarps + warp;
     warps = (sends ? x.senders : gridDim.x - x.senders) * kWarps;
   }
+
+  // The warp's n-th piece of work. Each round begins with another warp, since work repeats: ranks in turn, and tokens
+  // that go to them in turn.
+  __device__ int Item(int n) const { return n * warps + (first + n) % warps; }
 };
 
 extern __shared__ __align__(128) char shared[];
@@ -374,9 +373,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       Flag(x, epoch, sent, lane);
     };
     int32_t slot = role.first < count ? Choice(x, x.slot, role.first / x.slices, lane) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
-      if (i + role.warps < count) slot = Choice(x, x.slot, (i + role.warps) / x.slices, lane);
+      if (after < count) slot = Choice(x, x.slot, after / x.slices, lane);
       if (!next.ranks) continue;
       rows.Send(x, parts, epoch, next, lane, settle);
       sent = next;
@@ -391,10 +391,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       return Choice(x, x.row, static_cast<int64_t>(s) * x.tokens + t, lane);
     };
     int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int slice = i % x.slices, s = i / x.slices % x.size, t = i / x.slices / x.size;
       const int32_t held = next;
-      if (i + role.warps < count) next = held_of(i + role.warps);
+      if (after < count) next = held_of(after);
       if (!__ballot_sync(kAll, held >= 0)) continue;
       const bool came = s == x.rank || WaitForRow(x, epoch, s, t, slice, lane);
       rows.Receive(x, parts, epoch, s, t, slice, held, came, lane);
@@ -440,7 +441,7 @@ struct Terms {
   __device__ bool Own(int j) const { return j >= before && j < before + own; }
 };
 
-constexpr float kMissing = __builtin_nanf("");
+__device__ float Missing() { return __int_as_float(0x7fffffff); }  // NaN
 
 // Eight elements.
 template <typename T>
@@ -530,7 +531,7 @@ struct BulkSums {
         AddTerms<W>(total, from + after * slot + i * sizeof(W), slot, terms.count - after);
         Pack<Out, kElements> pack;
 #pragma unroll
-        for (int n = 0; n < kElements; ++n) pack.v[n] = Narrow<Out>(came ? total[n] : kMissing);
+        for (int n = 0; n < kElements; ++n) pack.v[n] = Narrow<Out>(came ? total[n] : Missing());
         *reinterpret_cast<Pack<Out, kElements>*>(room.At(kTermBytes) + i * sizeof(Out)) = pack;
       }
       Room::ShowRoom();
@@ -570,7 +571,7 @@ struct AnySums {
           total += Wide(__ldcg(reinterpret_cast<const W*>(from) + i));
         }
       }
-      if (first + lane < words.end) reinterpret_cast<Out*>(out)[i] = Narrow<Out>(came ? total : kMissing);
+      if (first + lane < words.end) reinterpret_cast<Out*>(out)[i] = Narrow<Out>(came ? total : Missing());
     }
   }
 
@@ -611,10 +612,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       return Choice(x, x.row, static_cast<int64_t>(rank_of(i)) * x.tokens + token_of(i), lane);
     };
     int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int slice = i % x.slices, s = rank_of(i), t = token_of(i);
       const int32_t held = next;
-      if (i + role.warps < count) next = held_of(i + role.warps);
+      if (after < count) next = held_of(after);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       if (!lanes) continue;
       const int own = __popc(lanes);
@@ -635,11 +637,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       next_held = Choice(x, x.row, mine + i / x.slices, lane);
     };
     look(role.first);
-    for (int i = role.first; i < count; i += role.warps) {
+    for (int n = 0, i = role.first, after; i < count; i = after) {
+      after = role.Item(++n);
       const int t = i / x.slices, slice = i % x.slices;
       const uint64_t others = RanksOf(x, next_slot) & ~(1ull << x.rank);
       const int32_t held = next_held;
-      look(i + role.warps);
+      look(after);
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       bool came = true;
       for (uint64_t left = others; left; left &= left - 1) {
@@ -662,83 +665,5 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   Finish(x, epoch);
 }
 
-using CombineKernel = void (*)(const Exchange, const char*, char*, int64_t);
-
-template <typename T, typename W>
-CombineKernel OfWidth(bool wide) {
-  return wide ? Combine<T, W, BulkSums<T, W>> : Combine<T, W, AnySums<T, W>>;
-}
-
-template <typename T>
-CombineKernel OfWire(Type wire, bool wide) {
-  switch (wire) {
-    case Type::kF32:
-      return OfWidth<T, float>(wide);
-    case Type::kBF16:
-      return OfWidth<T, __nv_bfloat16>(wide);
-    case Type::kF16:
-      return OfWidth<T, __half>(wide);
-  }
-  return nullptr;
-}
-
-CombineKernel Choose(Type rows, Type wire, bool wide) {
-  switch (rows) {
-    case Type::kF32:
-      return OfWire<float>(wire, wide);
-    case Type::kBF16:
-      return OfWire<__nv_bfloat16>(wire, wide);
-    case Type::kF16:
-      return OfWire<__half>(wire, wide);
-  }
-  return nullptr;
-}
-
 }  // namespace
-
-// Loads a kernel on the current device, and lets it have its shared memory.
-template <typename Kernel>
-cudaError_t Load(Kernel* kernel) {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error != cudaSuccess) return error;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Room::Bytes(kWarps));
-}
-
-// Loads every kernel on the current device now: loading one may wait for kernels that run, and those for this device.
-cudaError_t LoadKernels() {
-  cudaError_t error = Load(Dispatch<BulkRows>);
-  if (error == cudaSuccess) error = Load(Dispatch<AnyRows>);
-  const Type types[] = {Type::kF32, Type::kBF16, Type::kF16};
-  for (Type rows : types) {
-    for (Type wire : types) {
-      for (bool wide : {false, true}) {
-        if (error == cudaSuccess) error = Load(Choose(rows, wire, wide));
-      }
-    }
-  }
-  return error;
-}
-
-cudaError_t LaunchDispatch(const Exchange& x, const Part* parts, int num_parts, int blocks, cudaStream_t stream) {
-  Parts all{};
-  all.count = num_parts;
-  bool wide = true;
-  for (int p = 0; p < num_parts; ++p) {
-    all.part[p] = parts[p];
-    wide = wide && parts[p].row_bytes % 16 == 0;
-  }
-  const auto kernel = wide ? Dispatch<BulkRows> : Dispatch<AnyRows>;
-  kernel<<<blocks, 32 * kWarps, Room::Bytes(kWarps), stream>>>(x, all);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchCombine(const Exchange& x, const void* rows, void* out, int64_t features, Type rows_type,
-                          Type wire_type, int blocks, cudaStream_t stream) {
-  const bool wide = features % 8 == 0;
-  Choose(rows_type, wire_type, wide)<<<blocks, 32 * kWarps, Room::Bytes(kWarps), stream>>>(
-      x, static_cast<const char*>(rows), static_cast<char*>(out), features);
-  return cudaGetLastError();
-}
-
 }  // namespace expertmesh

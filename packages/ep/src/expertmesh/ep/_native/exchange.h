@@ -1,9 +1,7 @@
-// What the handlers, on the host, tell the kernels of one call.
+// What the handlers, on the host, tell the kernels of one call. Read by C++ and by NVRTC: no header but <cstdint>.
 //
 // Dimension key as in route.py: T tokens of this rank, K choices per token, C receive rows, R ranks, G = R * T.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
@@ -13,6 +11,8 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxChoices = 32;  // a lane of a warp holds one
 constexpr int kMaxParts = 2;     // arrays that travel together: data, and scales
 constexpr int kWarps = 16;       // of a block
+constexpr int kRoom = 14336;     // bytes of a warp's part of shared memory, besides a barrier: bulk.h
+constexpr int kShared = kWarps * (kRoom + 8);
 
 // The start of every rank's window; the flags of each source rank and the two staging halves follow at kFlags.
 struct Control {
@@ -39,6 +39,11 @@ struct Part {
   int64_t offset;  // in a staging row
 };
 
+struct Parts {
+  Part part[kMaxParts];
+  int count;
+};
+
 struct Exchange {
   char* window[kMaxRanks];  // of every rank, as this device sees it
   Record* record;
@@ -56,15 +61,5 @@ struct Exchange {
 };
 
 enum class Type : int32_t { kF32, kBF16, kF16 };
-
-cudaError_t LoadKernels();
-cudaError_t LaunchDispatch(const Exchange& x, const Part* parts, int num_parts, int blocks, cudaStream_t stream);
-// rows[C, D] of type `rows_type`; sums travel as `wire_type`.
-cudaError_t LaunchCombine(const Exchange& x, const void* rows, void* out, int64_t features, Type rows_type,
-                          Type wire_type, int blocks, cudaStream_t stream);
-
-// Peer addresses of a symmetric window, which NCCL 2.28 tells to device code only.
-int NcclHeaderVersion();
-cudaError_t QueryPeers(void* window, int size, char** peers, cudaStream_t stream);
 
 }  // namespace expertmesh

@@ -19,11 +19,13 @@ import numpy as np
 from expertmesh.core.op import vary_like
 from expertmesh.core.support import compute_capability
 from expertmesh.ep import _native
+from expertmesh.ep._native import kernels
 from expertmesh.ep.capacity import roundup
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.wire import PLAIN, Wire
 
 MOST_RANKS, MOST_CHOICES = 64, 32
+LEAST_CAPABILITY = 9.0
 WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as; exchange.h
 
 
@@ -80,7 +82,7 @@ class Nvlink:
             return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
         capability = compute_capability()
         if capability is not None:  # else the program is lowered where there is no GPU
-            _native.load(_native.architecture(capability))
+            _native.load(kernels.architecture(capability))
         operands = (route.slot_TK, route.source_C, route.row_GK, *payload)
         call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
         results = call(
@@ -108,7 +110,14 @@ def missing_on(platform: str) -> str | None:
     """Why the transport cannot run on JAX's lowering platform of that name, or None."""
     if platform != "cuda":
         return f"it needs NVIDIA GPUs, and the platform is {platform}"
-    return None if compute_capability() is None else _native.missing()
+    capability = compute_capability()
+    if capability is None:
+        return None
+    if capability < LEAST_CAPABILITY:
+        return (
+            f"its kernels need compute capability {LEAST_CAPABILITY}, and the GPU has {capability}"
+        )
+    return _native.missing()
 
 
 def refuses(top_k: int, size: int, dtype) -> str | None:

@@ -1,6 +1,7 @@
 """The command line of the main job: argparse derived from options.py, and the exit codes.
 
-0: finished. 2: bad input, one line on stderr. 130, 143: stopped by SIGINT, SIGTERM after a checkpoint.
+0: finished. 1: training cannot go on, one line on stderr. 2: bad input, the same. 130, 143: stopped by SIGINT, SIGTERM
+after a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from expertmesh.flax_moe.train.options import Options, UsageError
+from expertmesh.flax_moe.train.options import Options, TrainingError, UsageError
 
 PROGRAM = "python -m expertmesh.flax_moe.train"
 
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"train: error: {error}", file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(f"train: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("train: interrupted before the first step", file=sys.stderr)
         return 130

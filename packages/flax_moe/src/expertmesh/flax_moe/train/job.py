@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -18,13 +19,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard, recipe_of
-from expertmesh.ep import EpConfig
+from expertmesh.ep import EpConfig, raise_stall, recv_capacity
+from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import checkpoint, data, devices, metrics, order1, rundir
+from expertmesh.flax_moe.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.flax_moe.train.data import Corpus
 from expertmesh.flax_moe.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
 from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import ModelOptions, Options, UsageError
+from expertmesh.flax_moe.train.options import ModelOptions, Options, TrainingError, UsageError
 from expertmesh.flax_moe.train.recorder import Recorder
 from expertmesh.flax_moe.train.rundir import RunFolder
 from expertmesh.flax_moe.train.step import (
@@ -152,11 +154,11 @@ def model_config(options: ModelOptions) -> ModelConfig:
 
 def _check_width(options: ModelOptions, fsdp: int) -> None:
     """Every weight is split over fsdp along the model width."""
-    D = options.model_dim
+    D, unit = options.model_dim, math.lcm(fsdp, 2 * options.heads)
     if D % fsdp:
         raise UsageError(
             f"--model-dim must be a multiple of the mesh axis fsdp; got model-dim={D}, fsdp={fsdp}; "
-            f"give --model-dim {-(-D // fsdp) * fsdp} or another --mesh"
+            f"give --model-dim {-(-D // unit) * unit} or another --mesh"
         )
 
 
@@ -232,7 +234,7 @@ def _functions(job: Job) -> Functions:
     """Makes them, without compiling.
 
     Raises:
-      UsageError: for a recipe whose blocks the model or its shards are not made of.
+      UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     optimizer = make_optimizer(training)
@@ -253,15 +255,15 @@ def _functions(job: Job) -> Functions:
         return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
 
     train_step = make_train_step(job.config, optimizer, shardings, job.mesh, seed=training.seed)
-    if job.config.moe.recipe is not None:
-        state = abstract_state(job.config, optimizer, shardings)
-        rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
-        try:
-            jax.eval_shape(train_step, state, rows, 0)
-        except ValueError as error:
-            raise UsageError(
-                f"--recipe must fit the model and its shards; got {job.options.model.recipe}: {error}"
-            ) from error
+    abstract = abstract_state(job.config, optimizer, shardings)
+    rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
+    try:
+        jax.eval_shape(train_step, abstract, rows, 0)
+    except ValueError as error:
+        raise UsageError(
+            "--recipe and --transport must fit the model, its shards and the devices; got "
+            f"{job.options.model.recipe}, {job.options.model.transport}: {error}"
+        ) from error
     return Functions(batch, train_step, evaluate)
 
 
@@ -269,27 +271,43 @@ def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tupl
     """Trains after step `start`; returns the last step and the signal that ended it early, if any."""
     training, run_options = job.options.training, job.options.run
     names = metrics.header(job.config.layers, job.config.moe.num_experts)
-    tokens = _batch_size(job.options) * job.options.model.seq_len
     recorder = Recorder(
         job.folder.metrics,
         names,
         start=start,
         steps=training.steps,
-        tokens=tokens,
+        tokens=_batch_size(job.options) * job.options.model.seq_len,
         log_every=run_options.log_every,
+        mfu=_meter(job).mfu,
     )
     with recorder, StopRequest() as stop:
         for step in range(start + 1, training.steps + 1):
             state, step_metrics = functions.train_step(state, functions.batch(step), step)
             last, stopped = step == training.steps, stop.reached(step)
-            validates = last or step % training.eval_every == 0
-            recorder.add(step, step_metrics, functions.evaluate(state) if validates else None)
+            valid_loss = None
+            if last or step % training.eval_every == 0:
+                with recorder.apart(step_metrics):
+                    valid_loss = functions.evaluate(state)
+            recorder.add(step, step_metrics, valid_loss)
             if last or stopped or step % run_options.checkpoint_every == 0:
-                recorder.flush()
-                checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
+                _flush(recorder)
+                with recorder.apart(step_metrics):
+                    checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
             if stopped and not last:
                 return step, stop.signal_number
     return max(start, training.steps), None
+
+
+def _flush(recorder: Recorder) -> None:
+    """Its `flush`; where a stalled exchange is why training cannot go on, the error says so."""
+    try:
+        recorder.flush()
+    except TrainingError as error:
+        try:
+            raise_stall()
+        except RuntimeError as stall:
+            raise TrainingError(f"{error}; {stall}") from error
+        raise
 
 
 def _report(job: Job, seconds: float) -> None:
@@ -302,26 +320,53 @@ def _report(job: Job, seconds: float) -> None:
     share, layer, expert, steps = metrics.smallest_share(shares_NLE)
     plots.plot_loss(columns, job.order1_loss, job.folder.loss_plot)
     plots.plot_experts(columns["step"], shares_NLE, job.folder.experts_plot)
-    valid_loss = float(columns["valid_loss"][-1])
+    valid_loss, dropped = float(columns["valid_loss"][-1]), columns["dropped"]
+    speed, meter = metrics.median_speed(columns), _meter(job)
     summary = {
         "valid_loss": valid_loss,
         "order1_loss": job.order1_loss,
         "smallest_expert_share": share,
+        "dropped": int(dropped.sum()),
+        "tokens_per_second": speed,
+        "mfu": None if speed is None else meter.mfu(speed),
         "seconds": round(seconds, 1),
     }
     checkpoint.write_whole(job.folder.summary, json.dumps(summary, indent=1))
     _say(f"validation loss        {valid_loss:.4f} nats per byte")
     _say(
         f"order-1 byte model     {job.order1_loss:.4f} nats per byte on the same bytes, "
-        f"{job.order1_loss - valid_loss:.4f} above"
+        f"{abs(job.order1_loss - valid_loss):.4f} {'above' if job.order1_loss > valid_loss else 'below'}"
     )
     _say(
         f"smallest expert share  {share:.4f} (layer {layer}, expert {expert}, last {steps} steps); "
         f"even is {1 / E:.4f}, 1/(4E) is {1 / (4 * E):.4f}"
     )
+    if dropped.any():
+        _say(
+            f"dropped choices        {int(dropped.sum())}, in {np.count_nonzero(dropped)} of {len(dropped)} steps"
+        )
     _say(f"trained for            {seconds:.0f} s")
+    if speed is not None:
+        _say(f"speed                  {meter.describe(speed)}")
     files = (job.folder.metrics, job.folder.loss_plot, job.folder.experts_plot)
     _say(f"wrote                  {', '.join(map(str, files))}")
+
+
+def _meter(job: Job) -> flops.Meter:
+    return flops.meter(job.config, job.options.model.seq_len)
+
+
+def _transport(job: Job) -> str:
+    """How tokens move between devices; what "auto" stands for."""
+    moe, ranks = job.config.moe, job.mesh.shape["ep"]
+    if moe.transport != "auto" or ranks == 1:
+        return moe.transport if ranks > 1 else "local"
+    tokens = _batch_size(job.options) * job.options.model.seq_len // job.mesh.size
+    capacity = recv_capacity(
+        moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
+    )
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform)
 
 
 def _describe(job: Job) -> str:
@@ -335,7 +380,7 @@ def _describe(job: Job) -> str:
             f"{model.expert_dim}, top {model.top_k}, {model.dtype}"
             + (f", experts in {model.recipe}" if model.recipe else ""),
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
-            f"mesh {axes}, {job.options.devices.axis_types} axes",
+            f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}",
         )
     )
 

@@ -1,8 +1,9 @@
 """The metrics of a run: one CSV row per step, read back as columns.
 
 Columns: step, loss (cross entropy, nats per byte), aux_loss, z_loss, grad_norm, dropped (rows),
-imbalance (largest over mean rows per expert, of the worst layer), tokens_per_second, valid_loss (nats
-per byte, where there was a validation after the step), and rows_l<layer>_e<expert>.
+imbalance (largest over mean rows per expert, of the worst layer), tokens_per_second (of the steps
+before it, without validation and checkpoints; none before the second), valid_loss (nats per byte, where
+there was a validation after the step), and rows_l<layer>_e<expert>.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def header(layers: int, experts: int) -> list[str]:
     return names + [f"rows_l{i}_e{j}" for i in range(layers) for j in range(experts)]
 
 
-def row(step: int, metrics: StepMetrics, tokens_per_second: float, valid_loss: float | None) -> Row:
+def row(
+    step: int, metrics: StepMetrics, tokens_per_second: float | None, valid_loss: float | None
+) -> Row:
     """A step's row from metrics that are on the host. Floats are written with all their digits."""
     rows_LE = np.asarray(metrics.tokens_per_expert)
     counts = {f"rows_l{i}_e{j}": int(n) for (i, j), n in np.ndenumerate(rows_LE)}
@@ -39,7 +42,7 @@ def row(step: int, metrics: StepMetrics, tokens_per_second: float, valid_loss: f
         "grad_norm": float(metrics.grad_norm),
         "dropped": int(metrics.num_dropped),
         "imbalance": float((rows_LE.max(axis=1) / rows_LE.mean(axis=1)).max()),
-        "tokens_per_second": round(tokens_per_second, 1),
+        "tokens_per_second": "" if tokens_per_second is None else round(tokens_per_second, 1),
         "valid_loss": "" if valid_loss is None else valid_loss,
         **counts,
     }
@@ -78,3 +81,9 @@ def smallest_share(shares_NLE: npt.NDArray[np.float64]) -> tuple[float, int, int
     mean_LE = shares_NLE[-steps:].mean(axis=0)
     layer, expert = np.unravel_index(mean_LE.argmin(), mean_LE.shape)
     return float(mean_LE.min()), int(layer), int(expert), steps
+
+
+def median_speed(columns: dict[str, npt.NDArray[np.float64]]) -> float | None:
+    """Tokens per second, of the steps that have a speed; None without any."""
+    speeds = columns["tokens_per_second"]
+    return float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else None

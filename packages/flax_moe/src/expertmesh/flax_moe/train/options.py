@@ -21,6 +21,10 @@ class UsageError(ValueError):
     """Input that the user can put right. The message is one line: what, rule, value, remedy."""
 
 
+class TrainingError(RuntimeError):
+    """Training cannot go on. The message is one line: what, rule, value, remedy."""
+
+
 def _option(default: Any, parse: Callable[[str], Any], help_: str, metavar: str = "N") -> Any:
     metadata = {"parse": parse, "help": help_, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)

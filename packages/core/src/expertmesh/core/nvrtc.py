@@ -1,0 +1,92 @@
+"""NVRTC, which compiles CUDA C++ where it runs and comes with jax[cuda13]: no compiler is installed for it."""
+
+import contextlib
+import ctypes
+import ctypes.util
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Mapping, Sequence
+
+__all__ = ["Compiled", "compile_program", "library", "version"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Machine code or PTX, and its names of the kernels that were asked for, in their order."""
+
+    code: bytes
+    names: tuple[str, ...]
+
+
+def library() -> str | None:
+    """The path of NVRTC's library, or None: of pip's packages, else of the system."""
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package and package.submodule_search_locations) or ():
+        for path in sorted(pathlib.Path(folder).glob("*/lib/libnvrtc.so.*")):
+            return str(path)
+    return ctypes.util.find_library("nvrtc")
+
+
+def version() -> str:
+    """NVRTC's release, such as "13.1"."""
+    numbers = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL(library()).nvrtcVersion(*map(ctypes.byref, numbers))
+    return ".".join(str(number.value) for number in numbers)
+
+
+def compile_program(
+    source: str,
+    *options: str,
+    headers: Mapping[str, str] | None = None,
+    kernels: Sequence[str] = (),
+    form: str = "PTX",
+) -> Compiled:
+    """Compiles CUDA C++.
+
+    Args:
+      options: NVRTC's, such as "-arch=sm_90a".
+      headers: what a program includes, by name, before folders are searched.
+      kernels: C++ names of kernels, such as "f<float>", whose templates are made then.
+      form: "PTX", or "CUBIN": machine code, of an architecture "sm_...".
+
+    Raises:
+      RuntimeError: the program does not compile; with NVRTC's log.
+    """
+    nvrtc, headers = ctypes.CDLL(library()), headers or {}
+    program = ctypes.c_void_p()
+
+    def output(of: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(nvrtc, f"nvrtcGet{of}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{of}")(program, buffer)
+        return buffer.raw
+
+    def name(kernel: str) -> str:
+        lowered = ctypes.c_char_p()
+        nvrtc.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(lowered))
+        assert lowered.value is not None, f"{kernel} is not a kernel of the program"
+        return lowered.value.decode()
+
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program),
+        source.encode(),
+        b"kernel.cu",
+        len(headers),
+        _strings(headers.values()),
+        _strings(headers),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(nvrtc.nvrtcDestroyProgram, ctypes.byref(program))
+        for kernel in kernels:
+            nvrtc.nvrtcAddNameExpression(program, kernel.encode())
+        if nvrtc.nvrtcCompileProgram(program, len(options), _strings(options)):
+            log = output("ProgramLog").rstrip(b"\0").decode()
+            raise RuntimeError(f"NVRTC cannot compile a kernel of expertmesh: {log}")
+        return Compiled(output(form), tuple(map(name, kernels)))
+
+
+def _strings(values) -> ctypes.Array:
+    encoded = [value.encode() for value in values]
+    return (ctypes.c_char_p * len(encoded))(*encoded)

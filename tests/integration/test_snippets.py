@@ -1,0 +1,139 @@
+"""The code that the docs show runs, on what the text around it says is there."""
+
+import pathlib
+import re
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import expertmesh.core
+import expertmesh.ep
+import expertmesh.flax_moe
+from expertmesh.flax_moe import linen, nnx
+
+pytestmark = pytest.mark.default_jax
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+SMALL = dict(num_experts=4, top_k=2, expert_dim=128)
+# What is imported everywhere, as in these pages' first lines.
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (expertmesh.core, expertmesh.ep, expertmesh.flax_moe)
+    for name in module.__all__
+} | {"jax": jax, "linen": linen, "nnx": nnx}
+
+
+def snippets(page):
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+
+
+def run(code, page, **names):
+    """What the names stand for afterwards."""
+    space = PUBLIC | names
+    exec(compile(code, page, "exec"), space)  # noqa: S102
+    return space
+
+
+def normal(*shape):
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+def sizes(*shape):
+    return jnp.full(shape, 2, jnp.int32)
+
+
+def shapes_of(shown, **arrays):
+    """Those of what a function of names returns, which is traced and not run."""
+    return jax.tree.map(jnp.shape, jax.eval_shape(lambda arrays: shown(**arrays), arrays))
+
+
+def test_core():
+    (code,) = snippets("core.md")
+    given = dict(x=normal(1, 16, 8), logits=normal(1, 16, 4), wi=normal(4, 8, 8))
+    assert shapes_of(lambda **a: run(code, "core.md", E=4, **a)["y"], **given) == (1, 16, 8)
+
+
+def test_exchange():
+    """Run: the second raises if something was dropped, from values."""
+    mesh = jax.make_mesh((2,), ("ep",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    tokens, weights, idx = jax.device_put(
+        (normal(8, 16), normal(8, 2), jnp.arange(16).reshape(8, 2) % 4),
+        NamedSharding(mesh, PartitionSpec("ep")),
+    )
+
+    def experts(rows, group_sizes):
+        return 3 * rows
+
+    (code,) = snippets("ep.md")
+    weighted = jax.jit(lambda **a: run(code, "ep.md", experts=experts, **a)["out"])
+    y = weighted(tokens=tokens, topk_weights=weights, topk_idx=idx)
+    assert jnp.allclose(y, 3 * weights.sum(axis=1, keepdims=True) * tokens, atol=1e-5)
+    (code,) = snippets("expert-parallelism.md")
+    y = run(code, "expert-parallelism.md", experts=experts, tokens=tokens, topk_idx=idx)["out"]
+    assert jnp.allclose(y, 6 * tokens, atol=1e-5)
+
+
+def test_quantization():
+    formats, layers = snippets("quantization.md")
+
+    def shown(x, **arrays):
+        return run(formats, "quantization.md", x=x)["y"], run(
+            layers, "quantization.md", x=x, **arrays
+        )["y"]
+
+    given = dict(x=normal(4, 256), kernel=normal(256, 512), bias=normal(512))
+    given |= dict(rows=normal(1, 32, 256), wi=normal(4, 256, 128), group_sizes=sizes(1, 4))
+    assert shapes_of(shown, **given) == ((4, 256), (1, 32, 128))
+
+
+def test_block():
+    """Shapes only: they are those of real models."""
+    first, bias, fewer_bits, state, microbatches = snippets("flax_moe.md")
+
+    def shown():
+        small, x = jnp.ones((2, 8, 256), jnp.bfloat16), jnp.ones((2, 8, 2048), jnp.bfloat16)
+        out = run(first, "flax_moe.md", x=x, cross_entropy=jnp.sum)["out"]
+        config = expertmesh.flax_moe.MoEConfig(
+            **SMALL, use_expert_bias=True, score_function="sigmoid"
+        )
+        params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
+        both = run(
+            bias,
+            "flax_moe.md",
+            module=linen.MoEBlock(config),
+            block=nnx.MoEBlock(256, config, rngs=flax.nnx.Rngs(0)),
+            params=params,
+            bias=jnp.zeros(4),
+            x=small,
+        )
+        config = run(fewer_bits, "flax_moe.md")["config"]
+        delayed = expertmesh.flax_moe.MoEConfig(**SMALL, recipe="fp8_delayed")
+        begun = expertmesh.flax_moe.init_quant_state(delayed)
+        kept = run(
+            state,
+            "flax_moe.md",
+            module=linen.MoEBlock(delayed),
+            params=params,
+            state=begun,
+            x=small,
+        )["state"]
+        weights = expertmesh.flax_moe.init_params(jax.random.key(0), 2048, config)
+        cached = run(
+            microbatches, "flax_moe.md", params=weights, config=config, microbatches=[x, x]
+        )
+        return out.y, both["bias"], kept, cached["out"].y
+
+    y, moved, kept, cached = jax.eval_shape(shown)
+    assert y.shape == cached.shape == (2, 8, 2048) and moved.shape == (4,) and kept
+
+
+def test_no_page_is_left_out():
+    """Those of the tutorial and the recipes are of programs that other tests run."""
+    pages = {page.name for page in DOCS.glob("*.md") if snippets(page.name)}
+    here = {"core.md", "ep.md", "expert-parallelism.md", "quantization.md", "flax_moe.md"}
+    assert pages == here | {"tutorial.md", "recipes.md"}
