@@ -14,7 +14,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-SEVERAL = ("dispatch", "moe_block")  # use all GPUs that there are
+SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
 # Of the others, in order of their time.
 LONG = (
     "grouped_gemm",
