@@ -256,9 +256,10 @@ def measured(cases: Iterable[Case], pairs: int = 10) -> Iterable[dict]:
                 programs[key] = pool.submit(burst, *side, seconds)
             return programs[key]
 
-        jobs = [
-            (pool.submit(c.check), *map(compiled, (c.ours, c.reference), c.seconds)) for c in cases
-        ]
+        sides = [tuple(map(compiled, (c.ours, c.reference), c.seconds)) for c in cases]
+        # XLA chooses algorithms by their time while it compiles: nothing else may run then.
+        concurrent.futures.wait(programs.values())
+        jobs = [(pool.submit(c.check), *pair) for c, pair in zip(cases, sides, strict=True)]
     print(f"compiled and checked in {time.perf_counter() - start:.1f} s", flush=True)
     for case, (checked, *sides) in zip(cases, jobs, strict=True):
         try:
