@@ -1,11 +1,62 @@
-"""Runs the benchmarks of this folder: `python -m benchmarks [NAME...] [--out FOLDER]`."""
+"""Runs the benchmarks of this folder: `python -m benchmarks [NAME...] [--out FOLDER] [--gpus N]`.
+
+With `--gpus` those of one GPU run side by side, each on a GPU and on cores of its own, the longest first; then those of
+several GPUs, alone.
+"""
 
 import argparse
+import concurrent.futures
+import os
 import pathlib
+import queue
 import subprocess
 import sys
+import time
 
 HERE = pathlib.Path(__file__).parent
+SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
+# Of the others, in order of their time.
+LONG = (
+    "grouped_gemm",
+    "uneven_groups",
+    "compile_time",
+    "quantized_grouped_gemm",
+    "quantized_by_tensor",
+)
+
+
+def run(name: str, out: pathlib.Path, env: dict[str, str], log=None) -> bool:
+    """Whether a benchmark ended well."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(out / f"{name}.json")]
+    print("+", *command[1:], flush=True)
+    start = time.monotonic()
+    done = subprocess.run(
+        command, env=os.environ | env, stdout=log, stderr=log and subprocess.STDOUT
+    )
+    print(f"{name} ended with {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def side_by_side(names: list[str], out: pathlib.Path, count: int) -> dict[str, bool]:
+    """The same of several, each on one of so many GPUs; what they print goes to files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    cores = sorted(os.sched_getaffinity(0))
+    free: queue.Queue[int] = queue.Queue()
+    for place in range(count):
+        free.put(place)
+
+    def one(name):
+        place = free.get()
+        os.sched_setaffinity(0, cores[place::count])  # of this thread, and what it starts
+        try:
+            with (out / f"{name}.log").open("w") as log:
+                return run(name, out, {"CUDA_VISIBLE_DEVICES": visible[place]}, log)
+        finally:
+            free.put(place)
+
+    names = sorted(names, key=lambda name: LONG.index(name) if name in LONG else len(LONG))
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
 
 
 def main() -> int:
@@ -14,17 +65,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(names)}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench"))
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many to use side by side")
     options = parser.parse_args()
     if unknown := set(options.names) - set(names):
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {names}")
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for name in options.names or names:
-        result = options.out / f"{name}.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
-        print("+", *command[1:], flush=True)
-        if subprocess.run(command).returncode:
-            failed.append(name)
+    wanted, ok = options.names or names, {}
+    if options.gpus:
+        ok = side_by_side([n for n in wanted if n not in SEVERAL], options.out, options.gpus)
+    ok |= {name: run(name, options.out, {}) for name in wanted if name not in ok}
+    failed = [name for name in wanted if not ok[name]]
     print(f"failed: {', '.join(failed)}" if failed else f"results are in {options.out}")
     return bool(failed)
 

@@ -1,22 +1,25 @@
 """Timing and records that the benchmarks share."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import fcntl
-import functools
 import gzip
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
@@ -32,18 +35,7 @@ def program(
     """
 
     def run(steps, calls):
-        @jax.jit
-        def repeat(*operands):
-            def step(_, before):
-                given, done = operands, [before[-1]]
-                for _ in range(calls):
-                    # Each call waits for the one before; none is hoisted or merged, and each result is kept.
-                    given, _ = jax.lax.optimization_barrier((given, done[-1]))
-                    done.append(function(*given))
-                return done[1:]
-
-            return jax.lax.fori_loop(0, steps, step, [function(*operands)] * calls)
-
+        repeat = _repeated(function, steps, calls)
         jax.block_until_ready(repeat(*operands))
 
         def once():
@@ -59,6 +51,24 @@ def program(
     if steps < 2 * least:
         return few
     return run(max(1, steps // SHORT), SHORT) if one < 2e-4 else run(steps, 1)
+
+
+def _repeated(function: Callable, steps: int, calls: int) -> Callable:
+    """A program of steps x calls + 1 calls one after the other."""
+
+    @jax.jit
+    def repeat(*operands):
+        def step(_, before):
+            given, done = operands, [before[-1]]
+            for _ in range(calls):
+                # Each call waits for the one before; none is hoisted or merged, and each result is kept.
+                given, _ = jax.lax.optimization_barrier((given, done[-1]))
+                done.append(function(*given))
+            return done[1:]
+
+        return jax.lax.fori_loop(0, steps, step, [function(*operands)] * calls)
+
+    return repeat
 
 
 def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[..., float]:
@@ -168,6 +178,163 @@ def _zeros(types, like):
     return make()
 
 
+PAUSE = 0.05  # seconds before a burst
+BURST = 0.006  # seconds that a program of a burst takes, about
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What will be a row of a results file.
+
+    Attributes:
+      ours, reference: a function and its operands, each.
+      seconds: about how long a call of each takes: so many of them fill a burst.
+      row: the row for median seconds of both and the median of the ratios reference / ours of pairs.
+      check: raises if ours is wrong; what is wrong is not timed.
+    """
+
+    ours: tuple[Callable, tuple]
+    reference: tuple[Callable, tuple]
+    seconds: tuple[float, float]
+    row: Callable[[float, float, float], dict]
+    check: Callable[[], None] = lambda: None
+
+
+def burst(function: Callable, operands: tuple, seconds: float) -> Callable[[], float]:
+    """Measures the device time of a call that takes about so many seconds, in bursts after pauses.
+
+    An H200 that works without pauses is at its power limit after tens of milliseconds: its clock then depends on its
+    temperature and on what ran before. A burst is over earlier. It is one program twice, each of several calls one
+    after the other; what counts is the second, from the first's end to its own, by the GPU's clock: the dispatch and
+    the start are over by then.
+    """
+    calls, steps = 1, 2
+    if jax.default_backend() == "gpu":  # elsewhere the programs are tried, not timed
+        calls = SHORT if seconds < 2e-4 else 1
+        steps = max(2, round(BURST / seconds / calls))
+    repeat = _repeated(function, steps, calls).lower(*operands).compile()
+    now = _clock()
+
+    def once():
+        time.sleep(PAUSE)
+        start = now(repeat(*operands))
+        end = now(repeat(*operands))
+        return int((end - start)[0]) * 1e-9 / (steps * calls + 1)
+
+    return once
+
+
+def _clock() -> Callable[[object], object]:
+    """A function that says when what it is given is there, in nanoseconds, uint32[1]."""
+    if jax.default_backend() == "gpu":
+        from benchmarks import _clock  # needs Triton
+
+        zero = jnp.zeros(1, jnp.int32)
+        return lambda _: _clock.read(zero)
+
+    def now(result):
+        jax.block_until_ready(result)
+        return np.array([time.perf_counter_ns() % 2**32], np.uint32)
+
+    return now
+
+
+def measured(cases: Iterable[Case], pairs: int = 10) -> Iterable[dict]:
+    """The rows of all cases: first everything is compiled, side by side; then each pair alternates so many times.
+
+    Raises:
+      RuntimeError: some cases failed, after the rows of all others.
+    """
+    cases, failed = list(cases), []
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = {}  # a reference of several cases is compiled once
+
+        def compiled(side, seconds):
+            key = (id(side[0]), *map(id, side[1]))
+            if key not in programs:
+                programs[key] = pool.submit(burst, *side, seconds)
+            return programs[key]
+
+        sides = [tuple(map(compiled, (c.ours, c.reference), c.seconds)) for c in cases]
+        # XLA chooses algorithms by their time while it compiles: nothing else may run then.
+        concurrent.futures.wait(programs.values())
+        jobs = [(pool.submit(c.check), *pair) for c, pair in zip(cases, sides, strict=True)]
+    print(f"compiled and checked in {time.perf_counter() - start:.1f} s", flush=True)
+    for case, (checked, *sides) in zip(cases, jobs, strict=True):
+        try:
+            checked.result()
+            ours, theirs = (side.result() for side in sides)
+            ours(), theirs()
+            timed = [(ours(), theirs()) for _ in range(pairs)]
+        except Exception as error:
+            traceback.print_exception(error)
+            failed.append(repr(error).splitlines()[0])
+            continue
+        mine, others = (statistics.median(times) for times in zip(*timed, strict=True))
+        yield case.row(mine, others, statistics.median(b / a for a, b in timed))
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(cases)} rows failed: {'; '.join(failed)}")
+
+
+def copy_case(bench: str, case: str, function: Callable, operands: tuple, num_bytes: int) -> Case:
+    """For what moves `num_bytes`, read and written, against a copy of as many bytes."""
+
+    def describe(mine, theirs, ratio):
+        return row(
+            bench=bench,
+            case=case,
+            metric="rate",
+            value=num_bytes / mine / 1e12,
+            unit="TB/s",
+            reference=f"a copy of as many bytes, {num_bytes / theirs / 1e12:.2f} TB/s",
+            ratio=ratio,
+        )
+
+    return Case(
+        ours=(function, operands),
+        reference=(lambda x: x + 1, (jnp.zeros(num_bytes // 4, jnp.bfloat16),)),
+        seconds=(num_bytes / 4e12, num_bytes / 3e12),
+        row=describe,
+    )
+
+
+def gemm_case(
+    bench: str,
+    case: str,
+    flops: int,
+    ours: tuple,
+    other: tuple,
+    name: str,
+    rates=(600e12, 600e12),
+    check: Callable[[], None] = lambda: None,
+) -> Case:
+    """For a GEMM, a (function, operands), against another of as many operations; `rates` are about those of both."""
+
+    def describe(mine, theirs, ratio):
+        return rate_row(bench, case, flops, mine, name, theirs, ratio)
+
+    seconds = tuple(flops / rate for rate in rates)
+    return Case(ours=ours, reference=other, seconds=seconds, row=describe, check=check)
+
+
+def time_case(
+    bench: str,
+    case: str,
+    ours: tuple,
+    other: tuple,
+    name: str,
+    seconds,
+    check: Callable[[], None] = lambda: None,
+) -> Case:
+    """For a (function, operands), against another that does the same; times in microseconds."""
+
+    def describe(mine, theirs, ratio):
+        return time_row(bench, case, mine, name, theirs, ratio=ratio)
+
+    return Case(ours=ours, reference=other, seconds=seconds, row=describe, check=check)
+
+
 def alternate(
     ours: tuple[Callable, tuple],
     reference: tuple[Callable, tuple],
@@ -180,21 +347,6 @@ def alternate(
     timed = [(a(), b()) for _ in range(pairs)]
     mine, theirs = (statistics.median(times) for times in zip(*timed, strict=True))
     return mine, theirs, statistics.median(other / own for own, other in timed)
-
-
-def against_copy(bench: str, case: str, function: Callable, operands: tuple, num_bytes: int):
-    """A row for what moves `num_bytes`, read and written, against a copy of as many bytes."""
-    source = jnp.zeros(num_bytes // 4, jnp.bfloat16)
-    ours, theirs, ratio = alternate((function, operands), (lambda x: x + 1, (source,)))
-    return row(
-        bench=bench,
-        case=case,
-        metric="rate",
-        value=num_bytes / ours / 1e12,
-        unit="TB/s",
-        reference=f"a copy of as many bytes, {num_bytes / theirs / 1e12:.2f} TB/s",
-        ratio=ratio,
-    )
 
 
 def against_gemm(
@@ -277,13 +429,6 @@ def with_means(rows: Iterable[dict], group_of: Callable[[dict], str | None]) -> 
         }
 
 
-def against_reference(bench: str, case: str, function: Callable, operands: tuple, pairs: int):
-    """A row for what "auto" takes against the op's reference; the implementation is the first argument."""
-    ours, theirs = ((functools.partial(function, name), operands) for name in ("auto", "reference"))
-    mine, other, ratio = alternate(ours, theirs, pairs)
-    return time_row(bench, case, mine, "the reference", other, ratio=ratio)
-
-
 def row(**measured) -> dict:
     """A row of a results file: what was measured, and where."""
     packages = ("jax", "jaxlib", "jax-triton", "triton", "expertmesh-core")
@@ -309,12 +454,12 @@ def _version(name: str) -> str | None:
 
 def write(path: pathlib.Path | None, rows: Iterable[dict]) -> None:
     """Prints each row when it is there, and writes those that there are as a JSON list: a run may be cut short."""
-    done = []
+    done, start = [], time.perf_counter()
     for one in rows:
-        print(
-            f"{one['case']}: {one['value']:.4g} {one['unit']}, {one['ratio']:.3f} of {one['reference']}",
-            flush=True,
-        )
+        now = time.perf_counter()
+        result = f"{one['value']:.4g} {one['unit']}, {one['ratio']:.3f} of {one['reference']}"
+        print(f"{one['case']}: {result} ({now - start:.1f} s)", flush=True)
+        start = now
         done.append(one)
         if path:
             path.write_text(json.dumps(done, indent=1) + "\n")

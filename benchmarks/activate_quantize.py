@@ -17,7 +17,7 @@ GPU, CPU = (32768, 4096, 32), (1024, 256, 8)
 RECIPES = {"fp8_block": Float8BlockScaling(), "mxfp8": MXFP8BlockScaling()}
 
 
-def rows():
+def cases():
     num_rows, width, groups = GPU if on_gpu() else CPU
     h = jax.random.normal(jax.random.key(0), (1, num_rows, 2, width), jnp.bfloat16)
     sizes = jnp.asarray(group_sizes(num_rows, groups))[None]
@@ -31,14 +31,14 @@ def rows():
 
             case = f"bfloat16 {function} {name} {num_rows}x2x{width}, {groups} groups"
             moved = h.nbytes + h.size  # 4 bytes read and 2 written for each number of the result
-            yield _measure.against_copy("activate_quantize", case, run, (h, sizes), moved)
+            yield _measure.copy_case("activate_quantize", case, run, (h, sizes), moved)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    _measure.write(options.json, rows())
+    _measure.write(options.json, _measure.measured(cases()))
 
 
 if __name__ == "__main__":

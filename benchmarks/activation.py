@@ -19,7 +19,7 @@ def gradient(activation):
     return lambda h, d_out: jax.vjp(lambda h: activate(h, activation), h)[1](d_out)[0]
 
 
-def rows_of(name, rows, width, dtype):
+def cases_of(name, rows, width, dtype):
     keys = jax.random.split(jax.random.key(0))
     h = jax.random.normal(keys[0], (rows, 2, width), dtype)
     d_out = jax.random.normal(keys[1], (rows, width), dtype)
@@ -28,8 +28,8 @@ def rows_of(name, rows, width, dtype):
         forward = (lambda h, activation=activation: activate(h, activation), (h,))
         backward = (gradient(activation), (h, d_out))
         moved = h.nbytes + d_out.nbytes
-        yield _measure.against_copy("activation", f"forward {case}", *forward, moved)
-        yield _measure.against_copy("activation", f"backward {case}", *backward, moved + h.nbytes)
+        yield _measure.copy_case("activation", f"forward {case}", *forward, moved)
+        yield _measure.copy_case("activation", f"backward {case}", *backward, moved + h.nbytes)
 
 
 def main():
@@ -38,8 +38,8 @@ def main():
     options = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu else (CPU, jnp.float32)
-    found = (row for name, shape in shapes.items() for row in rows_of(name, *shape, dtype))
-    _measure.write(options.json, found)
+    cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

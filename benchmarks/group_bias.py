@@ -15,7 +15,7 @@ GPU = {"w13": (32768, 4096, 32), "few groups": (16384, 14336, 8)}
 CPU = {"small": (1024, 256, 8)}
 
 
-def rows_of(name, rows, width, groups, dtype):
+def cases_of(name, rows, width, groups, dtype):
     dy = jax.random.normal(jax.random.key(0), (1, rows, width), dtype)
     sizes = jnp.asarray(group_sizes(rows, groups))[None]
 
@@ -26,7 +26,7 @@ def rows_of(name, rows, width, groups, dtype):
         return group_bias_grad_op(dy, sizes, **options)
 
     case = f"{jnp.dtype(dtype).name} {name} {rows}x{width}, {groups} groups"
-    yield _measure.against_copy("group_bias", case, function, (dy, sizes), dy.nbytes)
+    yield _measure.copy_case("group_bias", case, function, (dy, sizes), dy.nbytes)
 
 
 def main():
@@ -34,8 +34,8 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
-    found = (row for name, shape in shapes.items() for row in rows_of(name, *shape, dtype))
-    _measure.write(options.json, found)
+    cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ def arrays_of_both(first, second):
     return *_arrays(first), data, second.scale
 
 
-def rows_of(name, rows, width, groups, dtype):
+def cases_of(name, rows, width, groups, dtype):
     x = jax.random.normal(jax.random.key(0), (1, rows, width), dtype)
     sizes = jnp.asarray(group_sizes(rows, groups))[None]
     for recipe, value in RECIPES.items():
         for way, (function, reads, writes) in ways(value.formats().x).items():
             case = f"{jnp.dtype(dtype).name} {recipe} {way} {name} {rows}x{width}, {groups} groups"
             moved = reads * x.nbytes + writes * x.size
-            yield _measure.against_copy("grouped_quantize", case, function, (x, sizes), moved)
+            yield _measure.copy_case("grouped_quantize", case, function, (x, sizes), moved)
 
 
 def main():
@@ -64,8 +64,8 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
-    found = (row for name, shape in shapes.items() for row in rows_of(name, *shape, dtype))
-    _measure.write(options.json, found)
+    cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

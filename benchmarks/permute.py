@@ -1,9 +1,10 @@
-"""permute, unpermute and their gradients against a copy of the rows in the same run; the plan against its reference.
+"""permute, unpermute, their gradients and sort_chunks against a copy of the rows; the plan against its reference.
 
 A rate counts the bytes that must move: each token once and each row once, read or written. Higher ratios are better.
 """
 
 import argparse
+import functools
 import pathlib
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from benchmarks import _measure
 from expertmesh.core.ops import permute as ops
+from expertmesh.core.ops.sort_chunks import sort_chunks
 from expertmesh.core.testing import relative_error
 
 # tokens, width, choices, experts
@@ -46,11 +48,10 @@ def passes(plan, x, rows, weights):
     }
 
 
-def check(plan, x, rows, weights):
-    """What is wrong is not timed: some rows and tokens of each pass."""
-    done = {
-        name: jax.jit(f)(*given) for name, (f, given, _) in passes(plan, x, rows, weights).items()
-    }
+def check(name, plan, x, rows, weights):
+    """Some rows and tokens of a pass."""
+    function, given, _ = passes(plan, x, rows, weights)[name]
+    done = jax.jit(function)(*given)
     some = slice(0, 64)
     row, source, w = (np.asarray(a[some]) for a in (plan.row, plan.source, weights))
     token = source // weights.shape[1]
@@ -58,42 +59,79 @@ def check(plan, x, rows, weights):
     def wide(a):
         return np.asarray(a, np.float64)
 
-    np.testing.assert_array_equal(wide(done["permute"][some]), wide(x[token]))
     mine = wide(rows[row])
-    assert relative_error(done["permute, gradient"][0][some], mine.sum(1)) < 1e-2
-    assert relative_error(done["unpermute"][some], (w[..., None] * mine).sum(1)) < 1e-2
-    dy, dw = done["unpermute, gradients"]
-    assert relative_error(dw[some], (wide(x[some])[:, None] * mine).sum(2)) < 1e-4
-    scaled = wide(weights).reshape(-1)[source][:, None] * wide(x[token])
-    assert relative_error(dy[some], scaled) < 1e-2
+    if name == "permute":
+        np.testing.assert_array_equal(wide(done[some]), wide(x[token]))
+    elif name == "permute, gradient":
+        assert relative_error(done[0][some], mine.sum(1)) < 1e-2
+    elif name == "unpermute":
+        assert relative_error(done[some], (w[..., None] * mine).sum(1)) < 1e-2
+    else:
+        dy, dw = done
+        assert relative_error(dw[some], (wide(x[some])[:, None] * mine).sum(2)) < 1e-4
+        scaled = wide(weights).reshape(-1)[source][:, None] * wide(x[token])
+        assert relative_error(dy[some], scaled) < 1e-2
 
 
 def copy(rows):
     return jax.lax.optimization_barrier(rows) + jnp.ones((), rows.dtype)
 
 
-def rows_of(shape, pairs):
+def cases_of(shape):
     tokens, width, choices, experts = shape
     topk_idx, x, rows, weights = operands(*shape)
     case = f"{tokens} tokens x {width}, {choices} of {experts} experts"
     plan = jax.jit(lambda i: ops.plan_permute(i, num_experts=experts))(topk_idx)
-    check(plan, x, rows, weights)
+    copied = copy, (rows,)
     for name, (function, given, times) in passes(plan, x, rows, weights).items():
-        moved, copied = x.nbytes + times * rows.nbytes, 2 * rows.nbytes
-        ours, theirs, ratio = _measure.alternate((function, given), (copy, (rows,)), pairs)
-        yield _measure.row(
-            bench="permute",
-            case=f"bfloat16 {name}, {case}",
-            metric="rate",
-            value=moved / ours / 1e12,
-            unit="TB/s",
-            reference=f"a copy of the rows, {copied / theirs / 1e12:.2f} TB/s",
-            ratio=ratio * moved / copied,
+        yield rows_case(
+            f"bfloat16 {name}, {case}",
+            (function, given),
+            x.nbytes + times * rows.nbytes,
+            copied,
+            functools.partial(check, name, plan, x, rows, weights),
         )
-    yield plan_row(topk_idx, experts, case, pairs)
+    yield chunks_case(rows, experts, f"{topk_idx.size} rows x {width}, {experts} chunks", copied)
+    yield plan_case(topk_idx, experts, case)
 
 
-def plan_row(topk_idx, experts, case, pairs):
+def rows_case(case, ours, moved, copied, checked):
+    """For what moves so many bytes of rows, against their copy."""
+    num_bytes = 2 * copied[1][0].nbytes
+
+    def describe(mine, theirs, ratio):
+        return _measure.row(
+            bench="permute",
+            case=case,
+            metric="rate",
+            value=moved / mine / 1e12,
+            unit="TB/s",
+            reference=f"a copy of the rows, {num_bytes / theirs / 1e12:.2f} TB/s",
+            ratio=ratio * moved / num_bytes,
+        )
+
+    seconds = moved / 4e12, num_bytes / 3e12
+    return _measure.Case(ours=ours, reference=copied, seconds=seconds, row=describe, check=checked)
+
+
+def chunks_case(rows, chunks, case, copied):
+    """Chunks of uneven sizes in another order, with the plan."""
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(len(rows), rng.dirichlet([5.0] * chunks))
+    order = rng.permutation(chunks)
+    given = rows, jnp.asarray(sizes, jnp.int32), jnp.asarray(order, jnp.int32)
+
+    def checked():
+        got = jax.jit(sort_chunks)(*given)
+        start = np.cumsum(sizes) - sizes
+        first = slice(start[order[0]], start[order[0]] + sizes[order[0]])
+        assert bool((got[: sizes[order[0]]] == rows[first]).all())
+
+    ours = sort_chunks, given
+    return rows_case(f"bfloat16 sort_chunks, {case}", ours, 2 * rows.nbytes, copied, checked)
+
+
+def plan_case(topk_idx, experts, case):
     given = (topk_idx[None], jnp.zeros(1, jnp.int32))
     options = {
         "num_experts": experts,
@@ -105,17 +143,19 @@ def plan_row(topk_idx, experts, case, pairs):
     def plan(implementation, *operands):
         return ops._plan(*operands, implementation=implementation, **options)
 
-    return _measure.against_reference("permute", f"plan, {case}", plan, given, pairs)
+    ours, other = ((functools.partial(plan, name), given) for name in ("auto", "reference"))
+    seconds = 2e-5, 7e-4
+    return _measure.time_case("permute", f"plan, {case}", ours, other, "our reference", seconds)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--wide", action="store_true", help="width 7168 too")
     options = parser.parse_args()
     shapes = [GPU if jax.default_backend() == "gpu" else CPU] + [WIDE] * options.wide
-    _measure.write(options.json, (row for shape in shapes for row in rows_of(shape, options.pairs)))
+    cases = (case for shape in shapes for case in cases_of(shape))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

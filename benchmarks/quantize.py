@@ -19,7 +19,7 @@ GPU = {"dsv3 w2": (32, 2048, 7168)}
 CPU = {"small": (4, 256, 512)}
 
 
-def rows_of(name, shape, dtype):
+def cases_of(name, shape, dtype):
     w = jax.random.normal(jax.random.key(0), shape, dtype)
     for recipe, value in RECIPES.items():
         format = value.formats().kernel
@@ -30,7 +30,7 @@ def rows_of(name, shape, dtype):
 
         case = f"{jnp.dtype(dtype).name} {recipe} {name} {'x'.join(map(str, shape))}"
         moved = (2 if format.block is None else 1) * w.nbytes + w.size
-        yield _measure.against_copy("quantize", case, function, (w,), moved)
+        yield _measure.copy_case("quantize", case, function, (w,), moved)
 
 
 def main():
@@ -38,13 +38,13 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     shapes, dtypes = (GPU, (jnp.bfloat16, jnp.float32)) if on_gpu() else (CPU, (jnp.float32,))
-    found = (
-        row
+    cases = (
+        case
         for name, shape in shapes.items()
         for dtype in dtypes
-        for row in rows_of(name, shape, dtype)
+        for case in cases_of(name, shape, dtype)
     )
-    _measure.write(options.json, found)
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def bfloat16(which, shape, to):
 
 
 def check(which, function, operands, options):
-    """A kernel that is wrong is not timed: the first rows of the first group, or a corner of its gradient."""
+    """The first rows of the first group, or a corner of its gradient."""
     got = jax.jit(function)(*operands)
     a, a_scale, b, b_scale, sizes = operands
     end = int(sizes[0, 0])
@@ -164,7 +164,7 @@ def wide(data, scale, block, part):
     return values * factors
 
 
-def rows_of(recipe, name, shape, only, pairs):
+def cases_of(recipe, name, shape, only):
     rows, k, n, groups = shape
     flops = 2 * rows * k * n
     to = {
@@ -177,14 +177,16 @@ def rows_of(recipe, name, shape, only, pairs):
         def function(*z, op=op, options=options):
             return op(*z, **to, **options)
 
-        check(which, function, operands, options)
         in_bfloat16 = recipe == "mxfp8" or (recipe, which) == ("fp8_block", "wgrad")
-        other = bfloat16(which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape)
-        reference = "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM"
-        case = f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups"
-        ours = function, operands
-        yield _measure.against_gemm(
-            "quantized_grouped_gemm", case, flops, ours, other, reference, pairs
+        yield _measure.gemm_case(
+            "quantized_grouped_gemm",
+            f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups",
+            flops,
+            (function, operands),
+            bfloat16(which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape),
+            "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM",
+            (500e12 if recipe == "mxfp8" else 1000e12, 700e12 if in_bfloat16 else 1300e12),
+            functools.partial(check, which, function, operands, options),
         )
 
 
@@ -197,7 +199,6 @@ def of_recipe_and_pass(row: dict) -> str | None:
 def main(recipe="fp8_block"):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--all", action="store_true", help="every pass and shape")
     options = parser.parse_args()
     # Else XLA widens the operands of the dense GEMM to bfloat16.
@@ -206,13 +207,13 @@ def main(recipe="fp8_block"):
     )
     shapes = SHAPES if on_gpu() else {"small": CPU["small"]}
     every = [(tuple(shapes), PASSES)]
-    rows = (
-        row
+    cases = (
+        case
         for names, which in (FEW[recipe] if on_gpu() and not options.all else every)
         for name in names
-        for row in rows_of(recipe, name, shapes[name], which, options.pairs)
+        for case in cases_of(recipe, name, shapes[name], which)
     )
-    _measure.write(options.json, _measure.with_means(rows, of_recipe_and_pass))
+    _measure.write(options.json, _measure.with_means(_measure.measured(cases), of_recipe_and_pass))
 
 
 if __name__ == "__main__":

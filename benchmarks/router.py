@@ -1,10 +1,15 @@
-"""The router, forward and backward, against its reference in the same run. Ratios are speed-ups."""
+"""The router, forward and backward, against plain JAX in the same run. Ratios are speed-ups.
+
+"our reference" is the op's definition in this package, whose gradient is written by hand, without a scatter; the others
+are what a user writes with JAX's own functions, and what JAX derives from it.
+"""
 
 import argparse
 import pathlib
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _measure
@@ -13,6 +18,7 @@ from expertmesh.core.testing import relative_error
 
 # tokens, experts
 GPU, CPU = (32768, 256), (256, 64)
+SECONDS = {"forward": (3e-5, 3e-4), "backward": (15e-6, 3e-5)}  # ours and another's, about
 CONFIGS = {
     "softmax": ops.RouterConfig(top_k=8),
     "sigmoid, 4 of 8 groups": ops.RouterConfig(
@@ -37,8 +43,34 @@ def passes(config, logits, d_weights):
     }
 
 
+def plain(config, logits):
+    """What a user writes without this package: softmax of the chosen by JAX's own functions."""
+    chosen, idx = jax.lax.top_k(logits, config.top_k)
+    return idx, jax.nn.softmax(chosen)
+
+
+def plain_after_softmax(config, logits):
+    """The other way to write it: softmax of all, those of the chosen made to sum to 1. The weights are the same."""
+    scores = jax.nn.softmax(logits)
+    _, idx = jax.lax.top_k(scores, config.top_k)
+    chosen = jnp.take_along_axis(scores, idx, axis=-1)
+    return idx, chosen / chosen.sum(-1, keepdims=True)
+
+
+def plain_cases(config, logits, d_weights):
+    """(name, pass, function and operands) of what JAX derives from plain functions."""
+    for name, function in (
+        ("jax.lax.top_k and softmax", plain),
+        ("softmax, jax.lax.top_k, take_along_axis", plain_after_softmax),
+    ):
+        yield name, "forward", (partial(function, config), (logits,))
+        # The cotangent's part of the derivative alone: what it needs of the forward is there.
+        weights, pull = jax.vjp(lambda x, f=function: f(config, x)[1], logits)
+        yield name, "backward", (lambda pull, d: pull(d), (pull, d_weights))
+
+
 def check(function, given):
-    """What is wrong is not timed."""
+    """`function` of an implementation and what is given."""
     got, want = (
         jax.tree.leaves(jax.jit(partial(function, name))(*given)) for name in ("auto", "reference")
     )
@@ -47,27 +79,33 @@ def check(function, given):
     assert relative_error(got[-1], want[-1]) < 1e-4
 
 
-def rows_of(name, config, shape, pairs):
+def cases_of(name, config, shape):
     logits = jax.random.normal(jax.random.key(0), shape)
     d_weights = jax.random.normal(jax.random.key(1), (shape[0], config.top_k))
+    ours = {}
     for which, (function, given) in passes(config, logits, d_weights).items():
-        check(function, given)
         case = f"float32 {which}, {name}, {shape[0]} tokens, {config.top_k} of {shape[1]} experts"
-        yield _measure.against_reference("router", case, function, given, pairs)
+        ours[which] = case, (partial(function, "auto"), given)
+        yield _measure.time_case(
+            "router",
+            *ours[which],
+            (partial(function, "reference"), given),
+            "our reference",
+            SECONDS[which],
+            partial(check, function, given),
+        )
+    if config.score_function == "softmax":
+        for name, which, other in plain_cases(config, logits, d_weights):
+            yield _measure.time_case("router", *ours[which], other, name, SECONDS[which])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     shape = GPU if jax.default_backend() == "gpu" else CPU
-    found = (
-        row
-        for name, config in CONFIGS.items()
-        for row in rows_of(name, config, shape, options.pairs)
-    )
-    _measure.write(options.json, found)
+    cases = (case for name, config in CONFIGS.items() for case in cases_of(name, config, shape))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Grouped GEMMs of uneven groups, each pass, against even groups of the same rows; and of a mostly empty buffer.
 
 The reference of a buffer, of which a quarter is live, is the same pass of the live rows alone and a fill of as many
-bytes as it writes zeros.
+bytes as it writes zeros. Many small groups are limited by memory: their second reference is the read of all weights
+that the forward and the input gradient need, or the fill of as many gradients, and nothing else.
 """
 
 import argparse
+import functools
 import itertools
 import pathlib
 
@@ -31,7 +33,7 @@ def skewed_sizes(rows: int, groups: int) -> dict[str, np.ndarray]:
     return {name: sizes.astype(np.int32) for name, sizes in named.items()}
 
 
-def rows_of_skew(shape, dtype, pairs):
+def cases_of_skew(shape, dtype):
     """Uneven groups, and many small ones, against even groups of the same rows."""
     rows, k, n, groups = shape
     flops = 2 * rows * k * n
@@ -40,19 +42,36 @@ def rows_of_skew(shape, dtype, pairs):
         (name, jnp.asarray(sizes)[None]) for name, sizes in skewed_sizes(rows, groups).items()
     )
     many = jnp.tile(rhs, (rows // FINE // groups, 1, 1))
-    cases = {f"{name} of {groups} groups": (lhs, dy, rhs, sizes) for name, sizes in uneven}
+    named = {f"{name} of {groups} groups": (lhs, dy, rhs, sizes) for name, sizes in uneven}
     fine = jnp.full((1, many.shape[0]), FINE, jnp.int32)
-    cases[f"{many.shape[0]} groups of {FINE} rows"] = lhs, dy, many, fine
+    named[f"{many.shape[0]} groups of {FINE} rows"] = lhs, dy, many, fine
     reference = passes(lhs, dy, rhs, even)
-    for name, arrays in cases.items():
-        check(*arrays)
+    for name, arrays in named.items():
         for which, (ours, _) in passes(*arrays).items():
             case = f"{jnp.dtype(dtype).name} {which} {rows}x{k}x{n}, {name}"
             even_groups = reference[which][0], f"{groups} even groups"
-            yield _measure.against_gemm("uneven_groups", case, flops, ours, *even_groups, pairs)
+            checked = functools.partial(check, which, ours[0], *ours[1])
+            yield _measure.gemm_case(
+                "uneven_groups", case, flops, ours, *even_groups, check=checked
+            )
+            if arrays[2] is many:
+                yield memory_case(case, which, flops, ours, many)
 
 
-def rows_of_capacity(shape, dtype, pairs):
+def memory_case(case, which, flops, ours, weights):
+    """Against the weights alone: read once, or written once."""
+    rate = flops / weights.nbytes * 3e12
+    if which == "wgrad":
+        shape, one = weights.shape, weights[0, 0, :1]
+        other = (lambda one: jnp.broadcast_to(one, shape)), (one,)
+        name = "a fill of the gradients alone"
+    else:
+        other = (lambda w: jnp.max(w, axis=(1, 2))), (weights,)
+        name = "a read of the weights alone"
+    return _measure.gemm_case("uneven_groups", case, flops, ours, other, name, (rate, rate))
+
+
+def cases_of_capacity(shape, dtype):
     """A buffer of CAPACITY times the live rows, against the live rows alone and a fill of what else is written."""
     rows, k, n, groups = shape
     live = rows // CAPACITY
@@ -69,17 +88,16 @@ def rows_of_capacity(shape, dtype, pairs):
         size = f"{live}x{k}x{n} of a buffer of {rows}, {groups} groups"
         case, flops = f"{jnp.dtype(dtype).name} {which} {size}", 2 * live * k * n
         other = (with_fill, arrays), "the live rows alone and a fill"
-        yield _measure.against_gemm("uneven_groups", case, flops, ours, *other, pairs)
+        yield _measure.gemm_case("uneven_groups", case, flops, ours, *other)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     shape, dtype = (GPU["dsv3 w2"], jnp.bfloat16) if on_gpu() else (CPU["small"], jnp.float32)
-    rows = (function(shape, dtype, options.pairs) for function in (rows_of_skew, rows_of_capacity))
-    _measure.write(options.json, itertools.chain.from_iterable(rows))
+    cases = itertools.chain(cases_of_skew(shape, dtype), cases_of_capacity(shape, dtype))
+    _measure.write(options.json, _measure.measured(cases))
 
 
 if __name__ == "__main__":

@@ -129,14 +129,22 @@ def test_rows_in_cuda_are_for_hopper_and_short_contractions(monkeypatch):
     few, many = (jax.ShapeDtypeStruct((1, groups), jnp.int32) for groups in (8, 4096))
     monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-    assert kernels._rows_launch(4096, few) is kernels.launch_rows_hopper
-    assert kernels._rows_launch(28672, few) is kernels.launch_rows
-    assert kernels._rows_launch(4096, many) is kernels.launch_rows
+
+    def launched(rows, contraction, width, sizes=few):
+        return kernels._rows_launch(rows, contraction, width, sizes)
+
+    short = 16384, 4096, 4096
+    assert launched(*short) is kernels.launch_rows_hopper
+    assert launched(128, 4096, 4096) is kernels.launch_rows_hopper
+    assert launched(16384, 14336, 4096) is kernels.launch_rows_hopper
+    assert launched(8192, 8192, 1024) is kernels.launch_rows
+    assert launched(16384, 28672, 4096) is kernels.launch_rows
+    assert launched(*short, many) is kernels.launch_rows
     monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
-    assert kernels._rows_launch(4096, few) is kernels.launch_rows
+    assert launched(*short) is kernels.launch_rows
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(kernels, "nvrtc", lambda: None)
-    assert kernels._rows_launch(4096, few) is kernels.launch_rows
+    assert launched(*short) is kernels.launch_rows
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])

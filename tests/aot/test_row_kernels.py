@@ -1,5 +1,7 @@
 """The kernels that are limited by memory assemble for the GPUs that they are for: no spills, wide loads and stores."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -112,4 +114,18 @@ def test_router(experts, dtype, options, compiled):
         lambda *operands: router.weigh_grad(*operands, config=config),
         logits, (choices, "int32"), (choices, "float32"), (choices, "float32"),
     )  # fmt: skip
+    _check(compiled, wide=False)
+
+
+@pytest.mark.parametrize("experts, dtype", [(256, "float32"), (2048, "bfloat16"), (7, "float32")])
+def test_balance_sums(experts, dtype, compiled):
+    from expertmesh.core.kernels import load_balance
+
+    logits, mask = ((T, experts), dtype), ((T,), "bool")
+    for function in ("softmax", "sigmoid"):
+        sums = partial(load_balance.prob_sums, score_function=function)
+        _trace(sums, logits)
+        _trace(sums, logits, mask)
+    _trace(load_balance.z_sum, logits, mask)
+    _trace(partial(load_balance.counts, num_experts=experts), ((T, K), "int32"))
     _check(compiled, wide=False)

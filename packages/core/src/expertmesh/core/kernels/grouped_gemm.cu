@@ -362,8 +362,9 @@ struct Result {
 #endif
 };
 
+// Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
 template <int ROWS>
-__device__ __forceinline__ void multiply_steps(float (&d)[128], Ring& ring, Result& result, int steps) {
+__device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Result& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
@@ -379,22 +380,25 @@ __device__ __forceinline__ void multiply_steps(float (&d)[128], Ring& ring, Resu
     if (step > 0) ring.release_before();
     ring.next();
   }
+  wait_barrier(ring.full(), ring.parity);
+  const int4 next = get(ring.which());
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
   ring.release_before();
+  return next;
 }
 
 __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
   float d[128];
-  while (true) {
-    wait_barrier(ring.full(), ring.parity);
-    const int4 tile = get(ring.which());
-    if (tile.y == 0) break;
+  wait_barrier(ring.full(), ring.parity);
+  int4 tile = get(ring.which()), next;
+  while (tile.y) {
     switch ((u32)tile.y / GRAIN) {
       CASES
     }
     result.take(d, tile.x, tile.y, tile.z, tile.w);
+    tile = next;
   }
   result.send_rest();
 }

@@ -489,7 +489,7 @@ class RowTiles:
 
 
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
-ROWS_HOPPER = RowTiles(rows=(128, 256), grain=16, cost=60, band=8, box=32, registers=(40, 232))
+ROWS_HOPPER = RowTiles(rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232))
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
@@ -500,15 +500,15 @@ MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_TURNS = 4  # programs of a multiprocessor
 LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
-# From this contraction on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and share
-# more in L2.
-LONG_CONTRACTION = 8192
+# From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
+# share more in L2: from the first if there are less than so many tiles for each cluster, from the second anyway.
+LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
 
 
 def rows(lhs, rhs, group_sizes, *, out_dtype):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
     K, N = lhs.shape[2], prod(rhs.shape[2:])
-    launch = _rows_launch(K, group_sizes)
+    launch = _rows_launch(lhs.shape[1], K, N, group_sizes)
     out = launch(
         lhs[0], rhs.reshape(-1, K, N), group_sizes[0], out_dtype=out_dtype, transposed=False
     )
@@ -519,14 +519,16 @@ def rows_dgrad(dy, rhs, group_sizes, *, out_dtype):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
     C, N = dy.shape[1], prod(dy.shape[2:])
     flat = rhs.reshape(rhs.shape[0], rhs.shape[1], N)
-    launch = _rows_launch(N, group_sizes)
+    launch = _rows_launch(C, N, flat.shape[1], group_sizes)
     out = launch(dy.reshape(C, N), flat, group_sizes[0], out_dtype=out_dtype, transposed=True)
     return out[None]
 
 
-def _rows_launch(contraction: int, group_sizes):
+def _rows_launch(rows: int, contraction: int, width: int, group_sizes):
     """The instructions of the kernel in CUDA C++ are Hopper's alone."""
-    suited = contraction < LONG_CONTRACTION and group_sizes.shape[1] <= MOST_GROUPS
+    tiles = rows * width / ROWS_HOPPER.rows[1] ** 2 / (_num_programs() // 2)  # for each cluster
+    suited = contraction < (LONG_CONTRACTION if tiles < FEW_TILES else LONGEST_CONTRACTION)
+    suited = suited and group_sizes.shape[1] <= MOST_GROUPS
     return launch_rows_hopper if suited and _capability() == 90 and nvrtc() else launch_rows
 
 
@@ -576,7 +578,12 @@ def launch_rows_hopper(
 def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER) -> str:
     """The kernel in CUDA C++ for operands of `dtype`."""
     half, out_dtype = jnp.dtype(dtype) == jnp.float16, jnp.dtype(out_dtype)
-    counts = range(tiles.grain, tiles.rows[1] + 1, tiles.grain)
+    # Low tiles, of which there are few, take the instructions of the next multiple of 16 rows.
+    least, most = tiles.rows
+    heights = {
+        rows: max(rows, -(-min(rows, least) // 16) * 16)
+        for rows in range(tiles.grain, most + 1, tiles.grain)
+    }
     defined = dict(
         TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16),
         MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost, BAND=tiles.band,
@@ -584,10 +591,10 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
     )  # fmt: skip
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    instructions = "".join(_wgmma(rows, half, transposed) for rows in counts)
+    instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
     cases = "".join(
-        f"case {rows // tiles.grain}: multiply_steps<{rows}>(d, ring, result, steps); break;\n"
-        for rows in counts
+        f"case {rows // tiles.grain}: next = multiply_steps<{height}>(d, ring, result, steps); break;\n"
+        for rows, height in heights.items()
     )
     source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source

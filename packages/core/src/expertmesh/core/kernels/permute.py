@@ -215,6 +215,18 @@ def unpermute_grad(dout, y, weight, row, source, *, tiles: Tiles = GRAD):
     )  # fmt: skip
 
 
+def count(ids, num_experts: int, block: int):
+    """int[P, M] -> int32[P, B, E]: choices of each expert in blocks of so many."""
+    (P, M), E = ids.shape, num_experts
+    B = triton.cdiv(M, block)
+    return jax_triton.triton_call(
+        ids,
+        kernel=_count_kernel, out_type=jax.ShapeDtypeStruct((P, B, E), jnp.int32), grid=(B, P), num_warps=4,
+        M=M, B=B, E=E, E_POW2=triton.next_power_of_2(E), BM=block,
+        **target(),
+    )  # fmt: skip
+
+
 def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
     """int[P, T, K] -> row [P, T, K], source [P, N], and of the rank's experts tokens_per_expert, group_sizes, total and
     dropped."""
@@ -222,12 +234,7 @@ def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
     (P, T, K), E, N = topk_idx.shape, num_experts, num_rows
     M, B, L, E_POW2 = T * K, triton.cdiv(T * K, BLOCK), E // num_ranks, triton.next_power_of_2(E)
     per_block = jax.ShapeDtypeStruct((P, B, E), jnp.int32)
-    counts = jax_triton.triton_call(
-        topk_idx,
-        kernel=_count_kernel, out_type=per_block, grid=(B, P), num_warps=4,
-        M=M, B=B, E=E, E_POW2=E_POW2, BM=BLOCK,
-        **target(),
-    )  # fmt: skip
+    counts = count(topk_idx.reshape(P, M), E, BLOCK)
     before, tokens = jax_triton.triton_call(
         counts,
         kernel=_scan_kernel,

@@ -14,7 +14,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
 from expertmesh.core.ops.token_mask import check_token_mask, count_tokens, masked
@@ -179,9 +179,39 @@ def _z_sum_grad(logits, d_sum, token_mask=None):
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
 
 
+def _triton(function: str, supports) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.load_balance", function, supports),)
+
+
+def _why_no_sums(logits, *rest, score_function="softmax") -> str | None:
+    """What keeps logits from the kernels, or None."""
+    del rest
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or not logits.size:
+        return f"logits must be float32, bfloat16 or float16, and there; they are {logits.dtype}{logits.shape}"
+    if logits.shape[-1] > MOST_EXPERTS:
+        return f"a program holds at most {MOST_EXPERTS} experts; there are {logits.shape[-1]}"
+    if score_function == "sqrtsoftplus":
+        return "the scores must be softmax or sigmoid; they are sqrtsoftplus"
+    return None
+
+
+def _why_no_counts(topk_idx, *rest, num_experts) -> str | None:
+    del rest
+    if not topk_idx.size or not 0 < num_experts <= MOST_EXPERTS:
+        return f"there must be choices of 1 to {MOST_EXPERTS} experts; they are {topk_idx.shape} of {num_experts}"
+    return None
+
+
+MOST_EXPERTS = 2048
 # Roles are given because the experts of these vectors are never split, on whatever axis the weights' experts are.
 _counts_op = Op(
-    "expert_counts", _counts, "... k -> e", summed=("...",), whole=("k", "e"), roles="tokens . -> ."
+    "expert_counts",
+    _counts,
+    "... k -> e",
+    summed=("...",),
+    whole=("k", "e"),
+    roles="tokens . -> .",
+    kernels=_triton("counts", _why_no_counts),
 )
 _prob_sums_op = Op(
     "load_balance_sums",
@@ -190,6 +220,7 @@ _prob_sums_op = Op(
     summed=("...",),
     whole=("e",),
     roles="tokens . -> .",
+    kernels=_triton("prob_sums", _why_no_sums),
 )
 _prob_sums_grad_op = Op(
     "load_balance_grad",
@@ -199,7 +230,13 @@ _prob_sums_grad_op = Op(
     roles="tokens ., . -> tokens .",
 )
 _z_sum_op = Op(
-    "z_loss_sum", _z_sum, "... e -> ()", summed=("...",), whole=("e",), roles="tokens . -> ()"
+    "z_loss_sum",
+    _z_sum,
+    "... e -> ()",
+    summed=("...",),
+    whole=("e",),
+    roles="tokens . -> ()",
+    kernels=_triton("z_sum", _why_no_sums),
 )
 _z_sum_grad_op = Op(
     "z_loss_grad", _z_sum_grad, "... e, () -> ... e", whole=("e",), roles="tokens ., () -> tokens ."

@@ -1,0 +1,86 @@
+"""The kernels of the balance losses' sums on a GPU, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core.ops import load_balance as ops
+from expertmesh.core.support import TRITON, missing_distribution
+from expertmesh.core.testing import relative_error
+
+MISSING = any(map(missing_distribution, TRITON))
+on_gpu = pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+
+
+def _logits(shape, dtype):
+    """Some wide; where a token is masked, NaN. The mask."""
+    rng = np.random.default_rng(shape[-1])
+    x = rng.normal(size=shape) * rng.choice([0.3, 3, 12], size=(*shape[:-1], 1))
+    mask = rng.random(shape[:-1]) < 0.8
+    return jnp.asarray(x, dtype), mask
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((5003, 256), "float32"),
+        ((3, 40, 200), "bfloat16"),
+        ((1, 7), "float32"),
+        ((9, 2048), "float16"),
+    ],
+)
+def test_sums(shape, dtype, score_function, masked):
+    logits, mask = _logits(shape, dtype)
+    live = mask if masked else np.ones_like(mask)
+    x = np.asarray(logits, np.float64)[live]
+    given = (
+        (jnp.where(mask[..., None], logits, jnp.nan), jnp.asarray(mask)) if masked else (logits,)
+    )
+    sums_op = ops._masked_prob_sums_op if masked else ops._prob_sums_op
+    z_op = ops._masked_z_sum_op if masked else ops._z_sum_op
+
+    @jax.jit
+    def run(*given):
+        options = {"implementation": "triton"}
+        return sums_op(*given, score_function=score_function, **options), z_op(*given, **options)
+
+    most = x.max(-1, keepdims=True, initial=-np.inf)
+    e = np.exp(x - most)
+    q = 1 / (1 + np.exp(-x)) if score_function == "sigmoid" else e
+    lse = np.log(e.sum(-1)) + most[..., 0]
+    got, again = run(*given), run(*given)
+    assert relative_error(got[0], (q / q.sum(-1, keepdims=True)).sum(0)) < 3e-6
+    assert relative_error(got[1], (lse**2).sum()) < 3e-6
+    for one, other in zip(got, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "tokens, experts, dtype", [(9001, 256, "int32"), (3, 5, "int8"), (700, 1000, "int16")]
+)
+def test_counts(tokens, experts, dtype, masked):
+    rng = np.random.default_rng(experts)
+    idx = rng.integers(-2, experts + 2, (tokens, 4)).astype(dtype)
+    mask = rng.random(tokens) < 0.5
+    op = ops._masked_counts_op if masked else ops._counts_op
+    given = (idx, mask) if masked else (idx,)
+    got = jax.jit(lambda *x: op(*x, num_experts=experts, implementation="triton"))(*given)
+    kept = idx[mask] if masked else idx
+    want = np.bincount(kept[(kept >= 0) & (kept < experts)].astype(int), minlength=experts)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_the_kernels_refuse():
+    logits = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    assert "sqrtsoftplus" in ops._why_no_sums(logits, score_function="sqrtsoftplus")
+    assert "float64" in ops._why_no_sums(jax.ShapeDtypeStruct((4, 64), jnp.dtype("float64")))
+    assert "2048" in ops._why_no_sums(jax.ShapeDtypeStruct((4, 4096), jnp.float32))
+    assert "choices" in ops._why_no_counts(jax.ShapeDtypeStruct((0, 2), jnp.int32), num_experts=4)
