@@ -459,8 +459,8 @@ def test_no_tokens_in_parts():
     assert out.y.shape == (0, 4, 16) and int(out.num_dropped) == 0
 
 
-@pytest.mark.parametrize("recipe", [None, full("fp8_block")])
-def test_what_devices_add_in_reduce_dtype(recipe):
+@pytest.mark.parametrize("recipe, D", [(None, 128), full("fp8_block", 256)])
+def test_what_devices_add_in_reduce_dtype(recipe, D):
     """The gradients of all expert weights, by what is lowered; the router's and everything else in float32."""
     config = make_config(
         expert_dim=128,
@@ -470,15 +470,18 @@ def test_what_devices_add_in_reduce_dtype(recipe):
         reduce_dtype="bfloat16",
         recipe=recipe,
     )
-    data = make_data(config, (8, 3, 128))
+    data = make_data(config, (8, 3, D))
     mesh = make_mesh((2, 4), EXPLICIT)
     program = jax.jit(value_and_gradients(moe, config)).lower(*place(data, config, mesh))
     added = sums(program.as_text())
     narrow = sorted(kind for kind in added if kind[1].endswith("bf16"))
-    # 2 experts a device, D and F of 128; shared experts' gradients are first added over ep, which they do not split.
-    assert narrow == [
-        *[("all_reduce", "128x64xbf16"), ("all_reduce", "64x2x128xbf16")],
-        *[("reduce_scatter", "128x64xbf16"), ("reduce_scatter", "2x128x64xbf16")],
-        *[("reduce_scatter", "2x64x2x128xbf16"), ("reduce_scatter", "64x2x128xbf16")],
-    ]
-    assert ("all_reduce", "128x8xf32") in added  # the router's
+    # 2 experts a device, F of 128; shared experts' gradients are first added over ep, which they do not split.
+    half = D // 2
+    assert narrow == sorted(
+        [
+            *[("all_reduce", f"128x{half}xbf16"), ("all_reduce", f"{half}x2x128xbf16")],
+            *[("reduce_scatter", f"128x{half}xbf16"), ("reduce_scatter", f"2x128x{half}xbf16")],
+            *[("reduce_scatter", f"{n}{half}x2x128xbf16") for n in ("", "2x")],
+        ]
+    )
+    assert ("all_reduce", f"{D}x8xf32") in added  # the router's

@@ -6,6 +6,7 @@ import re
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -93,7 +94,7 @@ def test_quantization():
 
 def test_block():
     """Shapes only: they are those of real models."""
-    first, bias, fewer_bits, state, microbatches = snippets("flax_moe.md")
+    first, bias, placement, fewer_bits, state, microbatches = snippets("flax_moe.md")
 
     def shown():
         small, x = jnp.ones((2, 8, 256), jnp.bfloat16), jnp.ones((2, 8, 2048), jnp.bfloat16)
@@ -111,6 +112,15 @@ def test_block():
             bias=jnp.zeros(4),
             x=small,
         )
+        placed = run(
+            placement,
+            "flax_moe.md",
+            counts=np.arange(4),
+            ranks=2,
+            params=params,
+            opt_state={"mu": params},
+            bias=jnp.zeros(4),
+        )
         config = run(fewer_bits, "flax_moe.md")["config"]
         delayed = expertmesh.flax_moe.MoEConfig(**SMALL, recipe="fp8_delayed")
         begun = expertmesh.flax_moe.init_quant_state(delayed)
@@ -126,10 +136,11 @@ def test_block():
         cached = run(
             microbatches, "flax_moe.md", params=weights, config=config, microbatches=[x, x]
         )
-        return out.y, both["bias"], kept, cached["out"].y
+        return out.y, both["bias"], kept, cached["out"].y, placed["opt_state"]["mu"]
 
-    y, moved, kept, cached = jax.eval_shape(shown)
+    y, moved, kept, cached, moments = jax.eval_shape(shown)
     assert y.shape == cached.shape == (2, 8, 2048) and moved.shape == (4,) and kept
+    assert moments["wi"].shape == (4, 256, 2, 128)
 
 
 def test_no_page_is_left_out():

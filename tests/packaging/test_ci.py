@@ -34,7 +34,7 @@ def test_json_is_what_actions_expects():
     assert all({"platform", "jax"} <= cell.keys() for cell in cells)
     gpu = json.loads(matrix("list", "--json", "--platform", "gpu").stdout)["include"]
     assert {cell["jax"] for cell in gpu} == {"0.11.2"}
-    assert len(gpu) == 7, "two of each package, and the sanitizer"
+    assert len(gpu) == 8, "two of each package, the exchange by nvlink, and the sanitizer"
 
 
 def test_a_package_cell_runs_every_folder_of_tests():

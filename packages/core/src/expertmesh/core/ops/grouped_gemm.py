@@ -234,14 +234,11 @@ def _add_bias_reference(y, bias, group_sizes):
 
 
 def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
-    if dy.size == 0:
-        return empty_result((num_experts, *dy.shape[2:]), out_dtype, dy)
-    P, G = group_sizes.shape
-    groups_PC = row_groups(group_sizes, dy.shape[1])
-    db_PGN = jax.vmap(lambda d, g: jax.ops.segment_sum(d, g, num_segments=G))(
-        dy.astype(jnp.float32), groups_PC
-    )
-    return db_PGN.reshape(-1, num_experts, *dy.shape[2:]).sum(axis=0).astype(out_dtype)
+    # The weight's gradient for an input of 1: a scatter on a GPU adds in another order each time.
+    ones = jnp.ones_like(dy, shape=(*dy.shape[:2], 1))
+    return _wgrad_reference(
+        ones, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
+    ).squeeze(1)
 
 
 def expert_axes(
