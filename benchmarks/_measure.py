@@ -281,15 +281,8 @@ def copy_case(bench: str, case: str, function: Callable, operands: tuple, num_by
     """For what moves `num_bytes`, read and written, against a copy of as many bytes."""
 
     def describe(mine, theirs, ratio):
-        return row(
-            bench=bench,
-            case=case,
-            metric="rate",
-            value=num_bytes / mine / 1e12,
-            unit="TB/s",
-            reference=f"a copy of as many bytes, {num_bytes / theirs / 1e12:.2f} TB/s",
-            ratio=ratio,
-        )
+        name = "a copy of as many bytes"
+        return rate_row(bench, case, num_bytes, mine, name, theirs, ratio, unit="TB/s")
 
     return Case(
         ours=(function, operands),
@@ -349,36 +342,31 @@ def alternate(
     return mine, theirs, statistics.median(other / own for own, other in timed)
 
 
-def against_gemm(
+def rate_row(
     bench: str,
     case: str,
-    flops: int,
-    ours: tuple,
-    other: tuple,
+    amount: int,
+    seconds: float,
     name: str,
-    pairs=10,
-    measure=program,
+    other: float,
+    ratio=None,
+    *,
+    unit="TFLOP/s",
 ):
-    """A row for a GEMM, a (function, operands), against another of as many operations."""
-    mine, theirs, ratio = alternate(ours, other, pairs, measure)
-    return rate_row(bench, case, flops, mine, name, theirs, ratio)
-
-
-def rate_row(
-    bench: str, case: str, flops: int, seconds: float, name: str, other: float, ratio=None
-):
-    """A row for `flops` operations in so many seconds, against another that takes `other`.
+    """A row for so many operations, or bytes, in so many seconds, against another that takes `other`.
 
     Args:
       ratio: None: other / seconds.
+      unit: "TFLOP/s" or "TB/s".
     """
+    theirs = amount / other / 1e12
     return row(
         bench=bench,
         case=case,
         metric="rate",
-        value=flops / seconds / 1e12,
-        unit="TFLOP/s",
-        reference=f"{name}, {flops / other / 1e12:.0f} TFLOP/s",
+        value=amount / seconds / 1e12,
+        unit=unit,
+        reference=f"{name}, {theirs:{'.2f' if unit == 'TB/s' else '.0f'}} {unit}",
         ratio=ratio or other / seconds,
     )
 
