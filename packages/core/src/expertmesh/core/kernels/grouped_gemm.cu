@@ -4,11 +4,13 @@
 // costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
 // multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
 // in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
-// wait for an end.
+// wait for an end. Where groups are small, a role multiplies two boxes of columns by up to 128 rows instead: more of
+// the weights is under way, and the rows are read half as often.
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND,
-// BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, INSTRUCTIONS (`multiply` for each height) and CASES.
+// BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, INSTRUCTIONS (`multiply` for each height),
+// CASES and LOW_CASES (a switch's, for each height of one box a role, and of two).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -23,19 +25,21 @@ constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
 constexpr int BK = 64;                // of the contraction a step: 128 bytes, the width of a swizzle
 constexpr int LINE = BK * 2;
-constexpr int BOX = 64;               // columns of the weight of one TMA load, and of a role
-constexpr int COLUMNS = ROLES * BOX;  // of a block's tile
+constexpr int BOX = 64;               // columns of the weight of one TMA load
+constexpr int COLUMNS = ROLES * BOX;  // of a block's tile, if each role has one box
+constexpr int LOW_ROWS = MAX_ROWS / 2;  // at most, of a tile of two boxes a role
 constexpr int MAX_STAGES = 8;
 constexpr int PIECE = 32;             // rows of a result that leave at once
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
 
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, the table of groups, pieces of results,
-// slots for operands.
-constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, TABLE = 1024;
-constexpr int STAGED = WIDE ? 0 : 2 * PIECE * LINE;  // bytes of a role's pieces
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
+// and at its end the table of groups.
+constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, STAGED = 1024;
+constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a role
+constexpr int SLOTS = STAGED + ROLES * STAGED_BYTES;
 
 template <int ROWS>
-__device__ void multiply(float (&d)[128], u64 columns, u64 rows, int accumulate);
+__device__ void multiply(float* d, u64 columns, u64 rows, int accumulate);
 
 INSTRUCTIONS
 
@@ -113,6 +117,10 @@ __device__ __forceinline__ int get_word(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ void prefetch_descriptor(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A group's grains of rows, and its tiles if none is higher than `height` grains.
 struct Extent {
   int grains, tiles;
@@ -139,34 +147,53 @@ __device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32
   if (lane == 0) put_word(smem + LIVE, start);
 }
 
-// What all tiles cost together if none is higher than `height` grains. One warp.
-__device__ __forceinline__ float total_cost(int height, int num_groups, int num_columns, u32 room) {
+// Tiles as high as the groups allow, of one box of columns a role or of two.
+struct Form {
+  int height, boxes;  // in grains; of a role
+
+  // The form of this number: from the highest to the lowest, then that of two boxes.
+  __device__ __forceinline__ Form(int i)
+      : height(i < HEIGHTS ? MAX_ROWS / GRAIN - i : LOW_ROWS / GRAIN), boxes(i < HEIGHTS ? 1 : 2) {}
+
+  __device__ __forceinline__ int num_columns(int width) const {
+    return (width + 2 * COLUMNS * boxes - 1) / (2 * COLUMNS * boxes);
+  }
+};
+
+// What all tiles of a form cost together. One warp.
+__device__ __forceinline__ float total_cost(Form form, int num_groups, int width, u32 room) {
   int tiles = 0, grains = 0;
   for (int g = threadIdx.x % 32; g < num_groups; g += 32) {
-    const Extent mine(get_word(room + 16 * g), height);
+    const Extent mine(get_word(room + 16 * g), form.height);
     grains += mine.grains, tiles += mine.tiles;
   }
   tiles = __reduce_add_sync(~0u, tiles);
   grains = __reduce_add_sync(~0u, grains);
-  const int clusters = gridDim.x / 2, rounds = (tiles * num_columns + clusters - 1) / clusters;
-  return rounds * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
+  const int clusters = gridDim.x / 2, rounds = (tiles * form.num_columns(width) + clusters - 1) / clusters;
+  // Shared memory moves 128 + rows a box, and rows once more: twice the columns cost 1.7 times as much.
+  return rounds * (form.boxes == 1 ? 1.f : 1.7f) * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
 }
 
 // Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
-// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least. All threads.
-__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 room) {
+// together are alike, and end together. Returns the form of tiles that cost least; of equals the lowest, whose slots
+// are the smallest. All threads.
+__device__ __forceinline__ Form plan(const int* sizes, int num_groups, int width, u32 smem, u32 table) {
+  const u32 room = smem + STAGED;  // of what comes there later
   const int warp = threadIdx.x / 32;
   if (warp == 0) read_sizes(sizes, num_groups, smem, room);
   __syncthreads();
-  for (int i = warp; i < HEIGHTS; i += THREADS / 32)
-    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(MAX_ROWS / GRAIN - i, num_groups, num_columns, room)));
+  for (int i = warp; i < HEIGHTS + 1; i += THREADS / 32)
+    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(Form(i), num_groups, width, room)));
   __syncthreads();
   int best = 0;
-  for (int i = 1; i < HEIGHTS; i++)
-    if (__int_as_float(get_word(smem + COSTS + 4 * i)) < __int_as_float(get_word(smem + COSTS + 4 * best))) best = i;
-  const int height = MAX_ROWS / GRAIN - best;
+  float least = __int_as_float(get_word(smem + COSTS));
+  for (int i = 1; i < HEIGHTS + 1; i++) {
+    const float cost = __int_as_float(get_word(smem + COSTS + 4 * i));
+    if (cost <= least) least = cost, best = i;
+  }
+  const Form form(best);
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
-    const Extent mine(get_word(room + 16 * g), height);
+    const Extent mine(get_word(room + 16 * g), form.height);
     put_word(room + 16 * g + 8, mine.tiles ? mine.grains * 256 / mine.tiles : 0);
     put_word(room + 16 * g + 12, mine.tiles);
   }
@@ -178,10 +205,11 @@ __device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_co
       const int other = get_word(room + 16 * h + 8);
       place += other > mine.z || (other == mine.z && h < g);
     }
-    put(smem + TABLE + 16 * place, mine.y, mine.x, g, mine.w);
+    put(table + 16 * place, mine.y, mine.x, g, mine.w);
   }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // operands may come where sizes were
   __syncthreads();
-  return height;
+  return form;
 }
 
 // Where a cluster is: its group, and the rows and columns of its tile.
@@ -216,46 +244,48 @@ struct Cursor {
 
 // Operands on their way through shared memory: slots of a step's rows and weights.
 struct Ring {
-  u32 smem, barriers;
+  u32 smem;
   int bytes, stages;  // of a slot; how many
   u32 parity;
   int slot = 0;
 
-  __device__ __forceinline__ u32 at() const { return smem + slot * bytes; }
-  __device__ __forceinline__ u32 full() const { return barriers + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return barriers + EMPTY + 8 * slot; }
+  __device__ __forceinline__ u32 at() const { return smem + SLOTS + slot * bytes; }
+  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
   // A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
-  __device__ __forceinline__ u32 which() const { return barriers + WHICH + 16 * slot; }
+  __device__ __forceinline__ u32 which() const { return smem + WHICH + 16 * slot; }
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, parity ^= 1;
   }
   // The slot before this one is free, in both blocks.
   __device__ __forceinline__ void release_before() const {
     const int lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(barriers + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
+    if (lane < 2) arrive_at(smem + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
   }
 };
 
+// `columns` of a block's tile.
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int steps, Ring ring) {
+    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int columns, int steps, Ring ring) {
   const int rank = rank_in_cluster(), clusters = gridDim.x / 2, mine = blockIdx.x / 2;
   for (int round = 0;; round++) {
     // There and back, so that no cluster gets the higher tile of each round.
     if (!cursor.seek(round * clusters + (round % 2 ? clusters - 1 - mine : mine))) break;
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
-    const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
+    const int column = (cursor.column * 2 + rank) * columns, group = cursor.group;
     for (int step = 0; step < steps; step++) {
-      const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
+      const u32 weight = ring.at(), rows = weight + columns * LINE, ready = ring.full();
       const int k = step * BK;
       wait_barrier(ring.empty(), ring.parity);
       if (step == 0) put(ring.which(), cursor.row, cursor.rows, cursor.start + cursor.size, column);
-      expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
-#pragma unroll
-      for (int i = 0; i < ROLES; i++)
+      expect_bytes(ready, (columns + boxes * BOX_ROWS) * LINE);
+#pragma unroll 1
+      for (int i = 0; i < columns; i += BOX)
         if (TRANSPOSED)
-          load(rhs, weight + i * BOX * LINE, ready, k, column + i * BOX, group);
+          load(rhs, weight + i * LINE, ready, k, column + i, group);
         else
-          load(rhs, weight + i * BOX * LINE, ready, column + i * BOX, k, group);
+          load(rhs, weight + i * LINE, ready, column + i, k, group);
+#pragma unroll 1
       for (int i = rank; i < boxes; i += 2)
         load_shared(lhs, rows + i * BOX_ROWS * LINE, ready, k, cursor.row + i * BOX_ROWS);
       ring.next();
@@ -281,7 +311,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-// Of one role. The accumulators hold the transpose of rows x 64 results.
+// Of one role. The accumulators hold the transposes of rows x 64 results, one or two boxes, COLUMNS apart.
+template <int BOXES>
 struct Result {
   int role;
   u32 staged;  // room for two pieces
@@ -294,15 +325,18 @@ struct Result {
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
+    const int line = row + lane % 4 * 2;
+    float* to = (float*)out + (u64)line * width + mine;
 #pragma unroll
     for (int i = 0; i < MAX_ROWS / 2; i++) {
-      const int r = row + i / 4 * 8 + lane % 4 * 2 + i % 2, c = mine + i % 4 / 2 * 8;
-      if (r < end && i / 4 * 8 < rows && c < width) ((float*)out)[(u64)r * width + c] = d[i];
+      const int first = i % (MAX_ROWS / 2 / BOXES) / 4 * 8, r = first + i % 2;
+      const int c = i / (MAX_ROWS / 2 / BOXES) * COLUMNS + i % 4 / 2 * 8;
+      if (line + r < end && first < rows && mine + c < width) to[(u64)r * width + c] = d[i];
     }
   }
 #else
   u8* at;  // this thread's part of a row, in the result's first rows
-  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on
+  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
   u32 packed[MAX_ROWS / 4];
 
   __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
@@ -312,7 +346,8 @@ struct Result {
     rows = min(rows, end - row);
     const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
     piece = 0, pieces = (rows + PIECE - 1) / PIECE;
-    live = mine < width ? rows - line : 0;
+    live = mine < width ? max(rows - line, 0) : 0;
+    if (BOXES == 2 && mine + COLUMNS < width) live |= (rows - line + LOW_ROWS) << 16;
     at = out + ((u64)(row + line) * width + mine) * 2;
   }
 
@@ -346,10 +381,14 @@ struct Result {
     for (int i = 0; i < 2; i++) {
       const int line = thread / 8 + 16 * i, r = piece * PIECE + 16 * i;
       const int4 v = get(buffer + line * LINE + (part ^ line % 8) * 16);
-      if (r < live) *(int4*)(at + (u64)(r * 2) * width) = v;
+      if (r < (BOXES == 2 ? live & 0xFFFF : live)) *(int4*)(at + (u64)(r * 2) * width) = v;
     }
     turn ^= PIECE * LINE;  // the other one, which all have read
     piece++;
+    if (BOXES == 2 && piece == pieces && pieces <= LOW_ROWS / PIECE) {  // on to the second box, from row LOW_ROWS on
+      piece = LOW_ROWS / PIECE, pieces += LOW_ROWS / PIECE, live >>= 16;
+      at += (COLUMNS - (long long)LOW_ROWS * width) * 2;
+    }
   }
 
   __device__ __forceinline__ void send_some() {
@@ -363,16 +402,20 @@ struct Result {
 };
 
 // Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
-template <int ROWS>
-__device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Result& result, int steps) {
+template <int ROWS, int BOXES>
+__device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Result<BOXES>& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
-    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE), rows = descriptor(ring.at() + COLUMNS * LINE);
+    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
+    const u64 rows = descriptor(ring.at() + COLUMNS * BOXES * LINE);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < BK / 16; k++)
-      multiply<ROWS>(d, columns + k * (TRANSPOSED ? 32 : 2048) / 16, rows + k * 2, step > 0 || k > 0);
+#pragma unroll
+      for (int i = 0; i < BOXES; i++)
+        multiply<ROWS>(d + i * MAX_ROWS / 2 / BOXES, columns + (i * COLUMNS * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
+                       rows + k * 2, step > 0 || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     result.send_some();
     // One product stays under way; the slot of the one before it is free.
@@ -384,18 +427,26 @@ __device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Resu
   const int4 next = get(ring.which());
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+  for (int i = 0; i < MAX_ROWS / 2; i++)
+    if (i % (MAX_ROWS / 2 / BOXES) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
   ring.release_before();
   return next;
 }
 
-__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
+template <int BOXES>
+__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result<BOXES> result) {
   float d[128];
   wait_barrier(ring.full(), ring.parity);
   int4 tile = get(ring.which()), next;
   while (tile.y) {
-    switch ((u32)tile.y / GRAIN) {
-      CASES
+    if constexpr (BOXES == 1) {
+      switch ((u32)tile.y / GRAIN) {
+        CASES
+      }
+    } else {
+      switch ((u32)(tile.y - 1) / BOX_ROWS) {
+        LOW_CASES
+      }
     }
     result.take(d, tile.x, tile.y, tile.z, tile.w);
     tile = next;
@@ -416,26 +467,34 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = (u32)__cvta_generic_to_shared(shared);
   const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
-  const u32 staged = smem + TABLE + (num_groups * 16 + 1023) / 1024 * 1024, slots = staged + ROLES * STAGED;
-  const int role = threadIdx.x / 128, num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
+  const u32 table = base + SHARED - num_groups * 16;
+  // -1: it loads. Shuffled, so that the compiler knows it to be the same in a warp: indices of slots then need no
+  // vector registers, nor the warp to gather before each product.
+  const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
   if (threadIdx.x == 32) {
+    prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
     for (int i = 0; i < MAX_STAGES; i++) {
       init_barrier(smem + FULL + 8 * i, 1);
       init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const int height = plan(sizes, num_groups, num_columns, smem, staged);
+  const Form form = plan(sizes, num_groups, width, smem, table);
   cluster_sync();
   // Lower tiles leave shared memory for more slots.
-  const int bytes = (COLUMNS + (height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
-  Ring ring{slots, smem, bytes, min((int)(base + SHARED - slots) / bytes, MAX_STAGES), role == 0};
-  if (role == 0) {
+  const int rows = (form.height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS;
+  const int columns = COLUMNS * form.boxes, bytes = (columns + rows) * LINE;
+  const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
+  const Cursor cursor{table, num_groups, form.num_columns(width)};
+  if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{smem + TABLE, num_groups, num_columns}, steps, ring);
+    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, cursor, columns, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    multiply_tiles(steps, ring, Result{role - 1, staged + (role - 1) * STAGED, width, out});
+    if (form.boxes == 1)
+      multiply_tiles(steps, ring, Result<1>{role, smem + STAGED + role * STAGED_BYTES, width, out});
+    else
+      multiply_tiles(steps, ring, Result<2>{role, smem + STAGED + role * STAGED_BYTES, width, out});
     store_zeros(get_word(smem + LIVE), out, num_rows, width);
   }
   __syncwarp();

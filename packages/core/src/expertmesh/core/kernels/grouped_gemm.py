@@ -590,14 +590,21 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
         BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
     )  # fmt: skip
+    # Tiles of two boxes a role are half as high, in steps of what is loaded.
+    low = range(tiles.box, most // 2 + 1, tiles.box)
+    texts = {
+        "INSTRUCTIONS": (_wgmma(rows, half, transposed) for rows in sorted({*heights.values(), *low})),
+        "LOW_CASES": (_case(i, height, 2) for i, height in enumerate(low)),
+        "CASES": (_case(rows // tiles.grain, height, 1) for rows, height in heights.items()),
+    }  # fmt: skip
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
-    cases = "".join(
-        f"case {rows // tiles.grain}: next = multiply_steps<{height}>(d, ring, result, steps); break;\n"
-        for rows, height in heights.items()
-    )
-    source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
+    for name, lines in texts.items():
+        source = source.replace(f"{name}\n", "".join(lines), 1)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
+
+
+def _case(value: int, rows: int, boxes: int) -> str:
+    return f"case {value}: next = multiply_steps<{rows}, {boxes}>(d, ring, result, steps); break;\n"
 
 
 def _wgmma(rows: int, half: bool, transposed: bool) -> str:
@@ -606,7 +613,7 @@ def _wgmma(rows: int, half: bool, transposed: bool) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return f"""
-template <> __device__ __forceinline__ void multiply<{rows}>(float (&d)[128], u64 columns, u64 rows, int accumulate) {{
+template <> __device__ __forceinline__ void multiply<{rows}>(float* d, u64 columns, u64 rows, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
                "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{registers}}},"
                " %{count}, %{count + 1}, p, 1, 1, {int(not transposed)}, 0;\\n}}"
