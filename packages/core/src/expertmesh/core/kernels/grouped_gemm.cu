@@ -4,13 +4,13 @@
 // costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
 // multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
 // in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
-// wait for an end. Where groups are small, a role multiplies two boxes of columns by up to 128 rows instead: more of
-// the weights is under way, and the rows are read half as often.
+// wait for an end. For small groups a role multiplies two boxes of columns by up to 128 rows instead: more of the
+// weights is under way, and the rows are read half as often.
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
-// WIDE (float32 results) or OUT_HALF (float16 ones), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND,
-// BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, INSTRUCTIONS (`multiply` for each height),
-// CASES and LOW_CASES (a switch's, for each height of one box a role, and of two).
+// WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
+// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone
+// on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -26,10 +26,11 @@ constexpr int THREADS = 128 + ROLES * 128;
 constexpr int BK = 64;                // of the contraction a step: 128 bytes, the width of a swizzle
 constexpr int LINE = BK * 2;
 constexpr int BOX = 64;               // columns of the weight of one TMA load
-constexpr int COLUMNS = ROLES * BOX;  // of a block's tile, if each role has one box
-constexpr int LOW_ROWS = MAX_ROWS / 2;  // at most, of a tile of two boxes a role
+constexpr int NEXT = ROLES * BOX;     // columns from a role's box to its next one
+constexpr int COLUMNS = BOXES * NEXT;  // of a block's tile
 constexpr int MAX_STAGES = 8;
 constexpr int PIECE = 32;             // rows of a result that leave at once
+constexpr int SUMS = BOXES * MAX_ROWS / 2;  // of a thread
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
@@ -147,53 +148,39 @@ __device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32
   if (lane == 0) put_word(smem + LIVE, start);
 }
 
-// Tiles as high as the groups allow, of one box of columns a role or of two.
-struct Form {
-  int height, boxes;  // in grains; of a role
-
-  // The form of this number: from the highest to the lowest, then that of two boxes.
-  __device__ __forceinline__ Form(int i)
-      : height(i < HEIGHTS ? MAX_ROWS / GRAIN - i : LOW_ROWS / GRAIN), boxes(i < HEIGHTS ? 1 : 2) {}
-
-  __device__ __forceinline__ int num_columns(int width) const {
-    return (width + 2 * COLUMNS * boxes - 1) / (2 * COLUMNS * boxes);
-  }
-};
-
-// What all tiles of a form cost together. One warp.
-__device__ __forceinline__ float total_cost(Form form, int num_groups, int width, u32 room) {
+// What all tiles cost together if none is higher than `height` grains. One warp.
+__device__ __forceinline__ float total_cost(int height, int num_groups, int num_columns, u32 room) {
   int tiles = 0, grains = 0;
   for (int g = threadIdx.x % 32; g < num_groups; g += 32) {
-    const Extent mine(get_word(room + 16 * g), form.height);
+    const Extent mine(get_word(room + 16 * g), height);
     grains += mine.grains, tiles += mine.tiles;
   }
   tiles = __reduce_add_sync(~0u, tiles);
   grains = __reduce_add_sync(~0u, grains);
-  const int clusters = gridDim.x / 2, rounds = (tiles * form.num_columns(width) + clusters - 1) / clusters;
-  // Shared memory moves 128 + rows a box, and rows once more: twice the columns cost 1.7 times as much.
-  return rounds * (form.boxes == 1 ? 1.f : 1.7f) * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
+  const int clusters = gridDim.x / 2, rounds = (tiles * num_columns + clusters - 1) / clusters;
+  return rounds * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
 }
 
 // Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
-// together are alike, and end together. Returns the form of tiles that cost least; of equals the lowest, whose slots
-// are the smallest. All threads.
-__device__ __forceinline__ Form plan(const int* sizes, int num_groups, int width, u32 smem, u32 table) {
+// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least; of equals
+// the fewest, for which slots are the smallest. All threads.
+__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 table) {
   const u32 room = smem + STAGED;  // of what comes there later
   const int warp = threadIdx.x / 32;
   if (warp == 0) read_sizes(sizes, num_groups, smem, room);
   __syncthreads();
-  for (int i = warp; i < HEIGHTS + 1; i += THREADS / 32)
-    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(Form(i), num_groups, width, room)));
+  for (int i = warp; i < HEIGHTS; i += THREADS / 32)
+    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(MAX_ROWS / GRAIN - i, num_groups, num_columns, room)));
   __syncthreads();
   int best = 0;
   float least = __int_as_float(get_word(smem + COSTS));
-  for (int i = 1; i < HEIGHTS + 1; i++) {
+  for (int i = 1; i < HEIGHTS; i++) {
     const float cost = __int_as_float(get_word(smem + COSTS + 4 * i));
     if (cost <= least) least = cost, best = i;
   }
-  const Form form(best);
+  const int height = MAX_ROWS / GRAIN - best;
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
-    const Extent mine(get_word(room + 16 * g), form.height);
+    const Extent mine(get_word(room + 16 * g), height);
     put_word(room + 16 * g + 8, mine.tiles ? mine.grains * 256 / mine.tiles : 0);
     put_word(room + 16 * g + 12, mine.tiles);
   }
@@ -209,7 +196,7 @@ __device__ __forceinline__ Form plan(const int* sizes, int num_groups, int width
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // operands may come where sizes were
   __syncthreads();
-  return form;
+  return height;
 }
 
 // Where a cluster is: its group, and the rows and columns of its tile.
@@ -264,28 +251,27 @@ struct Ring {
   }
 };
 
-// `columns` of a block's tile.
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int columns, int steps, Ring ring) {
+    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int steps, Ring ring) {
   const int rank = rank_in_cluster(), clusters = gridDim.x / 2, mine = blockIdx.x / 2;
   for (int round = 0;; round++) {
     // There and back, so that no cluster gets the higher tile of each round.
     if (!cursor.seek(round * clusters + (round % 2 ? clusters - 1 - mine : mine))) break;
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
-    const int column = (cursor.column * 2 + rank) * columns, group = cursor.group;
+    const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
     for (int step = 0; step < steps; step++) {
-      const u32 weight = ring.at(), rows = weight + columns * LINE, ready = ring.full();
+      const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
       const int k = step * BK;
       wait_barrier(ring.empty(), ring.parity);
       if (step == 0) put(ring.which(), cursor.row, cursor.rows, cursor.start + cursor.size, column);
-      expect_bytes(ready, (columns + boxes * BOX_ROWS) * LINE);
-#pragma unroll 1
-      for (int i = 0; i < columns; i += BOX)
+      expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
+#pragma unroll
+      for (int i = 0; i < COLUMNS; i += BOX)
         if (TRANSPOSED)
           load(rhs, weight + i * LINE, ready, k, column + i, group);
         else
           load(rhs, weight + i * LINE, ready, column + i, k, group);
-#pragma unroll 1
+#pragma unroll(BOXES == 1 ? 4 : 1)  // as its registers allow
       for (int i = rank; i < boxes; i += 2)
         load_shared(lhs, rows + i * BOX_ROWS * LINE, ready, k, cursor.row + i * BOX_ROWS);
       ring.next();
@@ -311,8 +297,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-// Of one role. The accumulators hold the transposes of rows x 64 results, one or two boxes, COLUMNS apart.
-template <int BOXES>
+// Of one role. The accumulators hold the transposes of rows x 64 results, of one box after the other.
 struct Result {
   int role;
   u32 staged;  // room for two pieces
@@ -323,31 +308,30 @@ struct Result {
   __device__ __forceinline__ void send_rest() {}
 
   // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
     float* to = (float*)out + (u64)line * width + mine;
 #pragma unroll
-    for (int i = 0; i < MAX_ROWS / 2; i++) {
-      const int first = i % (MAX_ROWS / 2 / BOXES) / 4 * 8, r = first + i % 2;
-      const int c = i / (MAX_ROWS / 2 / BOXES) * COLUMNS + i % 4 / 2 * 8;
+    for (int i = 0; i < SUMS; i++) {
+      const int first = i % (MAX_ROWS / 2) / 4 * 8, r = first + i % 2, c = i / (MAX_ROWS / 2) * NEXT + i % 4 / 2 * 8;
       if (line + r < end && first < rows && mine + c < width) to[(u64)r * width + c] = d[i];
     }
   }
 #else
   u8* at;  // this thread's part of a row, in the result's first rows
   int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
-  u32 packed[MAX_ROWS / 4];
+  u32 packed[SUMS / 2];
 
-  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     send_rest();
 #pragma unroll
-    for (int i = 0; i < MAX_ROWS / 4; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
+    for (int i = 0; i < SUMS / 2; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
     rows = min(rows, end - row);
     const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
     piece = 0, pieces = (rows + PIECE - 1) / PIECE;
     live = mine < width ? max(rows - line, 0) : 0;
-    if (BOXES == 2 && mine + COLUMNS < width) live |= (rows - line + LOW_ROWS) << 16;
+    if (BOXES == 2 && mine + NEXT < width) live |= (rows - line + MAX_ROWS) << 16;
     at = out + ((u64)(row + line) * width + mine) * 2;
   }
 
@@ -385,9 +369,9 @@ struct Result {
     }
     turn ^= PIECE * LINE;  // the other one, which all have read
     piece++;
-    if (BOXES == 2 && piece == pieces && pieces <= LOW_ROWS / PIECE) {  // on to the second box, from row LOW_ROWS on
-      piece = LOW_ROWS / PIECE, pieces += LOW_ROWS / PIECE, live >>= 16;
-      at += (COLUMNS - (long long)LOW_ROWS * width) * 2;
+    if (BOXES == 2 && piece == pieces && pieces <= MAX_ROWS / PIECE) {  // on to the second box, from row MAX_ROWS on
+      piece = MAX_ROWS / PIECE, pieces += MAX_ROWS / PIECE, live >>= 16;
+      at += (NEXT - (long long)MAX_ROWS * width) * 2;
     }
   }
 
@@ -402,19 +386,19 @@ struct Result {
 };
 
 // Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
-template <int ROWS, int BOXES>
-__device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Result<BOXES>& result, int steps) {
+template <int ROWS>
+__device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
     const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
-    const u64 rows = descriptor(ring.at() + COLUMNS * BOXES * LINE);
+    const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < BOXES; i++)
-        multiply<ROWS>(d + i * MAX_ROWS / 2 / BOXES, columns + (i * COLUMNS * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
+        multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
                        rows + k * 2, step > 0 || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     result.send_some();
@@ -427,26 +411,19 @@ __device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Resu
   const int4 next = get(ring.which());
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < MAX_ROWS / 2; i++)
-    if (i % (MAX_ROWS / 2 / BOXES) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+  for (int i = 0; i < SUMS; i++)
+    if (i % (MAX_ROWS / 2) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
   ring.release_before();
   return next;
 }
 
-template <int BOXES>
-__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result<BOXES> result) {
-  float d[128];
+__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
+  float d[SUMS];
   wait_barrier(ring.full(), ring.parity);
   int4 tile = get(ring.which()), next;
   while (tile.y) {
-    if constexpr (BOXES == 1) {
-      switch ((u32)tile.y / GRAIN) {
-        CASES
-      }
-    } else {
-      switch ((u32)(tile.y - 1) / BOX_ROWS) {
-        LOW_CASES
-      }
+    switch ((u32)tile.y / GRAIN) {
+      CASES
     }
     result.take(d, tile.x, tile.y, tile.z, tile.w);
     tile = next;
@@ -479,22 +456,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const Form form = plan(sizes, num_groups, width, smem, table);
+  const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
+  const int height = plan(sizes, num_groups, num_columns, smem, table);
   cluster_sync();
   // Lower tiles leave shared memory for more slots.
-  const int rows = (form.height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS;
-  const int columns = COLUMNS * form.boxes, bytes = (columns + rows) * LINE;
+  const int bytes = (COLUMNS + (height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
   const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
-  const Cursor cursor{table, num_groups, form.num_columns(width)};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, cursor, columns, steps, ring);
+    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    if (form.boxes == 1)
-      multiply_tiles(steps, ring, Result<1>{role, smem + STAGED + role * STAGED_BYTES, width, out});
-    else
-      multiply_tiles(steps, ring, Result<2>{role, smem + STAGED + role * STAGED_BYTES, width, out});
+    multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});
     store_zeros(get_word(smem + LIVE), out, num_rows, width);
   }
   __syncwarp();
