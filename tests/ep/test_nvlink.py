@@ -44,7 +44,7 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(transports, "platform_of", lambda *operands: "cuda")
 
 
-def lowered(case, names=("ep",), sizes=(8,), axis="ep"):
+def lowered(case, names=("ep",), sizes=(8,), axis="ep", tokens=48):
     """A dispatch and a combine for CUDA, in StableHLO."""
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
     sharding = NamedSharding(mesh, PartitionSpec(names))
@@ -54,8 +54,8 @@ def lowered(case, names=("ep",), sizes=(8,), axis="ep"):
         return combine(handle, dispatch(handle, tokens))
 
     operands = (
-        jax.ShapeDtypeStruct((48, case.K), jnp.int32, sharding=sharding),
-        jax.ShapeDtypeStruct((48, case.D), jnp.bfloat16, sharding=sharding),
+        jax.ShapeDtypeStruct((tokens, case.K), jnp.int32, sharding=sharding),
+        jax.ShapeDtypeStruct((tokens, case.D), jnp.bfloat16, sharding=sharding),
     )
     return jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -75,6 +75,14 @@ def test_staging_rows_are_what_travels(on_cuda):
     assert "stride = 256 : i64" in text and "stride = 384 : i64" in text
     text = lowered(dataclasses.replace(CASE, D=96, K=1))
     assert "stride = 256 : i64" in text and "stride = 384 : i64" not in text
+
+
+@pytest.mark.parametrize(
+    "tokens, features, there, back", [(4096, 7168, 1, 2), (4096, 512, 1, 1), (128, 7168, 4, 4)]
+)
+def test_slices_of_few_tokens_and_of_long_sums(on_cuda, tokens, features, there, back):
+    text = lowered(dataclasses.replace(CASE, D=features), tokens=8 * tokens)
+    assert re.findall(r"slices = (\d+) : i64", text) == [str(there), str(back)]
 
 
 def test_cpu_says_so_when_traced():
