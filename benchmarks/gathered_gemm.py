@@ -18,7 +18,12 @@ from expertmesh.core.ops.grouped_gemm import grouped_gemm_op
 from expertmesh.core.testing import relative_error
 
 # tokens, width, of the results, experts, choices: the first product of a block
-GPU = {"ffn": (32768, 4096, 1024, 128, 8), "qwen3-30b w13": (4096, 2048, 1536, 32, 8)}
+GPU = {
+    "ffn": (32768, 4096, 1024, 128, 8),
+    "qwen3-30b w13": (4096, 2048, 1536, 32, 8),
+    "dsv3 w13": (4096, 7168, 4096, 32, 8),
+    "mixtral w13": (8192, 4096, 28672, 8, 2),
+}
 CPU = {"small": (128, 256, 512, 8, 2)}
 
 

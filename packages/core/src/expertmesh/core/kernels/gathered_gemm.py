@@ -16,7 +16,7 @@ from expertmesh.core.kernels.launch import target
 
 
 @triton.jit
-def _kernel(
+def _gathered_rows_kernel(
     lhs, index, rhs_desc, group_sizes, out,
     C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
@@ -74,7 +74,7 @@ def launch(lhs, index, rhs, group_sizes, *, out_dtype, tiles: plain.Tiles = TILE
     programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), C, N, K))
     return jax_triton.triton_call(
         lhs, index, plain._descriptor(rhs, (1, tiles.k, tiles.n)), group_sizes,
-        kernel=_kernel,
+        kernel=_gathered_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
