@@ -148,9 +148,8 @@ class Turns:
         self.mark("done")
 
 
-def kernels(function: Callable, operands: tuple) -> list[tuple[str, float]]:
-    """(name, microseconds) of what the first GPU runs in one call of a jitted function, in order of time."""
-    call = jax.jit(function).lower(*operands).compile()
+def kernels(call: Callable, operands: tuple) -> list[tuple[str, float]]:
+    """(name, microseconds) of what the first GPU runs in one call of a compiled program, in order of time."""
     jax.block_until_ready(call(*operands))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

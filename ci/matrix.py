@@ -8,6 +8,7 @@ program and installs nothing: the packages come from PYTHONPATH, so it works off
 """
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -27,7 +28,9 @@ PROBE = """
 import importlib.metadata, json, sys
 import jax
 names = "jax jaxlib flax numpy triton jax-triton nvidia-nccl-cu13".split()
-found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+found = {}
+for d in importlib.metadata.distributions():
+    found.setdefault(d.metadata["Name"], d.version)  # the first on the path is what is imported
 versions = {"python": sys.version.split()[0]} | {n: found[n] for n in names if n in found}
 devices = jax.devices()
 device = f"{len(devices)} x {devices[0].device_kind}"
@@ -72,7 +75,15 @@ def run(cell: dict, extra: list[str]) -> dict:
             summary |= pytest(cell, extra)
     except subprocess.CalledProcessError as error:
         summary["error"] = f"{pathlib.Path(error.cmd[0]).name} ended with {error.returncode}"
-    return summary | {"seconds": round(time.monotonic() - start, 1)}
+    done = {"commit": commit(), "date": datetime.date.today().isoformat()}
+    return summary | done | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def commit() -> str:
+    """Of the sources that were tested."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def pytest(cell: dict, extra: list[str]) -> dict:

@@ -25,6 +25,15 @@ import pytest  # noqa: E402
 
 if not on_gpu():
     os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
+# What Triton's interpreter runs needs no GPU.
+INTERPRETED = "TRITON_INTERPRET" in os.environ
+
+
+def pytest_configure():
+    if INTERPRETED:
+        from cases import interpreted
+
+        interpreted.install()
 
 
 def pytest_collection_modifyitems(items):
@@ -32,6 +41,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "integration" not in item.path.parts)
     if on_gpu():
         items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
+    if on_gpu() or INTERPRETED:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device (JAX_PLATFORMS=cuda,cpu)")
     for item in items:

@@ -128,6 +128,8 @@ def test_the_block_in_charts_and_a_table(block, tmp_path):
     table = block.table(rows, lambda rows: f"origin of {len(rows)}")
     assert "mesh fsdp 2 x ep 2" in table and table.count("\n| 8x1024") == 1
     assert "| 8x1024 | 2048 | 768 | 20 | 4 | **5.0** |" in table and "origin of 1" in table
+    with_published = block.table([native[1] | {"gb200": 10.5}], lambda rows: "origin")
+    assert "| 8x1024 | 2048 | 768 | 20 | 4 | **5.0** | 10.5 |" in with_published
     bars = block.phases(rows)
     assert list(bars.values()) == [{"GEMM 1": 70, "other": 5}, {"GEMM 1": 140}]
     assert block.charts([]) == []

@@ -52,12 +52,14 @@ def test_permutation_and_router():
         def mean(logits, x):
             routing = route(logits, RouterConfig(top_k=K))
             plan = plan_permute(routing.topk_idx, num_experts=E, alignment=16)
-            return unpermute(permute(x, plan), plan, routing.topk_weights)
+            rows = permute(x, plan)
+            return unpermute(rows, plan, routing.topk_weights), (rows, plan.source)
 
-        y, pull = jax.vjp(mean, logits, x)
-        return y, pull(y)
+        y, pull, held = jax.vjp(mean, logits, x, has_aux=True)
+        return y, pull(y), held
 
-    y, (_, dx) = run(logits, x)
+    y, (_, dx), (rows, source) = run(logits, x)
+    assert not np.asarray(rows)[np.asarray(source) < 0].any() and (np.asarray(source) < 0).any()
     assert relative_error(y, np.asarray(x, np.float64)) < 1e-2  # the weights' sum is 1
     assert relative_error(dx, np.asarray(x, np.float64)) < 2e-2
 

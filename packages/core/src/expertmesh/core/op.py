@@ -451,6 +451,9 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
             resource=resource,
         )
     )
+    # A sum over an axis of one device is none, and would widen what is summed.
+    summed = [tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in plan.summed_axes]
+    plan = dataclasses.replace(plan, summed_axes=tuple(summed))
     for axis in plan.idle_axes:
         warnings.warn(
             f"{call.op.name}: axis {axis!r} shards an operand and not the work: the operand is gathered over it, and "

@@ -28,7 +28,7 @@ def _clear_rows(
                 for start in tl.range(0, D, BD):
                     columns = start + tl.arange(0, BD)
                     zeros = tl.zeros((BD,), out.dtype.element_ty)
-                    tl.store(out + n.to(tl.int64) * D + columns, zeros, mask=columns < D)
+                    tl.store(out + tl.cast(n, tl.int64) * D + columns, zeros, mask=columns < D)
 
 
 @triton.jit
