@@ -8,6 +8,7 @@ import pytest
 from expertmesh.core import (
     RouterConfig,
     dequantize,
+    gathered_gemm,
     grouped_dense,
     grouped_gemm,
     permute,
@@ -90,6 +91,25 @@ def test_products(recipe):
         assert relative_error(dw[group], x_g.T @ dy_g) < error
         assert relative_error(db[group], dy_g.sum(0)) < 1e-2
     assert not np.asarray(y[0, 256:]).any() and not np.asarray(dw[1]).any()
+
+
+def test_gathered_products():
+    x, w = _normal(0, T, D), _normal(1, E, D, F)
+    idx = np.random.default_rng(2).integers(-1, E, (T, K)).astype(np.int32)
+
+    @jax.jit
+    def run(x, w, idx):
+        plan = plan_permute(idx, num_experts=E, alignment=16)
+        return gathered_gemm(x, w, plan), plan
+
+    y, plan = run(x, w, idx)
+    wide_x, wide_w, source = np.asarray(x, np.float64), np.asarray(w, np.float64), plan.source
+    rows = np.flatnonzero(source >= 0)
+    choices = np.asarray(source)[rows]
+    want = np.zeros(y.shape)
+    want[rows] = np.einsum("rd,rdf->rf", wide_x[choices // K], wide_w[idx.reshape(-1)[choices]])
+    assert relative_error(y, want) < 1e-2
+    assert not np.asarray(y)[np.asarray(source) < 0].any()
 
 
 def test_activation():
