@@ -105,7 +105,7 @@ def test_gathered_gemm(contraction, arch):
 
     tiles = kernels.TILES
     types = ["*bf16", "*i32", (1, tiles.k, tiles.n), "*i32", "*bf16"]
-    sizes = {"C": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
+    sizes = {"T": 4096, "C": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
     constants = sizes | {"GROUP_M": tiles.group_m}
     compiled = _compile(kernels._gathered_rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)

@@ -18,11 +18,11 @@ from expertmesh.core.kernels.launch import target
 @triton.jit
 def _gathered_rows_kernel(
     lhs, index, rhs_desc, group_sizes, out,
-    C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros for a negative index and after the last group."""
+    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and after the last group."""
     index_G = tl.arange(0, G_POW2)
     size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
     end_G = tl.cumsum(size_G, 0)
@@ -40,8 +40,8 @@ def _gathered_rows_kernel(
         )
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         source = tl.load(index + rows, mask=rows < end, other=-1)
-        there = (source >= 0)[:, None]
-        at = lhs + tl.maximum(source, 0).to(tl.int64)[:, None] * K + depth
+        there = ((source >= 0) & (source < T))[:, None]
+        at = lhs + source.to(tl.int64)[:, None] * K + depth
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
             inside = there
@@ -78,7 +78,7 @@ def launch(lhs, index, rhs, group_sizes, *, out_dtype, tiles: plain.Tiles = TILE
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        T=lhs.shape[0], C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
         **target(),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Grouped GEMM of permuted rows, without the copy that permutes them.
 
-    out[p, r] = lhs[p, index[p, r]] @ rhs[expert of row r]        0 where index[p, r] is negative
+    out[p, r] = lhs[p, index[p, r]] @ rhs[expert of row r]        0 where there is no row index[p, r]
 
 Dimension key: P participants, T source rows (tokens), C rows, K contraction, N output dimensions (any number), E
 experts (weights), G groups per participant. Rows lie by group as in `ops/grouped_gemm.py`.
