@@ -25,7 +25,9 @@ from expertmesh.ep import EpConfig, combine, dispatch, prepare, recv_capacity
 GPU, CPU = (4096, 7168, 8, 256), (32, 128, 2, 16)
 DECODE = (128, 7168, 8, 256)
 TOKENS = (16, 512, 8192)  # of a GPU
-FEW, MANY = 3, 100  # calls that are timed at least: of XLA's, which takes over 10 ms, and of ours
+PUSH = (65536, 4096)  # tokens of a GPU, width
+# Calls that are timed at least: of XLA's, which takes over 10 ms; where all take milliseconds; else.
+FEW, SOME, MANY = 3, 30, 100
 
 
 @jax.jit
@@ -48,25 +50,37 @@ def other() -> str:
     return "ragged" if on_gpus() else "all_to_all"
 
 
-def operands(shape, ranks, others=0):
-    """A handle and tokens: every token's experts are drawn; or each has one, of the next so many ranks in turn."""
+def pushes(ranks, tokens):
+    """Whom tokens go to -> how many ranks further on that is, [tokens, K]."""
+    token, others = np.arange(tokens)[:, None], ranks - 1
+    found = {"the next rank": 1 + 0 * token}
+    if others > 1:
+        found[f"one of {others} ranks in turn"] = 1 + token % others
+        found[f"all {others} others"] = 1 + 0 * token + np.arange(others)
+    return found if others else {}
+
+
+def operands(shape, ranks, ahead=None):
+    """A handle and tokens, each of drawn experts; or of one of each rank that is so far ahead, int[tokens, choices]."""
     tokens, width, choices, experts = shape
     devices = jax.devices()[:ranks]
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(AxisType.Explicit,), devices=devices)
     sharding = NamedSharding(mesh, PartitionSpec("ep"))
     rng = np.random.default_rng(0)
-    topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
-    capacity = min(recv_capacity(experts, choices, tokens, ranks), int(1.1 * tokens * choices) + 64)
-    if others:
-        rank, token = np.divmod(np.arange(ranks * tokens), tokens)
-        owner = (rank + 1 + token % others) % ranks
-        topk_idx = owner[:, None] * (experts // ranks) + topk_idx % (experts // ranks)
-        capacity = tokens  # as many arrive as leave
+    if ahead is not None:
+        owner = (np.arange(ranks)[:, None, None] + ahead).reshape(-1, choices) % ranks
+        local = experts // ranks
+        topk_idx = owner * local + rng.integers(local, size=owner.shape)
+        capacity = tokens * choices  # as many arrive as leave
+    else:
+        topk_idx = np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :choices]
+        most = recv_capacity(experts, choices, tokens, ranks)
+        capacity = min(most, int(1.1 * tokens * choices) + 64)
     config = EpConfig(num_experts=experts, capacity=capacity, axis="ep")
     handle = prepare(jax.device_put(topk_idx.astype(np.int32), sharding), config)
     assert int(jnp.max(handle.num_dropped)) == 0
-    x = rng.standard_normal((ranks * tokens, width), np.float32)
-    return handle, jax.device_put(jnp.asarray(x, jnp.bfloat16), sharding)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)
+    return handle, draw(jax.random.key(0), (ranks * tokens, width), jnp.bfloat16)
 
 
 def remote_copies(handle):
@@ -121,11 +135,11 @@ def check(case, function, given, names):
             assert relative_error(a, b) < 1e-2, (name, case)
 
 
-def times(function, given, names, pairs):
+def times(function, given, names, pairs, least=MANY):
     """transport -> seconds of each turn."""
     programs = {
         name: _measure.program(
-            functools.partial(function, name), given, least=FEW if name == "ragged" else MANY
+            functools.partial(function, name), given, least=FEW if name == "ragged" else least
         )
         for name in names
     }
@@ -133,11 +147,11 @@ def times(function, given, names, pairs):
     return {name: [turn[name] for turn in turns] for name in names}
 
 
-def rows_of(case, function, given, pairs, num_bytes=0, names=None, references=None):
+def rows_of(case, function, given, pairs, num_bytes=0, names=None, references=None, least=MANY):
     """A row for each of our transports against each of `references`."""
     names, references = names or ours(), references or (other(),)
     check(case, function, given, names)
-    timed = times(function, given, (*names, *references), pairs)
+    timed = times(function, given, (*names, *references), pairs, least)
     for name, reference in itertools.product(names, references):
         seconds, theirs = (statistics.median(timed[which]) for which in (name, reference))
         rate = f"; {num_bytes / seconds / 1e9:.0f} GB/s leave a GPU" if num_bytes else ""
@@ -171,13 +185,14 @@ def rows_for(ranks, pairs):
         handle, x = operands(DECODE, ranks)
         case = f"dispatch and combine, {ranks} ranks, {DECODE[0]} tokens each"
         yield from rows_of(case, there_and_back, (handle, x), pairs)
-    tokens, width, _, experts = GPU if on_gpus() else CPU
-    for others in sorted({1, ranks - 1}) if ranks > 1 else ():
-        handle, x = operands((4 * tokens, width, 1, experts), ranks, others)
+    tokens, width = PUSH if on_gpus() else CPU[:2]
+    for where, ahead in pushes(ranks, tokens).items():
+        handle, x = operands((tokens, width, ahead.shape[1], GPU[-1]), ranks, ahead)
         num_bytes = 2 * width * remote_copies(handle)
-        where = "the next rank" if others == 1 else f"one of {others} ranks in turn"
-        case = f"every token to {where}, {ranks} ranks, {4 * tokens} tokens each x {width}"
-        yield from rows_of(case, move, (handle, x), pairs, num_bytes)
+        case = f"every token to {where}, {ranks} ranks, {tokens} tokens each x {width}"
+        # XLA's would take 5 us for each row.
+        compared = {"references": ("all_to_all",), "least": SOME}
+        yield from rows_of(case, move, (handle, x), pairs, num_bytes, **compared)
 
 
 def rows_by_tokens(ranks, pairs):

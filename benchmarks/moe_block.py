@@ -391,7 +391,7 @@ def rows_of_one(shape: Shape, pairs: int):
 
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
-    (r"^_rows_kernel|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
+    (r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
     (r"^_activate_rows|^_gated_grad|^_kernel$", ("activation",)),
     (r"^_blocks_kernel|^_both_kernel|^_dequantize", ("quantize",)),

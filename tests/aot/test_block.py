@@ -97,12 +97,7 @@ def compiled(mesh, transport, resource, recipe=None):
         return function.lower(params, x, x).compile()
 
 
-MODES = [
-    pytest.param(mode, marks=pytest.mark.xdist_group(mode)) for mode in ("explicit", "resource")
-]
-
-
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=("explicit", "resource"))
 def mode(request, h100_mesh):
     kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto
     return h100_mesh(AXES, kind), RESOURCE if request.param == "resource" else None
@@ -170,13 +165,18 @@ def test_quantized(mode):
     """Weights are gathered as 8-bit data and scales, tokens dispatched as bytes; sums cross in float32."""
     program = compiled(mode[0], "all_to_all", mode[1], Float8BlockScaling())
     moved = {key for key in crossing(program) if key[0] != "all-reduce"}
+    # Along D, or along a dimension before: what kernels write has its dimensions in this order, and XLA then gathers
+    # the parts one after the other.
     weights = {
-        ("all-gather", "fsdp", f"{dtype}[{e},{sizes}]")
+        ("all-gather", "fsdp", f"{dtype}[{sizes}]")
         for dtype, block in [("f8e4m3fn", 1), ("f32", 128)]
+        for d, f in [(D // block, F // block)]
         for sizes in [
-            f"{D // block},2,{F // block}",
-            f"{F // block},{D // block}",
-            f"{D // block},{F // block}",  # wo, which XLA may gather transposed
+            f"{e},{d},2,{f}",
+            f"{2 * e},{d // 2},2,{f}",
+            f"{e},{f},{d}",
+            f"{2 * e},{f},{d // 2}",
+            f"{e},{d},{f}",  # wo, which XLA may gather transposed
         ]
     }
     dispatched = ("all-to-all", "ep", f"u8[{R * T},{D + 4 * D // 128}]")

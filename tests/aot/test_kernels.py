@@ -98,6 +98,20 @@ def test_grouped_gemm(which, arch):
     _check(compiled, arch)
 
 
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("contraction", [4096, 4104])
+def test_gathered_gemm(contraction, arch):
+    from expertmesh.core.kernels import gathered_gemm as kernels
+
+    tiles = kernels.TILES
+    types = ["*bf16", "*i32", (1, tiles.k, tiles.n), "*i32", "*bf16"]
+    sizes = {"T": 4096, "C": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
+    constants = sizes | {"GROUP_M": tiles.group_m}
+    compiled = _compile(kernels._gathered_rows_kernel, types, tiles, constants, arch)
+    _check(compiled, arch)
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
+
+
 @pytest.mark.parametrize(
     "dtype, out, transposed, tiles",
     [

@@ -10,9 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core import (
     MeshResource,
+    PermutePlan,
     RouterConfig,
     activate,
     dequantize,
+    gathered_gemm,
     global_shard_guard,
     grouped_dense,
     grouped_gemm,
@@ -53,6 +55,10 @@ def router_grad(logits, d):
     return jax.vjp(lambda logits: route(logits, RouterConfig(top_k=K)).topk_weights, logits)[1](d)
 
 
+def gathered(x, w, row, source, sizes):
+    return gathered_gemm(x, w, PermutePlan(row, source, sizes, sizes))
+
+
 def rows_of_tokens(x, idx):
     plan = plan_permute(idx, num_experts=E)
     return permute(x, plan), plan
@@ -72,6 +78,7 @@ GATED = ((1, T, 2, F), jnp.bfloat16)
 CASES = {
     "grouped_gemm": (grouped_gemm, (ROWS, KERNEL, SIZES), 0),
     "grouped_gemm gradients": (product_grads, (ROWS, KERNEL, HIDDEN, SIZES), 0),
+    "gathered_gemm": (gathered, (ROWS, KERNEL, CHOICES, ((1, T * K), jnp.int32), SIZES), 0),
     # Its operands, quantized.
     "grouped_dense fp8_block": (
         lambda x, w, sizes: grouped_dense(x, w, sizes, recipe="fp8_block"),

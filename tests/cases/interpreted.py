@@ -13,11 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 
+class Name(str):
+    """Of an array's type, with its size."""
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self).itemsize
+
+
 class Memory:
     """What the interpreter wants of an array: PyTorch's names."""
 
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, str(array.dtype)
+        self.array, self.dtype = array, Name(array.dtype)
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -53,17 +61,27 @@ OF_LAUNCH = ("num_warps", "num_stages", "num_ctas", "compute_capability", "backe
 def triton_call(*operands, kernel, out_type, grid, **constants):
     """jax_triton's, through a callback."""
     constants = {name: value for name, value in constants.items() if name not in OF_LAUNCH}
+    blocks = [getattr(x, "block_shape", None) for x in operands]  # of TMA descriptors
 
-    def run(*operands):
-        given = [Memory(np.ascontiguousarray(x)) for x in operands]
+    def run(*arrays):
+        given = [_operand(np.ascontiguousarray(x), b) for x, b in zip(arrays, blocks, strict=True)]
         results = [_poisoned(t) for t in jax.tree.leaves(out_type)]
         kernel[grid](*given, *map(Memory, results), **constants)
         return jax.tree.unflatten(jax.tree.structure(out_type), results)
 
-    def triton_by_interpreter(*operands):  # a name that programs show
-        return jax.pure_callback(run, out_type, *operands)
+    def triton_by_interpreter(*arrays):  # a name that programs show
+        return jax.pure_callback(run, out_type, *arrays)
 
-    return jax.jit(triton_by_interpreter)(*operands)
+    return jax.jit(triton_by_interpreter)(*(getattr(x, "base", x) for x in operands))
+
+
+def _operand(array: np.ndarray, block: tuple[int, ...] | None):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    memory = Memory(array)
+    if block is None:
+        return memory
+    return TensorDescriptor(memory, list(memory.size()), list(memory.stride()), list(block))
 
 
 def _poisoned(t) -> np.ndarray:

@@ -231,6 +231,7 @@ int main(int count, char**) {
   Run(serial, 1, 14, 3, 7, random);
   Run(serial, 8, 528, 8, 264, random);
   Run(serial, 2, 4096, 128, 4096, random);
+  Run(serial, 8, 4096, 128, 4096, random);  // a warp has so many pieces that it flags several at once
   Run(serial, 1, 36864, 224, 18432, random);  // more than a warp's room
   std::printf("ok\n");
 }

@@ -44,7 +44,7 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(transports, "platform_of", lambda *operands: "cuda")
 
 
-def lowered(case, names=("ep",), sizes=(8,), axis="ep"):
+def lowered(case, names=("ep",), sizes=(8,), axis="ep", tokens=48):
     """A dispatch and a combine for CUDA, in StableHLO."""
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
     sharding = NamedSharding(mesh, PartitionSpec(names))
@@ -54,8 +54,8 @@ def lowered(case, names=("ep",), sizes=(8,), axis="ep"):
         return combine(handle, dispatch(handle, tokens))
 
     operands = (
-        jax.ShapeDtypeStruct((48, case.K), jnp.int32, sharding=sharding),
-        jax.ShapeDtypeStruct((48, case.D), jnp.bfloat16, sharding=sharding),
+        jax.ShapeDtypeStruct((tokens, case.K), jnp.int32, sharding=sharding),
+        jax.ShapeDtypeStruct((tokens, case.D), jnp.bfloat16, sharding=sharding),
     )
     return jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -70,12 +70,19 @@ def test_a_call_names_the_groups_by_places_in_the_mesh(on_cuda):
 
 
 def test_staging_rows_are_what_travels(on_cuda):
-    text = lowered(dataclasses.replace(CASE, D=24, K=3))
-    assert (
-        "stride = 48 : i64" in text and "stride = 96 : i64" in text
-    )  # bfloat16 there, float32 back
-    text = lowered(dataclasses.replace(CASE, D=24, K=1))
-    assert "stride = 48 : i64" in text and "stride = 96 : i64" not in text
+    # In whole lines of memory: bfloat16 there, float32 back.
+    text = lowered(dataclasses.replace(CASE, D=96, K=3))
+    assert "stride = 256 : i64" in text and "stride = 384 : i64" in text
+    text = lowered(dataclasses.replace(CASE, D=96, K=1))
+    assert "stride = 256 : i64" in text and "stride = 384 : i64" not in text
+
+
+@pytest.mark.parametrize(
+    "tokens, features, there, back", [(4096, 7168, 1, 2), (4096, 512, 1, 1), (128, 7168, 4, 4)]
+)
+def test_slices_of_few_tokens_and_of_long_sums(on_cuda, tokens, features, there, back):
+    text = lowered(dataclasses.replace(CASE, D=features), tokens=8 * tokens)
+    assert re.findall(r"slices = (\d+) : i64", text) == [str(there), str(back)]
 
 
 def test_cpu_says_so_when_traced():
@@ -206,8 +213,8 @@ def delayed(x, i, mesh):
     return on_shards(x, i)
 
 
-def differences(mesh, steps=1, tokens=256, features=1024):
-    """Exchanges by "nvlink" against "all_to_all", compared on the devices: wrong elements, and the largest error."""
+def differences(mesh, steps=1, tokens=256, features=1024, name="nvlink"):
+    """Exchanges by `name` against "all_to_all", compared on the devices: wrong elements, and the largest error."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     num, top_k = tokens * mesh.size, 4
 
@@ -223,9 +230,9 @@ def differences(mesh, steps=1, tokens=256, features=1024):
         x = delayed(x, i, mesh)
         topk = jnp.where((topk + i) % 7 == 0, -1, (topk + i) % (8 * mesh.size))
         handle = prepare(topk, EpConfig(num_experts=8 * mesh.size, axis="ep"))
-        rows, want = (dispatch(handle, x, transport=t) for t in ("nvlink", "all_to_all"))
-        out, like = (combine(handle, want, transport=t) for t in ("nvlink", "all_to_all"))
-        again = combine(handle, want, transport="nvlink")
+        rows, want = (dispatch(handle, x, transport=t) for t in (name, "all_to_all"))
+        out, like = (combine(handle, want, transport=t) for t in (name, "all_to_all"))
+        again = combine(handle, want, transport=name)
         error = jnp.max(jnp.abs(out.astype(jnp.float32) - like.astype(jnp.float32)))
         wrong = jnp.sum(rows != want) + jnp.sum(out != again)
         return (topk, (out / (1 + jnp.max(jnp.abs(out)))).astype(x.dtype)), (wrong, error)
@@ -244,9 +251,13 @@ def explicit_mesh(sizes, names=("ep",)):
 
 
 @pytest.mark.gpu
-def test_many_steps_in_a_scan():
+@pytest.mark.parametrize(
+    "name, steps, tokens",
+    [("nvlink", 10_000, 64), ("nvlink:2", 500, 512)],  # few warps flag several rows at once
+)
+def test_many_steps_in_a_scan(name, steps, tokens):
     need_gpus(2)
-    wrong, error = differences(explicit_mesh((2,)), steps=10_000, tokens=64, features=264)
+    wrong, error = differences(explicit_mesh((2,)), steps, tokens, features=264, name=name)
     assert wrong == 0 and error < 0.1
 
 
@@ -282,7 +293,7 @@ def test_auto_takes_it_between_linked_gpus():
 @pytest.mark.parametrize("name", ["nvlink:2", "nvlink:48"])
 def test_few_sms(name):
     need_gpus(2)
-    case = dataclasses.replace(GPU, transport=name, D=512)
+    case = dataclasses.replace(GPU, transport=name, sizes=(640,), D=512)
     run_case(case, "explicit", "bfloat16", kinds=("uniform", "holes"))
 
 

@@ -261,6 +261,9 @@ def test_without_biases_only_rows_and_their_first_products_are_kept(capsys):
         (dict(remat="save_min"), {(1, 80, 16), (1, 80)}),
         (dict(remat="recompute"), set()),
         (dict(num_chunks=2), {(2, 1, 40, 16), (2, 1, 40, 2, 12), (2, 1, 40)}),
+        # Where rows are the wider ones, tokens in their place.
+        (dict(expert_dim=8), {(1, 40, 16), (1, 80, 2, 8), (1, 80)}),
+        (dict(expert_dim=8, remat="save_min"), {(1, 80)}),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ PUBLIC = {
         ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics Routing SCORE_FUNCTIONS
         TensorFormat accumulate_gradient activate alignment_of autocast choices_to_rows current_recipe
         current_resource dense dequantize differentiable expert_counts from_routing_map gated_activation
-        gather_weight gemm global_shard_guard grouped_dense grouped_gemm grouped_quantize
+        gather_weight gathered_gemm gemm global_shard_guard grouped_dense grouped_gemm grouped_quantize
         grouped_quantize_delayed init_delayed init_dense_state is_supported load_balance_loss
         local_permute_after_a2a local_unpermute_before_a2a missing_rows move_chunks padded_rows
         padded_rows_sharded permute plan_chunks plan_permute plan_permute_map probs_to_topk_weights

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from expertmesh.core import grouped_gemm, permute, plan_permute, unpermute
+from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
 from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
@@ -84,3 +85,18 @@ def test_rows():
     rows, token, y = run(table, jnp.asarray(idx, jnp.int32))
     np.testing.assert_array_equal(rows, table[np.asarray(token) % R])
     assert relative_error(y, 2 * _wide(table)[np.array([0, T - 1]) % R]) < 1e-2
+
+
+def test_gathered_rows():
+    T, C, K, N = 2**19 + 64, 512, 4160, 64
+    assert T * K > 2**31
+    table, w = _table(0, R, K), _table(1, K, N)
+    index = T - 1 - np.arange(C, dtype=np.int32) * (T // C)  # from the last row down
+
+    @jax.jit
+    def run(table, w, index):
+        x, sizes = table[jnp.arange(T) % R], jnp.array([[C]], jnp.int32)
+        return gathered_gemm_op(x[None], index[None], w[None], sizes, out_dtype=table.dtype)[0]
+
+    y = run(table, w, index)
+    assert relative_error(y, _wide(table)[index % R] @ _wide(w)) < 1e-2

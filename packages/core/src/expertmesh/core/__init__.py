@@ -26,6 +26,7 @@ from expertmesh.core.ops.expert_bias import (
     update_expert_bias,
 )
 from expertmesh.core.ops.gather_weight import gather_weight
+from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
@@ -127,6 +128,7 @@ __all__ = [
     "from_routing_map",
     "gated_activation",
     "gather_weight",
+    "gathered_gemm",
     "gemm",
     "global_shard_guard",
     "grouped_dense",

@@ -5,9 +5,10 @@
     y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
 
 with shared experts Si, So or without. weight_rows may come before the second grouped_dense instead of after it; without
-biases and recipe all from the activation on is one step, the weights before the product (see weighted_product.py). A
-recipe quantizes the products with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they
-are dispatched, and dispatch is one step with the first product (see quantized_dispatch.py).
+biases and recipe all from the activation on is one step, the weights before the product (see weighted_product.py), and
+on one device a narrow first product reads the tokens where they are, not dispatched. A recipe quantizes the products
+with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are dispatched, and dispatch
+is one step with the first product (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
 width, F expert width, n chunks.
@@ -26,9 +27,11 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.dense import dense
+from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
+from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.ops.router import route
 from expertmesh.core.ops.router_logits import router_logits
 from expertmesh.core.ops.router_statistics import router_statistics
@@ -254,8 +257,20 @@ def _first_product(params, x, handle, config, given):
             quantize_combine=config.quantize_backward_combine,
         )
         return h, None
+    if config.recipe is None and bias is None and _reads_tokens(handle, x, wi):
+        plan = PermutePlan(handle.row, handle.source, handle.tokens_per_expert, handle.group_sizes)
+        return gathered_gemm(x.reshape(1, -1, x.shape[-1]), wi, plan, rhs_spec=spec), None
     rows_PCD = named("dispatched", dispatch(handle, x))
     return _grouped(config, given, "wi", rows_PCD, wi, handle.group_sizes, bias, spec)
+
+
+def _reads_tokens(handle: Handle, x, wi) -> bool:
+    """Whether the first product reads tokens where they are: all are here, and it writes less than their rows.
+
+    Where it writes more, a copy of the rows costs little beside it, and is read faster.
+    """
+    all_here = _mesh_of(x).size <= 1 and handle.row.shape[:2] == (1, prod(x.shape[:-1]))
+    return all_here and prod(wi.shape[2:]) <= wi.shape[1]
 
 
 def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
@@ -362,10 +377,14 @@ def _ep_axis(params, config) -> tuple[str, ...]:
     return entry_axes(spec[0]) if spec else ()
 
 
+def _mesh_of(x):
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
 def _experts_held(x, config, ep_axis) -> int:
     """Experts in the weights as the caller sees them: all, or one shard's where the EP axis is Manual."""
-    mesh = jax.typeof(x).sharding.mesh
-    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    mesh = _mesh_of(x)
     manual = [
         axis
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -43,7 +43,7 @@ REMAT_POLICIES = {
 
 | policy | kept besides parameters and tokens | done again in the backward |
 |---|---|---|
-| save_all | whatever the backward reads | nothing |
+| save_all | whatever the backward reads | nothing; on one device, if F is small, the order of the rows |
 | save_min | what came from other devices | the experts' GEMMs and activation, no communication but weight gathers |
 | recompute | nothing | also the exchange of the tokens |
 

@@ -31,7 +31,8 @@ def _value_and_slope(x, FUNCTION: tl.constexpr):
     if FUNCTION == "silu" or FUNCTION == "quick_gelu":
         factor: tl.constexpr = 1.0 if FUNCTION == "silu" else 1.702
         gate = _sigmoid(factor * x)
-        return x * gate, gate * (1 + factor * x * (1 - gate))
+        value = x * gate
+        return value, gate + factor * value * (1 - gate)
     elif FUNCTION == "gelu":  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
         square = x * x
         gate = _sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))

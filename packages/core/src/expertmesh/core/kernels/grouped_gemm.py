@@ -57,6 +57,29 @@ def _group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM: tl.
 
 
 @triton.jit
+def _banded_tile(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile: those that run together share rows and columns, so that both stay in L2."""
+    band = tile // (GROUP_M * num_n)
+    band_m = min(num_m - band * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * num_n)
+    return band * GROUP_M + within % band_m, within // band_m
+
+
+@triton.jit
+def _store_zero_rows(
+    out, first, C: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, NUM_PROGRAMS: tl.constexpr
+):
+    """Zeros in the rows of `out` from `first` on."""
+    zeros = tl.zeros((16, BN), out.dtype.element_ty)
+    for start in tl.range(first + tl.program_id(0) * 16, C, NUM_PROGRAMS * 16):
+        rows = start + tl.arange(0, 16)
+        for column in tl.range(0, N, BN):
+            columns = column + tl.arange(0, BN)
+            where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+            tl.store(where, zeros, mask=(rows < C)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
 def _rows_kernel(
     lhs_desc, rhs_desc, group_sizes, out,
     C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
@@ -75,12 +98,7 @@ def _rows_kernel(
 
     # Flattened with the loop over K: the next tile's loads run while this tile is stored.
     for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
-        # Tiles that run together share rows and columns, so that both stay in L2.
-        band = tile // (GROUP_M * num_n)
-        band_m = min(num_m - band * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * num_n)
-        tile_m = band * GROUP_M + within % band_m
-        tile_n = within // band_m
+        tile_m, tile_n = _banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = _group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
@@ -96,13 +114,7 @@ def _rows_kernel(
         live = (rows < end)[:, None] & (columns < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
 
-    zeros = tl.zeros((16, BN), out.dtype.element_ty)
-    for start in tl.range(num_live + tl.program_id(0) * 16, C, NUM_PROGRAMS * 16):
-        rows = start + tl.arange(0, 16)
-        for tile_n in tl.range(0, num_n):
-            columns = tile_n * BN + tl.arange(0, BN)
-            where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
-            tl.store(where, zeros, mask=(rows < C)[:, None] & (columns < N)[None, :])
+    _store_zero_rows(out, num_live, C, N, BN, NUM_PROGRAMS)
 
 
 @triton.jit

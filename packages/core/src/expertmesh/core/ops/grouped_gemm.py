@@ -322,7 +322,7 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.grouped_gemm", function, supports),)
 
 
-def _rows_supported(x, rhs, group_sizes, **options) -> str | None:
+def why_no_rows(x, rhs, group_sizes, **options) -> str | None:
     """For the forward (x = lhs) and the input gradient (x = dy)."""
     del options
     return _why_not(x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:])))
@@ -367,7 +367,7 @@ grouped_gemm_op = Op(
     _FPROP,
     roles=_TOKENS_WEIGHT,
     plan=grouped_plan(_FPROP, 1, "k"),
-    kernels=_triton("rows", _rows_supported),
+    kernels=_triton("rows", why_no_rows),
 )
 grouped_gemm_dgrad_op = Op(
     "grouped_gemm_dgrad",
@@ -375,7 +375,7 @@ grouped_gemm_dgrad_op = Op(
     _DGRAD,
     roles=_TOKENS_WEIGHT,
     plan=grouped_plan(_DGRAD, 1, "n..."),
-    kernels=_triton("rows_dgrad", _rows_supported),
+    kernels=_triton("rows_dgrad", why_no_rows),
 )
 grouped_gemm_wgrad_op = Op(
     "grouped_gemm_wgrad",

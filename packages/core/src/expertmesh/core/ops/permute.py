@@ -215,7 +215,7 @@ def _dots_of_rows(dout_TD, y_ND, token_N):
 
 def spread_rows(x_TD, row_TK, source_N):
     """`permute` of one group by the two maps of a `RowPlan`, which reads a token once for all of its rows."""
-    return _spread(x_TD[None], row_TK[None], source_N[None])[0]
+    return spread(x_TD[None], row_TK[None], source_N[None])[0]
 
 
 def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
@@ -252,7 +252,7 @@ _plan = Op(
     whole=("t", "k"),
     kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
 )
-_spread = Op(
+spread = Op(
     "permute",
     _spread_reference,
     "p t d, p t k, p n -> p n d",
@@ -527,7 +527,7 @@ def rows_to_choices(values: jax.Array, plan: PermutePlan) -> jax.Array:
 
 
 def _permute_fwd(x_PTD, row_PTK, source_PN):
-    return _spread(x_PTD, row_PTK, source_PN), row_PTK
+    return spread(x_PTD, row_PTK, source_PN), row_PTK
 
 
 def _permute_bwd(row_PTK, dout_PND):
@@ -539,7 +539,7 @@ def _unpermute_fwd(y_PND, row_PTK, source_PN):
 
 
 def _unpermute_bwd(residuals, dout_PTD):
-    return _spread(dout_PTD, *residuals), None, None
+    return spread(dout_PTD, *residuals), None, None
 
 
 def _unpermute_weighted_fwd(y_PND, weight_PTK, row_PTK, source_PN):

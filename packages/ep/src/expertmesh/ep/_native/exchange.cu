@@ -1,7 +1,8 @@
 // Dispatch and combine by plain stores to the peers' memory.
 //
 // Every rank has a window that all ranks of its group can write: control words, flags of each rank, and two staging
-// halves [G, stride]. Exchange number `epoch` uses half `epoch % 2`. A row is moved in slices, each with its flag.
+// halves [G, stride]. Exchange number `epoch` uses half `epoch % 2`. A row is moved in slices, each with its flag. Flags
+// are set after a fence, which may be one for several slices.
 //
 //   dispatch: the sender of token t stores it once to each rank that has a row of it, as staging row
 //             rank * T + t there, then the flag; the receiver copies it to all of its rows.
@@ -37,6 +38,13 @@ __device__ void StoreRelease(uint32_t* p, uint32_t v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+__device__ void StoreRelaxed(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// With relaxed stores after it: a release of all of them.
+__device__ void FenceRelease() { asm volatile("fence.release.sys;" ::: "memory"); }
+
 __device__ uint64_t Nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -45,9 +53,9 @@ __device__ uint64_t Nanoseconds() {
 
 __device__ Control* ControlOf(const Exchange& x, int rank) { return reinterpret_cast<Control*>(x.window[rank]); }
 
-// At `rank`, the flag of a slice of token t that `source` sends.
-__device__ uint32_t* FlagOf(const Exchange& x, int rank, int source, int64_t t, int slice) {
-  return reinterpret_cast<uint32_t*>(x.window[rank] + kFlags) + source * x.flags + t * x.slices + slice;
+// At `rank`, the flag of what `source` sends: of slice `flag % slices` of token `flag / slices`.
+__device__ uint32_t* FlagOf(const Exchange& x, int rank, int source, int64_t flag) {
+  return reinterpret_cast<uint32_t*>(x.window[rank] + kFlags) + source * x.flags + flag;
 }
 
 struct Range {
@@ -82,20 +90,19 @@ __device__ bool Wait(const Exchange& x, const uint32_t* word, uint32_t reach, ui
   }
 }
 
-// A sender's block waits until its half is free at every peer.
-__device__ bool WaitUntilFree(const Exchange& x, uint32_t epoch) {
+// A sender's warp waits until its half is free at every peer.
+__device__ bool WaitUntilFree(const Exchange& x, uint32_t epoch, int lane) {
   bool free = true;
-  if (threadIdx.x < x.size && threadIdx.x != x.rank) {
-    const uint32_t* done = &ControlOf(x, x.rank)->done[threadIdx.x];
-    free = Wait(x, done, epoch - 2, epoch, threadIdx.x, 1);
+  for (int r = lane; r < x.size; r += 32) {
+    if (r != x.rank) free &= Wait(x, &ControlOf(x, x.rank)->done[r], epoch - 2, epoch, r, 1);
   }
-  return __syncthreads_and(free);
+  return __all_sync(kAll, free);
 }
 
 // One thread waits for the warp.
-__device__ bool WaitForRow(const Exchange& x, uint32_t epoch, int source, int64_t t, int slice, int lane) {
+__device__ bool WaitForRow(const Exchange& x, uint32_t epoch, int source, int64_t flag, int lane) {
   bool there = true;
-  if (lane == 0) there = Wait(x, FlagOf(x, x.rank, source, t, slice), epoch, epoch, source, 2);
+  if (lane == 0) there = Wait(x, FlagOf(x, x.rank, source, flag), epoch, epoch, source, 2);
   return __shfl_sync(kAll, there, 0);
 }
 
@@ -107,6 +114,7 @@ __device__ void Finish(const Exchange& x, uint32_t epoch) {
   __threadfence();
   if (atomicAdd(&control->arrived, 1u) != gridDim.x - 1) return;
   control->arrived = 0;
+  control->taken = 0;
   control->epoch = epoch;
   __threadfence_system();
   for (int r = 0; r < x.size; ++r) {
@@ -126,12 +134,7 @@ __device__ uint64_t RanksOf(const Exchange& x, int32_t slot) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// A lane's choice of a token in a map [tokens, K].
-__device__ int32_t Choice(const Exchange& x, const int32_t* map, int64_t token, int lane) {
-  return lane < x.choices ? map[token * x.choices + lane] : -1;
-}
-
-// Part of a row of every rank that is in `ranks`; its flags are not set yet.
+// Part of a row of every rank that is in `ranks`.
 struct Sent {
   uint64_t ranks;
   int token, slice;
@@ -139,14 +142,6 @@ struct Sent {
 
 // The ranks after this one: each rank begins with another.
 __device__ int Rank(const Exchange& x, int i) { return (x.rank + i) % x.size; }
-
-// What was sent is there; each lane says so to its ranks.
-__device__ void Flag(const Exchange& x, uint32_t epoch, const Sent& sent, int lane) {
-  for (int i = lane; i < x.size; i += 32) {
-    const int r = Rank(x, i);
-    if (sent.ranks >> r & 1) StoreRelease(FlagOf(x, r, x.rank, sent.token, sent.slice), epoch);
-  }
-}
 
 template <typename V>
 __device__ V Filled(unsigned char byte) {
@@ -169,6 +164,117 @@ struct Role {
   // The warp's n-th piece of work. Each round begins with another warp, since work repeats: ranks in turn, and tokens
   // that go to them in turn.
   __device__ int Item(int n) const { return n * warps + (first + n) % warps; }
+
+  // How many of `count` pieces of work each warp has, about.
+  __device__ int Rounds(int count) const { return (count + warps - 1) / warps; }
+};
+
+// A receiver's pieces of work, which come in turn: a lane's choice of the token of each. The map [tokens, K] is read for
+// as many pieces at once as there are lanes for, and one such read ahead, since many may be of tokens without a row.
+template <typename TokenOf>
+class InTurn {
+ public:
+  __device__ InTurn(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
+      : role_(role), map_(map), token_of_(token_of), count_(count), choices_(x.choices), each_(32 / x.choices) {
+    ahead_ = Read(0);
+  }
+
+  // Of the piece after the last one; -1: none.
+  __device__ int32_t Next() {
+    if (n_ % each_ == 0) {
+      now_ = ahead_;
+      ahead_ = Read(n_ + each_);
+    }
+    const int32_t choice = __shfl_sync(kAll, now_, n_++ % each_ * choices_ + role_.lane);
+    return role_.lane < choices_ ? choice : -1;
+  }
+
+ private:
+  // Lane i has choice i % K of piece n + i / K.
+  __device__ int32_t Read(int n) const {
+    const int piece = role_.lane / choices_, i = role_.Item(n + piece);
+    if (piece >= each_ || i >= count_) return -1;
+    return map_[static_cast<int64_t>(token_of_(i)) * choices_ + role_.lane % choices_];
+  }
+
+  const Role& role_;
+  const int32_t* map_;
+  TokenOf token_of_;
+  int count_, choices_, each_, n_ = 0;
+  int32_t now_ = -1, ahead_ = -1;
+};
+
+// A sender's: when a warp has sent a piece it takes the next one that nobody has, so that rows leave in the order in
+// which receivers wait for them, however long the stores of a warp take.
+template <typename TokenOf>
+class AsTaken {
+ public:
+  __device__ AsTaken(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
+      : role_(role), map_(map), token_of_(token_of), count_(count), choices_(x.choices),
+        taken_(&ControlOf(x, x.rank)->taken) {
+    Look(role.first);
+  }
+
+  // A piece, not below `count` after the last one, and a lane's choice of its token. The next is on the way.
+  __device__ int Next(int32_t& choice) {
+    const int piece = piece_;
+    choice = choice_;
+    if (piece < count_) Look(__shfl_sync(kAll, next_, 0));
+    return piece;
+  }
+
+ private:
+  __device__ void Look(int piece) {
+    piece_ = piece;
+    choice_ = -1;
+    if (piece >= count_) return;
+    if (role_.lane < choices_) choice_ = map_[static_cast<int64_t>(token_of_(piece)) * choices_ + role_.lane];
+    if (role_.lane == 0) next_ = role_.warps + static_cast<int>(atomicAdd(taken_, 1u));
+  }
+
+  const Role& role_;
+  const int32_t* map_;
+  TokenOf token_of_;
+  int count_, choices_;
+  uint32_t* taken_;
+  int piece_ = 0, next_ = 0;
+  int32_t choice_ = -1;
+};
+
+// What a warp has stored at its peers and not yet told them: a lane holds each. A fence holds up all warps of the SM, so
+// that there is one for several rows.
+class Untold {
+ public:
+  static constexpr int kMost = 4;
+
+  // The warp: flag `flag` at `ranks` is to be set.
+  __device__ void Add(uint64_t ranks, int flag, int lane) {
+    if (lane == count_) {
+      ranks_ = ranks;
+      flag_ = flag;
+    }
+    ++count_;
+  }
+
+  // Where a warp has done so many pieces of work, or has so many left: the fewer of both. What is sent first, and last,
+  // is what receivers wait for.
+  __device__ bool IsTime(int rounds) const { return count_ > 0 && count_ >= min(rounds / 4, kMost); }
+
+  // After each lane has waited for what it has stored.
+  __device__ void Tell(const Exchange& x, uint32_t epoch, int lane) {
+    __syncwarp();
+    FenceRelease();
+    if (lane < count_) {
+      for (uint64_t left = ranks_; left; left &= left - 1) {
+        StoreRelaxed(FlagOf(x, __ffsll(left) - 1, x.rank, flag_), epoch);
+      }
+    }
+    count_ = 0;
+  }
+
+ private:
+  uint64_t ranks_ = 0;
+  int flag_ = 0, count_ = 0;
 };
 
 extern __shared__ __align__(128) char shared[];
@@ -324,10 +430,7 @@ struct AnyRows {
     });
   }
 
-  __device__ static void AwaitSent() {
-    __threadfence_system();
-    __syncwarp();
-  }
+  __device__ static void AwaitSent() {}  // a fence waits for it
 
   __device__ void Clear(const Exchange& x, const Parts& parts, int first, int warps, int lane) {
     for (int64_t i = first; i < static_cast<int64_t>(x.capacity) * x.slices; i += warps) {
@@ -369,38 +472,35 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const int lane = role.lane;
   Rows rows(role);
   if (role.sends) {
-    const int count = WaitUntilFree(x, epoch) ? x.tokens * x.slices : 0;
-    Sent sent{};
-    const auto settle = [&] {
+    const int count = WaitUntilFree(x, epoch, lane) ? x.tokens * x.slices : 0, rounds = role.Rounds(count);
+    Untold untold;
+    const auto settle = [&](int rounds) {
+      if (!untold.IsTime(rounds)) return;
       Rows::AwaitSent();
-      Flag(x, epoch, sent, lane);
+      untold.Tell(x, epoch, lane);
     };
-    int32_t slot = role.first < count ? Choice(x, x.slot, role.first / x.slices, lane) : -1;
-    for (int n = 0, i = role.first, after; i < count; i = after) {
-      after = role.Item(++n);
+    AsTaken slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
+    int32_t slot;
+    for (int i; (i = slots.Next(slot)) < count;) {
+      const int n = i / role.warps;
       const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
-      if (after < count) slot = Choice(x, x.slot, after / x.slices, lane);
       if (!next.ranks) continue;
-      rows.Send(x, parts, epoch, next, lane, settle);
-      sent = next;
+      rows.Send(x, parts, epoch, next, lane, [&] { settle(min(n, rounds - n)); });
+      untold.Add(next.ranks, i, lane);
     }
-    settle();
+    settle(0);
   } else {
     rows.Clear(x, parts, role.first, role.warps, lane);
     // Tokens in the order in which they are sent, of all ranks in turn.
     const int count = x.size * x.tokens * x.slices;
-    const auto held_of = [&](int i) {
-      const int s = i / x.slices % x.size, t = i / x.slices / x.size;
-      return Choice(x, x.row, static_cast<int64_t>(s) * x.tokens + t, lane);
-    };
-    int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int n = 0, i = role.first, after; i < count; i = after) {
-      after = role.Item(++n);
-      const int slice = i % x.slices, s = i / x.slices % x.size, t = i / x.slices / x.size;
-      const int32_t held = next;
-      if (after < count) next = held_of(after);
+    const auto source_of = [&](int i) { return i / x.slices % x.size; };
+    const auto token_of = [&](int i) { return i / x.slices / x.size; };
+    InTurn held_rows(x, role, x.row, count, [&](int i) { return source_of(i) * x.tokens + token_of(i); });
+    for (int n = 0, i; (i = role.Item(n)) < count; ++n) {
+      const int32_t held = held_rows.Next();
       if (!__ballot_sync(kAll, held >= 0)) continue;
-      const bool came = s == x.rank || WaitForRow(x, epoch, s, t, slice, lane);
+      const int slice = i % x.slices, s = source_of(i), t = token_of(i);
+      const bool came = s == x.rank || WaitForRow(x, epoch, s, t * x.slices + slice, lane);
       rows.Receive(x, parts, epoch, s, t, slice, held, came, lane);
     }
     Rows::AwaitSent();
@@ -602,54 +702,43 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t bytes = features * sizeof(T);
   const int words = static_cast<int>(features / Sums::kElements);
   if (role.sends) {
-    const int others = x.size - 1, count = WaitUntilFree(x, epoch) ? others * x.tokens * x.slices : 0;
-    int to = -1, flag = 0;  // whose row is on the way, and which
-    const auto settle = [&] {
+    const int others = x.size - 1, count = WaitUntilFree(x, epoch, lane) ? others * x.tokens * x.slices : 0;
+    const int rounds = role.Rounds(count);
+    Untold untold;
+    const auto settle = [&](int rounds) {
+      if (!untold.IsTime(rounds)) return;
       Sums::AwaitSent();
-      if (lane == 0 && to >= 0) StoreRelease(FlagOf(x, to, x.rank, flag / x.slices, flag % x.slices), epoch);
+      untold.Tell(x, epoch, lane);
     };
     // Tokens of all other ranks in turn.
     const auto rank_of = [&](int i) { return Rank(x, 1 + i / x.slices % others); };
     const auto token_of = [&](int i) { return i / x.slices / others; };
-    const auto held_of = [&](int i) {
-      return Choice(x, x.row, static_cast<int64_t>(rank_of(i)) * x.tokens + token_of(i), lane);
-    };
-    int32_t next = role.first < count ? held_of(role.first) : -1;
-    for (int n = 0, i = role.first, after; i < count; i = after) {
-      after = role.Item(++n);
-      const int slice = i % x.slices, s = rank_of(i), t = token_of(i);
-      const int32_t held = next;
-      if (after < count) next = held_of(after);
+    AsTaken held_rows(x, role, x.row, count, [&](int i) { return rank_of(i) * x.tokens + token_of(i); });
+    int32_t held;
+    for (int i; (i = held_rows.Next(held)) < count;) {
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       if (!lanes) continue;
-      const int own = __popc(lanes);
+      const int n = i / role.warps;
+      const int slice = i % x.slices, s = rank_of(i), t = token_of(i), own = __popc(lanes);
       const Terms terms{rows + OwnRow(held, lanes, 0, lane) * bytes, 0, own, own};
       char* staged = StagingRow(x, s, epoch, x.rank * x.tokens + t);
-      sums.template Add<W>(terms, Slice(x, slice, words), staged, true, lane, settle);
-      to = s;
-      flag = t * x.slices + slice;
+      sums.template Add<W>(terms, Slice(x, slice, words), staged, true, lane, [&] { settle(min(n, rounds - n)); });
+      untold.Add(1ull << s, t * x.slices + slice, lane);
     }
-    settle();
+    settle(0);
   } else {
     const int count = x.tokens * x.slices;
     const int64_t mine = static_cast<int64_t>(x.rank) * x.tokens;
-    int32_t next_slot = -1, next_held = -1;
-    const auto look = [&](int i) {
-      if (i >= count) return;
-      next_slot = Choice(x, x.slot, i / x.slices, lane);
-      next_held = Choice(x, x.row, mine + i / x.slices, lane);
-    };
-    look(role.first);
-    for (int n = 0, i = role.first, after; i < count; i = after) {
-      after = role.Item(++n);
+    InTurn slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
+    InTurn held_rows(x, role, x.row + mine * x.choices, count, [&](int i) { return i / x.slices; });
+    for (int n = 0, i; (i = role.Item(n)) < count; ++n) {
       const int t = i / x.slices, slice = i % x.slices;
-      const uint64_t others = RanksOf(x, next_slot) & ~(1ull << x.rank);
-      const int32_t held = next_held;
-      look(after);
+      const uint64_t others = RanksOf(x, slots.Next()) & ~(1ull << x.rank);
+      const int32_t held = held_rows.Next();
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       bool came = true;
       for (uint64_t left = others; left; left &= left - 1) {
-        came &= WaitForRow(x, epoch, __ffsll(left) - 1, t, slice, lane);
+        came &= WaitForRow(x, epoch, __ffsll(left) - 1, i, lane);
       }
       // In order of ranks: sums from the ranks before this one, this one's rows, sums from those after it.
       const int before = __popcll(others & ((1ull << x.rank) - 1)), own = __popc(lanes);

@@ -19,7 +19,8 @@ struct Control {
   uint32_t epoch;    // of the last exchange that this rank has finished
   uint32_t arrived;  // blocks of the running kernel that are done
   uint32_t failed;   // the last epoch in which a wait timed out
-  uint32_t pad[13];
+  uint32_t taken;    // pieces of work that senders of the running kernel have begun
+  uint32_t pad[12];
   uint32_t done[kMaxRanks];  // done[r]: the last epoch that rank r has finished reading; written by r
 };
 constexpr int64_t kFlags = 4096;

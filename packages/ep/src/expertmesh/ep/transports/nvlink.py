@@ -35,6 +35,8 @@ SENT, SPREAD = 27, 47  # GB/s of an SM: to the peers' memory, and from what arri
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
 MOST_SLICES, SHORT = 4, 512
+ADDED, LONG = 8192, 4096  # sums of fewer tokens are cut in two at least, but not below LONG bytes
+LINE = 128  # bytes; rows that begin within a line of memory take up to a tenth longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,13 @@ class Nvlink:
         """Dispatches several arrays in one exchange."""
         capacity = route.source_C.shape[0]
         types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
-        stride = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
+        row_bytes = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
         copies, rows = _copies(route, axis), capacity / route.slot_TK.shape[0]
         senders = self._senders(copies / SENT, rows / SPREAD)
-        return self._call(_native.DISPATCH, types, parts_TD, route, axis, senders, stride)
+        slices = _slices(route.slot_TK.shape[0], row_bytes)
+        return self._call(
+            _native.DISPATCH, types, parts_TD, route, axis, senders, row_bytes, slices
+        )
 
     def combine(self, rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
         (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
@@ -66,10 +71,12 @@ class Nvlink:
         # A sum of one row is that row: it need not be widened for the way back.
         name = str(wire.format or (values_CD.dtype if top_k == 1 else "float32"))
         types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
-        stride = roundup(num_features * jnp.dtype(name).itemsize, 16)
-        half = self.sms // 2
+        row_bytes = num_features * jnp.dtype(name).itemsize
+        halves = min(2, ADDED // max(1, num_tokens), row_bytes // LONG)
+        slices = max(halves, _slices(num_tokens, row_bytes))
+        half, wire_type = self.sms // 2, WIRES[name]
         call = self._call(
-            _native.COMBINE, types, (values_CD,), route, axis, half, stride, wire=WIRES[name]
+            _native.COMBINE, types, (values_CD,), route, axis, half, row_bytes, slices, wire_type
         )
         return call[0].astype(rows_CD.dtype)
 
@@ -77,7 +84,7 @@ class Nvlink:
         """The blocks that send, of so much work to send and to receive."""
         return min(max(round(self.sms * sends / (sends + receives)), 1), self.sms - 1)
 
-    def _call(self, target, types, payload, route, axis, senders, stride, wire=0):
+    def _call(self, target, types, payload, route, axis, senders, row_bytes, slices, wire=0):
         if any(0 in x.shape for x in (*types, *payload)):
             return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
         capability = compute_capability()
@@ -90,8 +97,8 @@ class Nvlink:
             groups=_groups(axis),
             size=np.int64(group_size(axis)),
             rows=np.int64(route.row_GK.shape[0]),
-            stride=np.int64(stride),
-            slices=np.int64(_slices(route.slot_TK.shape[0], stride)),
+            stride=np.int64(roundup(row_bytes, LINE)),
+            slices=np.int64(slices),
             wire=np.int64(wire),
             senders=np.int64(senders),
             receivers=np.int64(self.sms - senders),
@@ -132,9 +139,9 @@ def refuses(top_k: int, size: int, dtype) -> str | None:
     return None
 
 
-def _slices(num_tokens, row_bytes) -> int:
+def _slices(num_tokens: int, row_bytes: int) -> int:
     """Parts in which a row is moved, by a warp each."""
-    return max(1, min(MOST_SLICES, BUSY // num_tokens, row_bytes // SHORT))
+    return max(1, min(MOST_SLICES, BUSY // max(1, num_tokens), row_bytes // SHORT))
 
 
 def _groups(axis) -> np.ndarray:
