@@ -41,7 +41,7 @@ def program(
         def once():
             start = time.perf_counter()
             jax.block_until_ready(repeat(*operands))
-            return (time.perf_counter() - start) / (steps * calls + 1)
+            return (time.perf_counter() - start) / ((steps + 1) * calls)
 
         return once
 
@@ -54,19 +54,20 @@ def program(
 
 
 def _repeated(function: Callable, steps: int, calls: int) -> Callable:
-    """A program of steps x calls + 1 calls one after the other."""
+    """A program of (steps + 1) x calls calls one after the other; two steps at least, as one is no loop."""
 
     @jax.jit
     def repeat(*operands):
         def step(_, before):
-            given, done = operands, [before[-1]]
+            given, done = operands, before[-1:]
             for _ in range(calls):
                 # Each call waits for the one before; none is hoisted or merged, and each result is kept.
                 given, _ = jax.lax.optimization_barrier((given, done[-1]))
                 done.append(function(*given))
             return done[1:]
 
-        return jax.lax.fori_loop(0, steps, step, [function(*operands)] * calls)
+        first = step(0, [jnp.zeros(())])
+        return jax.lax.fori_loop(0, steps, step, first)
 
     return repeat
 
@@ -210,7 +211,7 @@ def burst(function: Callable, operands: tuple, seconds: float) -> Callable[[], f
     calls, steps = 1, 2
     if jax.default_backend() == "gpu":  # elsewhere the programs are tried, not timed
         calls = SHORT if seconds < 2e-4 else 1
-        steps = max(2, round(BURST / seconds / calls))
+        steps = max(2, round(BURST / seconds / calls) - 1)
     repeat = _repeated(function, steps, calls).lower(*operands).compile()
     now = _clock()
 
@@ -218,7 +219,7 @@ def burst(function: Callable, operands: tuple, seconds: float) -> Callable[[], f
         time.sleep(PAUSE)
         start = now(repeat(*operands))
         end = now(repeat(*operands))
-        return int((end - start)[0]) * 1e-9 / (steps * calls + 1)
+        return int((end - start)[0]) * 1e-9 / ((steps + 1) * calls)
 
     return once
 
@@ -265,7 +266,10 @@ def measured(cases: Iterable[Case], pairs: int = 10) -> Iterable[dict]:
             checked.result()
             ours, theirs = (side.result() for side in sides)
             ours(), theirs()
-            timed = [(ours(), theirs()) for _ in range(pairs)]
+            # Each is the first one in turn: what runs before decides about the clock.
+            timed = [
+                (ours(), theirs()) if i % 2 else (theirs(), ours())[::-1] for i in range(pairs)
+            ]
         except Exception as error:
             traceback.print_exception(error)
             failed.append(repr(error).splitlines()[0])

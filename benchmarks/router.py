@@ -1,7 +1,8 @@
 """The router, forward and backward, against plain JAX in the same run. Ratios are speed-ups.
 
 "our reference" is the op's definition in this package, whose gradient is written by hand, without a scatter; the others
-are what a user writes with JAX's own functions, and what JAX derives from it.
+are what a user writes with JAX's own functions, and what JAX derives from it. The last rows are the same calls against
+a copy of as many bytes as any program must move: the logits once, or their gradient, and what a token's choices need.
 """
 
 import argparse
@@ -79,6 +80,16 @@ def check(function, given):
     assert relative_error(got[-1], want[-1]) < 1e-4
 
 
+def bytes_that_move(which, config, given):
+    """Forward: the logits, read, indices and weights, written. Backward: those and the weights' cotangents, read, and
+    the logits' cotangent, written; of the logits themselves softmax needs none, other scores those of the choices."""
+    logits = given[0]
+    chosen = logits.shape[0] * config.top_k * 4  # bytes of an index or a number for each choice
+    if which == "forward":
+        return logits.nbytes + 2 * chosen
+    return logits.nbytes + (3 if config.score_function == "softmax" else 4) * chosen
+
+
 def cases_of(name, config, shape):
     logits = jax.random.normal(jax.random.key(0), shape)
     d_weights = jax.random.normal(jax.random.key(1), (shape[0], config.top_k))
@@ -94,6 +105,9 @@ def cases_of(name, config, shape):
             SECONDS[which],
             partial(check, function, given),
         )
+    for which, (case, (function, given)) in ours.items():
+        moved = bytes_that_move(which, config, given)
+        yield _measure.copy_case("router", case, function, given, moved)
     if config.score_function == "softmax":
         for name, which, other in plain_cases(config, logits, d_weights):
             yield _measure.time_case("router", *ours[which], other, name, SECONDS[which])

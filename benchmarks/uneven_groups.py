@@ -1,8 +1,9 @@
 """Grouped GEMMs of uneven groups, each pass, against even groups of the same rows; and of a mostly empty buffer.
 
 The reference of a buffer, of which a quarter is live, is the same pass of the live rows alone and a fill of as many
-bytes as it writes zeros. Many small groups are limited by memory: their second reference is the read of all weights
-that the forward and the input gradient need, or the fill of as many gradients, and nothing else.
+bytes as it writes zeros. Many small groups are limited by memory: other references of theirs are a copy of as many
+bytes as their operands and results have, and the read of all weights, which the forward and the input gradient need,
+and nothing else.
 """
 
 import argparse
@@ -55,20 +56,19 @@ def cases_of_skew(shape, dtype):
                 "uneven_groups", case, flops, ours, *even_groups, check=checked
             )
             if arrays[2] is many:
-                yield memory_case(case, which, flops, ours, many)
+                yield from memory_cases(case, which, flops, ours, arrays)
 
 
-def memory_case(case, which, flops, ours, weights):
-    """Against the weights alone: read once, or written once."""
-    rate = flops / weights.nbytes * 3e12
-    if which == "wgrad":
-        shape, one = weights.shape, weights[0, 0, :1]
-        other = (lambda one: jnp.broadcast_to(one, shape)), (one,)
-        name = "a fill of the gradients alone"
-    else:
-        other = (lambda w: jnp.max(w, axis=(1, 2))), (weights,)
+def memory_cases(case, which, flops, ours, arrays):
+    """Against a copy of as many bytes, and against the weights alone, read once."""
+    lhs, dy, weights, _ = arrays  # two of them are read, the third is as large as what is written
+    moved = lhs.nbytes + dy.nbytes + weights.nbytes
+    yield _measure.copy_case("uneven_groups", case, *ours, moved)
+    if which != "wgrad":
+        rate = flops / weights.nbytes * 3e12
+        read = (lambda w: jnp.max(w, axis=(1, 2))), (weights,)
         name = "a read of the weights alone"
-    return _measure.gemm_case("uneven_groups", case, flops, ours, other, name, (rate, rate))
+        yield _measure.gemm_case("uneven_groups", case, flops, ours, read, name, (rate, rate))
 
 
 def cases_of_capacity(shape, dtype):

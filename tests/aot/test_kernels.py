@@ -113,21 +113,24 @@ def test_gathered_gemm(contraction, arch):
 
 
 @pytest.mark.parametrize(
-    "dtype, out, transposed",
+    "dtype, out, transposed, tiles",
     [
-        ("bfloat16", "bfloat16", False),
-        ("bfloat16", "bfloat16", True),
-        ("bfloat16", "float32", False),
-        ("float16", "float16", True),
+        ("bfloat16", "bfloat16", False, "ROWS_HOPPER"),
+        ("bfloat16", "bfloat16", True, "ROWS_HOPPER"),
+        ("bfloat16", "float32", False, "ROWS_HOPPER"),
+        ("float16", "float16", True, "ROWS_HOPPER"),
+        ("bfloat16", "bfloat16", True, "SMALL_GROUPS_HOPPER"),
+        ("bfloat16", "float32", False, "SMALL_GROUPS_HOPPER"),
     ],
 )
-def test_rows_on_hopper(dtype, out, transposed, tmp_path):
+def test_rows_on_hopper(dtype, out, transposed, tiles, tmp_path):
     from expertmesh.core.kernels import cuda_call
     from expertmesh.core.kernels import grouped_gemm as kernels
 
     if cuda_call.nvrtc() is None:
         pytest.skip("needs NVRTC")
-    ptx = cuda_call.compile_cuda(kernels.rows_source(dtype, out, transposed))
+    text = kernels.rows_source(dtype, out, transposed, getattr(kernels, tiles))
+    ptx = cuda_call.compile_cuda(text)
     source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     source.write_text(ptx)
     command = [_tool("ptxas"), "-arch=sm_90a", "-v", "-o", cubin, source]

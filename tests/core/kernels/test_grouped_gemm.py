@@ -25,6 +25,8 @@ SHAPES = [
     (600, 640, 1000, 9, 20),
     (200, 8200, 136, 3, 20),  # on Hopper the kernels of long contractions
     (200, 136, 8200, 3, 20),
+    (1200, 392, 1352, 20, 30),  # on Hopper the tiles of small groups, the last ones cut
+    (3000, 264, 520, 9, 13),
 ]
 
 

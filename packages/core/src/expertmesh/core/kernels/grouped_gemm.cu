@@ -4,11 +4,13 @@
 // costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
 // multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
 // in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
-// wait for an end.
+// wait for an end. For small groups a role multiplies two boxes of columns by up to 128 rows instead: more of the
+// weights is under way, and the rows are read half as often.
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
-// WIDE (float32 results) or OUT_HALF (float16 ones), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND,
-// BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, INSTRUCTIONS (`multiply` for each height) and CASES.
+// WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
+// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone
+// on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -23,19 +25,22 @@ constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
 constexpr int BK = 64;                // of the contraction a step: 128 bytes, the width of a swizzle
 constexpr int LINE = BK * 2;
-constexpr int BOX = 64;               // columns of the weight of one TMA load, and of a role
-constexpr int COLUMNS = ROLES * BOX;  // of a block's tile
+constexpr int BOX = 64;               // columns of the weight of one TMA load
+constexpr int NEXT = ROLES * BOX;     // columns from a role's box to its next one
+constexpr int COLUMNS = BOXES * NEXT;  // of a block's tile
 constexpr int MAX_STAGES = 8;
 constexpr int PIECE = 32;             // rows of a result that leave at once
+constexpr int SUMS = BOXES * MAX_ROWS / 2;  // of a thread
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
 
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, the table of groups, pieces of results,
-// slots for operands.
-constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, TABLE = 1024;
-constexpr int STAGED = WIDE ? 0 : 2 * PIECE * LINE;  // bytes of a role's pieces
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
+// and at its end the table of groups.
+constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, STAGED = 1024;
+constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a role
+constexpr int SLOTS = STAGED + ROLES * STAGED_BYTES;
 
 template <int ROWS>
-__device__ void multiply(float (&d)[128], u64 columns, u64 rows, int accumulate);
+__device__ void multiply(float* d, u64 columns, u64 rows, int accumulate);
 
 INSTRUCTIONS
 
@@ -113,6 +118,10 @@ __device__ __forceinline__ int get_word(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ void prefetch_descriptor(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A group's grains of rows, and its tiles if none is higher than `height` grains.
 struct Extent {
   int grains, tiles;
@@ -153,8 +162,10 @@ __device__ __forceinline__ float total_cost(int height, int num_groups, int num_
 }
 
 // Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
-// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least. All threads.
-__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 room) {
+// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least; of equals
+// the fewest, for which slots are the smallest. All threads.
+__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 table) {
+  const u32 room = smem + STAGED;  // of what comes there later
   const int warp = threadIdx.x / 32;
   if (warp == 0) read_sizes(sizes, num_groups, smem, room);
   __syncthreads();
@@ -162,8 +173,11 @@ __device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_co
     put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(MAX_ROWS / GRAIN - i, num_groups, num_columns, room)));
   __syncthreads();
   int best = 0;
-  for (int i = 1; i < HEIGHTS; i++)
-    if (__int_as_float(get_word(smem + COSTS + 4 * i)) < __int_as_float(get_word(smem + COSTS + 4 * best))) best = i;
+  float least = __int_as_float(get_word(smem + COSTS));
+  for (int i = 1; i < HEIGHTS; i++) {
+    const float cost = __int_as_float(get_word(smem + COSTS + 4 * i));
+    if (cost <= least) least = cost, best = i;
+  }
   const int height = MAX_ROWS / GRAIN - best;
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const Extent mine(get_word(room + 16 * g), height);
@@ -178,8 +192,9 @@ __device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_co
       const int other = get_word(room + 16 * h + 8);
       place += other > mine.z || (other == mine.z && h < g);
     }
-    put(smem + TABLE + 16 * place, mine.y, mine.x, g, mine.w);
+    put(table + 16 * place, mine.y, mine.x, g, mine.w);
   }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // operands may come where sizes were
   __syncthreads();
   return height;
 }
@@ -216,23 +231,23 @@ struct Cursor {
 
 // Operands on their way through shared memory: slots of a step's rows and weights.
 struct Ring {
-  u32 smem, barriers;
+  u32 smem;
   int bytes, stages;  // of a slot; how many
   u32 parity;
   int slot = 0;
 
-  __device__ __forceinline__ u32 at() const { return smem + slot * bytes; }
-  __device__ __forceinline__ u32 full() const { return barriers + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return barriers + EMPTY + 8 * slot; }
+  __device__ __forceinline__ u32 at() const { return smem + SLOTS + slot * bytes; }
+  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
   // A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
-  __device__ __forceinline__ u32 which() const { return barriers + WHICH + 16 * slot; }
+  __device__ __forceinline__ u32 which() const { return smem + WHICH + 16 * slot; }
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, parity ^= 1;
   }
   // The slot before this one is free, in both blocks.
   __device__ __forceinline__ void release_before() const {
     const int lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(barriers + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
+    if (lane < 2) arrive_at(smem + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
   }
 };
 
@@ -251,11 +266,12 @@ __device__ __forceinline__ void load_tiles(
       if (step == 0) put(ring.which(), cursor.row, cursor.rows, cursor.start + cursor.size, column);
       expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
 #pragma unroll
-      for (int i = 0; i < ROLES; i++)
+      for (int i = 0; i < COLUMNS; i += BOX)
         if (TRANSPOSED)
-          load(rhs, weight + i * BOX * LINE, ready, k, column + i * BOX, group);
+          load(rhs, weight + i * LINE, ready, k, column + i, group);
         else
-          load(rhs, weight + i * BOX * LINE, ready, column + i * BOX, k, group);
+          load(rhs, weight + i * LINE, ready, column + i, k, group);
+#pragma unroll(BOXES == 1 ? 4 : 1)  // as its registers allow
       for (int i = rank; i < boxes; i += 2)
         load_shared(lhs, rows + i * BOX_ROWS * LINE, ready, k, cursor.row + i * BOX_ROWS);
       ring.next();
@@ -281,7 +297,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-// Of one role. The accumulators hold the transpose of rows x 64 results.
+// Of one role. The accumulators hold the transposes of rows x 64 results, of one box after the other.
 struct Result {
   int role;
   u32 staged;  // room for two pieces
@@ -292,27 +308,30 @@ struct Result {
   __device__ __forceinline__ void send_rest() {}
 
   // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
+    const int line = row + lane % 4 * 2;
+    float* to = (float*)out + (u64)line * width + mine;
 #pragma unroll
-    for (int i = 0; i < MAX_ROWS / 2; i++) {
-      const int r = row + i / 4 * 8 + lane % 4 * 2 + i % 2, c = mine + i % 4 / 2 * 8;
-      if (r < end && i / 4 * 8 < rows && c < width) ((float*)out)[(u64)r * width + c] = d[i];
+    for (int i = 0; i < SUMS; i++) {
+      const int first = i % (MAX_ROWS / 2) / 4 * 8, r = first + i % 2, c = i / (MAX_ROWS / 2) * NEXT + i % 4 / 2 * 8;
+      if (line + r < end && first < rows && mine + c < width) to[(u64)r * width + c] = d[i];
     }
   }
 #else
   u8* at;  // this thread's part of a row, in the result's first rows
-  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on
-  u32 packed[MAX_ROWS / 4];
+  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
+  u32 packed[SUMS / 2];
 
-  __device__ __forceinline__ void take(const float (&d)[128], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     send_rest();
 #pragma unroll
-    for (int i = 0; i < MAX_ROWS / 4; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
+    for (int i = 0; i < SUMS / 2; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
     rows = min(rows, end - row);
     const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
     piece = 0, pieces = (rows + PIECE - 1) / PIECE;
-    live = mine < width ? rows - line : 0;
+    live = mine < width ? max(rows - line, 0) : 0;
+    if (BOXES == 2 && mine + NEXT < width) live |= (rows - line + MAX_ROWS) << 16;
     at = out + ((u64)(row + line) * width + mine) * 2;
   }
 
@@ -346,10 +365,14 @@ struct Result {
     for (int i = 0; i < 2; i++) {
       const int line = thread / 8 + 16 * i, r = piece * PIECE + 16 * i;
       const int4 v = get(buffer + line * LINE + (part ^ line % 8) * 16);
-      if (r < live) *(int4*)(at + (u64)(r * 2) * width) = v;
+      if (r < (BOXES == 2 ? live & 0xFFFF : live)) *(int4*)(at + (u64)(r * 2) * width) = v;
     }
     turn ^= PIECE * LINE;  // the other one, which all have read
     piece++;
+    if (BOXES == 2 && piece == pieces && pieces <= MAX_ROWS / PIECE) {  // on to the second box, from row MAX_ROWS on
+      piece = MAX_ROWS / PIECE, pieces += MAX_ROWS / PIECE, live >>= 16;
+      at += (NEXT - (long long)MAX_ROWS * width) * 2;
+    }
   }
 
   __device__ __forceinline__ void send_some() {
@@ -364,15 +387,19 @@ struct Result {
 
 // Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
 template <int ROWS>
-__device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Result& result, int steps) {
+__device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
-    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE), rows = descriptor(ring.at() + COLUMNS * LINE);
+    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
+    const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < BK / 16; k++)
-      multiply<ROWS>(d, columns + k * (TRANSPOSED ? 32 : 2048) / 16, rows + k * 2, step > 0 || k > 0);
+#pragma unroll
+      for (int i = 0; i < BOXES; i++)
+        multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
+                       rows + k * 2, step > 0 || k > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     result.send_some();
     // One product stays under way; the slot of the one before it is free.
@@ -384,13 +411,14 @@ __device__ __forceinline__ int4 multiply_steps(float (&d)[128], Ring& ring, Resu
   const int4 next = get(ring.which());
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+  for (int i = 0; i < SUMS; i++)
+    if (i % (MAX_ROWS / 2) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
   ring.release_before();
   return next;
 }
 
 __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
-  float d[128];
+  float d[SUMS];
   wait_barrier(ring.full(), ring.parity);
   int4 tile = get(ring.which()), next;
   while (tile.y) {
@@ -416,26 +444,30 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = (u32)__cvta_generic_to_shared(shared);
   const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
-  const u32 staged = smem + TABLE + (num_groups * 16 + 1023) / 1024 * 1024, slots = staged + ROLES * STAGED;
-  const int role = threadIdx.x / 128, num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
+  const u32 table = base + SHARED - num_groups * 16;
+  // -1: it loads. Shuffled, so that the compiler knows it to be the same in a warp: indices of slots then need no
+  // vector registers, nor the warp to gather before each product.
+  const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
   if (threadIdx.x == 32) {
+    prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
     for (int i = 0; i < MAX_STAGES; i++) {
       init_barrier(smem + FULL + 8 * i, 1);
       init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const int height = plan(sizes, num_groups, num_columns, smem, staged);
+  const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
+  const int height = plan(sizes, num_groups, num_columns, smem, table);
   cluster_sync();
   // Lower tiles leave shared memory for more slots.
   const int bytes = (COLUMNS + (height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
-  Ring ring{slots, smem, bytes, min((int)(base + SHARED - slots) / bytes, MAX_STAGES), role == 0};
-  if (role == 0) {
+  const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
+  if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{smem + TABLE, num_groups, num_columns}, steps, ring);
+    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    multiply_tiles(steps, ring, Result{role - 1, staged + (role - 1) * STAGED, width, out});
+    multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});
     store_zeros(get_word(smem + LIVE), out, num_rows, width);
   }
   __syncwarp();

@@ -485,6 +485,7 @@ class RowTiles:
     """How the kernel in CUDA C++ runs.
 
     Attributes:
+      boxes: of 64 columns, that a role multiplies by at most 256 / boxes rows.
       rows: at least and at most so many in a tile of a large group, in steps of `grain`.
       cost: of a tile's step, beside that of its rows, in rows.
       band: tiles of rows that run together.
@@ -492,6 +493,7 @@ class RowTiles:
       registers: of the role that loads, and of those that multiply.
     """
 
+    boxes: int
     rows: tuple[int, int]
     grain: int
     cost: int
@@ -501,7 +503,10 @@ class RowTiles:
 
 
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
-ROWS_HOPPER = RowTiles(rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232))
+ROWS_HOPPER = RowTiles(
+    boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
+)
+SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32)
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
@@ -574,9 +579,11 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
 
 
 def launch_rows_hopper(
-    lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: RowTiles = ROWS_HOPPER
+    lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: RowTiles | None = None
 ):
     (C, K), G = lhs.shape, group_sizes.shape[0]
+    if tiles is None:
+        tiles = SMALL_GROUPS_HOPPER if C <= G * SMALL_GROUPS_HOPPER.rows[1] else ROWS_HOPPER
     N = rhs.shape[1] if transposed else rhs.shape[2]
     return cuda_call(
         _descriptor(lhs, (tiles.box, 64)), _descriptor(rhs, (1, 64, 64)), group_sizes.astype(jnp.int32),
@@ -598,8 +605,8 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
     }
     defined = dict(
         TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16),
-        MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost, BAND=tiles.band,
-        BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
+        BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
+        BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
     )  # fmt: skip
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
@@ -618,7 +625,7 @@ def _wgmma(rows: int, half: bool, transposed: bool) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return f"""
-template <> __device__ __forceinline__ void multiply<{rows}>(float (&d)[128], u64 columns, u64 rows, int accumulate) {{
+template <> __device__ __forceinline__ void multiply<{rows}>(float* d, u64 columns, u64 rows, int accumulate) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
                "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{registers}}},"
                " %{count}, %{count + 1}, p, 1, 1, {int(not transposed)}, 0;\\n}}"
