@@ -69,6 +69,15 @@ def test_pins_name_no_address(name):
     assert "jax==0.11.2" in pins
 
 
+def test_the_summaries_of_gpu_cells_are_of_runs_that_passed():
+    cells = json.loads(matrix("list", "--json", "--platform", "gpu").stdout)["include"]
+    found = [
+        s for path in (ROOT / "ci/summaries").glob("*.json") for s in json.loads(path.read_text())
+    ]
+    assert found and {s["cell"] for s in found} <= {cell["name"] for cell in cells}
+    assert all(s["ok"] and s["passed"] and not s["failed"] for s in found)
+
+
 @pytest.fixture
 def interpreters(tmp_path):
     """A machine like a pyenv one: the shim of 3.12 fails, python3 is too old, a folder has 3.12."""
