@@ -1,9 +1,11 @@
 """Runs one function in several processes joined by jax.distributed: gloo on CPU, NCCL on GPUs."""
 
+import contextlib
 import importlib
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -55,7 +57,7 @@ def run_processes(
     """
     environments = [_environment(rank, processes, devices) for rank in range(processes)]
     with tempfile.TemporaryDirectory() as folder:
-        job = {"target": target, "kwargs": kwargs, "processes": processes, "port": _free_port()}
+        job = {"target": target, "kwargs": kwargs, "processes": processes, "port": free_port()}
         job["killed"] = killed
         logs = [pathlib.Path(folder, f"log{rank}") for rank in range(processes)]
         results = [pathlib.Path(folder, f"result{rank}") for rank in range(processes)]
@@ -151,10 +153,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(line for line in result.stdout.splitlines() if line)]
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def free_port() -> int:
+    """A port that nothing listens on, nor one that connections get: of those a run beside this one takes some."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 30000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def _work(task):

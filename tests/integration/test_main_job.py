@@ -5,13 +5,14 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from multiprocess_runner import free_port
 
 STEPS = 20
 TINY = (
@@ -181,10 +182,7 @@ def test_auto_axes_train_the_same(whole, text, tmp_path):
 )
 def test_processes_train_the_same(whole, text, tmp_path, number, axes):
     """Over the axes that one process had, and over others: 2 x 4 against 1 x 8, and Auto against Explicit."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    joining = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", number)
+    joining = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", number)
     joining += ("--cpu-devices", 8 // number, "--axis-types", axes)
     processes = [
         start(text, tmp_path / "run", *joining, "--process-id", process)
