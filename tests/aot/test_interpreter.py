@@ -11,16 +11,11 @@ import sys
 
 import pytest
 
-from expertmesh.core.support import TRITON, missing_distribution
+from cases.marks import needs_triton
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.aot, needs_triton]
 
 
 def test_kernels_of_few_rows():

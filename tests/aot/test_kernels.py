@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
 from expertmesh.core.ops import (
@@ -25,14 +26,8 @@ from expertmesh.core.recipe import (
     LayerFormats,
     MXFP8BlockScaling,
 )
-from expertmesh.core.support import TRITON, missing_distribution
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.aot, needs_triton]
 
 SHARED_LIMIT = 232448
 MATRIX_INSTRUCTION = {90: "wgmma", 100: "tcgen05"}

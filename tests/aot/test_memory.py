@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cases.marks import needs_triton
 from expertmesh.core import (
     MeshResource,
     PermutePlan,
@@ -26,14 +27,8 @@ from expertmesh.core import (
     unpermute,
 )
 from expertmesh.core.ops.activate_quantize import activate_quantize
-from expertmesh.core.support import TRITON, missing_distribution
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.aot, needs_triton]
 
 CONSTANT = 1 << 20  # bytes: counts of blocks, sums of programs, descriptors
 T, K, E, D, F = 16384, 4, 32, 1024, 2048  # every array of rows is 32 MB or more

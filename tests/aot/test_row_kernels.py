@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from aot.test_kernels import _stack_bytes
-from expertmesh.core.support import TRITON, missing_distribution
+from cases.marks import needs_triton
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.aot, needs_triton]
 NAMES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
 
 

@@ -4,18 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from core.ops.test_activate_rows import make, oracle
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import ACTIVATIONS, Activation
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 
 
 def run(activation, h, d, weights, source):

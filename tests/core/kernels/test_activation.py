@@ -5,17 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from core.ops.test_activation import ORACLES
 from expertmesh.core.ops.activation import ACTIVATIONS, Activation, activate
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import magnitudes, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 
 
 def _gradient(h, d_out, activation):

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops.gather_rows import gather_rows, why_no_copy, why_no_sum
-from expertmesh.core.support import TRITON, missing_distribution
-
-MISSING = any(map(missing_distribution, TRITON))
 
 # Groups, source rows, output rows, terms, features; rows that are no multiple of 16 bytes too.
 SHAPES = [(1, 50, 70, 1, 512), (2, 33, 41, 2, 1001), (3, 130, 67, 8, 264), (1, 64, 9, 31, 2056)]
@@ -37,7 +35,7 @@ def _oracle(src, index, weight):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
@@ -56,7 +54,7 @@ def test_equals_float64_loops_and_repeats_bitwise(sizes, dtype, weighted):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2", "int32", "uint16"])
 def test_copies_numbers_of_every_width_to_the_bit(dtype):
     rng = np.random.default_rng(0)

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
-
-MISSING = any(map(missing_distribution, TRITON))
 
 # Tokens, rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile.
 SHAPES = [
@@ -24,7 +22,7 @@ CASES += [(SHAPES[0], "float16", "float32"), (SHAPES[-1], "float16", "float32")]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("shape, dtype, out", CASES, ids=str)
 def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, out):
     T, C, K, N, G, dead = shape

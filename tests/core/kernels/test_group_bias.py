@@ -5,16 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops.grouped_gemm import group_bias_grad_op
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

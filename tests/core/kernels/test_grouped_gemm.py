@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import MISSING, needs_triton
 from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
-
-MISSING = any(map(missing_distribution, TRITON))
 
 # Rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile. Of the weight gradients
 # of the second one, on Hopper, all tiles are halved; of the last one, those after the first 132.
@@ -54,7 +52,7 @@ def _oracle(lhs, dy, rhs, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
@@ -79,7 +77,7 @@ def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 def test_more_groups_than_threads():
     (lhs, dy, rhs), sizes = _operands(2000, 64, 136, 500, 13, "bfloat16")
     options = {"implementation": "triton", "out_dtype": jnp.dtype("bfloat16")}
@@ -92,7 +90,7 @@ def test_more_groups_than_threads():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 def test_programs_that_take_turns_change_no_bit(monkeypatch):
     """Four on each multiprocessor, as among other devices."""
     from expertmesh.core.kernels import grouped_gemm as kernels

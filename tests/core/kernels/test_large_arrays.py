@@ -8,17 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core import grouped_gemm, permute, plan_permute, unpermute
 from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 R = 97
 
 

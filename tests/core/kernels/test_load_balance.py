@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops import load_balance as ops
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
-
-MISSING = any(map(missing_distribution, TRITON))
-on_gpu = pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
 
 
 def _logits(shape, dtype):
@@ -22,7 +19,7 @@ def _logits(shape, dtype):
 
 
 @pytest.mark.gpu
-@on_gpu
+@needs_triton
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def test_sums(shape, dtype, score_function, masked):
 
 
 @pytest.mark.gpu
-@on_gpu
+@needs_triton
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "tokens, experts, dtype", [(9001, 256, "int32"), (3, 5, "int8"), (700, 1000, "int16")]

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops.permute import permute, plan_permute, plan_rows, unpermute
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
-MISSING = any(map(missing_distribution, TRITON))
 # Groups, tokens, choices, experts, alignment, rows (None: as many as any routing needs).
 PLANS = [
     (1, 5, 2, 3, 1, None),
@@ -43,7 +42,7 @@ def _plan_oracle(idx, E, N, A):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("sizes", PLANS, ids=str)
 def test_plan_equals_loops(sizes):
     P, T, K, E, A, N = sizes
@@ -60,7 +59,7 @@ def test_plan_equals_loops(sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize(
     "T, K, E, alignment, capacity, num_ranks",
     [
@@ -101,7 +100,7 @@ def test_rows_of_each_rank_equal_loops(T, K, E, alignment, capacity, num_ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "sizes",

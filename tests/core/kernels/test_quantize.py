@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from core import quantize_oracle as oracle
 from expertmesh.core import (
     Float8BlockScaling,
@@ -16,14 +17,8 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.ops.quantize import quantize_with_amax
-from expertmesh.core.support import TRITON, missing_distribution
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 
 CURRENT = Float8CurrentScaling().formats()
 BLOCK = Float8BlockScaling().formats()

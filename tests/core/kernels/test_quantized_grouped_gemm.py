@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core.ops.quantized_grouped_gemm import _DGRAD, _FPROP, _WGRAD
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
-
-MISSING = any(map(missing_distribution, TRITON))
 
 # Rows, contraction, width, groups, rows that belong to no group; no size is a multiple of a tile.
 FEW, MANY = (1000, 512, 784, 5, 137), (2000, 384, 1152, 40, 100)
@@ -70,10 +68,7 @@ def _run_twice(op, operands, **options):
     return got
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}"),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core import RouterConfig, route
 from expertmesh.core.ops import router as ops
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
-
-MISSING = any(map(missing_distribution, TRITON))
 
 # Experts and configuration.
 CASES = {
@@ -48,7 +46,7 @@ def _logits(E, dtype, T=1001):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 @pytest.mark.parametrize("name, extras, dtype", RUNS)
 def test_equals_the_reference(name, extras, dtype):
     E, config = CASES[name]
@@ -85,7 +83,7 @@ def test_equals_the_reference(name, extras, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 def test_logits_that_differ_in_their_last_bits():
     last_bits = np.random.default_rng(0).integers(0, 5, (99, 256))
     logits = (1 + last_bits * 2.0**-23).astype(np.float32)
@@ -96,7 +94,7 @@ def test_logits_that_differ_in_their_last_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+@needs_triton
 def test_replayed_choices_that_repeat_add_their_gradients():
     logits = _logits(64, "float32")[400:]
     rng = np.random.default_rng(0)

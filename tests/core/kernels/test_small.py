@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.marks import needs_triton
 from expertmesh.core import (
     RouterConfig,
     dequantize,
@@ -22,15 +23,9 @@ from expertmesh.core.ops.activate_quantize import activate_quantize
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation, activate
 from expertmesh.core.ops.permute import plan_rows
-from expertmesh.core.support import TRITON, missing_distribution
 from expertmesh.core.testing import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        any(map(missing_distribution, TRITON)), reason=f"needs {' and '.join(TRITON)}"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_triton]
 E, K, T, D, F = 40, 4, 150, 256, 160
 
 
