@@ -23,11 +23,9 @@ def _gathered_rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and after the last group."""
-    index_G = tl.arange(0, G_POW2)
-    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
-    end_G = tl.cumsum(size_G, 0)
-    tiles_G = (size_G + BM - 1) // BM
-    last_tile_G = tl.cumsum(tiles_G, 0)
+    index_G, size_G, end_G, tiles_G, last_tile_G = plain._tiles_of_groups(
+        group_sizes, G, G_POW2, BM
+    )
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (N + BN - 1) // BN
     depth = tl.arange(0, BK)[None, :]

@@ -57,6 +57,16 @@ def _group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM: tl.
 
 
 @triton.jit
+def _tiles_of_groups(group_sizes, G: tl.constexpr, G_POW2: tl.constexpr, BM: tl.constexpr):
+    """Of each group its index, its rows, where they end, its tiles of up to BM rows, and where those end."""
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    tiles_G = (size_G + BM - 1) // BM
+    return index_G, size_G, end_G, tiles_G, tl.cumsum(tiles_G, 0)
+
+
+@triton.jit
 def _banded_tile(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """Row and column of a tile: those that run together share rows and columns, so that both stay in L2."""
     band = tile // (GROUP_M * num_n)
@@ -87,11 +97,7 @@ def _rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros after the last group."""
-    index_G = tl.arange(0, G_POW2)
-    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
-    end_G = tl.cumsum(size_G, 0)
-    tiles_G = (size_G + BM - 1) // BM
-    last_tile_G = tl.cumsum(tiles_G, 0)
+    index_G, size_G, end_G, tiles_G, last_tile_G = _tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_live = tl.sum(size_G)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (N + BN - 1) // BN
