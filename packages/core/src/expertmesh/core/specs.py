@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Entry = None | str | tuple[str, ...]
 Spec = PartitionSpec | Sequence[Entry]
@@ -118,13 +118,18 @@ def dividing_axes(
     return tuple(kept)
 
 
+def mesh_of(x: jax.Array) -> AbstractMesh:
+    """The mesh in the array's type, else the mesh in context; empty where there is none."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
 def constrain(x: jax.Array, spec: Spec) -> jax.Array:
     """Asks for a layout wherever that is possible: reshards over Explicit axes, constrains over Auto axes.
 
     Manual axes are dropped (the array is a shard already); without a mesh this is the identity.
     """
-    mesh = jax.typeof(x).sharding.mesh
-    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    mesh = mesh_of(x)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     spec = pad_spec(spec, x.ndim)
     axis_size(dict(mesh.shape) if types else {axis: 1 for axis in spec_axes(spec)}, spec_axes(spec))

@@ -22,6 +22,7 @@ from expertmesh.core.specs import (
     dividing_axes,
     entry_axes,
     make_entry,
+    mesh_of,
 )
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.route import Axis
@@ -41,8 +42,7 @@ def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
             "set MeshResource(ep_resource=...), or EpConfig(axis=()) for no EP"
         )
     named = resource.ep_resource if config.axis is None and resource is not None else config.axis
-    mesh = jax.typeof(x).sharding.mesh
-    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    mesh = mesh_of(x)
     for name in entry_axes(named):
         if name not in mesh.axis_names:
             raise ValueError(

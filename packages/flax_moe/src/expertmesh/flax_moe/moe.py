@@ -38,7 +38,7 @@ from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.recipe import current_recipe
-from expertmesh.core.specs import entry_axes
+from expertmesh.core.specs import entry_axes, mesh_of
 from expertmesh.ep import (
     Handle,
     combine,
@@ -269,7 +269,7 @@ def _reads_tokens(handle: Handle, x, wi) -> bool:
 
     Where it writes more, a copy of the rows costs little beside it, and is read faster.
     """
-    all_here = _mesh_of(x).size <= 1 and handle.row.shape[:2] == (1, prod(x.shape[:-1]))
+    all_here = mesh_of(x).size <= 1 and handle.row.shape[:2] == (1, prod(x.shape[:-1]))
     return all_here and prod(wi.shape[2:]) <= wi.shape[1]
 
 
@@ -377,14 +377,9 @@ def _ep_axis(params, config) -> tuple[str, ...]:
     return entry_axes(spec[0]) if spec else ()
 
 
-def _mesh_of(x):
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-
-
 def _experts_held(x, config, ep_axis) -> int:
     """Experts in the weights as the caller sees them: all, or one shard's where the EP axis is Manual."""
-    mesh = _mesh_of(x)
+    mesh = mesh_of(x)
     manual = [
         axis
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
