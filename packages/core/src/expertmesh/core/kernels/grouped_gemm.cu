@@ -9,8 +9,9 @@
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
-// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone
-// on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
+// (heights of tiles), EACH_HEIGHT(of) (of(grains, rows of the instruction) for each), TILE_COST, BAND, BOX_ROWS,
+// SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. INSTRUCTIONS, alone on a line, is replaced by `multiply` for each
+// number of rows.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -35,7 +36,7 @@ constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
 // and at its end the table of groups.
-constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, WHICH = 512, STAGED = 1024;
+constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, TILES = 384, WHICH = 512, STAGED = 1024;
 constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a role
 constexpr int SLOTS = STAGED + ROLES * STAGED_BYTES;
 
@@ -148,8 +149,17 @@ __device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32
   if (lane == 0) put_word(smem + LIVE, start);
 }
 
-// What all tiles cost together if none is higher than `height` grains. One warp.
-__device__ __forceinline__ float total_cost(int height, int num_groups, int num_columns, u32 room) {
+// Tiles by `clusters` at a time. What is left for a last round is divided into parts of its rows, as there is room.
+struct Rounds {
+  int clusters, items, full, left, parts;  // full: items of whole rounds
+
+  __device__ __forceinline__ Rounds(int items, int most_parts)
+      : clusters(gridDim.x / 2), items(items), full(items / clusters * clusters), left(items - full),
+        parts(min(clusters / max(left, 1), most_parts)) {}
+};
+
+// Counts the tiles if none is higher than `height` grains, at TILES, and what they cost together, at COSTS. One warp.
+__device__ __forceinline__ void try_height(int height, int num_groups, int num_columns, int most_parts, u32 smem, u32 room) {
   int tiles = 0, grains = 0;
   for (int g = threadIdx.x % 32; g < num_groups; g += 32) {
     const Extent mine(get_word(room + 16 * g), height);
@@ -157,20 +167,25 @@ __device__ __forceinline__ float total_cost(int height, int num_groups, int num_
   }
   tiles = __reduce_add_sync(~0u, tiles);
   grains = __reduce_add_sync(~0u, grains);
-  const int clusters = gridDim.x / 2, rounds = (tiles * num_columns + clusters - 1) / clusters;
-  return rounds * ((float)(grains * GRAIN) / max(tiles, 1) + TILE_COST);
+  const Rounds rounds(tiles * num_columns, most_parts);
+  const float rows = (float)(grains * GRAIN) / max(tiles, 1);
+  const float cost = rounds.full / rounds.clusters * (rows + TILE_COST) + (rounds.left ? rows / rounds.parts + TILE_COST : 0);
+  const int at = 4 * (MAX_ROWS / GRAIN - height);
+  put_word(smem + COSTS + at, __float_as_int(cost));
+  put_word(smem + TILES + at, tiles);
 }
 
 // Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
-// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least; of equals
-// the fewest, for which slots are the smallest. All threads.
-__device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_columns, u32 smem, u32 table) {
+// together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least (of equals
+// the fewest, for which slots are the smallest), and how many tiles there are. All threads.
+__device__ __forceinline__ int2 plan(
+    const int* sizes, int num_groups, int num_columns, int most_parts, u32 smem, u32 table) {
   const u32 room = smem + STAGED;  // of what comes there later
   const int warp = threadIdx.x / 32;
   if (warp == 0) read_sizes(sizes, num_groups, smem, room);
   __syncthreads();
   for (int i = warp; i < HEIGHTS; i += THREADS / 32)
-    put_word(smem + COSTS + 4 * i, __float_as_int(total_cost(MAX_ROWS / GRAIN - i, num_groups, num_columns, room)));
+    try_height(MAX_ROWS / GRAIN - i, num_groups, num_columns, most_parts, smem, room);
   __syncthreads();
   int best = 0;
   float least = __int_as_float(get_word(smem + COSTS));
@@ -196,7 +211,7 @@ __device__ __forceinline__ int plan(const int* sizes, int num_groups, int num_co
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // operands may come where sizes were
   __syncthreads();
-  return height;
+  return make_int2(height, get_word(smem + TILES + 4 * best));
 }
 
 // Where a cluster is: its group, and the rows and columns of its tile.
@@ -207,11 +222,11 @@ struct Cursor {
   int start, size, group, tiles;
   int row, rows, column;  // rows: a multiple of GRAIN, the last ones perhaps after the end of the group
 
-  // Moves on to an item; false if there are no more. Items are asked for in ascending order.
-  __device__ bool seek(int item) {
+  // Moves on to an item. Items are asked for in ascending order.
+  __device__ void seek(int item) {
     while (item >= first_item + items) {
       first_item += items;
-      if (++index == num_groups) return false;
+      index++;
       const int4 of = get(table + 16 * index);
       start = of.x, size = of.y, group = of.z, tiles = of.w;
       items = tiles * num_columns;
@@ -225,7 +240,14 @@ struct Cursor {
     row = start + GRAIN * (tile * each + min(tile, more));
     rows = GRAIN * (each + (tile < more));
     column = inner / here;
-    return true;
+  }
+
+  // Narrows the tile to a part of its rows; false if nothing is in it.
+  __device__ __forceinline__ bool divide(int part, int parts) {
+    const int grains = rows / GRAIN, each = (grains + parts - 1) / parts;
+    row += GRAIN * part * each;
+    rows = GRAIN * min(each, grains - part * each);
+    return rows > 0;
   }
 };
 
@@ -252,11 +274,18 @@ struct Ring {
 };
 
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int steps, Ring ring) {
-  const int rank = rank_in_cluster(), clusters = gridDim.x / 2, mine = blockIdx.x / 2;
-  for (int round = 0;; round++) {
-    // There and back, so that no cluster gets the higher tile of each round.
-    if (!cursor.seek(round * clusters + (round % 2 ? clusters - 1 - mine : mine))) break;
+    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, Rounds rounds, int steps, Ring ring) {
+  const int rank = rank_in_cluster(), mine = blockIdx.x / 2;
+  // There and back, so that no cluster gets the higher tile of each round.
+  int place = mine;
+  for (int first = 0; first < rounds.items; first += rounds.clusters, place = rounds.clusters - 1 - place) {
+    if (first < rounds.full) {
+      cursor.seek(first + place);
+    } else {
+      if (place >= rounds.left * rounds.parts) break;
+      cursor.seek(first + place / rounds.parts);
+      if (!cursor.divide(place % rounds.parts, rounds.parts)) break;
+    }
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
     const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
     for (int step = 0; step < steps; step++) {
@@ -307,8 +336,9 @@ struct Result {
   __device__ __forceinline__ void send_some() {}
   __device__ __forceinline__ void send_rest() {}
 
-  // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
+  // There are no registers in which it could wait. Of a tile: row, rows, end of the group, column.
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int4 tile) {
+    const auto [row, rows, end, column] = tile;
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
     float* to = (float*)out + (u64)line * width + mine;
@@ -323,12 +353,12 @@ struct Result {
   int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
   u32 packed[SUMS / 2];
 
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int4 tile) {
     send_rest();
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
-    rows = min(rows, end - row);
-    const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
+    const int row = tile.x, rows = min(tile.y, tile.z - row);
+    const int line = threadIdx.x % 128 / 8, mine = tile.w + role * BOX + threadIdx.x % 8 * 8;
     piece = 0, pieces = (rows + PIECE - 1) / PIECE;
     live = mine < width ? max(rows - line, 0) : 0;
     if (BOXES == 2 && mine + NEXT < width) live |= (rows - line + MAX_ROWS) << 16;
@@ -385,47 +415,58 @@ struct Result {
 #endif
 };
 
-// Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
-template <int ROWS>
-__device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
-#pragma unroll 1
-  for (int step = 0; step < steps; step++) {
-    wait_barrier(ring.full(), ring.parity);
-    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
-    const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int k = 0; k < BK / 16; k++)
-#pragma unroll
-      for (int i = 0; i < BOXES; i++)
-        multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
-                       rows + k * 2, step > 0 || k > 0);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    result.send_some();
-    // One product stays under way; the slot of the one before it is free.
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    if (step > 0) ring.release_before();
-    ring.next();
+// A step's operands, of one role.
+struct Operands {
+  u64 columns, rows;
+
+  __device__ __forceinline__ Operands(const Ring& ring, int role)
+      : columns(descriptor(ring.at() + role * BOX * LINE)), rows(descriptor(ring.at() + COLUMNS * LINE)) {}
+  // The k-th 16 of the contraction.
+  __device__ __forceinline__ u64 columns_at(int k, int box) const {
+    return columns + (box * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16;
   }
-  wait_barrier(ring.full(), ring.parity);
-  const int4 next = get(ring.which());
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  __device__ __forceinline__ u64 rows_at(int k) const { return rows + k * 2; }
+};
+
+template <int ROWS>
+__device__ __forceinline__ void multiply_step(float* d, const Operands& of, bool begins) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < SUMS; i++)
-    if (i % (MAX_ROWS / 2) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
-  ring.release_before();
-  return next;
+  for (int k = 0; k < BK / 16; k++)
+#pragma unroll
+    for (int i = 0; i < BOXES; i++)
+      multiply<ROWS>(d + i * MAX_ROWS / 2, of.columns_at(k, i), of.rows_at(k), k > 0 || !begins);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
   float d[SUMS];
   wait_barrier(ring.full(), ring.parity);
-  int4 tile = get(ring.which()), next;
+  int4 tile = get(ring.which());
   while (tile.y) {
-    switch ((u32)tile.y / GRAIN) {
-      CASES
+    // One loop for all heights, so that it stays where instructions are fast.
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      wait_barrier(ring.full(), ring.parity);
+      const Operands of(ring, result.role);
+      switch ((u32)tile.y / GRAIN) {
+#define CASE(grains, rows) case grains: multiply_step<rows>(d, of, step == 0); break;
+        EACH_HEIGHT(CASE)
+#undef CASE
+      }
+      result.send_some();
+      // One step stays under way; the slot of the one before it is free.
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (step > 0) ring.release_before();
+      ring.next();
     }
-    result.take(d, tile.x, tile.y, tile.z, tile.w);
+    wait_barrier(ring.full(), ring.parity);
+    const int4 next = get(ring.which());  // while the last products run
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+    ring.release_before();
+    result.take(d, tile);
     tile = next;
   }
   result.send_rest();
@@ -440,7 +481,7 @@ __device__ __forceinline__ void store_zeros(int live, u8* out, int num_rows, int
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_rows(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs, const int* sizes,
-    int num_rows, int steps, int width, int num_groups, u8* out) {
+    int num_rows, int steps, int width, int num_groups, int most_parts, u8* out) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = (u32)__cvta_generic_to_shared(shared);
   const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
@@ -457,14 +498,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
-  const int height = plan(sizes, num_groups, num_columns, smem, table);
+  const int2 tiles = plan(sizes, num_groups, num_columns, most_parts, smem, table);
   cluster_sync();
   // Lower tiles leave shared memory for more slots.
-  const int bytes = (COLUMNS + (height * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
+  const int bytes = (COLUMNS + (tiles.x * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
   const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, steps, ring);
+    const Rounds rounds(tiles.y * num_columns, most_parts);
+    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, rounds, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
     multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});

@@ -520,6 +520,7 @@ WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 SHARED_BYTES = 227 * 1024  # of one program
 BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
+MOST_PARTS = 4  # of a tile of the last round
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_TURNS = 4  # programs of a multiprocessor
 LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
@@ -591,12 +592,15 @@ def launch_rows_hopper(
     if tiles is None:
         tiles = SMALL_GROUPS_HOPPER if C <= G * SMALL_GROUPS_HOPPER.rows[1] else ROWS_HOPPER
     N = rhs.shape[1] if transposed else rhs.shape[2]
+    programs = _num_programs(_num_steps((128, 256, 64), C, N, K)) // 2 * 2
+    # Several programs of a multiprocessor fill each other's last rounds.
+    parts = MOST_PARTS if programs <= _num_programs() else 1
     return cuda_call(
         _descriptor(lhs, (tiles.box, 64)), _descriptor(rhs, (1, 64, 64)), group_sizes.astype(jnp.int32),
         source=rows_source(lhs.dtype, out_dtype, transposed, tiles), name="grouped_gemm_rows",
-        scalars=(C, triton.cdiv(K, 64), N, G),
+        scalars=(C, triton.cdiv(K, 64), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
-        programs=_num_programs(_num_steps((128, 256, 64), C, N, K)) // 2 * 2, warps=12, shared=SHARED_BYTES,
+        programs=programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
@@ -617,11 +621,10 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
     )  # fmt: skip
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
     instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
-    cases = "".join(
-        f"case {rows // tiles.grain}: next = multiply_steps<{height}>(d, ring, result, steps); break;\n"
-        for rows, height in heights.items()
+    source = source.replace("INSTRUCTIONS\n", instructions, 1)
+    defined["EACH_HEIGHT(of)"] = " ".join(
+        f"of({rows // tiles.grain}, {height})" for rows, height in heights.items()
     )
-    source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
 
 
