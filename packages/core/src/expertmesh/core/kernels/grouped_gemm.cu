@@ -9,9 +9,8 @@
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
-// (heights of tiles), EACH_HEIGHT(of) (of(grains, rows of the instruction) for each), TILE_COST, BAND, BOX_ROWS,
-// SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. INSTRUCTIONS, alone on a line, is replaced by `multiply` for each
-// number of rows.
+// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone
+// on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -149,14 +148,8 @@ __device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32
   if (lane == 0) put_word(smem + LIVE, start);
 }
 
-// Tiles by `clusters` at a time. What is left for a last round is divided into parts of its rows, as there is room.
-struct Rounds {
-  int clusters, items, full, left, parts;  // full: items of whole rounds
-
-  __device__ __forceinline__ Rounds(int items, int most_parts)
-      : clusters(gridDim.x / 2), items(items), full(items / clusters * clusters), left(items - full),
-        parts(min(clusters / max(left, 1), most_parts)) {}
-};
+// Into how many parts of its rows each tile is divided of a round of so many: as there is room, in the last one.
+__device__ __forceinline__ int parts_of(int tiles, int most) { return min((int)gridDim.x / 2 / tiles, most); }
 
 // Counts the tiles if none is higher than `height` grains, at TILES, and what they cost together, at COSTS. One warp.
 __device__ __forceinline__ void try_height(int height, int num_groups, int num_columns, int most_parts, u32 smem, u32 room) {
@@ -167,9 +160,9 @@ __device__ __forceinline__ void try_height(int height, int num_groups, int num_c
   }
   tiles = __reduce_add_sync(~0u, tiles);
   grains = __reduce_add_sync(~0u, grains);
-  const Rounds rounds(tiles * num_columns, most_parts);
+  const int clusters = gridDim.x / 2, items = tiles * num_columns, left = items % clusters;
   const float rows = (float)(grains * GRAIN) / max(tiles, 1);
-  const float cost = rounds.full / rounds.clusters * (rows + TILE_COST) + (rounds.left ? rows / rounds.parts + TILE_COST : 0);
+  const float cost = items / clusters * (rows + TILE_COST) + (left ? rows / parts_of(left, most_parts) + TILE_COST : 0);
   const int at = 4 * (MAX_ROWS / GRAIN - height);
   put_word(smem + COSTS + at, __float_as_int(cost));
   put_word(smem + TILES + at, tiles);
@@ -274,18 +267,14 @@ struct Ring {
 };
 
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, Rounds rounds, int steps, Ring ring) {
-  const int rank = rank_in_cluster(), mine = blockIdx.x / 2;
+    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int items, int most_parts, int steps, Ring ring) {
+  const int rank = rank_in_cluster(), clusters = gridDim.x / 2;
   // There and back, so that no cluster gets the higher tile of each round.
-  int place = mine;
-  for (int first = 0; first < rounds.items; first += rounds.clusters, place = rounds.clusters - 1 - place) {
-    if (first < rounds.full) {
-      cursor.seek(first + place);
-    } else {
-      if (place >= rounds.left * rounds.parts) break;
-      cursor.seek(first + place / rounds.parts);
-      if (!cursor.divide(place % rounds.parts, rounds.parts)) break;
-    }
+  for (int first = 0, place = blockIdx.x / 2; first < items; first += clusters, place = clusters - 1 - place) {
+    const int parts = first + clusters > items ? parts_of(items - first, most_parts) : 1;
+    if (first + place / parts >= items) break;
+    cursor.seek(first + place / parts);
+    if (parts > 1 && !cursor.divide(place % parts, parts)) break;
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
     const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
     for (int step = 0; step < steps; step++) {
@@ -300,7 +289,7 @@ __device__ __forceinline__ void load_tiles(
           load(rhs, weight + i * LINE, ready, k, column + i, group);
         else
           load(rhs, weight + i * LINE, ready, column + i, k, group);
-#pragma unroll(BOXES == 1 ? 4 : 1)  // as its registers allow
+#pragma unroll 1  // as its registers allow
       for (int i = rank; i < boxes; i += 2)
         load_shared(lhs, rows + i * BOX_ROWS * LINE, ready, k, cursor.row + i * BOX_ROWS);
       ring.next();
@@ -333,12 +322,12 @@ struct Result {
   int width;
   u8* out;
 #if WIDE
+  __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void send_some() {}
   __device__ __forceinline__ void send_rest() {}
 
-  // There are no registers in which it could wait. Of a tile: row, rows, end of the group, column.
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int4 tile) {
-    const auto [row, rows, end, column] = tile;
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
     float* to = (float*)out + (u64)line * width + mine;
@@ -353,12 +342,12 @@ struct Result {
   int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
   u32 packed[SUMS / 2];
 
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int4 tile) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
     send_rest();
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
-    const int row = tile.x, rows = min(tile.y, tile.z - row);
-    const int line = threadIdx.x % 128 / 8, mine = tile.w + role * BOX + threadIdx.x % 8 * 8;
+    rows = min(rows, end - row);
+    const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
     piece = 0, pieces = (rows + PIECE - 1) / PIECE;
     live = mine < width ? max(rows - line, 0) : 0;
     if (BOXES == 2 && mine + NEXT < width) live |= (rows - line + MAX_ROWS) << 16;
@@ -374,12 +363,21 @@ struct Result {
                    "r"(packed[i + 3]) : "memory");
   }
 
+  // Where this lane's row of the 8 x 8 matrices goes, 16 bytes at places that turn with the row, for all banks; and
+  // where this thread's part of a row is then. Hidden from the compiler, which would compute them for each piece, while
+  // the tensor cores wait.
+  u32 to, from;
+
+  __device__ __forceinline__ void settle() {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, line = thread / 8;
+    to = staged + (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    from = staged + line * LINE + (thread % 8 ^ line % 8) * 16;
+    asm volatile("" : "+r"(to), "+r"(from));
+  }
+
   // Through shared memory, where it is turned, to where it belongs.
   __device__ __forceinline__ void send_piece() {
-    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, part = thread % 8;
-    const u32 buffer = staged + turn;
-    // Where this lane's row of the 8 x 8 matrices goes: 16 bytes, at places that turn with the row, for all banks.
-    const u32 to = buffer + (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    const u32 to = this->to + turn;
     switch (piece) {
       case 0: stage<0>(to); break;
       case 1: stage<1>(to); break;
@@ -391,17 +389,16 @@ struct Result {
       default: stage<7>(to); break;
     }
     asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int line = thread / 8 + 16 * i, r = piece * PIECE + 16 * i;
-      const int4 v = get(buffer + line * LINE + (part ^ line % 8) * 16);
-      if (r < (BOXES == 2 ? live & 0xFFFF : live)) *(int4*)(at + (u64)(r * 2) * width) = v;
-    }
+    const int4 upper = get(from + turn), lower = get(from + turn + PIECE / 2 * LINE);
+    const int line = piece * PIECE, rows = BOXES == 2 ? live & 0xFFFF : live;
+    if (line < rows) *(int4*)at = upper;
+    if (line + PIECE / 2 < rows) *(int4*)(at + (u64)PIECE * width) = lower;
+    at += (u64)(PIECE * 2) * width;
     turn ^= PIECE * LINE;  // the other one, which all have read
     piece++;
     if (BOXES == 2 && piece == pieces && pieces <= MAX_ROWS / PIECE) {  // on to the second box, from row MAX_ROWS on
       piece = MAX_ROWS / PIECE, pieces += MAX_ROWS / PIECE, live >>= 16;
-      at += (NEXT - (long long)MAX_ROWS * width) * 2;
+      at += (NEXT - (long long)PIECE * (pieces - MAX_ROWS / PIECE) * width) * 2;
     }
   }
 
@@ -415,58 +412,61 @@ struct Result {
 #endif
 };
 
-// A step's operands, of one role.
-struct Operands {
-  u64 columns, rows;
+// Until no more than so many groups of products are under way.
+template <int GROUPS>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
 
-  __device__ __forceinline__ Operands(const Ring& ring, int role)
-      : columns(descriptor(ring.at() + role * BOX * LINE)), rows(descriptor(ring.at() + COLUMNS * LINE)) {}
-  // The k-th 16 of the contraction.
-  __device__ __forceinline__ u64 columns_at(int k, int box) const {
-    return columns + (box * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16;
-  }
-  __device__ __forceinline__ u64 rows_at(int k) const { return rows + k * 2; }
-};
-
+// A group of products: half of a step's contraction, from its k-th 16 on.
 template <int ROWS>
-__device__ __forceinline__ void multiply_step(float* d, const Operands& of, bool begins) {
+__device__ __forceinline__ void multiply_half(float* d, u64 columns, u64 rows, int first, int accumulate) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int k = 0; k < BK / 16; k++)
+  for (int k = first; k < first + BK / 32; k++)
 #pragma unroll
     for (int i = 0; i < BOXES; i++)
-      multiply<ROWS>(d + i * MAX_ROWS / 2, of.columns_at(k, i), of.rows_at(k), k > 0 || !begins);
+      multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16, rows + k * 2,
+                     accumulate || k > first);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
+template <int ROWS>
+__device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    wait_barrier(ring.full(), ring.parity);
+    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
+    const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
+    multiply_half<ROWS>(d, columns, rows, 0, step > 0);
+    wait_products<1>();  // half a step stays under way; the slot of the step before is free
+    if (step > 0) ring.release_before();
+    multiply_half<ROWS>(d, columns, rows, BK / 32, true);
+    result.send_some();
+    wait_products<1>();
+    ring.next();
+  }
+  wait_barrier(ring.full(), ring.parity);
+  const int4 next = get(ring.which());
+  wait_products<0>();
+#pragma unroll
+  for (int i = 0; i < SUMS; i++)
+    if (i % (MAX_ROWS / 2) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+  ring.release_before();
+  return next;
 }
 
 __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
   float d[SUMS];
+  result.settle();
   wait_barrier(ring.full(), ring.parity);
-  int4 tile = get(ring.which());
+  int4 tile = get(ring.which()), next;
   while (tile.y) {
-    // One loop for all heights, so that it stays where instructions are fast.
-#pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-      wait_barrier(ring.full(), ring.parity);
-      const Operands of(ring, result.role);
-      switch ((u32)tile.y / GRAIN) {
-#define CASE(grains, rows) case grains: multiply_step<rows>(d, of, step == 0); break;
-        EACH_HEIGHT(CASE)
-#undef CASE
-      }
-      result.send_some();
-      // One step stays under way; the slot of the one before it is free.
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (step > 0) ring.release_before();
-      ring.next();
+    switch ((u32)tile.y / GRAIN) {
+      CASES
     }
-    wait_barrier(ring.full(), ring.parity);
-    const int4 next = get(ring.which());  // while the last products run
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
-    ring.release_before();
-    result.take(d, tile);
+    result.take(d, tile.x, tile.y, tile.z, tile.w);
     tile = next;
   }
   result.send_rest();
@@ -505,8 +505,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    const Rounds rounds(tiles.y * num_columns, most_parts);
-    if (threadIdx.x == 0) load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, rounds, steps, ring);
+    if (threadIdx.x == 0)
+      load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
     multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});

@@ -621,10 +621,11 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
     )  # fmt: skip
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
     instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
-    source = source.replace("INSTRUCTIONS\n", instructions, 1)
-    defined["EACH_HEIGHT(of)"] = " ".join(
-        f"of({rows // tiles.grain}, {height})" for rows, height in heights.items()
+    cases = "".join(
+        f"case {rows // tiles.grain}: next = multiply_steps<{height}>(d, ring, result, steps); break;\n"
+        for rows, height in heights.items()
     )
+    source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
 
 
