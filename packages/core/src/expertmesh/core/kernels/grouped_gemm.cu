@@ -108,6 +108,10 @@ __device__ __forceinline__ int4 get(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ void store(u8* to, int4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ void put_word(u32 to, int v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
@@ -180,12 +184,10 @@ __device__ __forceinline__ int2 plan(
   for (int i = warp; i < HEIGHTS; i += THREADS / 32)
     try_height(MAX_ROWS / GRAIN - i, num_groups, num_columns, most_parts, smem, room);
   __syncthreads();
-  int best = 0;
-  float least = __int_as_float(get_word(smem + COSTS));
-  for (int i = 1; i < HEIGHTS; i++) {
-    const float cost = __int_as_float(get_word(smem + COSTS + 4 * i));
-    if (cost <= least) least = cost, best = i;
-  }
+  static_assert(HEIGHTS <= 32);  // one for each lane
+  const int lane = threadIdx.x % 32;
+  const u32 cost = lane < HEIGHTS ? get_word(smem + COSTS + 4 * lane) : ~0u;  // of positive numbers the order is theirs
+  const int best = 31 - __clz(__ballot_sync(~0u, cost == __reduce_min_sync(~0u, cost)));
   const int height = MAX_ROWS / GRAIN - best;
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const Extent mine(get_word(room + 16 * g), height);
@@ -196,6 +198,7 @@ __device__ __forceinline__ int2 plan(
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const int4 mine = get(room + 16 * g);
     int place = 0;
+#pragma unroll 8
     for (int h = 0; h < num_groups; h++) {
       const int other = get_word(room + 16 * h + 8);
       place += other > mine.z || (other == mine.z && h < g);
@@ -326,8 +329,13 @@ struct Result {
   __device__ __forceinline__ void send_some() {}
   __device__ __forceinline__ void send_rest() {}
 
+  int4 tile;
+
+  __device__ __forceinline__ void begin(int4 of) { tile = of; }
+
   // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
+  __device__ __forceinline__ void take(const float (&d)[SUMS]) {
+    const int row = tile.x, rows = tile.y, end = tile.z, column = tile.w;
     const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
     float* to = (float*)out + (u64)line * width + mine;
@@ -339,19 +347,25 @@ struct Result {
   }
 #else
   u8* at;  // this thread's part of a row, in the result's first rows
-  int live, pieces = 0, piece = 0, turn = 0;  // rows from this thread's first one on; those of a second box above them
+  int live;  // rows from this thread's first one on; those of a second box above them
+  int pieces = 0, piece = 1, turn = 0;  // of a box; the next one, of all boxes
   u32 packed[SUMS / 2];
 
-  __device__ __forceinline__ void take(const float (&d)[SUMS], int row, int rows, int end, int column) {
+  // What is known of a tile (row, rows, end of the group, column) before its sums are.
+  __device__ __forceinline__ void begin(int4 tile) {
     send_rest();
+    const int row = tile.x, rows = min(tile.y, tile.z - row);
+    const int line = threadIdx.x % 128 / 8, mine = tile.w + role * BOX + threadIdx.x % 8 * 8;
+    pieces = (rows + PIECE - 1) / PIECE, piece = 0;
+    live = mine < width ? max(rows - line, 0) : 0;
+    if (BOXES == 2 && mine + NEXT < width) live |= max(rows - line, 0) << 16;
+    at = out + ((u64)(row + line) * width + mine) * 2;
+    asm volatile("" : "+l"(at), "+r"(live));  // now, not when the tensor cores wait
+  }
+
+  __device__ __forceinline__ void take(const float (&d)[SUMS]) {
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) packed[i] = pack(d[2 * i], d[2 * i + 1]);
-    rows = min(rows, end - row);
-    const int line = threadIdx.x % 128 / 8, mine = column + role * BOX + threadIdx.x % 8 * 8;
-    piece = 0, pieces = (rows + PIECE - 1) / PIECE;
-    live = mine < width ? max(rows - line, 0) : 0;
-    if (BOXES == 2 && mine + NEXT < width) live |= (rows - line + MAX_ROWS) << 16;
-    at = out + ((u64)(row + line) * width + mine) * 2;
   }
 
   template <int P>
@@ -375,39 +389,42 @@ struct Result {
     asm volatile("" : "+r"(to), "+r"(from));
   }
 
-  // Through shared memory, where it is turned, to where it belongs.
+  // Stages the next piece in shared memory, where it is turned, and stores the one before, which all have staged.
   __device__ __forceinline__ void send_piece() {
-    const u32 to = this->to + turn;
-    switch (piece) {
-      case 0: stage<0>(to); break;
-      case 1: stage<1>(to); break;
-      case 2: stage<2>(to); break;
-      case 3: stage<3>(to); break;
-      case 4: stage<4>(to); break;
-      case 5: stage<5>(to); break;
-      case 6: stage<6>(to); break;
-      default: stage<7>(to); break;
-    }
     asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
     const int4 upper = get(from + turn), lower = get(from + turn + PIECE / 2 * LINE);
-    const int line = piece * PIECE, rows = BOXES == 2 ? live & 0xFFFF : live;
-    if (line < rows) *(int4*)at = upper;
-    if (line + PIECE / 2 < rows) *(int4*)(at + (u64)PIECE * width) = lower;
-    at += (u64)(PIECE * 2) * width;
-    turn ^= PIECE * LINE;  // the other one, which all have read
-    piece++;
-    if (BOXES == 2 && piece == pieces && pieces <= MAX_ROWS / PIECE) {  // on to the second box, from row MAX_ROWS on
-      piece = MAX_ROWS / PIECE, pieces += MAX_ROWS / PIECE, live >>= 16;
-      at += (NEXT - (long long)PIECE * (pieces - MAX_ROWS / PIECE) * width) * 2;
+    turn ^= PIECE * LINE;
+    if (piece < BOXES * pieces) {
+      const u32 here = to + turn;
+      switch (BOXES == 2 && piece >= pieces ? piece - pieces + MAX_ROWS / PIECE : piece) {
+        case 0: stage<0>(here); break;
+        case 1: stage<1>(here); break;
+        case 2: stage<2>(here); break;
+        case 3: stage<3>(here); break;
+        case 4: stage<4>(here); break;
+        case 5: stage<5>(here); break;
+        case 6: stage<6>(here); break;
+        default: stage<7>(here); break;
+      }
     }
+    if (piece > 0) {
+      const int before = piece - 1;
+      const bool second = BOXES == 2 && before >= pieces;
+      const int line = (before - (second ? pieces : 0)) * PIECE;
+      const int rows = BOXES == 2 ? live >> (second ? 16 : 0) & 0xFFFF : live;
+      u8* to = at + (long long)line * (2 * width) + (second ? NEXT * 2 : 0);
+      if (line < rows) store(to, upper);
+      if (line + PIECE / 2 < rows) store(to + (long long)PIECE * width, lower);
+    }
+    piece++;
   }
 
   __device__ __forceinline__ void send_some() {
-    if (piece < pieces) send_piece();
+    if (piece <= BOXES * pieces) send_piece();
   }
 
   __device__ __forceinline__ void send_rest() {
-    while (piece < pieces) send_piece();
+    while (piece <= BOXES * pieces) send_piece();
   }
 #endif
 };
@@ -431,9 +448,8 @@ __device__ __forceinline__ void multiply_half(float* d, u64 columns, u64 rows, i
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Multiplies a tile; returns what the ring's next slot says, which is read while the last products run.
 template <int ROWS>
-__device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
+__device__ __forceinline__ void multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
@@ -447,26 +463,26 @@ __device__ __forceinline__ int4 multiply_steps(float (&d)[SUMS], Ring& ring, Res
     wait_products<1>();
     ring.next();
   }
-  wait_barrier(ring.full(), ring.parity);
-  const int4 next = get(ring.which());
-  wait_products<0>();
-#pragma unroll
-  for (int i = 0; i < SUMS; i++)
-    if (i % (MAX_ROWS / 2) < ROWS / 2) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
-  ring.release_before();
-  return next;
 }
 
 __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
   float d[SUMS];
   result.settle();
   wait_barrier(ring.full(), ring.parity);
-  int4 tile = get(ring.which()), next;
+  int4 tile = get(ring.which());
   while (tile.y) {
     switch ((u32)tile.y / GRAIN) {
       CASES
     }
-    result.take(d, tile.x, tile.y, tile.z, tile.w);
+    // What can be done is done while the last products run.
+    wait_barrier(ring.full(), ring.parity);
+    const int4 next = get(ring.which());
+    result.begin(tile);
+    wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+    ring.release_before();
+    result.take(d);
     tile = next;
   }
   result.send_rest();

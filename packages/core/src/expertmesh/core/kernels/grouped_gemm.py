@@ -520,7 +520,7 @@ WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 SHARED_BYTES = 227 * 1024  # of one program
 BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
-MOST_PARTS = 4  # of a tile of the last round
+MOST_PARTS = 2  # of a tile of the last round
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_TURNS = 4  # programs of a multiprocessor
 LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
@@ -622,7 +622,7 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
     instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
     cases = "".join(
-        f"case {rows // tiles.grain}: next = multiply_steps<{height}>(d, ring, result, steps); break;\n"
+        f"case {rows // tiles.grain}: multiply_steps<{height}>(d, ring, result, steps); break;\n"
         for rows, height in heights.items()
     )
     source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
