@@ -4,8 +4,9 @@
 // costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
 // multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
 // in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
-// wait for an end. For small groups a role multiplies two boxes of columns by up to 128 rows instead: more of the
-// weights is under way, and the rows are read half as often.
+// wait for an end. Products are issued by half steps, one under way while the next is: a slot is free as soon as it was
+// read, and what else a role does is done beside products. For small groups a role multiplies two boxes of columns by
+// up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
@@ -83,12 +84,16 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
       ::"r"(barrier), "r"(rank) : "memory");
 }
 
+// What `createpolicy.fractional` makes of L2::evict_last and L2::evict_first. All columns of a group read its rows, and
+// nothing here reads results.
+constexpr u64 KEEP = 0x14F0000000000000, PASS = 0x12F0000000000000;
+
 // A box of rows, to the same place of both blocks.
 __device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3) : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3), "l"(KEEP) : "memory");
 }
 
 __device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y, int z) {
@@ -109,7 +114,8 @@ __device__ __forceinline__ int4 get(u32 from) {
 }
 
 __device__ __forceinline__ void store(u8* to, int4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
+               ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");
 }
 
 __device__ __forceinline__ void put_word(u32 to, int v) {
@@ -152,11 +158,12 @@ __device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32
   if (lane == 0) put_word(smem + LIVE, start);
 }
 
-// Into how many parts of its rows each tile is divided of a round of so many: as there is room, in the last one.
+// Into how many parts of its rows each tile of a last round is divided: as many as there are clusters for.
 __device__ __forceinline__ int parts_of(int tiles, int most) { return min((int)gridDim.x / 2 / tiles, most); }
 
 // Counts the tiles if none is higher than `height` grains, at TILES, and what they cost together, at COSTS. One warp.
-__device__ __forceinline__ void try_height(int height, int num_groups, int num_columns, int most_parts, u32 smem, u32 room) {
+__device__ __forceinline__ void try_height(
+    int height, int num_groups, int num_columns, int most_parts, u32 smem, u32 room) {
   int tiles = 0, grains = 0;
   for (int g = threadIdx.x % 32; g < num_groups; g += 32) {
     const Extent mine(get_word(room + 16 * g), height);
@@ -213,7 +220,7 @@ __device__ __forceinline__ int2 plan(
 // Where a cluster is: its group, and the rows and columns of its tile.
 struct Cursor {
   u32 table;
-  int num_groups, num_columns;
+  int num_columns;
   int index = -1, first_item = 0, items = 0;
   int start, size, group, tiles;
   int row, rows, column;  // rows: a multiple of GRAIN, the last ones perhaps after the end of the group
@@ -325,12 +332,11 @@ struct Result {
   int width;
   u8* out;
 #if WIDE
+  int4 tile;
+
   __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void send_some() {}
   __device__ __forceinline__ void send_rest() {}
-
-  int4 tile;
-
   __device__ __forceinline__ void begin(int4 of) { tile = of; }
 
   // There are no registers in which it could wait.
@@ -346,10 +352,21 @@ struct Result {
     }
   }
 #else
+  // Where this lane's row of 8 x 8 matrices goes, 16 bytes at places that turn with the row, for all banks; and where
+  // this thread's part of a row is then.
+  u32 to, from;
   u8* at;  // this thread's part of a row, in the result's first rows
   int live;  // rows from this thread's first one on; those of a second box above them
   int pieces = 0, piece = 1, turn = 0;  // of a box; the next one, of all boxes
   u32 packed[SUMS / 2];
+
+  // Hides the two from the compiler, which would compute them for each piece, while the tensor cores wait.
+  __device__ __forceinline__ void settle() {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, line = thread / 8;
+    to = staged + (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    from = staged + line * LINE + (thread % 8 ^ line % 8) * 16;
+    asm volatile("" : "+r"(to), "+r"(from));
+  }
 
   // What is known of a tile (row, rows, end of the group, column) before its sums are.
   __device__ __forceinline__ void begin(int4 tile) {
@@ -375,18 +392,6 @@ struct Result {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                    ::"r"(to + i % 8 * 4 * LINE), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
                    "r"(packed[i + 3]) : "memory");
-  }
-
-  // Where this lane's row of the 8 x 8 matrices goes, 16 bytes at places that turn with the row, for all banks; and
-  // where this thread's part of a row is then. Hidden from the compiler, which would compute them for each piece, while
-  // the tensor cores wait.
-  u32 to, from;
-
-  __device__ __forceinline__ void settle() {
-    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, line = thread / 8;
-    to = staged + (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-    from = staged + line * LINE + (thread % 8 ^ line % 8) * 16;
-    asm volatile("" : "+r"(to), "+r"(from));
   }
 
   // Stages the next piece in shared memory, where it is turned, and stores the one before, which all have staged.
@@ -443,8 +448,8 @@ __device__ __forceinline__ void multiply_half(float* d, u64 columns, u64 rows, i
   for (int k = first; k < first + BK / 32; k++)
 #pragma unroll
     for (int i = 0; i < BOXES; i++)
-      multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16, rows + k * 2,
-                     accumulate || k > first);
+      multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
+                     rows + k * 2, accumulate || k > first);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -522,7 +527,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
     if (threadIdx.x == 0)
-      load_tiles(&lhs, &rhs, Cursor{table, num_groups, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
+      load_tiles(&lhs, &rhs, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
     multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});

@@ -520,8 +520,8 @@ WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 SHARED_BYTES = 227 * 1024  # of one program
 BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
-MOST_PARTS = 2  # of a tile of the last round
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+MOST_PARTS = 2  # of a tile of the last round
 MOST_TURNS = 4  # programs of a multiprocessor
 LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
 # From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
