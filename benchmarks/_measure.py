@@ -200,18 +200,23 @@ class Case:
     check: Callable[[], None] = lambda: None
 
 
-def burst(function: Callable, operands: tuple, seconds: float) -> Callable[[], float]:
+def burst(
+    function: Callable, operands: tuple, seconds: float, length: float = BURST
+) -> Callable[[], float]:
     """Measures the device time of a call that takes about so many seconds, in bursts after pauses.
 
     An H200 that works without pauses is at its power limit after tens of milliseconds: its clock then depends on its
     temperature and on what ran before. A burst is over earlier. It is one program twice, each of several calls one
     after the other; what counts is the second, from the first's end to its own, by the GPU's clock: the dispatch and
     the start are over by then.
+
+    Args:
+      length: seconds that a program of the burst takes, about.
     """
     calls, steps = 1, 2
     if jax.default_backend() == "gpu":  # elsewhere the programs are tried, not timed
         calls = SHORT if seconds < 2e-4 else 1
-        steps = max(2, round(BURST / seconds / calls) - 1)
+        steps = max(2, round(length / seconds / calls) - 1)
     repeat = _repeated(function, steps, calls).lower(*operands).compile()
     now = _clock()
 
@@ -239,8 +244,11 @@ def _clock() -> Callable[[object], object]:
     return now
 
 
-def measured(cases: Iterable[Case], pairs: int = 10) -> Iterable[dict]:
+def measured(cases: Iterable[Case], pairs: int = 10, length: float = BURST) -> Iterable[dict]:
     """The rows of all cases: first everything is compiled, side by side; then each pair alternates so many times.
+
+    Args:
+      length: of a burst's programs, in seconds.
 
     Raises:
       RuntimeError: some cases failed, after the rows of all others.
@@ -253,7 +261,7 @@ def measured(cases: Iterable[Case], pairs: int = 10) -> Iterable[dict]:
         def compiled(side, seconds):
             key = (id(side[0]), *map(id, side[1]))
             if key not in programs:
-                programs[key] = pool.submit(burst, *side, seconds)
+                programs[key] = pool.submit(burst, *side, seconds, length)
             return programs[key]
 
         sides = [tuple(map(compiled, (c.ours, c.reference), c.seconds)) for c in cases]

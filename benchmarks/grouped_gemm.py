@@ -1,6 +1,7 @@
 """Grouped GEMM, each pass, against one dense GEMM of the same rows, contraction and width.
 
-Kernel and reference alternate in one process; a ratio is the median of the ratios of pairs, higher is better.
+Kernel and reference alternate in one process; a ratio is the median of the ratios of pairs, higher is better. In short
+bursts the GPU keeps its clock, in long ones its power limit lowers it, more for the faster of the two: `--bursts`.
 `ragged_dot` (forward only) is timed beside them with `--ragged`.
 """
 
@@ -95,12 +96,12 @@ def check(which, function, a, b, sizes):
             assert relative_error(got[0, part, few], x @ w) < 1e-2, group
 
 
-def cases_of(name, shape, dtype, ragged):
+def cases_of(name, shape, dtype, ragged, protocol):
     rows, k, n, _ = shape
     flops = 2 * rows * k * n
     arrays = operands(shape, dtype)
     for which, (grouped, dense) in passes(*arrays).items():
-        case = f"{jnp.dtype(dtype).name} {which} {name} {rows}x{k}x{n}, {shape[3]} groups"
+        case = f"{jnp.dtype(dtype).name} {which} {name} {rows}x{k}x{n}, {shape[3]} groups{protocol}"
         checked = functools.partial(check, which, grouped[0], *grouped[1])
         yield _measure.gemm_case(
             "grouped_gemm", case, flops, grouped, dense, "dense XLA GEMM", check=checked
@@ -108,30 +109,45 @@ def cases_of(name, shape, dtype, ragged):
     if ragged:
         lhs, _, rhs, sizes = arrays
         other = jax.lax.ragged_dot, (lhs[0], rhs, sizes[0])
-        case = f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} against ragged_dot"
+        case = f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} against ragged_dot{protocol}"
         ours = passes(*arrays)["fprop"][0]
         rates = 600e12, 60e12
         yield _measure.gemm_case("grouped_gemm", case, flops, ours, other, "lax.ragged_dot", rates)
 
 
-def of_pass(row: dict) -> str | None:
-    """What a row's mean is named, if it is one of the shapes against dense."""
-    dense = row["reference"].startswith("dense")
-    return " ".join(row["case"].split()[:2]) if dense else None
+def rows_of(shapes, dtype, ragged: bool, milliseconds: float):
+    """The rows of all shapes in bursts of so many milliseconds, and the means of the passes against dense."""
+    length = milliseconds * 1e-3
+    protocol = "" if length == _measure.BURST else f", bursts of {milliseconds:g} ms"
+    cases = (
+        case
+        for name, shape in shapes.items()
+        for case in cases_of(name, shape, dtype, ragged, protocol)
+    )
+
+    def of_pass(row):
+        dense = row["reference"].startswith("dense")
+        return " ".join(row["case"].split()[:2]) + protocol if dense else None
+
+    return _measure.with_means(_measure.measured(cases, length=length), of_pass)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
+    short = _measure.BURST * 1e3
+    parser.add_argument(
+        "--bursts", type=float, nargs="+", default=[short, 30], help="milliseconds of each"
+    )
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
-    cases = (
-        case
-        for name, shape in shapes.items()
-        for case in cases_of(name, shape, dtype, options.ragged)
+    rows = (
+        row
+        for milliseconds in options.bursts
+        for row in rows_of(shapes, dtype, options.ragged, milliseconds)
     )
-    _measure.write(options.json, _measure.with_means(_measure.measured(cases), of_pass))
+    _measure.write(options.json, rows)
 
 
 if __name__ == "__main__":
