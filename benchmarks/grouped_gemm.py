@@ -138,7 +138,7 @@ def main():
     parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
     short = _measure.BURST * 1e3
     parser.add_argument(
-        "--bursts", type=float, nargs="+", default=[short, 30], help="milliseconds of each"
+        "--bursts", type=float, nargs="+", default=[short], help="milliseconds of each"
     )
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)

@@ -356,7 +356,7 @@ struct Result {
   // this thread's part of a row is then.
   u32 to, from;
   u8* at;  // this thread's part of a row, in the result's first rows
-  int live;  // rows from this thread's first one on; those of a second box above them
+  int live = 0;  // rows from this thread's first one on; those of a second box above them
   int pieces = 0, piece = 1, turn = 0;  // of a box; the next one, of all boxes
   u32 packed[SUMS / 2];
 

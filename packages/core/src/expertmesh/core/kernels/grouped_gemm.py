@@ -118,7 +118,7 @@ def _rows_kernel(
         columns = tile_n * BN + tl.arange(0, BN)
         where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
         live = (rows < end)[:, None] & (columns < N)[None, :]
-        tl.store(where, acc.to(out.dtype.element_ty), mask=live)
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live, eviction_policy="evict_first")
 
     _store_zero_rows(out, num_live, C, N, BN, NUM_PROGRAMS)
 
@@ -514,7 +514,7 @@ ROWS_HOPPER = RowTiles(
 )
 SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32)
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
-ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=4, group_m=16)
+ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
 SHARED_BYTES = 227 * 1024  # of one program
