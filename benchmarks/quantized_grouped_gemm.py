@@ -190,6 +190,13 @@ def cases_of(recipe, name, shape, only):
         )
 
 
+def keep_8_bits() -> None:
+    """Before JAX begins: else XLA widens the operands of the dense GEMM to bfloat16."""
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    )
+
+
 def of_recipe_and_pass(row: dict) -> str | None:
     """What a row's mean is named, if it is one of the shapes of the package's figures."""
     recipe, which, *rest = row["case"].split()
@@ -201,10 +208,7 @@ def main(recipe="fp8_block"):
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--all", action="store_true", help="every pass and shape")
     options = parser.parse_args()
-    # Else XLA widens the operands of the dense GEMM to bfloat16.
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
-    )
+    keep_8_bits()
     shapes = SHAPES if on_gpu() else {"small": CPU["small"]}
     every = [(tuple(shapes), PASSES)]
     cases = (

@@ -1,6 +1,6 @@
 """Bodies of Triton kernels on a CPU, by Triton's interpreter: the tests of few rows that a GPU runs.
 
-Not the other products, which are Gluon and CUDA C++, nor what writes 8 bits, by machine instructions or in types that
+Not Hopper's products, which are Gluon and CUDA C++, nor what writes 8 bits, by machine instructions or in types that
 NumPy lacks.
 """
 
@@ -18,15 +18,35 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.aot, needs_triton]
 
 
-def test_kernels_of_few_rows():
+def interpret(tests: list[str], which: str, count: int):
     """In a process of its own: Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += [
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
         "-k",
-        "gathered or not products and not quantization",
-        "tests/core/kernels/test_small.py",
+        which,
     ]
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "5 passed" in done.stdout
+    assert f"{count} passed" in done.stdout
+
+
+def test_kernels_of_few_rows():
+    few = "gathered or not products and not quantization"
+    interpret(["tests/core/kernels/test_small.py"], few, 5)
+
+
+def test_products_of_8_bits_on_later_gpus():
+    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], "sm_100 and 300", 9)
+
+
+def test_dense_products_of_8_bits_on_later_gpus():
+    which = "sm_100 and bfloat16 and not e5m2"
+    interpret(["tests/core/kernels/test_quantized_gemm.py"], which, 9)

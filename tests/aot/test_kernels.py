@@ -239,6 +239,39 @@ def test_quantized_grouped_gemm(which, out, dy):
     _check(compiled, 90)
 
 
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("along", [0, 32, 128])
+@pytest.mark.parametrize("which", ["rows", "rows_transposed", "weights"])
+def test_quantized_grouped_gemm_of_later_gpus(which, along, out):
+    """Blocks of 32 by the instruction that multiplies them by their scales; operands as they lie, e5m2 times e4m3."""
+    from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as kernels
+
+    tiles = kernels._tiles(along, 4096, jnp.float32 if out == "fp32" else jnp.bfloat16)
+    scale = "*u8" if along == 32 else "*fp32"
+    constants = {"G": 32, "G_POW2": 32, "ALONG": along, "NUM_PROGRAMS": 148}
+    constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "LHS_FORMAT": "e5m2"}
+    if which == "weights":
+        blocks = (tiles.k, tiles.m), (tiles.k, tiles.n)
+        kernel, data = kernels._weights_kernel, ["*fp8e5", "*fp8e4nv"]
+        constants |= {"K": 7168, "N": 4096, "DY_FORMAT": "e4m3"}
+    else:
+        transposed = which == "rows_transposed"
+        weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
+        blocks = (tiles.m, tiles.k), weight
+        kernel, data = kernels._rows_kernel, []
+        constants |= {"C": 32768, "D": 7168, "W": 4096, "RHS_FORMAT": "e4m3", "GROUP_M": 8}
+        constants |= {"ACROSS": 128 if along == 128 else 1, "TRANSPOSED": transposed}
+    lhs, rhs = (
+        f"tensordesc<{dtype}{list(block)}>"
+        for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)
+    )
+    types = [lhs, scale, rhs, scale, "*i32", *data, f"*{out}"]
+    compiled = _assemble(kernel, types, constants, tiles.warps, tiles.stages, 100)
+    _check(compiled, 100)
+    kind = "mxf8f6f4.block_scale.block32" if along == 32 else "f8f6f4"
+    assert f"kind::{kind}\n" in re.sub(r"(kind::\S+).*", r"\1", compiled.asm["ptx"])
+
+
 def test_turn():
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 

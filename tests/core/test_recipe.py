@@ -217,14 +217,29 @@ class Gpu:
     [
         ("mxfp8", jax.devices("cpu")[0], "NVIDIA GPU"),
         ("mxfp8", Gpu("9.0"), "compute capability 10.0; the device has 9.0"),
-        ("fp8_block", Gpu("10.0"), "9.0 to below 10.0"),
-        ("fp8_current", Gpu("8.0"), "8.9"),
-        ("fp8_block", Gpu("9.0"), "no kernel"),
+        ("fp8_current", Gpu("8.9"), "compute capability 9.0; the device has 8.9"),
+        ("nvfp4", Gpu("10.0"), "no kernel"),
     ],
 )
 def test_what_runs_emulated(feature, device, words):
     ok, reason = is_supported(feature, device)
     assert not ok and reason.startswith(f"{feature} runs emulated: ") and words in reason
+
+
+@pytest.mark.parametrize(
+    "capability, native",
+    [
+        ("9.0", ["fp8_delayed", "fp8_current", "fp8_block"]),
+        ("10.0", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8"]),
+    ],
+)
+def test_what_runs_natively(capability, native, monkeypatch):
+    monkeypatch.setattr(support, "first_missing", lambda requirements: None)
+    assert [name for name in RECIPES if is_supported(name, Gpu(capability)) == (True, "")] == native
+    monkeypatch.setattr(support, "first_missing", lambda requirements: "planted")
+    for name in native:
+        ok, reason = is_supported(name, Gpu(capability))
+        assert not ok and "planted" in reason and "pip install" in reason
 
 
 def test_emulation_on_a_gpu_is_said_once(monkeypatch):

@@ -17,6 +17,7 @@ from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.recipe import RECIPES
+from expertmesh.core.support import is_supported as core_is_supported
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
 from expertmesh.flax_moe import (
@@ -418,18 +419,11 @@ def test_the_baseline_refuses_what_it_lacks(changes):
         native_moe(data.params, data.x, config)
 
 
-class Hopper:
-    platform, compute_capability, device_kind = "gpu", "9.0", "NVIDIA H200"
-
-
-def test_recipes_that_experts_multiply_natively(monkeypatch):
-    """Grouped products of 8 bits have kernels where others have none."""
-    monkeypatch.setattr("expertmesh.core.support.first_missing", lambda requirements: None)
-    native = [name for name in RECIPES if is_supported(name, Hopper())[0]]
-    assert native == ["fp8_delayed", "fp8_current", "fp8_block"]
+def test_recipes_are_supported_as_in_core():
+    device = jax.devices("cpu")[0]
     for name in RECIPES:
-        ok, reason = is_supported(name, jax.devices("cpu")[0])
-        assert not ok and f"{name} runs emulated" in reason
+        assert is_supported(name, device) == core_is_supported(name, device)
+        assert f"{name} runs emulated" in is_supported(name, device)[1]
 
 
 def test_what_is_supported():

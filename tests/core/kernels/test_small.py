@@ -60,6 +60,7 @@ def test_permutation_and_router():
     assert relative_error(dx, np.asarray(x, np.float64)) < 2e-2
 
 
+@pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8"])
 def test_products(recipe):
     sizes = np.array([[128, 0, 128]], np.int32)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import math
 import re
 import warnings
 
@@ -11,15 +10,9 @@ import jax
 from expertmesh.core import _jax
 from expertmesh.core.recipe import RECIPES
 
-# The compute capability from which on NVIDIA GPUs multiply the operands of a recipe, and the one that ends it.
-_NATIVE = {
-    "fp8_delayed": (8.9, math.inf),
-    "fp8_current": (8.9, math.inf),
-    "fp8_block": (9.0, 10.0),
-    "mxfp8": (10.0, math.inf),
-    "nvfp4": (10.0, math.inf),
-}
-FEATURES = ("reference", "triton", *_NATIVE)
+# The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
+_NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
+FEATURES = ("reference", "triton", *RECIPES)
 TRITON = ("jax-triton>=0.4.1", "triton>=3.8")  # older ones lack TMA descriptors as parameters
 
 
@@ -71,53 +64,45 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     if feature == "reference":
         return True, ""
     device = jax.devices()[0] if device is None else device
-    if feature in _NATIVE:
-        return False, f"{feature} runs emulated: {_why_emulated(feature, device)}"
+    if feature in RECIPES:
+        reason = _why_emulated(feature, device)
+        return reason is None, f"{feature} runs emulated: {reason}" if reason else ""
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
+    problem = _missing_triton()
+    return problem is None, problem or ""
+
+
+def _missing_triton() -> str | None:
     problem = first_missing(TRITON)
-    if problem:
-        return False, f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
-    return True, ""
+    return problem and f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
 
 
-def _why_emulated(feature: str, device: jax.Device) -> str:
-    first, end = _NATIVE[feature]
+def _why_emulated(recipe: str, device: jax.Device) -> str | None:
+    first = _NATIVE_FROM.get(recipe)
+    if first is None:
+        return "this version has no kernel for it"
     if device.platform != "gpu":
         return f"native GEMMs need an NVIDIA GPU; the device is {device.device_kind}"
-    capability = float(device.compute_capability)
-    if not first <= capability < end:
-        until = "" if end == math.inf else f" to below {end}"
-        return f"native GEMMs need compute capability {first}{until}; the device has {capability}"
-    return "this version has no kernel for it but those of grouped GEMMs of 8 bits"
+    if float(device.compute_capability) < first:
+        return f"native GEMMs need compute capability {first}; the device has {device.compute_capability}"
+    return _missing_triton()
 
 
-def warn_if_emulated(recipe, *operands: jax.Array, grouped: bool = False) -> None:
+def warn_if_emulated(recipe, *operands: jax.Array) -> None:
     """A UserWarning, once per process and recipe, if a GPU that runs this call does not multiply its operands natively.
 
     Args:
       recipe: whose GEMMs the call makes.
       operands: of the call, concrete or traced.
-      grouped: whether its GEMMs are grouped, for which there are kernels.
     """
     if platform_of(*operands) != "cuda" or not any(d.platform == "gpu" for d in jax.devices()):
         return
-    name = next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
-    native, reason = is_supported(name)
-    if not native and not (grouped and multiplies_groups(name)):
+    native, reason = is_supported(
+        next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
+    )
+    if not native:
         _warn_once(reason)
-
-
-def multiplies_groups(name: str, device: jax.Device | None = None) -> bool:
-    """Whether the grouped GEMMs of a recipe take its operands as they are.
-
-    Args:
-      name: of `expertmesh.core.recipe.RECIPES`.
-      device: None for the default device.
-    """
-    device = jax.devices()[0] if device is None else device
-    hopper = device.platform == "gpu" and 9.0 <= float(device.compute_capability) < 10.0
-    return hopper and name.startswith("fp8") and first_missing(TRITON) is None
 
 
 @functools.cache

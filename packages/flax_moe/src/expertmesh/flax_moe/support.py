@@ -5,7 +5,7 @@ import importlib.util
 import jax
 
 from expertmesh.core.recipe import RECIPES
-from expertmesh.core.support import check_feature, multiplies_groups
+from expertmesh.core.support import check_feature
 from expertmesh.core.support import is_supported as core_is_supported
 
 __all__ = ["FEATURES", "is_supported"]
@@ -20,8 +20,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
 
     Args:
       feature: "moe" and "native_moe" run everywhere; "native_ragged" is `native_moe(exchange="ragged")`; "train" the
-        trainer; the name of a recipe: experts' products that multiply its operands as they are, without which it
-        runs emulated, to the same numbers. What other GEMMs run on: `expertmesh.core.is_supported`.
+        trainer; the name of a recipe: as `expertmesh.core.is_supported`.
       device: None for the default device.
 
     Returns:
@@ -32,9 +31,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     """
     check_feature(feature, FEATURES)
     if feature in RECIPES:
-        return (
-            (True, "") if multiplies_groups(feature, device) else core_is_supported(feature, device)
-        )
+        return core_is_supported(feature, device)
     if feature == "native_ragged":
         platform = (jax.devices()[0] if device is None else device).platform
         if platform == "cpu":

@@ -1,4 +1,5 @@
-"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs of compute capability 9.0, group sizes read on the device.
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs of compute capability 9.0, group sizes read on the device; those for
+later GPUs are in `quantized_grouped_gemm_sm100.py`.
 
 Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
 the contraction and W the width of the result; the weight gradient turns its operands first. Blocks of 32 are widened
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels import quantize
+from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -596,6 +598,9 @@ TURNED = 128  # columns that one program turns
 
 def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
+    if plain._capability() >= 100:
+        operands = lhs, lhs_scale, rhs, rhs_scale, group_sizes
+        return sm100.rows(*operands, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
         return plain.rows(*wide, group_sizes, out_dtype=out_dtype)
@@ -607,6 +612,9 @@ def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
 
 def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
+    if plain._capability() >= 100:
+        operands = dy, dy_scale, rhs, rhs_scale, group_sizes
+        return sm100.rows_dgrad(*operands, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
         return plain.rows_dgrad(*wide, group_sizes, out_dtype=out_dtype)
@@ -620,6 +628,9 @@ def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
 
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
+    if plain._capability() >= 100:
+        operands = lhs, lhs_scale, dy, dy_scale, group_sizes
+        return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
         return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)

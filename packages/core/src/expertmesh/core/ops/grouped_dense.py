@@ -136,7 +136,7 @@ def grouped_dense(
             debug=debug,
         )
     check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
-    warn_if_emulated(recipe, x, kernel, grouped=True)
+    warn_if_emulated(recipe, x, kernel)
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
@@ -222,7 +222,7 @@ def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
 def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_dtype) -> Layer:
     """The layer of a recipe without state that multiplies x by experts, after the errors in the name of `name`."""
     check_extra(name, kernel, extra, recipe)
-    warn_if_emulated(recipe, x, kernel, grouped=True)
+    warn_if_emulated(recipe, x, kernel)
     given = None, w_spec, None
     return Layer(
         recipe=recipe,

@@ -7,12 +7,14 @@ operands lie along the contraction. Dimension key: t token dimensions (any numbe
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.op import Op, Plan, Query
+from expertmesh.core import _jax
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
@@ -99,8 +101,58 @@ def _wide(operands, blocks):
     )
 
 
-def _ops(name: str, reference: Callable, rule: tuple[str, str, str], summed: str, roles, parameter):
-    """The op for each of SCALINGS. `parameter`: which term of `rule` (two operands, one result) is the weight."""
+def rows_unsupported(operands, weight_shape, blocks, out_dtype) -> str | None:
+    """What keeps rows times a weight [K, *N], contracted along K or N, from the kernels, or None."""
+    K, *N = weight_shape
+    if 128 in blocks[0] and len(N) > 1 and N[-1] % 128:
+        return f"the last dimension of the weight must consist of blocks of 128; it is {N[-1]}"
+    return unsupported(operands[0], (K, prod(N)), blocks, (1, 2), out_dtype)
+
+
+def unsupported(rows, widths, blocks, block_dims, out_dtype) -> str | None:
+    """What keeps operands of these types from the kernels, or None.
+
+    Args:
+      widths: K and the size of N.
+      block_dims: along how many dimensions of either operand blocks of 128 lie.
+    """
+    long = [[size for size in block if size > 1] for block in blocks]
+    if long not in ([[], []], [[32], [32]], [[128] * dims for dims in block_dims]):
+        return f"there is no kernel for blocks of {blocks[0]} and {blocks[1]}"
+    capability = _jax.compute_capability()
+    if capability is not None and capability < 9.0:
+        return f"the kernels are for compute capability 9.0 and later; this GPU has {capability}"
+    if rows.size == 0 or any(width == 0 or width % 16 for width in widths):
+        return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
+    if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
+    return None
+
+
+def _rows_supported(*operands, blocks, out_dtype) -> str | None:
+    """For the forward (x w) and the input gradient (dy w^T)."""
+    weight = operands[len(operands) // 2]
+    return rows_unsupported(operands, weight.shape, blocks, out_dtype)
+
+
+def _weights_supported(*operands, blocks, out_dtype) -> str | None:
+    (x, *_), (dy, *_) = halves(operands)
+    *tokens, K = x.shape
+    along = max(blocks[0], default=1)
+    if len(tokens) > 1 and tokens[-1] % along:
+        return f"the last dimension of tokens must consist of blocks of {along}; it is {tokens[-1]}"
+    return unsupported(x, (K, prod(dy.shape[len(tokens) :])), blocks, (1, 1), out_dtype)
+
+
+def _ops(
+    name: str, reference: Callable, rule: tuple[str, str, str], summed: str, roles, parameter, kernel: Kernel
+):  # fmt: skip
+    """The op for each of SCALINGS.
+
+    Args:
+      parameter: which term of `rule` (two operands, one result) is the weight.
+      kernel: for all but two levels of scales.
+    """
 
     def one(kind: str) -> Op:
         per_operand = len(per_array(kind, "", ""))
@@ -117,11 +169,13 @@ def _ops(name: str, reference: Callable, rule: tuple[str, str, str], summed: str
             names = parsed.expand((summed,))
             return plan_by_rule(query, parsed, frozenset(), names, parameter * per_operand)
 
-        return Op(name, reference, sides[0], (summed,), roles=sides[1], plan=plan)
+        mine = () if kind == "two levels" else (kernel,)
+        return Op(name, reference, sides[0], (summed,), roles=sides[1], plan=plan, kernels=mine)
 
     return {kind: one(kind) for kind in SCALINGS}
 
 
+_MODULE = "expertmesh.core.kernels.quantized_gemm"
 _FPROP = _ops(
     "quantized_gemm",
     _fprop_reference,
@@ -129,6 +183,7 @@ _FPROP = _ops(
     "k",
     ("tokens .", "fsdp .", "tokens ."),
     1,
+    Kernel.triton(_MODULE, "fprop", _rows_supported),
 )
 _DGRAD = _ops(
     "quantized_gemm_dgrad",
@@ -137,6 +192,7 @@ _DGRAD = _ops(
     "n...",
     ("tokens .", "fsdp .", "tokens ."),
     1,
+    Kernel.triton(_MODULE, "dgrad", _rows_supported),
 )
 _WGRAD = _ops(
     "quantized_gemm_wgrad",
@@ -145,6 +201,7 @@ _WGRAD = _ops(
     "t...",
     ("tokens .", "tokens .", "fsdp ."),
     2,
+    Kernel.triton(_MODULE, "wgrad", _weights_supported),
 )
 
 

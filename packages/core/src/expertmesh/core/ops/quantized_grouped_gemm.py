@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.grouped_gemm import (
     accumulate_weights,
@@ -33,7 +32,9 @@ from expertmesh.core.ops.quantized_gemm import (
     check_pair,
     halves,
     per_array,
+    rows_unsupported,
     scaling,
+    unsupported,
     whole_blocks,
 )
 from expertmesh.core.quantized import QuantizedArray
@@ -142,40 +143,24 @@ def _reader(half, block, step):
 
 def _rows_supported(*operands, blocks, out_dtype) -> str | None:
     """For the forward (rows x weights) and the input gradient (dy x weights)."""
-    (rows, *_), (weight, *_) = halves(operands[:-1])
-    _, K, *N = weight.shape
-    if 128 in blocks[0] and len(N) > 1 and N[-1] % 128:
-        return f"the last dimension of the weight must consist of blocks of 128; it is {N[-1]}"
-    return _why_not(rows, operands[-1], weight.shape[0], (K, prod(N)), blocks, (1, 2), out_dtype)
+    weight = operands[len(operands) // 2]
+    return _one_participant(operands[-1], weight.shape[0]) or rows_unsupported(
+        operands[:-1], weight.shape[1:], blocks, out_dtype
+    )
 
 
 def _weights_supported(*operands, num_experts, blocks, out_dtype) -> str | None:
     (lhs, *_), (dy, *_) = halves(operands[:-1])
     widths = lhs.shape[2], prod(dy.shape[2:])
-    return _why_not(lhs, operands[-1], num_experts, widths, blocks, (1, 1), out_dtype)
+    return _one_participant(operands[-1], num_experts) or unsupported(
+        lhs, widths, blocks, (1, 1), out_dtype
+    )
 
 
-def _why_not(rows, group_sizes, num_experts, widths, blocks, block_dims, out_dtype) -> str | None:
-    """What keeps these types from the kernels, or None.
-
-    Args:
-      widths: K and the size of N.
-      block_dims: along how many dimensions of either operand blocks of 128 lie.
-    """
-    long = [[size for size in block if size > 1] for block in blocks]
-    emulated = long == [[32], [32]]  # as bfloat16
-    if not emulated and long not in ([[], []], [[128] * dims for dims in block_dims]):
-        return f"there is no kernel for blocks of {blocks[0]} and {blocks[1]}"
-    capability = _jax.compute_capability() or 9.0
-    if capability < 9.0 or not emulated and capability >= 10.0:
-        return f"the kernels are for compute capability 9.0; this GPU has {capability}"
-    if group_sizes.shape != (1, num_experts):
-        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
-    if rows.size == 0 or any(width == 0 or width % 16 for width in widths):
-        return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
-    if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
-    return None
+def _one_participant(group_sizes, num_experts: int) -> str | None:
+    if group_sizes.shape == (1, num_experts):
+        return None
+    return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
 
 
 def _kernels(function: str, supports) -> tuple[Kernel, ...]:
