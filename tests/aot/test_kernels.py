@@ -363,21 +363,27 @@ def test_activate_rows(monkeypatch, function, arch):
 
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+@pytest.mark.parametrize("limit", [None, 7])
 @pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
-def test_activate_quantize(monkeypatch, function, recipe, arch):
+def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
     monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
     h = jax.ShapeDtypeStruct((1, 4096, 2, 1536), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     format = recipe.formats().x
     along = format.block[1]
     options = {
-        "activation": activation.Activation(function=function, limit=7, up_offset=1),
+        "activation": activation.Activation(function=function, limit=limit, up_offset=1),
         "format": format,
         "blocks": ((1, 1, 1, along), (1, along, 1, 1)),
     }
-    launches = _launches(monkeypatch, activate_quantize._op, h, sizes, **options)
-    assert len(launches) == 1, "the activation would be written"
-    _check_launches(launches, arch)
+    d = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
+    ops = [(activate_quantize._op, (h, sizes))]
+    if function != "gelu":
+        ops.append((activate_quantize._grad_op, (h, d, sizes)))
+    for op, operands in ops:
+        launches = _launches(monkeypatch, op, *operands, **options)
+        assert len(launches) == 1, "the activation, or its gradient, would be written"
+        _check_launches(launches, arch)
 
 
 RECIPES = [

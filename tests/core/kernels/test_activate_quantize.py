@@ -1,4 +1,4 @@
-"""The Triton kernel of activate_quantize on a GPU, against the activation and then the two quantizations."""
+"""The Triton kernels of activate_quantize on a GPU, against the activation and then the two quantizations."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import ACTIVATIONS, Activation, activate, grouped_quantize
-from expertmesh.core.ops.activate_quantize import activate_quantize
+from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 
@@ -50,3 +50,30 @@ def test_other_activations_but_for_their_last_bit(activation):
     got, want = both(jnp.asarray(h, jnp.bfloat16), sizes, FORMATS["block"][0], activation)
     for x, y in zip(got, want, strict=True):
         assert np.mean(x != y) < 2e-3
+
+
+GRADIENTS = [name for name in ACTIVATIONS if not name.startswith("gelu")]
+
+
+@pytest.mark.parametrize("activation", [*GRADIENTS, GPT_OSS], ids=str)
+@pytest.mark.parametrize("which, width", [("block", 288), ("block", 512), ("mx", 96), ("mx", 512)])
+def test_gradients_but_for_their_last_bit(which, width, activation):
+    """Against the gradient and then both quantizations; partial blocks, NaN in rows of no group and in one number."""
+    rows = 192 if which == "mx" else 200
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(1, rows, 2, width)) * 2.0 ** rng.integers(-4, 5, size=(1, rows, 1, 1))
+    d = rng.normal(size=(1, rows, width))
+    h[:, 120:], d[:, 120:] = np.nan, np.nan
+    d[0, 3, 5] = np.nan
+    h, d, sizes = jnp.asarray(h, "bfloat16"), jnp.asarray(d, "bfloat16"), jnp.asarray([[64, 0, 56]])
+    format = FORMATS[which][0]
+    got = run_twice(
+        lambda h, d, s: activate_grad_quantize(h, d, s, (format, format), activation), h, d, sizes
+    )
+    (d_h,) = jax.jit(lambda h, d: jax.vjp(lambda h: activate(h, activation), h)[1](d))(h, d)
+    want = [grouped_quantize(d_h, sizes, format, axis=axis) for axis in (3, 1)]
+    assert [q.block for q in got] == [q.block for q in want]
+    for q, like in zip(got, want, strict=True):
+        for x, y in ((q.data, like.data), (q.scale, like.scale)):
+            assert np.mean(codes(x) != codes(y)) < 2e-3
+        assert np.array_equal(codes(q.data) & 0x7F == 0x7F, codes(like.data) & 0x7F == 0x7F)

@@ -1,4 +1,4 @@
-"""activate_quantize: the two layers' bits, against loops over blocks; rows of no group, layouts, errors."""
+"""activate_quantize and its gradient: the layers' bits, against loops over blocks; layouts, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from expertmesh.core import (
     global_shard_guard,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.activate_quantize import activate_quantize
+from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x
@@ -36,49 +36,81 @@ def operands(width=64):
     return jnp.asarray(h, jnp.bfloat16), sizes
 
 
-@covering(
+def cotangent(h):
+    """Of the activation, NaN in the rows of no group."""
+    d = np.array(np.random.default_rng(1).normal(size=(*h.shape[:2], h.shape[3])))
+    d[:, 64:] = np.nan
+    return jnp.asarray(d, jnp.bfloat16)
+
+
+CASES = covering(
     "format, activation",
     [MX, BLOCK],
     ["silu", "gelu", GPT_OSS],
     covers=[(MX, "gelu"), (BLOCK, "silu"), (MX, GPT_OSS)],
 )
-def test_copies_are_those_of_the_activation(format, activation):
-    h, sizes = operands()
-    a = np.array(activate(h, activation))
-    a[:, 64:] = 0
-    pair = activate_quantize(h, sizes, (format, format), activation)
-    for q, axis in zip(pair, (2, 1), strict=True):
-        block = tuple(format.block[1] if dim == axis else 1 for dim in range(3))
+
+
+def check_copies(pair, x, format):
+    """Both are those of `x`, whose rows from 64 on are of no group, along its last dimension and its rows."""
+    x = np.array(x)
+    x[:, 64:] = 0
+    for q, axis in zip(pair, (x.ndim - 1, 1), strict=True):
+        block = tuple(format.block[1] if dim == axis else 1 for dim in range(x.ndim))
         assert q.block == block and q.dtype == "bfloat16"
-        data, scale, _ = oracle.quantize(a, format, block).codes(format)
+        data, scale, _ = oracle.quantize(x, format, block).codes(format)
         np.testing.assert_array_equal(np.asarray(q.data).view(np.uint8), data)
         np.testing.assert_array_equal(np.asarray(q.scale).view(scale.dtype), scale)
 
 
+@CASES
+def test_copies_are_those_of_the_activation(format, activation):
+    h, sizes = operands()
+    pair = activate_quantize(h, sizes, (format, format), activation)
+    check_copies(pair, activate(h, activation), format)
+
+
+@CASES
+def test_copies_are_those_of_the_gradient(format, activation):
+    h, sizes = operands()
+    d = cotangent(h)
+    pair = activate_grad_quantize(h, d, sizes, (format, format), activation)
+    check_copies(pair, jax.vjp(lambda h: activate(h, activation), h)[1](d)[0], format)
+
+
 def test_formats_that_are_not_made_at_once():
     h, sizes = operands()
-    formats = Float8CurrentScaling().formats()
-    a = np.nan_to_num(np.asarray(activate(h, "silu"), np.float64))
-    for q in activate_quantize(h, sizes, (formats.x, MX), "silu"):
-        back = np.asarray(dequantize(q), np.float64)
-        assert np.linalg.norm(back - a) < 0.05 * np.linalg.norm(a)
+    x, d = Float8CurrentScaling().formats().x, cotangent(h)
+    a, pull = jax.vjp(lambda h: activate(h, "silu"), h)
+    for want, pair in (
+        (a, activate_quantize(h, sizes, (x, MX), "silu")),
+        (pull(d)[0], activate_grad_quantize(h, d, sizes, (x, MX), "silu")),
+    ):
+        want = np.nan_to_num(np.asarray(want, np.float64))
+        for q in pair:
+            back = np.asarray(dequantize(q), np.float64)
+            assert np.linalg.norm(back - want) < 0.05 * np.linalg.norm(want)
 
 
 @covering("kind", [AxisType.Explicit, AxisType.Auto], covers=[AxisType.Explicit])
 def test_layouts(kind):
     """Participants and features split, no communication; the same bits."""
     h, sizes = operands(width=128)
-    want = activate_quantize(h, sizes, (MX, MX), "silu")
+    d = cotangent(h)
+
+    def both(h, d, sizes, spec=None, of_h=None):
+        pair = activate_quantize(h, sizes, (MX, MX), "silu", spec=spec)
+        return pair, activate_grad_quantize(h, d, sizes, (MX, MX), "silu", spec=of_h)
+
+    want = both(h, d, sizes)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-    specs = P("fsdp", None, None, "tp"), P("fsdp")
+    of_h, of_d = P("fsdp", None, None, "tp"), P("fsdp", None, "tp")
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(x, NamedSharding(mesh, s))
-            for x, s in zip((h, sizes), specs, strict=True)
+            for x, s in zip((h, d, sizes), (of_h, of_d, P("fsdp")), strict=True)
         ]
-        function = jax.jit(
-            lambda h, s: activate_quantize(h, s, (MX, MX), "silu", spec=P("fsdp", None, "tp"))
-        )
+        function = jax.jit(lambda h, d, s: both(h, d, s, of_d, of_h))
         resource = MeshResource(fsdp_resource="fsdp", tp_resource="tp")
         with global_shard_guard(resource):
             got = function(*placed)
@@ -95,3 +127,6 @@ def test_errors():
         activate_quantize(h[:, :, 0], sizes, (MX, MX), "silu")
     with pytest.raises(ValueError, match="gate"):
         activate_quantize(h, sizes, (MX, MX), Activation(gated=False))
+    h, sizes = operands()
+    with pytest.raises(ValueError, match=r"the shape of the activation, \(2, 96, 64\)"):
+        activate_grad_quantize(h, h, sizes, (MX, MX), "silu")

@@ -52,8 +52,8 @@ from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_params, param_specs
 from expertmesh.flax_moe.quantization import check_quantization, output_and_state, placed_like
-from expertmesh.flax_moe.quantized_activation import activate_dense, activates_quantized
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
+from expertmesh.flax_moe.quantized_experts import dispatch_experts, takes_experts
 from expertmesh.flax_moe.remat import named, rematerialized
 from expertmesh.flax_moe.weight_rows import weight_rows
 from expertmesh.flax_moe.weighted_product import weighted_product
@@ -201,9 +201,13 @@ def _routed(config, ep_axis, params, given, x, topk_idx, topk_weights):
     """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     handle = named("dispatched", _prepare(topk_idx, config, ep_axis))
     weights_PC = named("dispatched", dispatch_weights(handle, topk_weights))
-    h, wi_state = _first_product(params, x.astype(config.dtype), handle, config, given)
+    x = x.astype(config.dtype)
     overflow = find_overflow(handle) if config.overflow == "error" else None
     dropped = jnp.sum(handle.num_dropped)
+    if _experts_at_once(params, config):
+        y_PCD = _experts_in_8_bits(params, x, weights_PC, handle, config, given)
+        return named("combined", combine(handle, y_PCD)), dropped, overflow, given.state
+    h, wi_state = _first_product(params, x, handle, config, given)
     if config.recipe is None and "wo_bias" not in params:
         y = weighted_product(
             named("hidden", h),
@@ -239,6 +243,34 @@ def _routed_in_chunks(config, ep_axis, params, given, x, topk_idx, topk_weights)
     numbers = jnp.arange(config.num_chunks)
     state, (y, num_dropped, overflow) = jax.lax.scan(one, given.state, (numbers, *parts))
     return merge_chunks(y, dim), jnp.sum(num_dropped), overflow, state
+
+
+def _experts_at_once(params, config) -> bool:
+    """Whether nothing but the activation comes between the experts' products, and all of it is in 8 bits."""
+    plain = "wo_bias" not in params and not config.apply_topk_weights_early
+    return plain and takes_experts(config.recipe, config.activation)
+
+
+def _experts_in_8_bits(params, x, weights_PC, handle, config, given):
+    """The experts' output times the rows' weights, 0 for rows that hold no token."""
+    specs = _specs(config)
+    y_PCD = dispatch_experts(
+        handle,
+        x,
+        params["wi"],
+        params["wo"],
+        activation=config.activation,
+        recipe=config.recipe,
+        kernels_quantized=tuple(given.layer(name)["kernel_quantized"] for name in ("wi", "wo")),
+        quantize_combine=config.quantize_backward_combine,
+        reduce_dtype=config.reduce_dtype,
+        w_specs=(specs.get("wi"), specs.get("wo")),
+    )
+    return _weighed(named("expert_output", y_PCD), weights_PC, handle)
+
+
+def _weighed(rows, weights_PC, handle, spec=None):
+    return weight_rows(rows, weights_PC, handle.group_sizes, handle.tokens_per_expert, y_spec=spec)
 
 
 def _first_product(params, x, handle, config, given):
@@ -294,32 +326,15 @@ def _second_product(params, h, weights_PC, handle, config, given):
     """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
     specs, sizes = _specs(config), handle.group_sizes
     wo, bias, h = params["wo"], params.get("wo_bias"), named("hidden", h)
-
-    def weigh(rows, spec=None, weights_PC=weights_PC):
-        return weight_rows(rows, weights_PC, sizes, handle.tokens_per_expert, y_spec=spec)
-
-    plain = bias is None and not config.apply_topk_weights_early
-    if plain and activates_quantized(config.recipe, config.activation):
-        y_PCD = activate_dense(
-            h,
-            wo,
-            sizes,
-            activation=config.activation,
-            recipe=config.recipe,
-            kernel_quantized=given.layer("wo")["kernel_quantized"],
-            reduce_dtype=config.reduce_dtype,
-            w_spec=specs.get("wo"),
-        )
-        return weigh(named("expert_output", y_PCD)), None
     a_PCF = activate(h, config.activation)
     product = partial(_grouped, config, given, "wo")
     if not config.apply_topk_weights_early:
         if config.recipe is not None and bias is not None:
             # A group's padding has its bias, which must not enter the scales of its tokens.
-            a_PCF = weigh(a_PCF, _hidden_spec(specs), jnp.ones_like(weights_PC))
+            a_PCF = _weighed(a_PCF, jnp.ones_like(weights_PC), handle, _hidden_spec(specs))
         y_PCD, state = product(a_PCF, wo, sizes, bias, specs.get("wo"))
-        return weigh(named("expert_output", y_PCD)), state
-    a_PCF = weigh(a_PCF, _hidden_spec(specs))
+        return _weighed(named("expert_output", y_PCD), weights_PC, handle), state
+    a_PCF = _weighed(a_PCF, weights_PC, handle, _hidden_spec(specs))
     y_PCD, state = product(a_PCF, wo, sizes, None, specs.get("wo"))
     if bias is not None:
         y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)

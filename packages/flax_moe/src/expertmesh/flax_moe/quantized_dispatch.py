@@ -82,11 +82,11 @@ def dispatch_dense(
         handle,
         extra,
         layer=layer,
-        wire_format=layer.formats.grad_dgrad if quantize_combine else _plain_wire(handle, x),
+        wire_format=layer.formats.grad_dgrad if quantize_combine else plain_wire(handle, x),
     )
 
 
-def _plain_wire(handle: Handle, x) -> str | None:
+def plain_wire(handle: Handle, x) -> str | None:
     """The dtype in which sums of gradients travel where they are not quantized."""
     return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
 
@@ -98,12 +98,13 @@ def _forward(x, kernel, bias, handle, extra: Extra, layer: Layer):
     return product(rows, q_kernel, handle.group_sizes, bias, layer), rows, q_kernel
 
 
-def _value(x, kernel, bias, handle, extra, *, layer: Layer, wire_format):
+def value(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
     del wire_format
     return _forward(x, kernel, bias, handle, extra, layer)[0]
 
 
-def _fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format):
+def fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
+    """(y, what the backward needs)."""
     del wire_format
     y, rows, q_kernel = _forward(x, kernel, bias, handle, extra, layer)
     spec, sizes = layer.used[0], handle.group_sizes
@@ -119,4 +120,4 @@ def _bwd(carried, dy, *, layer: Layer, wire_format):
     return combine(handle, d_rows, wire_format=wire_format), d_kernel, d_bias, None, None
 
 
-_dispatch_dense = differentiable(_fwd, _bwd, _value)
+_dispatch_dense = differentiable(fwd, _bwd, value)

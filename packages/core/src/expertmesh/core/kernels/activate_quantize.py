@@ -1,10 +1,11 @@
-"""A gated activation quantized in both directions for NVIDIA GPUs: h is read once, its activation is not written.
+"""A gated activation, or its gradient, quantized in both directions for NVIDIA GPUs, and not written itself.
 
-The activation, rounded to the dtype of h, then `kernels/quantize.py`: what the compiler and that kernel give, but for
-the last bits of float32. Dimension key as in `ops/activate_quantize.py`.
+Either is rounded to the dtype of h, then as by `kernels/quantize.py`: what the compiler, or `kernels/activation.py`,
+and that kernel give, but for the last bits of float32. Dimension key as in `ops/activate_quantize.py`.
 """
 
 import dataclasses
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels import quantize
-from expertmesh.core.kernels.activation import _clamp, _load
+from expertmesh.core.kernels.activation import _clamp, _load, _value_and_slope
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.kernels.quantize import (
     _block_scales,
@@ -54,6 +55,17 @@ def _value(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
+def _rounded(wide, dtype: tl.constexpr):
+    """`wide.to(dtype)`: to bfloat16 two at a time, which a scalar conversion does at an eighth of the rate."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [wide], tl.bfloat16, True, 2
+        )
+    else:
+        return wide.to(dtype)
+
+
+@triton.jit
 def _activated(
     h, at, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
 ):
@@ -61,54 +73,88 @@ def _activated(
     gate, up = _clamp(_load(h + at, live), _load(h + at + F, live), BOUND)
     if OFFSET != 0:
         up = up + OFFSET
-    return (_value(gate, FUNCTION) * up).to(h.dtype.element_ty)
+    return _rounded(_value(gate, FUNCTION) * up, h.dtype.element_ty)
+
+
+@triton.jit
+def _gradient(
+    h, d, at, at_d, half, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """The gradient of a part of one half of h, 0 the gate, in its dtype; zeros where nothing is live, as d is 0."""
+    raw_gate, d_out = _load(h + at, live), _load(d + at_d, live)
+    if half == 0:
+        raw_up = _load(h + at + F, live)
+        gate, up = _clamp(raw_gate, raw_up, BOUND)
+        _, slope = _value_and_slope(gate, FUNCTION, _sigmoid)
+        wide = d_out * slope * (up + OFFSET)
+        if BOUND is not None:
+            wide = tl.where(raw_gate > BOUND, 0.0, wide)
+    else:
+        gate, _ = _clamp(raw_gate, raw_gate, BOUND)
+        value, _ = _value_and_slope(gate, FUNCTION, _sigmoid)
+        wide = d_out * value
+        if BOUND is not None:
+            wide = tl.where(tl.abs(_load(h + at + F, live)) > BOUND, 0.0, wide)
+    return _rounded(wide, h.dtype.element_ty)
 
 
 @triton.jit
 def _kernel(
-    h, sizes, data, scale, data_rows, scale_rows,
+    h, d, sizes, data, scale, data_rows, scale_rows,
     M: tl.constexpr, F: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    TN: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1.
+    """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1; with its
+    cotangent d [M, F] the gradient [M, 2, F] instead.
 
-    A program has BLOCK rows, in PARTS: of all of them it keeps the activation alone.
+    A program has BLOCK rows, in PARTS: of all of them it keeps the results alone. Of a gradient it has one of two
+    HALVES, and the program beside it, which reads the same, the other.
     """
     NUM_N: tl.constexpr = (F + TN - 1) // TN
     TM: tl.constexpr = BLOCK // PARTS
-    n = tl.program_id(0) % NUM_N * TN
-    m = tl.program_id(0) // NUM_N * BLOCK
+    half = tl.program_id(0) % HALVES
+    tile = tl.program_id(0) // HALVES
+    n = tile % NUM_N * TN
+    m = tile // NUM_N * BLOCK
     columns = n + tl.arange(0, TN)[None, :]
     num_live = _num_live(sizes, G, G_POW2)
     dtype: tl.constexpr = data.dtype.element_ty
     most = tl.zeros((TM, TN), tl.int32)
     parts: tl.tuple = ()
+    EXACT: tl.constexpr = F % TN == 0
     for part in tl.static_range(PARTS):
         rows = m + part * TM + tl.arange(0, TM)[:, None]
         inside = rows < M
-        if F % TN != 0:
+        if not EXACT:
             inside = inside & (columns < F)
-        at = rows.to(tl.int64) * F + columns
+        row = rows.to(tl.int64)
         live = inside & (rows < num_live)
-        values = _activated(h, at + rows.to(tl.int64) * F, F, live, FUNCTION, BOUND, OFFSET)
+        in_h = row * (2 * F) + columns
+        if d is None:
+            values = _activated(h, in_h, F, live, FUNCTION, BOUND, OFFSET)
+        else:
+            values = _gradient(
+                h, d, in_h, row * F + columns, half, F, live, FUNCTION, BOUND, OFFSET
+            )
         wide = values.to(tl.float32)
         q, stored = _quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-        tl.store(data + at, q, mask=inside)
-        _store_scale(scale, stored, 0, m + part * TM, 0, n, M, 1, F, 1, BLOCK)
+        tl.store(data + (rows.to(tl.int64) * HALVES + half) * F + columns, q, mask=inside)
+        _store_scale(scale, stored, 0, m + part * TM, half, n, M, HALVES, F, 1, BLOCK)
         most = tl.maximum(most, _magnitudes(wide))
         parts = parts + (values,)
     multiplier, stored = _block_scales(tl.max(most, 0), SCALE, LARGEST, LIMIT, FLOOR)
-    _store_scale(scale_rows, stored[None, :], 0, m, 0, n, M, 1, F, BLOCK, 1)
+    _store_scale(scale_rows, stored[None, :], 0, m, half, n, M, HALVES, F, BLOCK, 1)
     for part in tl.static_range(PARTS):
         rows = m + part * TM + tl.arange(0, TM)[:, None]
         inside = rows < M
-        if F % TN != 0:
+        if not EXACT:
             inside = inside & (columns < F)
         q = (parts[part].to(tl.float32) * multiplier[None, :]).to(dtype)
-        at = rows.to(tl.int64) * F + columns
-        _store_along_rows(data_rows, q, at, inside, m + part * TM, n, M, F, TURNED)
+        at = (rows.to(tl.int64) * HALVES + half) * F + columns
+        end = (half + 1) * F
+        _store_along_rows(data_rows, q, at, inside, m + part * TM, half * F + n, end, M, TURNED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +171,25 @@ class Tiles:
 # multiprocessor: two and three.
 BOTH = Tiles(columns=128, parts=2, warps=8, registers=128)
 BOTH_SMALL = Tiles(columns=256, parts=1, warps=8, registers=80)
+# A clamp takes registers of the gradient.
+GRADIENT = Tiles(columns=128, parts=2, warps=8, registers=128)
+GRADIENT_CLAMPED = Tiles(columns=128, parts=4, warps=8, registers=128)
+GRADIENT_SMALL = Tiles(columns=128, parts=2, warps=8, registers=80)
 
 
-def both(
+def both(h, group_sizes, **options):
+    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
+    return launch(h, None, group_sizes, **options)
+
+
+def gradient_both(h, d_out, group_sizes, **options):
+    """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows."""
+    return launch(h, d_out, group_sizes, **options)
+
+
+def launch(
     h,
+    d_out,
     group_sizes,
     *,
     activation,
@@ -138,26 +199,35 @@ def both(
     origin=(),
     tiles: Tiles | None = None,
 ):
-    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
     del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
-    tiles = tiles or (BOTH if BLOCK > 32 else BOTH_SMALL)
+    tiles = tiles or _tiles(BLOCK, d_out is not None, activation.limit is not None)
     TN = max(BLOCK, divisor(F, tiles.columns))
-    shapes = [(1, C, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), F)]
-    first, second = (quantize._results((1, C, F), shape, format) for shape in shapes)
+    halves = () if d_out is None else (2,)
+    shape = (1, C, *halves, F)
+    counts = (1, C, *halves, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), *halves, F)
+    first, second = (quantize._results(shape, count, format) for count in counts)
     turned = quantize.is_turned(BLOCK)
     if turned:
-        second = jax.ShapeDtypeStruct((F, C), format.dtype), second[1]
+        second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
     G = sizes.shape[0]
     measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
     out = jax_triton.triton_call(
-        h, sizes,
+        h, d_out, sizes,
         kernel=_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         backend_options={"maxnreg": tiles.registers} if measured else {},
-        grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN),),
+        grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * prod(halves),),
         M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts, TURNED=turned,
-        FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
+        HALVES=prod(halves), FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
         **quantize._scaling(h, format), **target(),
     )  # fmt: skip
-    along_rows = out[2].T[None] if turned else out[2]
+    along_rows = out[2].T.reshape(shape) if turned else out[2]
     return out[0], quantize._stored(out[1], format), along_rows, quantize._stored(out[3], format)
+
+
+def _tiles(block: int, gradient: bool, clamped: bool) -> Tiles:
+    if block <= 32:
+        return GRADIENT_SMALL if gradient else BOTH_SMALL
+    if not gradient:
+        return BOTH
+    return GRADIENT_CLAMPED if clamped else GRADIENT

@@ -26,16 +26,21 @@ class Tiles:
 
 
 @triton.jit
-def _value_and_slope(x, FUNCTION: tl.constexpr):
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _value_and_slope(x, FUNCTION: tl.constexpr, SIGMOID: tl.constexpr = _sigmoid):
     """act(x) and act'(x)."""
     if FUNCTION == "silu" or FUNCTION == "quick_gelu":
         factor: tl.constexpr = 1.0 if FUNCTION == "silu" else 1.702
-        gate = _sigmoid(factor * x)
+        gate = SIGMOID(factor * x)
         value = x * gate
         return value, gate + factor * value * (1 - gate)
     elif FUNCTION == "gelu":  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
         square = x * x
-        gate = _sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))
+        gate = SIGMOID(1.5957691216057308 * x * (1 + 0.044715 * square))
         inner = 1.5957691216057308 * x * (1 + 0.134145 * square)
         return x * gate, gate * (1 + inner * (1 - gate))
     elif FUNCTION == "gelu_exact":
@@ -48,11 +53,6 @@ def _value_and_slope(x, FUNCTION: tl.constexpr):
         else:
             tl.static_assert(FUNCTION == "squared_relu")
             return positive * positive, 2 * positive
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
 
 
 @triton.jit

@@ -156,15 +156,13 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _store_along_rows(
-    pointer, q, at, inside, m, n, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr
-):
-    """The tile at [m, n] of the copy in blocks along the rows, [M, N], or TURNED, [N, M]."""
+def _store_along_rows(pointer, q, at, inside, m, n, end, M: tl.constexpr, TURNED: tl.constexpr):
+    """The tile at [m, n] of the copy in blocks along the rows, up to column `end`: [M, N], or TURNED, [N, M]."""
     if TURNED:
         rows = m + tl.arange(0, q.shape[0])[None, :]
         columns = n + tl.arange(0, q.shape[1])[:, None]
         there = columns.to(tl.int64) * M + rows
-        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < N))
+        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < end))
     else:
         tl.store(pointer + at, q, mask=inside)
 
@@ -196,7 +194,7 @@ def _both_kernel(
     tl.store(data + at, q, mask=inside)
     _store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
     q, stored = _quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    _store_along_rows(data_rows, q, at, inside, m, n, M, N, TURNED)
+    _store_along_rows(data_rows, q, at, inside, m, n, N, M, TURNED)
     _store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
 
 

@@ -193,7 +193,8 @@ def gated_reference(h, *, activation):
     return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
 
 
-def _gate_times_up_grad(h, d_out, *, activation):
+def gated_grad_reference(h, d_out, *, activation):
+    """The gradient of `gated_reference`, in the dtype of h."""
     gate, up = _halves(h, activation)
     act, slope = _with_slope(activation.function, gate)
     d_out = d_out.astype(jnp.float32)
@@ -233,7 +234,7 @@ def function_and_gradient(activation: Activation, h):
     """Of float32 h the activation, float32, and a function from its cotangent to that of h."""
     if activation.gated:
         return gated_reference(h, activation=activation), partial(
-            _gate_times_up_grad, h, activation=activation
+            gated_grad_reference, h, activation=activation
         )
     value, slope = _with_slope(activation.function, h)
     return value, lambda d_out: d_out * slope
@@ -256,7 +257,7 @@ _gated_op = Op(
 )
 gated_grad_op = Op(
     "gated_activation_grad",
-    _gate_times_up_grad,
+    gated_grad_reference,
     "... c f, ... f -> ... c f",
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",

@@ -256,9 +256,31 @@ def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
       carried: x and the kernel as `residuals` names them, the group sizes, the bias, the key.
     """
     q_x, q_kernel, group_sizes, bias, key = carried
-    x_spec, w_spec, out_spec = layer.used
+    w_spec, out_spec = layer.used[1:]
     dy = cotangent[0] if layer.delayed else cotangent
-    dy_n, dy_t = _dy_copies(dy, group_sizes, layer, key)
+    copies = _dy_copies(dy, group_sizes, layer, key)
+    dx, dw = product_grads(q_x, q_kernel, group_sizes, copies, layer)
+    if bias is None:
+        return dx, dw, None, None, None
+    db = group_bias_grad_op(
+        dy,
+        group_sizes,
+        num_experts=q_kernel.shape[0],
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, None),
+        result_specs=(at_rest(bias, bias_spec(w_spec)),),
+    )
+    return dx, dw, None, db, None
+
+
+def product_grads(q_x, q_kernel, group_sizes, dy_copies, layer: Layer):
+    """The cotangents of x and the kernel.
+
+    Args:
+      dy_copies: dy quantized along the last of N and along the rows.
+    """
+    x_spec, w_spec, out_spec = layer.used
+    dy_n, dy_t = dy_copies
     q_kernel, dy_n = after(q_kernel, dy_n)
     dx = quantized_grouped_gemm_dgrad(
         dy_n,
@@ -278,17 +300,7 @@ def grouped_dense_bwd(carried, cotangent, *, layer: Layer):
         out_spec=at_rest(q_kernel.data, layer.given[1]),
         reduce_dtype=layer.reduce_dtype,
     )
-    if bias is None:
-        return dx, dw, None, None, None
-    db = group_bias_grad_op(
-        dy,
-        group_sizes,
-        num_experts=q_kernel.shape[0],
-        out_dtype=bias.dtype,
-        operand_specs=(out_spec, None),
-        result_specs=(at_rest(bias, bias_spec(w_spec)),),
-    )
-    return dx, dw, None, db, None
+    return dx, dw
 
 
 def _dy_copies(dy, group_sizes, layer: Layer, key):
