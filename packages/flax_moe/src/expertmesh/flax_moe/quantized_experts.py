@@ -127,7 +127,8 @@ def _bwd(carried, dy, *, layers, activation, wire_format):
     layer, sizes = layers[0], handle.group_sizes
     formats = layer.formats.grad_dgrad, layer.formats.grad_wgrad
     copies = activate_grad_quantize(h, d_a, sizes, formats, activation, spec=layer.used[2])
-    d_rows, d_wi = product_grads(*of_rows[:2], sizes, copies, layer)
+    q_rows, q_wi, *_ = of_rows
+    d_rows, d_wi = product_grads(q_rows, q_wi, sizes, copies, layer)
     return combine(handle, d_rows, wire_format=wire_format), d_wi, d_wo, None, None
 
 
