@@ -140,7 +140,7 @@ def _kernel(
             )
         wide = values.to(tl.float32)
         q, stored = _quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-        tl.store(data + (rows.to(tl.int64) * HALVES + half) * F + columns, q, mask=inside)
+        tl.store(data + (row * HALVES + half) * F + columns, q, mask=inside)
         _store_scale(scale, stored, 0, m + part * TM, half, n, M, HALVES, F, 1, BLOCK)
         most = tl.maximum(most, _magnitudes(wide))
         parts = parts + (values,)

@@ -90,6 +90,17 @@ def _store_zero_rows(
 
 
 @triton.jit
+def _weight_tile(
+    rhs_desc, group, k, tile_n, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """The k-th BK of the contraction by the tile_n-th BN of the width of a group's weight, [G, W, D] if TRANSPOSED."""
+    if TRANSPOSED:
+        return rhs_desc.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
+    else:
+        return rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+
+
+@triton.jit
 def _rows_kernel(
     lhs_desc, rhs_desc, group_sizes, out,
     C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
@@ -109,10 +120,7 @@ def _rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
             a = lhs_desc.load([row, k * BK])
-            if TRANSPOSED:
-                b = rhs_desc.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
-            else:
-                b = rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+            b = _weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
             acc = tl.dot(a, b, acc)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         columns = tile_n * BN + tl.arange(0, BN)

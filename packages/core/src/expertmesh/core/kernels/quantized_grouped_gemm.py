@@ -11,7 +11,6 @@ the length of a block, has a scale of its own: one role scales it and adds it in
 """
 
 import dataclasses
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -605,7 +604,9 @@ def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
         return plain.rows(*wide, group_sizes, out_dtype=out_dtype)
     # A bitcast where the compiler is free to choose how the weight lies.
-    weight, scale = (x if x.ndim == 1 else jnp.swapaxes(_flat(x), 1, 2) for x in (rhs, rhs_scale))
+    weight, scale = (
+        x if x.ndim == 1 else jnp.swapaxes(sm100.flat(x), 1, 2) for x in (rhs, rhs_scale)
+    )
     out = launch_rows(lhs[0], lhs_scale[0], weight, scale, group_sizes[0], out_dtype=out_dtype)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
@@ -618,9 +619,7 @@ def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     if _along(blocks) == MX_BLOCK:
         wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
         return plain.rows_dgrad(*wide, group_sizes, out_dtype=out_dtype)
-    dy, dy_scale, rhs, rhs_scale = (
-        x if x.ndim < 3 else _flat(x) for x in (dy, dy_scale, rhs, rhs_scale)
-    )
+    dy, dy_scale, rhs, rhs_scale = map(sm100.flat, (dy, dy_scale, rhs, rhs_scale))
     return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], out_dtype=out_dtype)[
         None
     ]
@@ -635,7 +634,7 @@ def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, o
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
         return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
     (_, _, K), N = lhs.shape, dy.shape[2:]
-    dy, dy_scale = (x if x.ndim < 3 else _flat(x) for x in (dy, dy_scale))
+    dy, dy_scale = sm100.flat(dy), sm100.flat(dy_scale)
     out = launch_weights(
         lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], out_dtype=out_dtype
     )
@@ -650,10 +649,6 @@ def _wide(data, scale, block):
 def _along(blocks) -> int:
     """The length of the operands' blocks along the contraction; 0 where they have none."""
     return max(blocks[0], default=0)
-
-
-def _flat(x):
-    return x.reshape(*x.shape[:2], prod(x.shape[2:]))
 
 
 def launch_rows(

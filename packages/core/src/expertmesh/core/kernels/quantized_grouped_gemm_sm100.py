@@ -73,10 +73,7 @@ def _rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
             a = lhs_desc.load([row, k * BK])
-            if TRANSPOSED:
-                b = rhs_desc.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
-            else:
-                b = rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+            b = plain._weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
             a_scale, b_scale = _scales_of_step(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
                 D, W, ALONG, ACROSS, TRANSPOSED, BK,
@@ -221,7 +218,7 @@ TILES_OF_128 = dataclasses.replace(TILES, n=128)
 
 def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
-    rhs, rhs_scale = _flat(rhs), _flat(rhs_scale)
+    rhs, rhs_scale = flat(rhs), flat(rhs_scale)
     options = dict(block=_block(blocks[1], 1, -1), out_dtype=out_dtype, transposed=False)
     out = launch_rows(lhs[0], lhs_scale[0], rhs, rhs_scale, group_sizes[0], **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
@@ -229,7 +226,7 @@ def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
 
 def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
-    dy, dy_scale, rhs, rhs_scale = map(_flat, (dy, dy_scale, rhs, rhs_scale))
+    dy, dy_scale, rhs, rhs_scale = map(flat, (dy, dy_scale, rhs, rhs_scale))
     options = dict(block=_block(blocks[1], -1, 1), out_dtype=out_dtype, transposed=True)
     return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], **options)[None]
 
@@ -237,13 +234,14 @@ def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     N = dy.shape[2:]
-    dy, dy_scale = _flat(dy), _flat(dy_scale)
+    dy, dy_scale = flat(dy), flat(dy_scale)
     options = dict(along=max(blocks[0], default=0), out_dtype=out_dtype)
     out = launch_weights(lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], **options)
     return out.reshape(num_experts, lhs.shape[2], *N)
 
 
-def _flat(x):
+def flat(x):
+    """Data and scales of blocks [_, _, *N] with one dimension N; scales of tensors as they are."""
     return x if x.ndim < 3 else x.reshape(*x.shape[:2], prod(x.shape[2:]))
 
 

@@ -152,7 +152,8 @@ def _why_not(h, *rest, activation, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del options
     *d_out, group_sizes = rest
-    if activation.function in ("gelu_exact", "gelu")[: 1 + len(d_out)]:
+    wide = ("gelu_exact", "gelu") if d_out else ("gelu_exact",)
+    if activation.function in wide:
         return f"{activation.function} and a tile do not fit into registers"
     if h.shape[0] != 1 or group_sizes.shape[1] == 0:
         return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
