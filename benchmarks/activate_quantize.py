@@ -38,20 +38,20 @@ def cases():
             moved = h.nbytes + h.size  # 4 bytes read and 2 written for each number of the result
             yield _measure.copy_case("activate_quantize", case, run, (h, sizes), moved)
 
-        def gradient(h, d, sizes, formats=formats):
-            return arrays_of_both(*activate_grad_quantize(h, d, sizes, formats, "silu"))
+            def gradient(h, d, sizes, formats=formats, function=function):
+                return arrays_of_both(*activate_grad_quantize(h, d, sizes, formats, function))
 
-        def two_steps(h, d, sizes, formats=formats):
-            d_h = gated_grad_op(h, d, activation=Activation())
-            return arrays_of_both(*grouped_quantize_both(d_h, sizes, formats))
+            def two_steps(h, d, sizes, formats=formats, function=function):
+                d_h = gated_grad_op(h, d, activation=Activation(function=function))
+                return arrays_of_both(*grouped_quantize_both(d_h, sizes, formats))
 
-        case = f"bfloat16 silu's gradient {name} {num_rows}x2x{width}, {groups} groups"
-        operands = h, d, sizes
-        moved = h.nbytes + d.nbytes + 2 * h.size
-        yield _measure.copy_case("activate_quantize", case, gradient, operands, moved)
-        seconds = moved / 2.5e12, moved / 2e12
-        pair = (gradient, operands), (two_steps, operands)
-        yield _measure.time_case("activate_quantize", case, *pair, "two steps", seconds)
+            case = f"bfloat16 {function}'s gradient {name} {num_rows}x2x{width}, {groups} groups"
+            operands = h, d, sizes
+            moved = h.nbytes + d.nbytes + 2 * h.size
+            yield _measure.copy_case("activate_quantize", case, gradient, operands, moved)
+            seconds = moved / 2.5e12, moved / 2e12
+            pair = (gradient, operands), (two_steps, operands)
+            yield _measure.time_case("activate_quantize", case, *pair, "two steps", seconds)
 
 
 def main():

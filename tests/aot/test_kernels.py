@@ -107,6 +107,21 @@ def test_gathered_gemm(contraction, arch):
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
 
 
+def _assemble_cuda(text, folder):
+    """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its assembler says."""
+    from expertmesh.core.kernels import cuda_call
+
+    if cuda_call.nvrtc() is None:
+        pytest.skip("needs NVRTC")
+    ptx = cuda_call.compile_cuda(text)
+    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    source.write_text(ptx)
+    command = [_tool("ptxas"), "-arch=sm_90a", "-v", "-o", cubin, source]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert _stack_bytes(cubin.read_bytes()) == 0, "registers spill"
+    return ptx, said
+
+
 @pytest.mark.parametrize(
     "dtype, out, transposed, tiles",
     [
@@ -119,19 +134,11 @@ def test_gathered_gemm(contraction, arch):
     ],
 )
 def test_rows_on_hopper(dtype, out, transposed, tiles, tmp_path):
-    from expertmesh.core.kernels import cuda_call
     from expertmesh.core.kernels import grouped_gemm as kernels
 
-    if cuda_call.nvrtc() is None:
-        pytest.skip("needs NVRTC")
     text = kernels.rows_source(dtype, out, transposed, getattr(kernels, tiles))
-    ptx = cuda_call.compile_cuda(text)
-    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
-    source.write_text(ptx)
-    command = [_tool("ptxas"), "-arch=sm_90a", "-v", "-o", cubin, source]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
-    assert _stack_bytes(cubin.read_bytes()) == 0, "registers spill"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
 
 
@@ -366,8 +373,9 @@ def test_activate_rows(monkeypatch, function, arch):
 @pytest.mark.parametrize("limit", [None, 7])
 @pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
 def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
+    """The kernel in Triton, which takes what the one for Hopper does not."""
     monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
-    h = jax.ShapeDtypeStruct((1, 4096, 2, 1536), jnp.bfloat16)
+    h = jax.ShapeDtypeStruct((1, 4096, 2, 1536), jnp.float32 if arch == 90 else jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     format = recipe.formats().x
     along = format.block[1]
@@ -376,14 +384,51 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
         "format": format,
         "blocks": ((1, 1, 1, along), (1, along, 1, 1)),
     }
-    d = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
-    ops = [(activate_quantize._op, (h, sizes))]
-    if function != "gelu":
-        ops.append((activate_quantize._grad_op, (h, d, sizes)))
-    for op, operands in ops:
+    d = jax.ShapeDtypeStruct((1, 4096, 1536), h.dtype)
+    for op, operands in (
+        (activate_quantize._op, (h, sizes)),
+        (activate_quantize._grad_op, (h, d, sizes)),
+    ):
         launches = _launches(monkeypatch, op, *operands, **options)
         assert len(launches) == 1, "the activation, or its gradient, would be written"
         _check_launches(launches, arch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("function", ["silu", "gelu", "squared_relu"])
+def test_activate_quantize_on_hopper(function, limit, recipe, dtype, tmp_path):
+    from expertmesh.core.kernels import activate_quantize as kernels
+
+    act, format = activation.Activation(function=function, limit=limit), recipe.formats().x
+    tiles = kernels.HOPPER if format.block[1] == 128 else kernels.HOPPER_SMALL
+    for gradient in (False, True):
+        text = kernels.hopper_source(
+            dtype, activation=act, format=format, gradient=gradient, tiles=tiles
+        )
+        _assemble_cuda(text, tmp_path)
+
+
+def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
+    from expertmesh.core.kernels import activate_quantize as kernels
+
+    blocks_of_32, blocks_of_128 = MXFP8BlockScaling(), Float8BlockScaling()
+
+    def suits(rows=4096, width=1536, dtype="bfloat16", of_d="bfloat16", recipe=blocks_of_128):
+        h, d = jax.ShapeDtypeStruct((1, rows, 2, width), dtype), jax.ShapeDtypeStruct((), of_d)
+        return kernels._suits_hopper(h, d, recipe.formats().x)
+
+    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+    assert suits() and suits(width=1544) and suits(rows=4088, recipe=blocks_of_32)
+    assert not suits(dtype="float32", of_d="float32") and not suits(of_d="float32")
+    assert not suits(rows=4088) and not suits(width=1540)
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
+    assert not suits()
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
+    assert not suits()
 
 
 RECIPES = [

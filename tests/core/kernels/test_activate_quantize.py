@@ -22,14 +22,27 @@ def both(h, sizes, format, activation):
     return ([codes(x) for q in each for x in (q.data, q.scale)] for each in (got, want))
 
 
+# Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
+SHAPES = [
+    ("block", 208, 264),
+    ("block", 256, 512),
+    ("block", 200, 288),
+    ("mx", 192, 96),
+    ("mx", 192, 512),
+]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("which, width", [("block", 288), ("block", 512), ("mx", 96), ("mx", 512)])
-def test_swiglu_but_for_its_last_bit(which, width, dtype):
-    """Rows that belong to no group, an Inf and a NaN; the last block of 128 is partial in both directions."""
-    rows = 192 if which == "mx" else 200
+@pytest.mark.parametrize("which, rows, width", SHAPES)
+def test_swiglu_but_for_its_last_bit(which, rows, width, dtype):
+    """Rows that belong to no group, an Inf and a NaN."""
     rng = np.random.default_rng(0)
     h = oracle.wild_numbers(rng, (1, rows, 2, width), np.dtype(jnp.dtype(dtype)))
     h[:, 120:] = np.nan
+    gate, up = h[:, :, 0], h[:, :, 1]
+    gate[np.isinf(up) & (gate < -87)] = (
+        0  # its activation is zero for the kernels, and not yet for the compiler
+    )
     sizes = jnp.asarray([[64, 0, 56]], jnp.int32)
     for got, want in zip(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu"), strict=True):
         assert np.mean(got != want) < 2e-3
@@ -52,20 +65,23 @@ def test_other_activations_but_for_their_last_bit(activation):
         assert np.mean(x != y) < 2e-3
 
 
-GRADIENTS = [name for name in ACTIVATIONS if not name.startswith("gelu")]
+GRADIENTS = [name for name in ACTIVATIONS if name != "gelu_exact"]
+CASES = [(name, "bfloat16") for name in (*GRADIENTS, GPT_OSS)] + [
+    ("silu", "float16"),
+    (GPT_OSS, "float16"),
+]
 
 
-@pytest.mark.parametrize("activation", [*GRADIENTS, GPT_OSS], ids=str)
-@pytest.mark.parametrize("which, width", [("block", 288), ("block", 512), ("mx", 96), ("mx", 512)])
-def test_gradients_but_for_their_last_bit(which, width, activation):
-    """Against the gradient and then both quantizations; partial blocks, NaN in rows of no group and in one number."""
-    rows = 192 if which == "mx" else 200
+@pytest.mark.parametrize("activation, dtype", CASES, ids=str)
+@pytest.mark.parametrize("which, rows, width", SHAPES)
+def test_gradients_but_for_their_last_bit(which, rows, width, activation, dtype):
+    """Against the gradient and then both quantizations; NaN in rows of no group and in one number."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(1, rows, 2, width)) * 2.0 ** rng.integers(-4, 5, size=(1, rows, 1, 1))
     d = rng.normal(size=(1, rows, width))
     h[:, 120:], d[:, 120:] = np.nan, np.nan
     d[0, 3, 5] = np.nan
-    h, d, sizes = jnp.asarray(h, "bfloat16"), jnp.asarray(d, "bfloat16"), jnp.asarray([[64, 0, 56]])
+    h, d, sizes = jnp.asarray(h, dtype), jnp.asarray(d, dtype), jnp.asarray([[64, 0, 56]])
     format = FORMATS[which][0]
     got = run_twice(
         lambda h, d, s: activate_grad_quantize(h, d, s, (format, format), activation), h, d, sizes

@@ -7,6 +7,7 @@ import pytest
 
 from cases.marks import needs_triton
 from expertmesh.core import (
+    QuantizedArray,
     RouterConfig,
     dequantize,
     gathered_gemm,
@@ -19,7 +20,7 @@ from expertmesh.core import (
     route,
     unpermute,
 )
-from expertmesh.core.ops.activate_quantize import activate_quantize
+from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation, activate
 from expertmesh.core.ops.permute import plan_rows
@@ -155,15 +156,23 @@ def test_plan_of_a_rank():
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_quantization(recipe):
     format = recipe_of(recipe).formats().x
-    w, h = _normal(0, 2, 160, 96), _normal(1, 1, 160, 2, 96)
+    w, h, d = _normal(0, 2, 160, 96), _normal(1, 1, 160, 2, 96), _normal(2, 1, 160, 96)
     sizes = jnp.asarray([[64, 96]], jnp.int32)
 
     @jax.jit
-    def run(w, h):
-        pair = activate_quantize(h, sizes, (format, format), "silu")
-        return dequantize(quantize(w, format)), [dequantize(q) for q in pair], activate(h, "silu")
+    def run(w, h, d):
+        a, pull = jax.vjp(lambda h: activate(h, "silu"), h)
+        formats = format, format
+        pairs = (
+            activate_quantize(h, sizes, formats, "silu"),
+            activate_grad_quantize(h, d, sizes, formats, "silu"),
+        )
+        back = jax.tree.map(dequantize, (quantize(w, format), *pairs), is_leaf=_is_quantized)
+        return back, (w, (a, a), pull(d) * 2)
 
-    back, pair, a = run(w, h)
-    assert relative_error(back, np.asarray(w, np.float64)) < 5e-2
-    for q in pair:
-        assert relative_error(q, np.asarray(a, np.float64)) < 5e-2
+    for q, wide in zip(*map(jax.tree.leaves, run(w, h, d)), strict=True):
+        assert relative_error(q, np.asarray(wide, np.float64)) < 5e-2
+
+
+def _is_quantized(x):
+    return isinstance(x, QuantizedArray)

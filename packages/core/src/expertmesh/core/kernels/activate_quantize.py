@@ -1,10 +1,12 @@
 """A gated activation, or its gradient, quantized in both directions for NVIDIA GPUs, and not written itself.
 
 Either is rounded to the dtype of h, then as by `kernels/quantize.py`: what the compiler, or `kernels/activation.py`,
-and that kernel give, but for the last bits of float32. Dimension key as in `ops/activate_quantize.py`.
+and that kernel give, but for the last bits of float32; both kernels here give the same bits. The one for Hopper is in
+CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py`.
 """
 
 import dataclasses
+import pathlib
 from math import prod
 
 import jax
@@ -16,6 +18,8 @@ import triton.language as tl
 from expertmesh.core import _jax
 from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels.activation import _clamp, _load, _value_and_slope
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
+from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.kernels.quantize import (
     _block_scales,
@@ -171,20 +175,48 @@ class Tiles:
 # multiprocessor: two and three.
 BOTH = Tiles(columns=128, parts=2, warps=8, registers=128)
 BOTH_SMALL = Tiles(columns=256, parts=1, warps=8, registers=80)
-# A clamp takes registers of the gradient.
-GRADIENT = Tiles(columns=128, parts=2, warps=8, registers=128)
-GRADIENT_CLAMPED = Tiles(columns=128, parts=4, warps=8, registers=128)
+GRADIENT = Tiles(columns=128, parts=4, warps=8, registers=128)
 GRADIENT_SMALL = Tiles(columns=128, parts=2, warps=8, registers=80)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTiles:
+    """Warps that share a block's rows, and programs of a multiprocessor."""
+
+    warps: int
+    programs: int
+
+
+# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+HOPPER = HopperTiles(warps=16, programs=1)
+HOPPER_SMALL = HopperTiles(warps=4, programs=4)
+COLUMNS_HOPPER = 128  # of a tile
 
 
 def both(h, group_sizes, **options):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
-    return launch(h, None, group_sizes, **options)
+    run = launch_hopper if _suits_hopper(h, h, options["format"]) else launch
+    return run(h, None, group_sizes, **options)
 
 
 def gradient_both(h, d_out, group_sizes, **options):
     """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows."""
-    return launch(h, d_out, group_sizes, **options)
+    run = launch_hopper if _suits_hopper(h, d_out, options["format"]) else launch
+    return run(h, d_out, group_sizes, **options)
+
+
+def _suits_hopper(h, d_out, format) -> bool:
+    """Whether the kernel in CUDA C++ takes these: numbers of 16 bits, eight at a time."""
+    (_, C, _, F), BLOCK = h.shape, format.block[1]
+    return (
+        (_jax.compute_capability() or 9.0) == 9.0
+        and h.dtype.itemsize == 2
+        and h.dtype == d_out.dtype
+        and BLOCK in (32, 128)
+        and F % 8 == 0
+        and (C % 16 == 0 or not quantize.is_turned(BLOCK))
+        and nvrtc() is not None
+    )
 
 
 def launch(
@@ -201,33 +233,100 @@ def launch(
 ):
     del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
-    tiles = tiles or _tiles(BLOCK, d_out is not None, activation.limit is not None)
+    tiles = tiles or _tiles(BLOCK, d_out is not None)
     TN = max(BLOCK, divisor(F, tiles.columns))
-    halves = () if d_out is None else (2,)
+    halves = 1 if d_out is None else 2
+    shape, turned, results = _results(h, d_out is not None, format)
+    G = sizes.shape[0]
+    measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
+    out = jax_triton.triton_call(
+        h, d_out, sizes,
+        kernel=_kernel, out_type=results, num_warps=tiles.warps,
+        backend_options={"maxnreg": tiles.registers} if measured else {},
+        grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
+        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts, TURNED=turned,
+        HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
+        **quantize._scaling(h, format), **target(),
+    )  # fmt: skip
+    return _copies(out, shape, turned, format)
+
+
+def _results(h, gradient: bool, format):
+    """The shape of the result, whether its copy along the rows is turned, and the types of what a kernel writes."""
+    (_, C, _, F), BLOCK = h.shape, format.block[1]
+    halves = (2,) if gradient else ()
     shape = (1, C, *halves, F)
     counts = (1, C, *halves, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), *halves, F)
     first, second = (quantize._results(shape, count, format) for count in counts)
     turned = quantize.is_turned(BLOCK)
     if turned:
         second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
-    G = sizes.shape[0]
-    measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
-    out = jax_triton.triton_call(
-        h, d_out, sizes,
-        kernel=_kernel, out_type=(*first, *second), num_warps=tiles.warps,
-        backend_options={"maxnreg": tiles.registers} if measured else {},
-        grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * prod(halves),),
-        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts, TURNED=turned,
-        HALVES=prod(halves), FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
-        **quantize._scaling(h, format), **target(),
-    )  # fmt: skip
+    return shape, turned, (*first, *second)
+
+
+def _copies(out, shape, turned: bool, format):
     along_rows = out[2].T.reshape(shape) if turned else out[2]
     return out[0], quantize._stored(out[1], format), along_rows, quantize._stored(out[3], format)
 
 
-def _tiles(block: int, gradient: bool, clamped: bool) -> Tiles:
+def launch_hopper(
+    h,
+    d_out,
+    group_sizes,
+    *,
+    activation,
+    format,
+    blocks,
+    amax_axes=(),
+    origin=(),
+    tiles: HopperTiles | None = None,
+):
+    del blocks, amax_axes, origin  # a block lies within a shard
+    (_, C, _, F), sizes = h.shape, group_sizes[0].astype(jnp.int32)
+    gradient = d_out is not None
+    tiles = tiles or (HOPPER if format.block[1] == 128 else HOPPER_SMALL)
+    shape, turned, results = _results(h, gradient, format)
+    # 128 x 128 take as long as four steps of a GEMM.
+    programs = _num_programs(_num_steps((128, 128, 1), C, F, 4)) * tiles.programs
+    out = cuda_call(
+        *((h, d_out) if gradient else (h,)), sizes,
+        source=hopper_source(h.dtype, activation=activation, format=format, gradient=gradient, tiles=tiles),
+        name="activate_quantize", scalars=(C, F, sizes.shape[0]), out_type=results,
+        programs=programs, warps=tiles.warps, shared=_shared(format, gradient, tiles),
+    )  # fmt: skip
+    return _copies(out, shape, turned, format)
+
+
+def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTiles) -> str:
+    """The kernel in CUDA C++ for h of `dtype`."""
+    h = jax.ShapeDtypeStruct((), dtype)
+    scaling = quantize._scaling(h, format)
+    defined = dict(
+        GRADIENT=int(gradient), BLOCK=format.block[1], WARPS=tiles.warps, PER_SM=tiles.programs,
+        SHARED=_shared(format, gradient, tiles), HALF=int(h.dtype == jnp.float16),
+        FUNCTION=activation.function, UP_OFFSET=_literal(activation.up_offset), SCALE=f"scale_{format.scale}",
+        LARGEST=scaling["LARGEST"], FLOOR=scaling["FLOOR"], LIMIT=_literal(scaling["LIMIT"]),
+        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(quantize.is_turned(format.block[1])),
+    )  # fmt: skip
+    if activation.limit is not None:
+        defined["BOUND"] = _literal(activation.limit)
+    source = pathlib.Path(__file__).with_suffix(".cu").read_text()
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
+
+
+def _shared(format, gradient: bool, tiles: HopperTiles) -> int:
+    """Bytes of shared memory: 16 of each array for each row of a thread, then multipliers, then room for a turn."""
+    BLOCK, halves = format.block[1], 1 + gradient
+    read = BLOCK // (2 * tiles.warps) * (2 + gradient) * tiles.warps * 32 * 16
+    room = BLOCK if quantize.is_turned(BLOCK) else tiles.warps * halves * 2
+    return read + (halves * 4 + room) * COLUMNS_HOPPER
+
+
+def _literal(number: float) -> str:
+    return f"{float(number)!r}f"
+
+
+def _tiles(block: int, gradient: bool) -> Tiles:
     if block <= 32:
         return GRADIENT_SMALL if gradient else BOTH_SMALL
-    if not gradient:
-        return BOTH
-    return GRADIENT_CLAMPED if clamped else GRADIENT
+    return GRADIENT if gradient else BOTH

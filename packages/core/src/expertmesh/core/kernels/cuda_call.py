@@ -26,12 +26,12 @@ def cuda_call(
     Args:
       operands: arrays and `jax_triton.TensorDescriptor`s with 128 bytes of swizzle, in the order of the kernel's
         parameters: of a descriptor its TMA descriptor alone.
-      source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to the result.
-      out_type: `jax.ShapeDtypeStruct` of the result.
+      source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to each result.
+      out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       shared: bytes of dynamic shared memory.
 
     Returns:
-      The result. The launch needs no scratch memory, so it can be part of a captured loop.
+      The result, or a tuple of results. The launch needs no scratch memory, so it can be part of a captured loop.
     """
     parameters = [
         _tma_parameter(x)

@@ -51,14 +51,16 @@ def gluon_call(*operands, kernel, out_type, programs: int, capability: int, **co
 def launch_ptx(
     *operands, parameters, name: str, ptx: str, out_type, programs: int, warps: int, shared: int, capability: int
 ):  # fmt: skip
-    """Launches a kernel from PTX with `parameters` and then a pointer to the result.
+    """Launches a kernel from PTX with `parameters` and then a pointer to each result.
 
     Args:
+      out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       operands: arrays and `jax_triton.TensorDescriptor`s; each has one parameter that is its buffer, in their order.
       warps: of a program, all roles together.
     """
     launched = gpu_triton.TritonKernel(name, warps, 1, shared, ptx, "", capability)
-    parameters = [*parameters, gpu_triton.create_array_parameter(0, 16)]
+    results = [gpu_triton.create_array_parameter(0, 16) for _ in jax.tree.leaves(out_type)]
+    parameters = [*parameters, *results]
     call = gpu_triton.TritonKernelCall(launched, programs, 1, 1, parameters)
     opaque = zlib.compress(call.to_proto(name, b""))
     arrays = [x.base if _is_descriptor(x) else x for x in operands]

@@ -91,7 +91,7 @@ def activate_grad_quantize(
     Returns:
       The two copies of [P, C, 2, F]. Where both formats are one of 8 bits with blocks, h and d_out are read once and
       nothing else is written: 3 bytes are read and 2 are written per number of h, in place of 5 and 4. One number in
-      some thousands may be rounded otherwise by the kernel ("gelu" and "gelu_exact" have none).
+      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
 
     Raises:
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
@@ -151,9 +151,8 @@ def _grad_reference(h, d_out, group_sizes, *, activation, format, blocks, **opti
 def _why_not(h, *rest, activation, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del options
-    *d_out, group_sizes = rest
-    wide = ("gelu_exact", "gelu") if d_out else ("gelu_exact",)
-    if activation.function in wide:
+    group_sizes = rest[-1]
+    if activation.function == "gelu_exact":
         return f"{activation.function} and a tile do not fit into registers"
     if h.shape[0] != 1 or group_sizes.shape[1] == 0:
         return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
