@@ -393,8 +393,8 @@ def rows_of_one(shape: Shape, pairs: int):
 PHASES = (
     (r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
-    (r"^_activate_rows|^_gated_grad|^_kernel$", ("activation",)),
-    (r"^_blocks_kernel|^_both_kernel|^_dequantize", ("quantize",)),
+    (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation",)),
+    (r"^_blocks_kernel|^_both_kernel|^_dequantize|^_requantize", ("quantize",)),
     (r"Dispatch|^_spread", ("dispatch", "combine")),
     (r"Combine|^_gather", ("combine", "dispatch")),
     (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),

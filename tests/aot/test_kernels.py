@@ -18,6 +18,7 @@ from expertmesh.core.ops import (
     activation,
     grouped_gemm,
     grouped_quantize,
+    grouped_requantize,
     quantize,
 )
 from expertmesh.core.recipe import (
@@ -461,6 +462,13 @@ def test_quantize(monkeypatch, recipe, arch):
         op = grouped_quantize._both_op(3)
         launches = _launches(monkeypatch, op, x, sizes, format=formats.x, blocks=tuple(both))
         assert len(launches) == 1, "x would be read twice"
+        _check_launches(launches, arch)
+        scale = jnp.float8_e8m0fnu if formats.x.scale == "float8_e8m0fnu" else jnp.float32
+        of_x = tuple(-(-n // b) for n, b in zip(x.shape, both[0], strict=True))
+        operands = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale), sizes
+        options = dict(format=formats.x, blocks=tuple(both), dtype=x.dtype)
+        launches = _launches(monkeypatch, grouped_requantize._op, *operands, **options)
+        assert len(launches) == 1, "the numbers would be written in 16 bits"
         _check_launches(launches, arch)
 
 

@@ -27,8 +27,8 @@ from expertmesh.core.ops.grouped_dense import (
     product,
     stateless_layer,
 )
-from expertmesh.core.ops.grouped_quantize import grouped_quantize
-from expertmesh.core.ops.quantize import dequantize, quantize
+from expertmesh.core.ops.grouped_requantize import grouped_requantize
+from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel
 from expertmesh.core.recipe import Recipe
 from expertmesh.core.vjp import differentiable
@@ -108,8 +108,7 @@ def fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
     del wire_format
     y, rows, q_kernel = _forward(x, kernel, bias, handle, extra, layer)
     spec, sizes = layer.used[0], handle.group_sizes
-    arrived = dequantize(rows, spec=spec)
-    along_rows = grouped_quantize(arrived, sizes, layer.formats.x_wgrad, axis=1, spec=spec)
+    along_rows = grouped_requantize(rows, sizes, layer.formats.x_wgrad, spec=spec)
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
     return y, ((*residuals(along_rows, q_kernel), sizes, bias, None), handle)
 

@@ -1,0 +1,27 @@
+"""The kernel of grouped_requantize on a GPU, bit for bit the two steps."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import quantize_oracle as oracle
+from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice  # noqa: F401
+from expertmesh.core import dequantize, grouped_quantize, quantize
+from expertmesh.core.ops.grouped_requantize import grouped_requantize
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("width", [96, 288, 1024])
+@pytest.mark.parametrize("which", ["block", "block, any scale", "mx"])
+def test_bits_of_both_steps(which, width, dtype):
+    """Zeros, subnormal numbers, an Inf and a NaN; NaN in rows of no group; partial blocks."""
+    format, rows = FORMATS[which][0], 192 if which == "mx" else 200
+    rng = np.random.default_rng(0)
+    x = oracle.wild_numbers(rng, (1, rows, width), np.dtype(jnp.dtype(dtype)))
+    x[:, 120:] = np.nan
+    q, sizes = quantize(jnp.asarray(x), format), jnp.asarray([[64, 0, 56]], jnp.int32)
+    got = run_twice(lambda q, s: grouped_requantize(q, s, format), q, sizes)
+    want = grouped_quantize(dequantize(q), sizes, format, axis=1)
+    assert got.block == want.block and got.dtype == want.dtype
+    np.testing.assert_array_equal(codes(got.data), codes(want.data))
+    np.testing.assert_array_equal(codes(got.scale), codes(want.scale))
