@@ -394,7 +394,7 @@ PHASES = (
     (r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
     (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation",)),
-    (r"^_blocks_kernel|^_both_kernel|^_dequantize|^_requantize", ("quantize",)),
+    (r"^_blocks_kernel|^_both_kernel|^_dequantize|^_requantize|^grouped_requantize", ("quantize",)),
     (r"Dispatch|^_spread", ("dispatch", "combine")),
     (r"Combine|^_gather", ("combine", "dispatch")),
     (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),

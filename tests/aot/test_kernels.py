@@ -405,14 +405,25 @@ def test_activate_quantize_on_hopper(function, limit, recipe, dtype, tmp_path):
     act, format = activation.Activation(function=function, limit=limit), recipe.formats().x
     tiles = kernels.HOPPER if format.block[1] == 128 else kernels.HOPPER_SMALL
     for gradient in (False, True):
-        text = kernels.hopper_source(
+        source = kernels.hopper_source(
             dtype, activation=act, format=format, gradient=gradient, tiles=tiles
         )
-        _assemble_cuda(text, tmp_path)
+        _assemble_cuda(source.text, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("power_2_scale", [True, False])
+def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
+    from expertmesh.core.kernels import grouped_requantize as kernels
+
+    format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
+    source = kernels.hopper_source(dtype, format=format, tiles=kernels.HOPPER)
+    _assemble_cuda(source.text, tmp_path)
 
 
 def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
     from expertmesh.core.kernels import activate_quantize as kernels
+    from expertmesh.core.kernels import quantize as shared
 
     blocks_of_32, blocks_of_128 = MXFP8BlockScaling(), Float8BlockScaling()
 
@@ -420,7 +431,7 @@ def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
         h, d = jax.ShapeDtypeStruct((1, rows, 2, width), dtype), jax.ShapeDtypeStruct((), of_d)
         return kernels._suits_hopper(h, d, recipe.formats().x)
 
-    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    monkeypatch.setattr(shared, "nvrtc", lambda: "libnvrtc.so")
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
     assert suits() and suits(width=1544) and suits(rows=4088, recipe=blocks_of_32)
     assert not suits(dtype="float32", of_d="float32") and not suits(of_d="float32")
@@ -428,7 +439,7 @@ def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
     monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
     assert not suits()
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
+    monkeypatch.setattr(shared, "nvrtc", lambda: None)
     assert not suits()
 
 
@@ -466,7 +477,7 @@ def test_quantize(monkeypatch, recipe, arch):
         scale = jnp.float8_e8m0fnu if formats.x.scale == "float8_e8m0fnu" else jnp.float32
         of_x = tuple(-(-n // b) for n, b in zip(x.shape, both[0], strict=True))
         operands = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale), sizes
-        options = dict(format=formats.x, blocks=tuple(both), dtype=x.dtype)
+        options = dict(format=formats.x, blocks=tuple(both), dtype=jnp.dtype("float32"))
         launches = _launches(monkeypatch, grouped_requantize._op, *operands, **options)
         assert len(launches) == 1, "the numbers would be written in 16 bits"
         _check_launches(launches, arch)

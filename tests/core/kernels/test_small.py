@@ -23,6 +23,7 @@ from expertmesh.core import (
 from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation, activate
+from expertmesh.core.ops.grouped_requantize import grouped_requantize
 from expertmesh.core.ops.permute import plan_rows
 from expertmesh.core.testing import relative_error
 
@@ -167,8 +168,9 @@ def test_quantization(recipe):
             activate_quantize(h, sizes, formats, "silu"),
             activate_grad_quantize(h, d, sizes, formats, "silu"),
         )
-        back = jax.tree.map(dequantize, (quantize(w, format), *pairs), is_leaf=_is_quantized)
-        return back, (w, (a, a), pull(d) * 2)
+        again = grouped_requantize(quantize(d, format), sizes, format)
+        back = jax.tree.map(dequantize, (quantize(w, format), *pairs, again), is_leaf=_is_quantized)
+        return back, (w, (a, a), pull(d) * 2, d)
 
     for q, wide in zip(*map(jax.tree.leaves, run(w, h, d)), strict=True):
         assert relative_error(q, np.asarray(wide, np.float64)) < 5e-2

@@ -18,14 +18,15 @@ import triton.language as tl
 from expertmesh.core import _jax
 from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels.activation import _clamp, _load, _value_and_slope
-from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
-from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.kernels.quantize import (
+    HopperSource,
+    HopperTiles,
     _block_scales,
     _magnitudes,
     _num_live,
     _quantized_tile,
+    _rounded,
     _store_along_rows,
     _store_scale,
 )
@@ -56,17 +57,6 @@ def _value(x, FUNCTION: tl.constexpr):
         else:
             tl.static_assert(FUNCTION == "squared_relu")
             return positive * positive
-
-
-@triton.jit
-def _rounded(wide, dtype: tl.constexpr):
-    """`wide.to(dtype)`: to bfloat16 two at a time, which a scalar conversion does at an eighth of the rate."""
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [wide], tl.bfloat16, True, 2
-        )
-    else:
-        return wide.to(dtype)
 
 
 @triton.jit
@@ -179,18 +169,9 @@ GRADIENT = Tiles(columns=128, parts=4, warps=8, registers=128)
 GRADIENT_SMALL = Tiles(columns=128, parts=2, warps=8, registers=80)
 
 
-@dataclasses.dataclass(frozen=True)
-class HopperTiles:
-    """Warps that share a block's rows, and programs of a multiprocessor."""
-
-    warps: int
-    programs: int
-
-
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 HOPPER = HopperTiles(warps=16, programs=1)
 HOPPER_SMALL = HopperTiles(warps=4, programs=4)
-COLUMNS_HOPPER = 128  # of a tile
 
 
 def both(h, group_sizes, **options):
@@ -206,17 +187,8 @@ def gradient_both(h, d_out, group_sizes, **options):
 
 
 def _suits_hopper(h, d_out, format) -> bool:
-    """Whether the kernel in CUDA C++ takes these: numbers of 16 bits, eight at a time."""
-    (_, C, _, F), BLOCK = h.shape, format.block[1]
-    return (
-        (_jax.compute_capability() or 9.0) == 9.0
-        and h.dtype.itemsize == 2
-        and h.dtype == d_out.dtype
-        and BLOCK in (32, 128)
-        and F % 8 == 0
-        and (C % 16 == 0 or not quantize.is_turned(BLOCK))
-        and nvrtc() is not None
-    )
+    (_, C, _, F) = h.shape
+    return h.dtype == d_out.dtype and quantize.suits_hopper(C, F, h.dtype, format)
 
 
 def launch(
@@ -286,44 +258,24 @@ def launch_hopper(
     gradient = d_out is not None
     tiles = tiles or (HOPPER if format.block[1] == 128 else HOPPER_SMALL)
     shape, turned, results = _results(h, gradient, format)
-    # 128 x 128 take as long as four steps of a GEMM.
-    programs = _num_programs(_num_steps((128, 128, 1), C, F, 4)) * tiles.programs
-    out = cuda_call(
+    out = quantize.launch_hopper(
         *((h, d_out) if gradient else (h,)), sizes,
         source=hopper_source(h.dtype, activation=activation, format=format, gradient=gradient, tiles=tiles),
-        name="activate_quantize", scalars=(C, F, sizes.shape[0]), out_type=results,
-        programs=programs, warps=tiles.warps, shared=_shared(format, gradient, tiles),
+        name="activate_quantize", rows=C, columns=F, tiles=tiles, out_type=results,
     )  # fmt: skip
     return _copies(out, shape, turned, format)
 
 
-def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTiles) -> str:
+def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTiles) -> HopperSource:
     """The kernel in CUDA C++ for h of `dtype`."""
-    h = jax.ShapeDtypeStruct((), dtype)
-    scaling = quantize._scaling(h, format)
     defined = dict(
-        GRADIENT=int(gradient), BLOCK=format.block[1], WARPS=tiles.warps, PER_SM=tiles.programs,
-        SHARED=_shared(format, gradient, tiles), HALF=int(h.dtype == jnp.float16),
-        FUNCTION=activation.function, UP_OFFSET=_literal(activation.up_offset), SCALE=f"scale_{format.scale}",
-        LARGEST=scaling["LARGEST"], FLOOR=scaling["FLOOR"], LIMIT=_literal(scaling["LIMIT"]),
-        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(quantize.is_turned(format.block[1])),
+        GRADIENT=int(gradient), FUNCTION=activation.function, UP_OFFSET=quantize.literal(activation.up_offset)
     )  # fmt: skip
     if activation.limit is not None:
-        defined["BOUND"] = _literal(activation.limit)
-    source = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
-
-
-def _shared(format, gradient: bool, tiles: HopperTiles) -> int:
-    """Bytes of shared memory: 16 of each array for each row of a thread, then multipliers, then room for a turn."""
-    BLOCK, halves = format.block[1], 1 + gradient
-    read = BLOCK // (2 * tiles.warps) * (2 + gradient) * tiles.warps * 32 * 16
-    room = BLOCK if quantize.is_turned(BLOCK) else tiles.warps * halves * 2
-    return read + (halves * 4 + room) * COLUMNS_HOPPER
-
-
-def _literal(number: float) -> str:
-    return f"{float(number)!r}f"
+        defined["BOUND"] = quantize.literal(activation.limit)
+    path, slot = pathlib.Path(__file__).with_suffix(".cu"), 16 * (2 + gradient)
+    halves = 1 + gradient
+    return quantize.hopper_source(path, dtype, format, tiles, halves=halves, slot=slot, **defined)
 
 
 def _tiles(block: int, gradient: bool) -> Tiles:

@@ -8,6 +8,7 @@ An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of
 """
 
 import dataclasses
+import pathlib
 from math import prod
 
 import jax
@@ -18,6 +19,8 @@ import triton
 import triton.language as tl
 
 from expertmesh.core import _jax, numerics
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
+from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.scales import reciprocal, tensor_scales
 
@@ -80,6 +83,17 @@ def _block_scales(
 @triton.jit
 def _magnitudes(wide):
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _rounded(wide, dtype: tl.constexpr):
+    """`wide.to(dtype)`: to bfloat16 two at a time, which a scalar conversion does at an eighth of the rate."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [wide], tl.bfloat16, True, 2
+        )
+    else:
+        return wide.to(dtype)
 
 
 @triton.jit
@@ -412,6 +426,71 @@ def is_turned(block: int) -> bool:
     The transpose after the kernel and the one before the weight gradient's are then none.
     """
     return block == 128 and (_jax.compute_capability() or 9.0) == 9.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTiles:
+    """Of kernels with `quantize.cuh`: the warps that share a block's rows, and programs of a multiprocessor."""
+
+    warps: int
+    programs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperSource:
+    """Of such a kernel: its text, and bytes of shared memory."""
+
+    text: str
+    shared: int
+
+
+def suits_hopper(rows: int, columns: int, dtype, format) -> bool:
+    """Whether kernels in CUDA C++ take such numbers: of 16 bits, eight at a time."""
+    return (
+        (_jax.compute_capability() or 9.0) == 9.0
+        and jnp.dtype(dtype).itemsize == 2
+        and format.block[1] in (32, 128)
+        and columns % 8 == 0
+        and (rows % 16 == 0 or not is_turned(format.block[1]))
+        and nvrtc() is not None
+    )
+
+
+def hopper_source(
+    path: pathlib.Path, dtype, format, tiles: HopperTiles, *, halves: int, slot: int, **defined
+) -> HopperSource:
+    """The kernel at `path`; `halves`, `slot` and `defined` are macros of it and of `quantize.cuh`."""
+    like, block = jax.ShapeDtypeStruct((), dtype), format.block[1]
+    scaling, turned, columns = _scaling(like, format), is_turned(block), 128
+    # Of what is read, of multipliers, and where a tile turns.
+    read = block // (2 * tiles.warps) * tiles.warps * 32 * slot
+    shared = read + (4 * halves + (block if turned else tiles.warps * halves * 2)) * columns
+    defined |= dict(
+        BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, SLOT=slot, SHARED=shared,
+        HALF=int(like.dtype == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=scaling["LARGEST"],
+        FLOOR=scaling["FLOOR"], LIMIT=literal(scaling["LIMIT"]),
+        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(turned),
+    )  # fmt: skip
+    macros = "".join(f"#define {name} {value}\n" for name, value in defined.items())
+    shared_text = pathlib.Path(__file__).with_suffix(".cuh").read_text()
+    return HopperSource(macros + shared_text + path.read_text(), shared)
+
+
+def launch_hopper(
+    *operands, source: HopperSource, name: str, rows: int, columns: int, tiles: HopperTiles, out_type
+):  # fmt: skip
+    """The results of a kernel of such a source; the last operand is int32[G], the sizes of groups."""
+    # 128 x 128 take as long as four steps of a GEMM.
+    programs = _num_programs(_num_steps((128, 128, 1), rows, columns, 4)) * tiles.programs
+    return cuda_call(
+        *operands, source=source.text, name=name, scalars=(rows, columns, operands[-1].shape[0]),
+        out_type=out_type, programs=programs, warps=tiles.warps, shared=source.shared,
+    )  # fmt: skip
+
+
+def literal(number: float) -> str:
+    """A float in CUDA C++."""
+    return f"{float(number)!r}f"
 
 
 def _results(shape, counts, format):
