@@ -97,7 +97,7 @@ def test_wheel(wheels, package):
     own = f"expertmesh/{package}/"
     assert all(n.startswith(own) or ".dist-info/" in n for n in names), names
     sources = ROOT / "packages" / package / "src"
-    kinds = {".py", ".typed", ".cc", ".cu", ".h"}
+    kinds = {".py", ".typed", ".cc", ".cu", ".cuh", ".h"}
     expected = {str(p.relative_to(sources)) for p in sources.rglob("*") if p.suffix in kinds}
     assert {n for n in names if n.startswith(own)} >= expected
     found = metadata(wheels[package])
