@@ -1,5 +1,5 @@
-// A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper: with
-// what `quantize.cuh` has, which comes before this text. Results are rounded to 16 bits and computed once.
+// A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper:
+// with what `quantize.cuh` has, which comes before this text. Results are rounded to 16 bits and computed once.
 //
 // Macros besides those: GRADIENT (or the activation), FUNCTION, UP_OFFSET and BOUND (if there is one).
 
@@ -72,7 +72,8 @@ struct Reader {
   int live;
   u32 pitch;  // bytes of a row of d
 
-  __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, u32 width) : live(at.live), pitch(width * 2) {
+  __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, u32 width)
+      : live(at.live), pitch(width * 2) {
     gate = h + (u64)at.row * (pitch * 2) + at.column * 2;
     d = all_d + (u64)at.row * pitch + at.column * 2;
   }
@@ -91,12 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #if GRADIENT
     const u8* d,
 #endif
-    const int* sizes, int num_rows, int all_columns, int groups, u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
+    const int* sizes, int num_rows, int all_columns, int groups,
+    u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
 #if !GRADIENT
   const u8* d = h;
 #endif
   const u32 smem = shared_memory();
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_rows + BLOCK - 1) / BLOCK), num_live = min(sum(sizes, groups), num_rows);
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_rows + BLOCK - 1) / BLOCK);
+  const int num_live = min(sum(sizes, groups), num_rows);
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, all_columns);
 #pragma unroll

@@ -134,7 +134,8 @@ __device__ __forceinline__ Scale<float> scale_power_of_2(int magnitude) {
 __device__ __forceinline__ Scale<float> scale_float32(int magnitude) {
   magnitude = max(magnitude, FLOOR);
   const bool regular = magnitude > 0 && magnitude < INF, normal = regular && magnitude > 0x7FFFFF;
-  const float quotient = fminf(__fdiv_rn(__int_as_float(LARGEST), __int_as_float(normal ? magnitude : 0x3F800000)), LIMIT);
+  const float amax = __int_as_float(normal ? magnitude : 0x3F800000);
+  const float quotient = fminf(__fdiv_rn(__int_as_float(LARGEST), amax), LIMIT);
   const float multiplier = regular ? (normal ? quotient : LIMIT) : 1.0f;
   return {multiplier, __fdiv_rn(1.0f, multiplier)};
 }
