@@ -43,10 +43,13 @@ def _arrays(q):
     return q.data, q.scale
 
 
+def arrays_along_rows(q):
+    """Data and scale; of blocks of 128 as the weight gradient reads them, with the rows contiguous."""
+    return (jnp.swapaxes(q.data, 1, 2) if 128 in q.block else q.data), q.scale
+
+
 def arrays_of_both(first, second):
-    """Data and scales; of blocks of 128 along the rows as the weight gradient reads them, with the rows contiguous."""
-    data = jnp.swapaxes(second.data, 1, 2) if 128 in second.block else second.data
-    return *_arrays(first), data, second.scale
+    return *_arrays(first), *arrays_along_rows(second)
 
 
 def cases_of(name, rows, width, groups, dtype):

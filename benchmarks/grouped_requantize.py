@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
+from benchmarks.grouped_quantize import arrays_along_rows
 from expertmesh.core import Float8BlockScaling, MXFP8BlockScaling, dequantize, quantize
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.grouped_requantize import grouped_requantize
@@ -16,11 +17,6 @@ from expertmesh.core.ops.grouped_requantize import grouped_requantize
 # rows, width, groups
 GPU, CPU = (32768, 7168, 32), (1024, 256, 8)
 RECIPES = {"fp8_block": Float8BlockScaling(), "mxfp8": MXFP8BlockScaling()}
-
-
-def arrays(q):
-    """Data and scales; of blocks of 128 as the weight gradient reads them, with the rows contiguous."""
-    return (jnp.swapaxes(q.data, 1, 2) if 128 in q.block else q.data), q.scale
 
 
 def cases():
@@ -31,10 +27,10 @@ def cases():
         format = recipe.formats().x
 
         def at_once(q, sizes, format=format):
-            return arrays(grouped_requantize(q, sizes, format))
+            return arrays_along_rows(grouped_requantize(q, sizes, format))
 
         def two_steps(q, sizes, format=format):
-            return arrays(grouped_quantize(dequantize(q), sizes, format, axis=1))
+            return arrays_along_rows(grouped_quantize(dequantize(q), sizes, format, axis=1))
 
         operands = jax.jit(quantize, static_argnums=1)(x, format), sizes
         case, moved = f"bfloat16 {name} {rows}x{width}, {groups} groups", 2 * x.size

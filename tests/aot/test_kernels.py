@@ -428,11 +428,25 @@ def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
     from expertmesh.core.kernels import activate_quantize as kernels
     from expertmesh.core.kernels import quantize as shared
 
+    chosen = []
+    for name in ("launch", "launch_hopper"):
+
+        def note(h, *rest, name=name, out_type, **options):
+            chosen.append(name)
+            return [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+        monkeypatch.setattr(kernels, name, note)
     blocks_of_32, blocks_of_128 = MXFP8BlockScaling(), Float8BlockScaling()
 
     def suits(rows=4096, width=1536, dtype="bfloat16", of_d="bfloat16", recipe=blocks_of_128):
-        h, d = jax.ShapeDtypeStruct((1, rows, 2, width), dtype), jax.ShapeDtypeStruct((), of_d)
-        return kernels._suits_hopper(h, d, recipe.formats().x)
+        h = jax.ShapeDtypeStruct((1, rows, 2, width), dtype)
+        d, sizes = (
+            jax.ShapeDtypeStruct((1, rows, width), of_d),
+            jax.ShapeDtypeStruct((1, 8), jnp.int32),
+        )
+        options = dict(activation=activation.Activation(), format=recipe.formats().x, blocks=None)
+        jax.eval_shape(lambda *x: kernels.gradient_both(*x, **options), h, d, sizes)
+        return chosen[-1] == "launch_hopper"
 
     monkeypatch.setattr(shared, "nvrtc", lambda: "libnvrtc.so")
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)

@@ -25,6 +25,7 @@ from expertmesh.core.ops.grouped_requantize import grouped_requantize
 MX = MXFP8BlockScaling().formats().x
 BLOCK = Float8BlockScaling().formats().x
 EXACT = Float8BlockScaling(power_2_scale=False).formats().x
+CURRENT = Float8CurrentScaling().formats().x
 
 
 def operands(format, width=64):
@@ -53,9 +54,9 @@ def test_bits_of_both_steps(format):
     np.testing.assert_array_equal(np.asarray(got.scale).view(scale.dtype), scale)
 
 
-def test_formats_that_are_not_made_at_once():
+@pytest.mark.parametrize("format", [CURRENT, MX], ids=lambda f: f.scale)
+def test_formats_that_are_not_made_at_once(format):
     q, sizes = operands(BLOCK)
-    format = Float8CurrentScaling().formats().x
     got = grouped_requantize(q, sizes, format)
     want = grouped_quantize(dequantize(q), sizes, format, axis=1)
     assert jax.tree.structure(got) == jax.tree.structure(want)

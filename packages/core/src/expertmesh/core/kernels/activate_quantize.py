@@ -176,94 +176,59 @@ HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 
 def both(h, group_sizes, **options):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
-    run = launch_hopper if _suits_hopper(h, h, options["format"]) else launch
-    return run(h, None, group_sizes, **options)
+    return _copies(h, None, group_sizes, **options)
 
 
 def gradient_both(h, d_out, group_sizes, **options):
     """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows."""
-    run = launch_hopper if _suits_hopper(h, d_out, options["format"]) else launch
-    return run(h, d_out, group_sizes, **options)
+    return _copies(h, d_out, group_sizes, **options)
 
 
-def _suits_hopper(h, d_out, format) -> bool:
-    (_, C, _, F) = h.shape
-    return h.dtype == d_out.dtype and quantize.suits_hopper(C, F, h.dtype, format)
-
-
-def launch(
-    h,
-    d_out,
-    group_sizes,
-    *,
-    activation,
-    format,
-    blocks,
-    amax_axes=(),
-    origin=(),
-    tiles: Tiles | None = None,
-):
+def _copies(h, d_out, group_sizes, *, activation, format, blocks, amax_axes=(), origin=()):
     del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
+    halves = () if d_out is None else (2,)
+    shape, turned = (1, C, *halves, F), quantize.is_turned(BLOCK)
+    counts = (1, C, *halves, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), *halves, F)
+    first, second = (quantize._results(shape, count, format) for count in counts)
+    if turned:
+        second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
+    same = d_out is None or d_out.dtype == h.dtype
+    run = launch_hopper if same and quantize.suits_hopper(C, F, h.dtype, format) else launch
+    data, scale, data_rows, scale_rows = run(
+        h, d_out, sizes, activation=activation, format=format, out_type=(*first, *second)
+    )
+    data_rows = data_rows.T.reshape(shape) if turned else data_rows
+    return data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format)
+
+
+def launch(h, d_out, sizes, *, activation, format, out_type, tiles: Tiles | None = None):
+    (_, C, _, F), BLOCK, G = h.shape, format.block[1], sizes.shape[0]
     tiles = tiles or _tiles(BLOCK, d_out is not None)
     TN = max(BLOCK, divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
-    shape, turned, results = _results(h, d_out is not None, format)
-    G = sizes.shape[0]
     measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
-    out = jax_triton.triton_call(
+    return jax_triton.triton_call(
         h, d_out, sizes,
-        kernel=_kernel, out_type=results, num_warps=tiles.warps,
+        kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
         backend_options={"maxnreg": tiles.registers} if measured else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
-        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts, TURNED=turned,
-        HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit, OFFSET=activation.up_offset,
-        **quantize._scaling(h, format), **target(),
+        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
+        TURNED=quantize.is_turned(BLOCK), HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
+        OFFSET=activation.up_offset, **quantize._scaling(h, format), **target(),
     )  # fmt: skip
-    return _copies(out, shape, turned, format)
-
-
-def _results(h, gradient: bool, format):
-    """The shape of the result, whether its copy along the rows is turned, and the types of what a kernel writes."""
-    (_, C, _, F), BLOCK = h.shape, format.block[1]
-    halves = (2,) if gradient else ()
-    shape = (1, C, *halves, F)
-    counts = (1, C, *halves, triton.cdiv(F, BLOCK)), (1, triton.cdiv(C, BLOCK), *halves, F)
-    first, second = (quantize._results(shape, count, format) for count in counts)
-    turned = quantize.is_turned(BLOCK)
-    if turned:
-        second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
-    return shape, turned, (*first, *second)
-
-
-def _copies(out, shape, turned: bool, format):
-    along_rows = out[2].T.reshape(shape) if turned else out[2]
-    return out[0], quantize._stored(out[1], format), along_rows, quantize._stored(out[3], format)
 
 
 def launch_hopper(
-    h,
-    d_out,
-    group_sizes,
-    *,
-    activation,
-    format,
-    blocks,
-    amax_axes=(),
-    origin=(),
-    tiles: HopperTiles | None = None,
+    h, d_out, sizes, *, activation, format, out_type, tiles: HopperTiles | None = None
 ):
-    del blocks, amax_axes, origin  # a block lies within a shard
-    (_, C, _, F), sizes = h.shape, group_sizes[0].astype(jnp.int32)
-    gradient = d_out is not None
+    (_, C, _, F), gradient = h.shape, d_out is not None
     tiles = tiles or (HOPPER if format.block[1] == 128 else HOPPER_SMALL)
-    shape, turned, results = _results(h, gradient, format)
-    out = quantize.launch_hopper(
+    return quantize.launch_hopper(
         *((h, d_out) if gradient else (h,)), sizes,
         source=hopper_source(h.dtype, activation=activation, format=format, gradient=gradient, tiles=tiles),
-        name="activate_quantize", rows=C, columns=F, tiles=tiles, out_type=results,
+        name="activate_quantize", rows=C, columns=F, tiles=tiles, out_type=out_type,
     )  # fmt: skip
-    return _copies(out, shape, turned, format)
 
 
 def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTiles) -> HopperSource:
@@ -274,8 +239,9 @@ def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTil
     if activation.limit is not None:
         defined["BOUND"] = quantize.literal(activation.limit)
     path, slot = pathlib.Path(__file__).with_suffix(".cu"), 16 * (2 + gradient)
-    halves = 1 + gradient
-    return quantize.hopper_source(path, dtype, format, tiles, halves=halves, slot=slot, **defined)
+    return quantize.hopper_source(
+        path, dtype, format, tiles, halves=1 + gradient, slot=slot, **defined
+    )
 
 
 def _tiles(block: int, gradient: bool) -> Tiles:

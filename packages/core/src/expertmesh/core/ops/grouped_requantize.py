@@ -48,7 +48,7 @@ def grouped_requantize(
 
     Returns:
       A QuantizedArray of [P, C, K]. Where both formats are one of 8 bits with blocks, one byte is read and one is
-      written per number, in place of 4 and 3; the bits are the same.
+      written per number, in place of three and three at 16 bits between the steps; the bits are the same.
 
     Raises:
       As `dequantize` and `grouped_quantize`. Under sharding as `grouped_quantize`.
