@@ -10,8 +10,8 @@
 //
 // Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
-// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone
-// on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
+// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES.
+// What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -49,6 +49,16 @@ __device__ __forceinline__ u32 rank_in_cluster() {
   u32 r;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
+}
+
+// Among all clusters. Those of neighbouring places read the same weights, and those of a round mostly the same rows.
+__device__ __forceinline__ int place_of_cluster() {
+#ifdef PLACES
+  static __constant__ u16 places[] = {PLACES};
+  return places[blockIdx.x / 2];
+#else
+  return blockIdx.x / 2;
+#endif
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -280,7 +290,7 @@ __device__ __forceinline__ void load_tiles(
     const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int items, int most_parts, int steps, Ring ring) {
   const int rank = rank_in_cluster(), clusters = gridDim.x / 2;
   // There and back, so that no cluster gets the higher tile of each round.
-  for (int first = 0, place = blockIdx.x / 2; first < items; first += clusters, place = clusters - 1 - place) {
+  for (int first = 0, place = place_of_cluster(); first < items; first += clusters, place = clusters - 1 - place) {
     const int parts = first + clusters > items ? parts_of(items - first, most_parts) : 1;
     if (first + place / parts >= items) break;
     cursor.seek(first + place / parts);

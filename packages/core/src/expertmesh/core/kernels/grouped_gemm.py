@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from expertmesh.core import _jax
+from expertmesh.core.kernels.cluster_order import cluster_order
 from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
@@ -601,19 +602,23 @@ def launch_rows_hopper(
         tiles = SMALL_GROUPS_HOPPER if C <= G * SMALL_GROUPS_HOPPER.rows[1] else ROWS_HOPPER
     N = rhs.shape[1] if transposed else rhs.shape[2]
     programs = _num_programs(_num_steps((128, 256, 64), C, N, K)) // 2 * 2
-    # Several programs of a multiprocessor fill each other's last rounds.
-    parts = MOST_PARTS if programs <= _num_programs() else 1
+    # Several programs of a multiprocessor fill each other's last rounds, and lie where there is room.
+    alone = programs <= _num_programs()
+    parts = MOST_PARTS if alone else 1
+    places = cluster_order(programs, SHARED_BYTES) if alone else ()
     return cuda_call(
         _descriptor(lhs, (tiles.box, 64)), _descriptor(rhs, (1, 64, 64)), group_sizes.astype(jnp.int32),
-        source=rows_source(lhs.dtype, out_dtype, transposed, tiles), name="grouped_gemm_rows",
+        source=rows_source(lhs.dtype, out_dtype, transposed, tiles, places), name="grouped_gemm_rows",
         scalars=(C, triton.cdiv(K, 64), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         programs=programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
-def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER) -> str:
-    """The kernel in CUDA C++ for operands of `dtype`."""
+def rows_source(
+    dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER, places: tuple[int, ...] = ()
+) -> str:
+    """The kernel in CUDA C++ for operands of `dtype`; `places`: of its clusters, by default as they are launched."""
     half, out_dtype = jnp.dtype(dtype) == jnp.float16, jnp.dtype(out_dtype)
     # Low tiles, of which there are few, take the instructions of the next multiple of 16 rows.
     least, most = tiles.rows
@@ -627,6 +632,8 @@ def rows_source(dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPE
         BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
     )  # fmt: skip
+    if places:
+        defined["PLACES"] = ", ".join(map(str, places))
     source = pathlib.Path(__file__).with_suffix(".cu").read_text()
     instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
     cases = "".join(

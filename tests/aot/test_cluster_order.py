@@ -1,0 +1,70 @@
+"""The order of clusters, from latencies of a GPU that is made up; its kernel assembles for Hopper."""
+
+import numpy as np
+import pytest
+
+from aot.test_kernels import _assemble_cuda
+from cases.marks import needs_triton
+
+pytestmark = [pytest.mark.aot, needs_triton]
+
+LINES = 48
+
+
+def _gpu(seed, clusters=66, noise=4.0):
+    """Which half and pair of it each cluster is in, and its latencies in clocks."""
+    rng = np.random.default_rng(seed)
+    half, pair = rng.integers(0, 2, (2, clusters))
+    home, nearest = rng.integers(0, 2, (2, LINES))
+    far = half[:, None] != home[None]
+    aside = pair[:, None] != nearest[None]
+    row = rng.integers(0, 3, clusters)[:, None]  # within a pair some are farther from everything
+    latencies = 275 + 195 * far + 30 * (aside & ~far) + 8 * row + rng.normal(0, noise, far.shape)
+    return half, pair, latencies.round().astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_neighbours_are_of_one_half_and_pair(seed):
+    from expertmesh.core.kernels.cluster_order import places
+
+    half, pair, latencies = _gpu(seed)
+    got = places(latencies)
+    assert sorted(got) == list(range(len(half)))
+    in_order = np.argsort(got)
+    assert half[in_order[0]] == half[0] and pair[in_order[0]] == pair[0]
+    assert np.count_nonzero(np.diff(half[in_order])) == 1
+    assert np.count_nonzero(np.diff(2 * half[in_order] + pair[in_order])) == 3
+
+
+def test_the_same_whatever_lines_are_asked():
+    """So that programs that hold it are the same, and found in caches."""
+    from expertmesh.core.kernels.cluster_order import places
+
+    half, pair, latencies = _gpu(1)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        noisy = latencies[:, rng.permutation(LINES)] + rng.integers(-3, 4, latencies.shape)
+        np.testing.assert_array_equal(places(noisy), places(latencies))
+
+
+@pytest.mark.parametrize("clusters", [1, 57])
+def test_a_permutation_where_nothing_differs(clusters):
+    from expertmesh.core.kernels.cluster_order import places
+
+    np.testing.assert_array_equal(places(np.full((clusters, LINES), 300)), np.arange(clusters))
+
+
+def test_the_order_of_the_launch_without_a_gpu():
+    from expertmesh.core.kernels.cluster_order import cluster_order
+
+    assert cluster_order(132, 1024) == ()
+
+
+def test_kernels(tmp_path):
+    from expertmesh.core.kernels import cluster_order, grouped_gemm
+
+    ptx, _ = _assemble_cuda(cluster_order.source(), tmp_path)
+    assert "atom.global.or.b32" in ptx
+    text = grouped_gemm.rows_source("bfloat16", "bfloat16", True, places=tuple(range(65, -1, -1)))
+    ptx, _ = _assemble_cuda(text, tmp_path)
+    assert "ld.const" in ptx, "the places of clusters are not read"
