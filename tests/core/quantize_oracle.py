@@ -87,9 +87,10 @@ def block_multiplier(amax: float, format: TensorFormat, dtype, g: float):
         scale = float(np.float32(wide).astype(ml_dtypes.float8_e4m3fn))
         return (round24(g / scale) if scale else 0.0), scale
     amax = max(amax, format.amax_epsilon) if not np.isnan(amax) else amax
-    factor = multiplier(most, amax, float(ml_dtypes.finfo(dtype).max))
     if format.scale == "power_of_2":
-        factor = floor_power_of_2(factor)
+        factor = floor_power_of_2(multiplier(most, amax))
+    else:
+        factor = multiplier(most, amax, float(ml_dtypes.finfo(dtype).max))
     return factor, float(np.float32(1 / factor))
 
 

@@ -1,5 +1,7 @@
 """The kernel of grouped_requantize on a GPU, bit for bit the two steps."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,21 +12,28 @@ from expertmesh.core import dequantize, grouped_quantize, quantize
 from expertmesh.core.ops.grouped_requantize import grouped_requantize
 
 # Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
-SHAPES = [("mx", 192, 96), ("mx", 192, 1024)]
+SHAPES = [(name, 192, width) for name in ("mx", "mx e5m2") for width in (96, 1024)]
+SHAPES += [("block", 128, 65536)]  # more tiles than programs
 SHAPES += [
-    (name, *shape) for name in ("block", "block, any scale") for shape in ((208, 264), (200, 1024))
+    (name, *shape)
+    for name in ("block", "block, any scale", "block e5m2")
+    for shape in ((208, 264), (200, 1024))
 ]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("which, rows, width", SHAPES)
 def test_bits_of_both_steps(which, rows, width, dtype):
-    """Zeros, subnormal numbers, an Inf and a NaN; NaN in rows of no group."""
+    """Zeros, subnormal numbers, an Inf and a NaN, scales too small for some numbers; NaN in rows of no group."""
     format = FORMATS[which][0]
     rng = np.random.default_rng(0)
     x = oracle.wild_numbers(rng, (1, rows, width), np.dtype(jnp.dtype(dtype)))
     x[:, 120:] = np.nan
     q, sizes = quantize(jnp.asarray(x), format), jnp.asarray([[64, 0, 56]], jnp.int32)
+    scale = np.asarray(q.scale).copy()
+    scale[:, 40:48] = 2.0**-126
+    scale[:, 120:] = np.nan
+    q = dataclasses.replace(q, scale=jnp.asarray(scale))
     got = run_twice(lambda q, s: grouped_requantize(q, s, format), q, sizes)
     want = grouped_quantize(dequantize(q), sizes, format, axis=1)
     assert got.block == want.block and got.dtype == want.dtype

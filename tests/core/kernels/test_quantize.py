@@ -32,7 +32,9 @@ FORMATS = {
     "block along rows": (BLOCK.x, 1, None),
     "block, any scale": (EXACT.x, -1, None),
     "square": (BLOCK.kernel, 1, 3),
+    "block e5m2": (dataclasses.replace(BLOCK.x, dtype="float8_e5m2"), -1, None),
     "mx": (MX.x, -1, None),
+    "mx e5m2": (dataclasses.replace(MX.x, dtype="float8_e5m2"), -1, None),
     "mx along rows": (MX.x, 1, None),
 }
 
@@ -50,6 +52,11 @@ def run_twice(function, *operands):
 def codes(x):
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def is_nan(x):
+    """Of 8-bit numbers; scales have none."""
+    return np.isnan(np.asarray(x).astype(np.float32))
 
 
 def check(q, want, format):

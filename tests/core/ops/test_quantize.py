@@ -367,6 +367,20 @@ def test_half_precision():
     assert ml_dtypes.finfo(q.dtype).bits == 16
 
 
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "scale, multipliers",
+    # 448 / 2^-8, or 448 / 1.5 * 2^12; a scale in float32 keeps to what float16 holds.
+    [("power_of_2", [2.0**16, 2.0**20]), ("float32", [65504.0, 65504.0])],
+)
+def test_small_blocks_in_half_precision(scale, multipliers):
+    format = TensorFormat(dtype="float8_e4m3fn", block=(1, 8), scale=scale)
+    x = np.array([[2.0**-8] * 8, [1.5 * 2.0**-12, 0] * 4], np.float16)
+    q = quantize(x, format)
+    assert_same(codes(q), oracle.quantize(x, format, q.block).codes(format))
+    np.testing.assert_allclose(1 / np.asarray(q.scale)[:, 0], multipliers, rtol=1e-6)
+
+
 def test_a_format_of_ones_own():
     """Other blocks than the recipes'."""
     format = TensorFormat(dtype="float8_e4m3fn", block=(2, 8), scale="float8_e8m0fnu")

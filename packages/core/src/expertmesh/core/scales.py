@@ -30,7 +30,7 @@ def spread(values, shape: tuple[int, ...], block: tuple[int, ...]):
 
 
 def amax_multiplier(magnitudes, largest: float, limit: float):
-    """largest / amax; 1 where amax is 0, Inf or NaN; `limit` where the quotient is too large for float32."""
+    """largest / amax, at most `limit`; 1 where amax is 0, Inf or NaN."""
     is_regular = numerics.is_regular(magnitudes)
     is_normal = is_regular & (magnitudes > 0x007FFFFF)
     amax = numerics.from_magnitude(jnp.where(is_normal, magnitudes, 0x3F800000))

@@ -7,7 +7,7 @@ with max the largest number of the format's dtype, one multiplier per block or t
 
 | format.scale | multiplier | scale | amax 0 | amax Inf | amax NaN |
 |---|---|---|---|---|---|
-| float32 | max / amax | its reciprocal | 1 | 1 | 1 |
+| float32 | max / amax, of blocks at most the largest number of x's dtype | its reciprocal | 1 | 1 | 1 |
 | power_of_2 | max / amax, rounded down to a power of two | its reciprocal | 1 | 1 | 1 |
 | float8_e8m0fnu | reciprocal of the scale | amax / max, rounded up to a power of two | 2^-127 | 2^127 | NaN |
 | float8_e4m3fn | g / scale, g = 6 * 448 / tensor amax | amax / 6 * g in e4m3; tensor_scale 1 / g | 0 | 448 | NaN |
