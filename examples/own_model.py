@@ -7,10 +7,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from expertmesh.core import MeshResource
 from expertmesh.flax_moe import MoEConfig, init_params, moe, param_specs
 
-fsdp = 2 if jax.device_count() % 2 == 0 else 1
-mesh = jax.make_mesh((fsdp, jax.device_count() // fsdp), ("fsdp", "ep"))  # Explicit axes
-resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 config = MoEConfig(num_experts=8, top_k=2, expert_dim=512, aux_loss_coeff=1e-2)
+size = 2 ** (jax.device_count().bit_length() - 1)  # of six devices four: all sizes here are powers of two
+ep = min(max(size // 2, 1), config.num_experts)
+mesh = jax.make_mesh((size // ep, ep), ("fsdp", "ep"), devices=jax.devices()[:size])  # Explicit axes
+resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 
 
 def place(array, spec):
@@ -19,7 +20,7 @@ def place(array, spec):
 
 params = init_params(jax.random.key(0), 256, config)  # gate_kernel, wi, wo
 params = jax.tree.map(place, params, param_specs(config, resource))
-x = place(jax.random.normal(jax.random.key(1), (16, 128, 256)), PartitionSpec(("fsdp", "ep")))
+x = place(jax.random.normal(jax.random.key(1), (2 * size, 128, 256)), PartitionSpec(("fsdp", "ep")))
 
 
 def loss(params, x):

@@ -1,4 +1,4 @@
-"""The examples run, on 1 device and on 8, and the README shows what is run."""
+"""The examples run, on 1 device, on 6 and on 8, and the README shows what is run."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_model.py"
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 6, 8])
 def test_own_model_runs(devices):
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
