@@ -8,9 +8,9 @@ from expertmesh.core import MeshResource
 from expertmesh.flax_moe import MoEConfig, init_params, moe, param_specs
 
 config = MoEConfig(num_experts=8, top_k=2, expert_dim=512, aux_loss_coeff=1e-2)
-size = 2 ** (jax.device_count().bit_length() - 1)  # of six devices four: all sizes here are powers of two
-ep = min(max(size // 2, 1), config.num_experts)
-mesh = jax.make_mesh((size // ep, ep), ("fsdp", "ep"), devices=jax.devices()[:size])  # Explicit axes
+size = 2 ** (jax.device_count().bit_length() - 1)  # of six devices four, as 8 experts need
+ep, devices = min(max(size // 2, 1), config.num_experts), jax.devices()[:size]
+mesh = jax.make_mesh((size // ep, ep), ("fsdp", "ep"), devices=devices)  # Explicit axes
 resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 
 

@@ -1,5 +1,6 @@
 """The order of clusters, from latencies of a GPU that is made up; its kernel assembles for Hopper."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,10 +55,18 @@ def test_a_permutation_where_nothing_differs(clusters):
     np.testing.assert_array_equal(places(np.full((clusters, LINES), 300)), np.arange(clusters))
 
 
-def test_the_order_of_the_launch_without_a_gpu():
-    from expertmesh.core.kernels.cluster_order import cluster_order
+def test_measured_on_a_single_gpu_alone(monkeypatch):
+    """Without one there is nothing to measure; programs for several, perhaps of several processes, must not differ."""
+    from expertmesh.core.kernels import cluster_order as kernels
 
-    assert cluster_order(132, 1024) == ()
+    def order_on(gpus):
+        monkeypatch.setattr(jax, "devices", lambda backend: gpus)
+        return kernels.cluster_order(132, 1024)
+
+    assert kernels.cluster_order(132, 1024) == ()
+    monkeypatch.setattr(kernels, "_measured", lambda gpu, *_: (gpu,))
+    assert order_on(["gpu0", "gpu1"]) == ()
+    assert order_on(["gpu0"]) == ("gpu0",)
 
 
 def test_kernels(tmp_path):

@@ -23,22 +23,22 @@ WARPS = 12
 def cluster_order(programs: int, shared: int) -> tuple[int, ...]:
     """The place of each cluster of two blocks in an order in which neighbours are near each other.
 
-    Measured once, in microseconds, while the first caller is traced, on the first local GPU. It decides about speed
-    alone: on another GPU it is as good as any order. It begins with the first cluster's half and pair, so that it is
-    the same in each process, and so are the programs that hold it.
+    Measured once, in microseconds, while the first caller is traced. It decides about speed alone. It begins with the
+    first cluster's half and pair, so that it is the same in the next process, and so are the programs that hold it.
 
     Args:
       programs: blocks of the launch, one for each multiprocessor.
       shared: bytes of shared memory of a block, more than half of a multiprocessor's.
 
     Returns:
-      A permutation of programs / 2; none without a GPU, as when compiling ahead of time.
+      A permutation of programs / 2; none without a GPU, as when compiling ahead of time, nor with several, of this
+      process or of others: a program for all of them must be the same everywhere.
     """
     try:
-        gpu = jax.local_devices(backend="cuda")[0]
+        gpus = jax.devices("cuda")
     except RuntimeError:
         return ()
-    return _measured(gpu, programs, shared)
+    return _measured(gpus[0], programs, shared) if len(gpus) == 1 else ()
 
 
 @functools.cache  # of a device: where blocks lie does not change
