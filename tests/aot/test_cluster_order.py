@@ -6,6 +6,7 @@ import pytest
 
 from aot.test_kernels import _assemble_cuda
 from cases.marks import needs_triton
+from expertmesh.core import _jax
 
 pytestmark = [pytest.mark.aot, needs_triton]
 
@@ -60,7 +61,8 @@ def test_measured_on_a_single_gpu_alone(monkeypatch):
     from expertmesh.core.kernels import cluster_order as kernels
 
     def order_on(gpus):
-        monkeypatch.setattr(jax, "devices", lambda backend: gpus)
+        monkeypatch.setattr(_jax, "local_gpu", lambda: gpus[0])
+        monkeypatch.setattr(jax, "device_count", lambda backend: len(gpus))
         return kernels.cluster_order(132, 1024)
 
     assert kernels.cluster_order(132, 1024) == ()

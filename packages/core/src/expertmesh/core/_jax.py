@@ -47,12 +47,18 @@ def platform(operands) -> str:
     return "cuda" if name == "gpu" else name
 
 
-def compute_capability() -> float | None:
-    """Of this process' first NVIDIA GPU; None where it has none, as when compiling ahead of time."""
+def local_gpu() -> jax.Device | None:
+    """This process' first NVIDIA GPU; None where it has none, as when compiling ahead of time."""
     try:
-        return float(jax.local_devices(backend="cuda")[0].compute_capability)
+        return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return None
+
+
+def compute_capability() -> float | None:
+    """Of `local_gpu`."""
+    gpu = local_gpu()
+    return float(gpu.compute_capability) if gpu else None
 
 
 def manual_mesh(mesh) -> AbstractMesh:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from expertmesh.core.kernels.cuda_call import cuda_call
+from expertmesh.core import _jax
+from expertmesh.core.kernels.cuda_call import cuda_call, macros
 
 LINES = 96  # of which enough lie in each half, and near each pair
 LAUNCHES = 5  # whose median counts: some clusters may change places
@@ -34,11 +35,10 @@ def cluster_order(programs: int, shared: int) -> tuple[int, ...]:
       A permutation of programs / 2; none without a GPU, as when compiling ahead of time, nor with several, of this
       process or of others: a program for all of them must be the same everywhere.
     """
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:
+    gpu = _jax.local_gpu()
+    if gpu is None or jax.device_count("cuda") > 1:
         return ()
-    return _measured(gpus[0], programs, shared) if len(gpus) == 1 else ()
+    return _measured(gpu, programs, shared)
 
 
 @functools.cache  # of a device: where blocks lie does not change
@@ -63,8 +63,7 @@ def _line_latencies(programs: int, shared: int):
 def source() -> str:
     """The kernel in CUDA C++."""
     text = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    defined = dict(LINES=LINES, STRIDE=STRIDE, WARPS=WARPS)
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text
+    return macros(dict(LINES=LINES, STRIDE=STRIDE, WARPS=WARPS)) + text
 
 
 def places(latencies: np.ndarray) -> np.ndarray:

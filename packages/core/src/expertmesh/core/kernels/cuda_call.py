@@ -15,7 +15,7 @@ from expertmesh.core.kernels.gluon_call import launch_ptx
 from expertmesh.core.nvrtc import compile_program
 from expertmesh.core.nvrtc import library as nvrtc
 
-__all__ = ["compile_cuda", "cuda_call", "nvrtc"]
+__all__ = ["compile_cuda", "cuda_call", "macros", "nvrtc"]
 
 
 def cuda_call(
@@ -44,6 +44,11 @@ def cuda_call(
         *operands, parameters=parameters, name=name, ptx=compile_cuda(source), out_type=out_type,
         programs=programs, warps=warps, shared=shared, capability=90,
     )  # fmt: skip
+
+
+def macros(defined: dict[str, object]) -> str:
+    """What comes before a kernel's text."""
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items())
 
 
 def compile_cuda(source: str) -> str:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels.cluster_order import cluster_order
-from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
+from expertmesh.core.kernels.cuda_call import cuda_call, macros, nvrtc
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -641,7 +641,7 @@ def rows_source(
         for rows, height in heights.items()
     )
     source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + source
+    return macros(defined) + source
 
 
 def _wgmma(rows: int, half: bool, transposed: bool) -> str:
@@ -723,13 +723,6 @@ def _fit(tiles: Tiles, width: int, out_dtype) -> Tiles:
     return tiles
 
 
-def _gpu():
-    try:
-        return jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return None
-
-
 def _num_programs(num_steps: int = 0) -> int:
     """One program per multiprocessor; among other devices up to four, one after the other, if each has work enough.
 
@@ -740,7 +733,7 @@ def _num_programs(num_steps: int = 0) -> int:
     Args:
       num_steps: of all tiles together, at most; see `_num_steps`.
     """
-    gpu = _gpu()
+    gpu = _jax.local_gpu()
     cores = gpu.core_count if gpu else 132
     alone = jax.sharding.get_abstract_mesh().size <= 1
     turns = 1 if alone else num_steps // (cores * LEAST_STEPS)

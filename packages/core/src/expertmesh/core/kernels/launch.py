@@ -1,17 +1,13 @@
 """What the launches of kernels that are limited by memory share."""
 
-import jax
+from expertmesh.core import _jax
 
 __all__ = ["divisor", "target"]
 
 
 def target() -> dict:
     """Options of a launch: an H100's where there is no GPU, as when compiling ahead of time."""
-    try:
-        jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return {"compute_capability": 90}
-    return {}
+    return {} if _jax.local_gpu() else {"compute_capability": 90}
 
 
 def divisor(size: int, most: int, least: int = 128) -> int:

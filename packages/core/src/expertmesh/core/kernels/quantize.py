@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core import _jax, numerics
-from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc
+from expertmesh.core.kernels.cuda_call import cuda_call, macros, nvrtc
 from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.scales import reciprocal, tensor_scales
@@ -471,9 +471,8 @@ def hopper_source(
         FLOOR=scaling["FLOOR"], LIMIT=literal(scaling["LIMIT"]),
         FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(turned),
     )  # fmt: skip
-    macros = "".join(f"#define {name} {value}\n" for name, value in defined.items())
     shared_text = pathlib.Path(__file__).with_suffix(".cuh").read_text()
-    return HopperSource(macros + shared_text + path.read_text(), shared)
+    return HopperSource(macros(defined) + shared_text + path.read_text(), shared)
 
 
 def launch_hopper(
