@@ -37,10 +37,12 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def group_sizes(rows: int, groups: int) -> np.ndarray:
-    """Unequal and unaligned: a Dirichlet(5) draw."""
+def group_sizes(rows: int, groups: int, align: int = 1) -> np.ndarray:
+    """Unequal, a Dirichlet(5) draw, and unaligned, or multiples of `align`; `rows` together."""
     rng = np.random.default_rng(0)
-    return rng.multinomial(rows, rng.dirichlet([5.0] * groups)).astype(np.int32)
+    sizes = rng.multinomial(rows, rng.dirichlet([5.0] * groups)).astype(np.int32) // align * align
+    sizes[: (rows - sizes.sum()) // align] += align
+    return sizes
 
 
 def operands(shape, dtype):

@@ -211,8 +211,6 @@ def _descriptor(dtype, block):
         ("ROWS_BLOCKS", "bf16"),
         ("ROWS_WHOLE", "bf16"),
         ("ROWS_WHOLE", "fp32"),
-        ("WEIGHTS_BLOCKS", "bf16"),
-        ("WEIGHTS_BLOCKS_FLOAT32", "fp32"),
         ("WEIGHTS_WHOLE", "bf16"),
         ("WEIGHTS_WHOLE", "fp32"),
     ],
@@ -224,28 +222,76 @@ def test_quantized_grouped_gemm(which, out, dy):
     dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
     tiles = kernels.fit(getattr(kernels, which), 32, dtype)
     # At other widths the storing role keeps an address or two in memory, which it has time for.
-    scaled = "BLOCKS" in which
-    constants = kernels.constants(tiles, 32, scaled=scaled)
+    constants = kernels.constants(tiles, 32)
     if which.startswith("ROWS"):
         kernel = kernels._rows_kernel
         first = (dy, (tiles.m, tiles.k)), "*fp32"
         second = ("fp8e4nv", (1, tiles.n, tiles.k)), "*fp32"
-        constants |= {"C": 32768, "W": 4096, "STEPS": 56}
+        scaled = which == "ROWS_BLOCKS"
+        constants |= {"C": 32768, "W": 4096, "STEPS": 56, "SCALED": scaled}
     else:
         kernel = kernels._weights_kernel
-        of_chunk = () if scaled else (1,)
-        first = (
-            ("fp8e4nv", (*of_chunk, tiles.m, tiles.k)),
-            ("fp32", (1, tiles.m)) if scaled else "*fp32",
-        )
-        second = (
-            (dy, (*of_chunk, tiles.n, tiles.k)),
-            ("fp32", (1, tiles.n)) if scaled else "*fp32",
-        )
+        first = ("fp8e4nv", (1, tiles.m, tiles.k)), "*fp32"
+        second = (dy, (1, tiles.n, tiles.k)), "*fp32"
         constants |= {"K": 4096, "N": 28672}
     types = [t if isinstance(t, str) else _descriptor(*t) for t in (*first, *second)]
     compiled = compile_gluon(kernel, [*types, "*i32", f"*{out}"], constants, 90)
     _check(compiled, 90)
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("lhs, dy", [("e4m3fn", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e4m3fn")])
+@pytest.mark.parametrize("groups", [32, 2048])
+def test_weight_gradients_of_blocks_on_hopper(lhs, dy, out, groups, tmp_path):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    stages = kernels.weights_stages(groups)
+    text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, stages)
+    ptx, said = _assemble_cuda(text, tmp_path)
+    assert "serialized" not in said, "every product waits for itself"
+    instruction = f"m64n128k32.f32.{lhs[:4]}.{dy[:4]}"
+    # Two products of four instructions, in a tile's first step and in the others.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
+
+
+def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    taken = []
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+
+    def take(name, owner, function):
+        def launch(lhs, *_, num_experts=None, out_dtype, **__):
+            taken.append(name)
+            shape = (num_experts or _[-1].shape[-1], lhs.shape[-1], 256)
+            return jnp.zeros(shape, out_dtype)
+
+        monkeypatch.setattr(owner, function, launch)
+
+    take("CUDA", kernels, "launch_weights_blocks")
+    take("Gluon", kernels, "launch_weights")
+    take("Triton", kernels.sm100, "weights")
+
+    def gradient(groups, along=128):
+        shape = jax.ShapeDtypeStruct
+        data = shape((1, 256, 256), jnp.float8_e4m3fn)
+        scale = shape((1, 2, 256) if along else (1, groups), jnp.float32)
+        block = ((1, along, 1) if along else (),) * 2
+        options = {"num_experts": groups, "blocks": block, "out_dtype": jnp.dtype("bfloat16")}
+        jax.eval_shape(
+            lambda *z: kernels.weights(*z, **options),
+            data, scale, data, scale, shape((1, groups), jnp.int32),
+        )  # fmt: skip
+        return taken.pop()
+
+    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    assert gradient(8) == "CUDA"
+    assert gradient(8, along=0) == "Gluon"
+    assert kernels.weights_stages(3904) == 2
+    assert gradient(3904) == "CUDA"
+    assert gradient(3905) == "Triton"
+    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
+    assert gradient(8) == "Triton"
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])

@@ -6,7 +6,6 @@ CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py
 """
 
 import dataclasses
-import pathlib
 from math import prod
 
 import jax
@@ -238,9 +237,9 @@ def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTil
     )  # fmt: skip
     if activation.limit is not None:
         defined["BOUND"] = quantize.literal(activation.limit)
-    path, slot = pathlib.Path(__file__).with_suffix(".cu"), 16 * (2 + gradient)
+    file, slot = "activate_quantize.cu", 16 * (2 + gradient)
     return quantize.hopper_source(
-        path, dtype, format, tiles, halves=1 + gradient, slot=slot, **defined
+        file, dtype, format, tiles, halves=1 + gradient, slot=slot, **defined
     )
 
 

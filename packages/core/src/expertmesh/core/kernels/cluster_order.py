@@ -6,14 +6,13 @@ launch lie is not documented and differs from GPU to GPU; how long they wait for
 """
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from expertmesh.core import _jax
-from expertmesh.core.kernels.cuda_call import cuda_call, macros
+from expertmesh.core.kernels.cuda_call import cuda_call, source_text
 
 LINES = 96  # of which enough lie in each half, and near each pair
 LAUNCHES = 5  # whose median counts: some clusters may change places
@@ -62,8 +61,7 @@ def _line_latencies(programs: int, shared: int):
 
 def source() -> str:
     """The kernel in CUDA C++."""
-    text = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    return macros(dict(LINES=LINES, STRIDE=STRIDE, WARPS=WARPS)) + text
+    return source_text("cluster_order.cu", defined=dict(LINES=LINES, STRIDE=STRIDE, WARPS=WARPS))
 
 
 def places(latencies: np.ndarray) -> np.ndarray:

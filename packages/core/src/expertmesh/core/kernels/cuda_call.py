@@ -6,6 +6,7 @@ For what Triton's languages do not have, such as products whose shape is chosen 
 import hashlib
 import pathlib
 import re
+from math import prod
 
 import jax_triton
 from jaxlib import gpu_triton
@@ -15,40 +16,76 @@ from expertmesh.core.kernels.gluon_call import launch_ptx
 from expertmesh.core.nvrtc import compile_program
 from expertmesh.core.nvrtc import library as nvrtc
 
-__all__ = ["compile_cuda", "cuda_call", "macros", "nvrtc"]
+__all__ = ["compile_cuda", "cuda_call", "nvrtc", "source_text", "wgmma"]
 
 
 def cuda_call(
-    *operands, source: str, name: str, scalars, out_type, programs: int, warps: int, shared: int
-):
+    *operands, source: str, name: str, scalars, out_type, programs: int, warps: int, shared: int,
+    out_block: tuple[int, ...] | None = None,
+):  # fmt: skip
     """Launches `programs` blocks of the kernel `name` on a GPU of compute capability 9.0.
 
     Args:
-      operands: arrays and `jax_triton.TensorDescriptor`s with 128 bytes of swizzle, in the order of the kernel's
-        parameters: of a descriptor its TMA descriptor alone.
+      operands: arrays and `jax_triton.TensorDescriptor`s, in the order of the kernel's parameters: of the latter the TMA
+        descriptor alone, with 128 bytes of swizzle if its boxes are that wide, else without.
       source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to each result.
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       shared: bytes of dynamic shared memory.
+      out_block: of the TMA descriptor that the kernel takes in place of the pointer to its one result.
 
     Returns:
       The result, or a tuple of results. The launch needs no scratch memory, so it can be part of a captured loop.
     """
     parameters = [
-        _tma_parameter(x)
+        _tma_parameter(x.base.dtype, x.shape, x.strides, x.block_shape)
         if isinstance(x, jax_triton.TensorDescriptor)
         else gpu_triton.create_array_parameter(0, 16)
         for x in operands
     ]
     parameters += [gpu_triton.create_scalar_parameter(value, "i32") for value in scalars]
+    results = None
+    if out_block:
+        strides = [prod(out_type.shape[dim + 1 :]) for dim in range(len(out_type.shape))]
+        results = [_tma_parameter(out_type.dtype, out_type.shape, strides, out_block)]
     return launch_ptx(
         *operands, parameters=parameters, name=name, ptx=compile_cuda(source), out_type=out_type,
         programs=programs, warps=warps, shared=shared, capability=90,
+        results=results,
     )  # fmt: skip
 
 
-def macros(defined: dict[str, object]) -> str:
-    """What comes before a kernel's text."""
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items())
+def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
+    """The text of a kernel in CUDA C++, from files beside this one: headers, then its own.
+
+    Args:
+      defined: macros that come before.
+      lines: what takes the place of a line that is this name alone.
+    """
+    folder = pathlib.Path(__file__).parent
+    text = "".join((folder / file).read_text() for file in files)
+    for name, of_name in lines.items():
+        text = text.replace(f"{name}\n", of_name, 1)
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text
+
+
+def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
+    """A function in CUDA C++ that begins d = a b, or d += a b if `accumulate`.
+
+    Args:
+      function: its name, with template arguments.
+      instruction: as in PTX after "aligned.": the shape, and the types of the sums and of both operands.
+      sums: of a thread.
+      flags: what follows the predicate.
+    """
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+    return f"""
+{function}(float* d, u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.{instruction} {{{registers}}}, %{sums}, %{sums + 1}, p, {flags};\\n}}"
+               : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
 
 
 def compile_cuda(source: str) -> str:
@@ -63,15 +100,18 @@ def compile_cuda(source: str) -> str:
     return ptx
 
 
-def _tma_parameter(x):
+def _tma_parameter(dtype, shape, strides, block):
     return gpu_triton.create_tma_descriptor_parameter(
-        elem_type=_TMA_DTYPES[str(x.base.dtype)],
-        swizzle=3,  # 128 bytes
-        shape=x.shape,
-        strides=x.strides,
-        block_shape=x.block_shape,
+        elem_type=_TMA_DTYPES[str(dtype)],
+        swizzle=3 if block[-1] * dtype.itemsize == 128 else 0,  # of 128 bytes
+        shape=list(shape),
+        strides=list(strides),
+        block_shape=list(block),
         oob_fill=0,
     )
 
 
-_TMA_DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+# CUtensorMapDataType; of 8 bits, bytes
+_TMA_DTYPES = {
+    "float8_e4m3fn": 0, "float8_e5m2": 0, "float16": 6, "float32": 7, "bfloat16": 9,
+}  # fmt: skip

@@ -49,7 +49,8 @@ def gluon_call(*operands, kernel, out_type, programs: int, capability: int, **co
 
 
 def launch_ptx(
-    *operands, parameters, name: str, ptx: str, out_type, programs: int, warps: int, shared: int, capability: int
+    *operands, parameters, name: str, ptx: str, out_type, programs: int, warps: int, shared: int, capability: int,
+    results=None,
 ):  # fmt: skip
     """Launches a kernel from PTX with `parameters` and then a pointer to each result.
 
@@ -57,10 +58,11 @@ def launch_ptx(
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       operands: arrays and `jax_triton.TensorDescriptor`s; each has one parameter that is its buffer, in their order.
       warps: of a program, all roles together.
+      results: parameters of the results, if they are no pointers.
     """
     launched = gpu_triton.TritonKernel(name, warps, 1, shared, ptx, "", capability)
-    results = [gpu_triton.create_array_parameter(0, 16) for _ in jax.tree.leaves(out_type)]
-    parameters = [*parameters, *results]
+    pointers = [gpu_triton.create_array_parameter(0, 16) for _ in jax.tree.leaves(out_type)]
+    parameters = [*parameters, *(results or pointers)]
     call = gpu_triton.TritonKernelCall(launched, programs, 1, 1, parameters)
     opaque = zlib.compress(call.to_proto(name, b""))
     arrays = [x.base if _is_descriptor(x) else x for x in operands]

@@ -8,19 +8,10 @@
 // read, and what else a role does is done beside products. For small groups a role multiplies two boxes of columns by
 // up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
-// Compiled at run time, without headers. Macros that come before this text: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
 // WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
 // (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES.
 // What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
 
 constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -45,103 +36,6 @@ __device__ void multiply(float* d, u64 columns, u64 rows, int accumulate);
 
 INSTRUCTIONS
 
-__device__ __forceinline__ u32 rank_in_cluster() {
-  u32 r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-
-// Among all clusters. Those of neighbouring places read the same weights, and those of a round mostly the same rows.
-__device__ __forceinline__ int place_of_cluster() {
-#ifdef PLACES
-  static __constant__ u16 places[] = {PLACES};
-  return places[blockIdx.x / 2];
-#else
-  return blockIdx.x / 2;
-#endif
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN_%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra AGAIN_%=;\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Arrives at the barrier at the same place of block `rank` of the cluster. Not `release.cluster`: that is a fence of
-// the whole GPU, and what was read needs none.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
-      ::"r"(barrier), "r"(rank) : "memory");
-}
-
-// What `createpolicy.fractional` makes of L2::evict_last and L2::evict_first. All columns of a group read its rows, and
-// nothing here reads results.
-constexpr u64 KEEP = 0x14F0000000000000, PASS = 0x12F0000000000000;
-
-// A box of rows, to the same place of both blocks.
-__device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-      " [%0], [%1, {%3, %4}], [%2], %5, %6;"
-      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3), "l"(KEEP) : "memory");
-}
-
-__device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y, int z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-__device__ __forceinline__ void put(u32 to, int x, int y, int z, int w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-__device__ __forceinline__ int4 get(u32 from) {
-  int4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store(u8* to, int4 v) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
-               ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");
-}
-
-__device__ __forceinline__ void put_word(u32 to, int v) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ int get_word(u32 from) {
-  int v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void prefetch_descriptor(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // A group's grains of rows, and its tiles if none is higher than `height` grains.
 struct Extent {
   int grains, tiles;
@@ -149,24 +43,6 @@ struct Extent {
   __device__ __forceinline__ Extent(int size, int height)
       : grains((size + GRAIN - 1) / GRAIN), tiles((grains + height - 1) / height) {}
 };
-
-// Writes sizes and starts of the groups to `room`, 16 bytes each, and where the last one ends. One warp.
-__device__ __forceinline__ void read_sizes(const int* sizes, int num_groups, u32 smem, u32 room) {
-  const int lane = threadIdx.x % 32;
-  int start = 0;
-  for (int first = 0; first < num_groups; first += 32) {
-    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
-    int end = size;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const int before = __shfl_up_sync(~0u, end, i);
-      if (lane >= i) end += before;
-    }
-    if (g < num_groups) put(room + 16 * g, size, start + end - size, 0, 0);
-    start += __shfl_sync(~0u, end, 31);
-  }
-  if (lane == 0) put_word(smem + LIVE, start);
-}
 
 // Into how many parts of its rows each tile of a last round is divided: as many as there are clusters for.
 __device__ __forceinline__ int parts_of(int tiles, int most) { return min((int)gridDim.x / 2 / tiles, most); }
@@ -196,7 +72,10 @@ __device__ __forceinline__ int2 plan(
     const int* sizes, int num_groups, int num_columns, int most_parts, u32 smem, u32 table) {
   const u32 room = smem + STAGED;  // of what comes there later
   const int warp = threadIdx.x / 32;
-  if (warp == 0) read_sizes(sizes, num_groups, smem, room);
+  if (warp == 0) {
+    const int live = read_sizes(sizes, num_groups, room);
+    if (threadIdx.x % 32 == 0) put_word(smem + LIVE, live);
+  }
   __syncthreads();
   for (int i = warp; i < HEIGHTS; i += THREADS / 32)
     try_height(MAX_ROWS / GRAIN - i, num_groups, num_columns, most_parts, smem, room);
@@ -222,7 +101,7 @@ __device__ __forceinline__ int2 plan(
     }
     put(table + 16 * place, mine.y, mine.x, g, mine.w);
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // operands may come where sizes were
+  fence_shared();  // operands may come where sizes were
   __syncthreads();
   return make_int2(height, get_word(smem + TILES + 4 * best));
 }
@@ -318,21 +197,6 @@ __device__ __forceinline__ void load_tiles(
   wait_barrier(ring.empty(), ring.parity);
   put(ring.which(), 0, 0, 0, 0);
   arrive(ring.full());
-}
-
-// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-#if OUT_HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
 }
 
 // Of one role. The accumulators hold the transposes of rows x 64 results, of one box after the other.
@@ -444,12 +308,6 @@ struct Result {
   }
 #endif
 };
-
-// Until no more than so many groups of products are under way.
-template <int GROUPS>
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
-}
 
 // A group of products: half of a step's contraction, from its k-th 16 on.
 template <int ROWS>

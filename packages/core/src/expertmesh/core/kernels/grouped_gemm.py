@@ -9,7 +9,6 @@ that allocates it cannot be part of a captured loop.
 """
 
 import dataclasses
-import pathlib
 from math import prod
 
 import jax
@@ -29,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels.cluster_order import cluster_order
-from expertmesh.core.kernels.cuda_call import cuda_call, macros, nvrtc
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -634,29 +633,17 @@ def rows_source(
     )  # fmt: skip
     if places:
         defined["PLACES"] = ", ".join(map(str, places))
-    source = pathlib.Path(__file__).with_suffix(".cu").read_text()
-    instructions = "".join(_wgmma(rows, half, transposed) for rows in sorted({*heights.values()}))
+    kind = "f16" if half else "bf16"
+    function = "template <> __device__ __forceinline__ void multiply<{}>"
+    instructions = "".join(
+        wgmma(function.format(n), f"m64n{n}k16.f32.{kind}.{kind}", n // 2, f"1, 1, {int(not transposed)}, 0")
+        for n in sorted({*heights.values()})
+    )  # fmt: skip
     cases = "".join(
         f"case {rows // tiles.grain}: multiply_steps<{height}>(d, ring, result, steps); break;\n"
         for rows, height in heights.items()
     )
-    source = source.replace("INSTRUCTIONS\n", instructions, 1).replace("CASES\n", cases, 1)
-    return macros(defined) + source
-
-
-def _wgmma(rows: int, half: bool, transposed: bool) -> str:
-    """`multiply` in CUDA C++: 64 columns of a weight by `rows` rows, 16 of the contraction."""
-    kind, count = "f16" if half else "bf16", rows // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""
-template <> __device__ __forceinline__ void multiply<{rows}>(float* d, u64 columns, u64 rows, int accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{registers}}},"
-               " %{count}, %{count + 1}, p, 1, 1, {int(not transposed)}, 0;\\n}}"
-               : {sums} : "l"(columns), "l"(rows), "r"(accumulate));
-}}
-"""
+    return source_text("hopper.cuh", "grouped_gemm.cu", defined=defined, INSTRUCTIONS=instructions, CASES=cases)
 
 
 def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):

@@ -4,7 +4,6 @@ in CUDA C++ (`grouped_requantize.cu`).
 """
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +114,8 @@ def launch_hopper(data, scale, sizes, *, format, dtype, tiles: HopperTiles = HOP
 
 def hopper_source(dtype, *, format, tiles: HopperTiles) -> quantize.HopperSource:
     """The kernel in CUDA C++ with `dtype` between the two formats."""
-    path = pathlib.Path(__file__).with_suffix(".cu")
-    return quantize.hopper_source(path, dtype, format, tiles, halves=1, slot=8)
+    file = "grouped_requantize.cu"
+    return quantize.hopper_source(file, dtype, format, tiles, halves=1, slot=8)
 
 
 def launch(data, scale, sizes, *, format, dtype, tiles: Tiles | None = None):

@@ -8,7 +8,6 @@ An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of
 """
 
 import dataclasses
-import pathlib
 from math import prod
 
 import jax
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core import _jax, numerics
-from expertmesh.core.kernels.cuda_call import cuda_call, macros, nvrtc
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text
 from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
 from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.scales import reciprocal, tensor_scales
@@ -457,9 +456,9 @@ def suits_hopper(rows: int, columns: int, dtype, format) -> bool:
 
 
 def hopper_source(
-    path: pathlib.Path, dtype, format, tiles: HopperTiles, *, halves: int, slot: int, **defined
+    file: str, dtype, format, tiles: HopperTiles, *, halves: int, slot: int, **defined
 ) -> HopperSource:
-    """The kernel at `path`; `halves`, `slot` and `defined` are macros of it and of `quantize.cuh`."""
+    """The kernel of `file`; `halves`, `slot` and `defined` are macros of it and of `quantize.cuh`."""
     like, block = jax.ShapeDtypeStruct((), dtype), format.block[1]
     scaling, turned, columns = _scaling(like, format), is_turned(block), 128
     # Of what is read, of multipliers, and where a tile turns.
@@ -471,8 +470,7 @@ def hopper_source(
         FLOOR=scaling["FLOOR"], LIMIT=literal(scaling["LIMIT"]),
         FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(turned),
     )  # fmt: skip
-    shared_text = pathlib.Path(__file__).with_suffix(".cuh").read_text()
-    return HopperSource(macros(defined) + shared_text + path.read_text(), shared)
+    return HopperSource(source_text("quantize.cuh", file, defined=defined), shared)
 
 
 def launch_hopper(

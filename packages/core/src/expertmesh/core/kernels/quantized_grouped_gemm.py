@@ -7,7 +7,8 @@ to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the ou
 `ops/quantized_grouped_gemm.py`.
 
 One role of one warp loads, two of four warps multiply, one of two warps stores. A product of 128 of the contraction,
-the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies.
+the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies. The
+weight gradient of blocks, whose products have a scale for each number, is in CUDA C++ (`quantized_grouped_gemm.cu`).
 """
 
 import dataclasses
@@ -20,7 +21,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
+from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -314,180 +315,50 @@ def _turn_kernel(
 
 
 @gluon.jit
-def _chunks(table, rank, BK: gl.constexpr, SCALED: gl.constexpr):
-    """The rows [start, end) of a group, and the chunks [first, last) that hold them: of all rows, if SCALED, else of
-    each group's."""
+def _chunks(table, rank, BK: gl.constexpr):
+    """The chunks [first, last) of a group's rows."""
     start, end = plain._entry(table, 1, rank), plain._entry(table, 2, rank)
-    if SCALED:
-        return start, end, start // BK, (end + BK - 1) // BK
-    else:
-        first = plain._entry(table, 3, rank)
-        return start, end, first, first + (end - start + BK - 1) // BK
+    first = plain._entry(table, 3, rank)
+    return first, first + (end - start + BK - 1) // BK
 
 
 @gluon.jit
 def _load_chunks(
-    lhs_desc, dy_desc, lhs_scales, dy_scales, table, num_tiles, a_smem, b_smem, m_smem, n_smem, full, empty,
+    lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
     NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The role that loads: BK rows of both operands a step, and the scales of their blocks."""
+    """The role that loads: BK rows of both operands a step."""
     step = 0
     for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
         rank, within, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
         tile_m, tile_n = plain._banded(within, NUM_M, NUM_N, BAND)
-        _, _, first, last = _chunks(table, rank, BK, SCALED)
+        first, last = _chunks(table, rank, BK)
         for chunk in range(first, last):
             slot = step % STAGES
             at = full.index(slot)
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            if SCALED:
-                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta
-                                + lhs_scales.nbytes_per_cta + dy_scales.nbytes_per_cta)  # fmt: skip
-                tma.async_load(lhs_scales, [chunk, tile_m * BM], at, m_smem.index(slot))
-                tma.async_load(dy_scales, [chunk, tile_n * BN], at, n_smem.index(slot))
-                tma.async_load(lhs_desc, [tile_m * BM, chunk * BK], at, a_smem.index(slot))
-                tma.async_load(dy_desc, [tile_n * BN, chunk * BK], at, b_smem.index(slot))
-            else:
-                mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
-                tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
-                tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
+            mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
+            tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
+            tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
             step += 1
-
-
-@gluon.jit
-def _clear(smem, first, end, FROM: gl.constexpr, COUNT: gl.constexpr):
-    """Zeros in bytes [:first] and [end:] of COUNT lines, whatever they hold."""
-    BYTES: gl.constexpr = smem.shape[1]
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(BYTES, 32, 2)
-    words = smem._reinterpret(gl.int32, [smem.shape[0], BYTES // 4], swizzled)
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    byte = 4 * gl.arange(0, BYTES // 4, gl.SliceLayout(0, layout))
-    # Of a word the lowest byte comes first.
-    after = -1 << (8 * gl.minimum(gl.maximum(first - byte, 0), 3))
-    after = gl.where(first - byte > 3, 0, after)
-    before = ~(-1 << (8 * gl.minimum(gl.maximum(end - byte, 0), 3)))
-    before = gl.where(end - byte > 3, -1, before)
-    keep = (after & before)[None, :]
-    for line in gl.static_range(FROM, FROM + COUNT, 32):
-        part = words.slice(line, 32)
-        part.store(part.load(layout) & keep)
-
-
-@gluon.jit
-def _clear_chunk(a, b, first, end, HALF: gl.constexpr, BH: gl.constexpr):
-    """The rows of a chunk but for [first, end), which may hold NaN, in a role's part of both operands."""
-    if (first > 0) | (end < a.shape[1]):
-        _clear(a, first, end, HALF * BH, BH)
-        _clear(b, first, end, 0, b.shape[0])
-        fence_async_shared()
-
-
-@gluon.jit
-def _joined(left, right, layout: gl.constexpr):
-    """The inverse of `_in_two`."""
-    both = gl.join(left, right).permute((0, 2, 1))
-    both = both.reshape((left.shape[0], 2 * left.shape[1]))
-    return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _add_scaled(acc, part, of_rows, of0, scales, FROM: gl.constexpr):
-    """acc + part times both scales, a quarter of the columns at a time: all of the scales would not fit into registers.
-
-    Those of the first quarter, `of0`, are there; the others are read while the quarter before them is added.
-    """
-    HEIGHT: gl.constexpr = part.shape[0]
-    WIDTH: gl.constexpr = part.shape[1] // 4
-    left, right = plain._in_two(part)
-    part0, part1 = plain._in_two(left)
-    part2, part3 = plain._in_two(right)
-    acc_left, acc_right = plain._in_two(acc)
-    acc0, acc1 = plain._in_two(acc_left)
-    acc2, acc3 = plain._in_two(acc_right)
-    layout: gl.constexpr = part0.type.layout
-    rows = gl.convert_layout(of_rows, layout).broadcast_to(HEIGHT, WIDTH)
-    of1 = scales.slice(FROM + WIDTH, WIDTH, dim=1).load(layout)
-    acc0 = gl.fma(part0 * of0.broadcast_to(HEIGHT, WIDTH), rows, acc0)
-    of2 = scales.slice(FROM + 2 * WIDTH, WIDTH, dim=1).load(layout)
-    acc1 = gl.fma(part1 * of1.broadcast_to(HEIGHT, WIDTH), rows, acc1)
-    of3 = scales.slice(FROM + 3 * WIDTH, WIDTH, dim=1).load(layout)
-    acc2 = gl.fma(part2 * of2.broadcast_to(HEIGHT, WIDTH), rows, acc2)
-    acc3 = gl.fma(part3 * of3.broadcast_to(HEIGHT, WIDTH), rows, acc3)
-    half: gl.constexpr = acc_left.type.layout
-    left = _joined(acc0, acc1, half)
-    return _joined(left, _joined(acc2, acc3, half), acc.type.layout)
 
 
 @gluon.jit
 def _multiply_chunks(
-    table, num_tiles, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One of the two roles that multiply, where blocks have scales: as `_multiply_blocks`."""
-    BH: gl.constexpr = BM // 2
-    PN: gl.constexpr = BN // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
-    step = 0
-    handed = 0
-    part = gl.zeros((BH, PN), gl.float32, mma)
-    some, other = plain._in_two(part)
-    some, other = plain._in_two(some)
-    quarter: gl.constexpr = some.type.layout
-    # Where registers allow, scales are read while the product is under way.
-    EARLY: gl.constexpr = out_smem.dtype.primitive_bitwidth == 16
-    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
-        rank, _, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
-        start, end, first, last = _chunks(table, rank, BK, True)
-        left = gl.zeros((BH, PN), gl.float32, mma)
-        right = gl.zeros((BH, PN), gl.float32, mma)
-        for chunk in range(first, last):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            lines = a_smem.index(slot)
-            b = b_smem.index(slot)
-            _clear_chunk(lines, b, start - chunk * BK, end - chunk * BK, HALF, BH)
-            a = lines.slice(HALF * BH, BH)
-            of_columns = n_smem.index(slot)
-            begun = _part(a, b, part, 0)
-            of_rows = m_smem.index(slot).permute((1, 0)).slice(HALF * BH, BH).load(mma)
-            if EARLY:
-                of0 = of_columns.slice(0, PN // 4, dim=1).load(quarter)
-            part = warpgroup_mma_wait(0, deps=[begun])
-            if not EARLY:
-                of0 = of_columns.slice(0, PN // 4, dim=1).load(quarter)
-            left = _add_scaled(left, part, of_rows, of0, of_columns, 0)
-            begun = _part(a, b, part, 1)
-            if EARLY:
-                of0 = of_columns.slice(PN, PN // 4, dim=1).load(quarter)
-            part = warpgroup_mma_wait(0, deps=[begun])
-            if not EARLY:
-                of0 = of_columns.slice(PN, PN // 4, dim=1).load(quarter)
-            right = _add_scaled(right, part, of_rows, of0, of_columns, PN)
-            mbarrier.arrive(empty.index(slot))
-            step += 1
-        handed = plain._hand_over(handed, left, out_smem, ready, free)
-        handed = plain._hand_over(handed, right, out_smem, ready, free)
-
-
-@gluon.jit
-def _multiply_whole_chunks(
     table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr,
     NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two roles that multiply, where groups have scales: as `_multiply_whole`."""
+    """One of the two roles that multiply: as `_multiply_whole`."""
     BH: gl.constexpr = BM // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     step = 0
     handed = 0
     for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
         rank, _, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
-        _, _, first, last = _chunks(table, rank, BK, False)
+        first, last = _chunks(table, rank, BK)
         acc = gl.zeros((BH, BN), gl.float32, mma)
         for chunk in range(first, last):
             slot = step % STAGES
@@ -508,32 +379,13 @@ def _multiply_whole_chunks(
 
 
 @gluon.jit
-def _weights_role(
-    table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    if SCALED:
-        _multiply_chunks(table, num_tiles, a_smem, b_smem, m_smem, n_smem, out_smem, full, empty, ready, free,
-                         HALF, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
-    else:
-        _multiply_whole_chunks(table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, out_smem,
-                               full, empty, ready, free, HALF,
-                               NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)  # fmt: skip
-
-
-@gluon.jit
 def _weights_kernel(
     lhs_desc, lhs_scales, dy_desc, dy_scales, sizes, out,
     K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr, REGISTERS: gl.constexpr, PIECE: gl.constexpr,
+    REGISTERS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum over the group's chunks of lhs . dy^T, operands turned.
-
-    If SCALED, by the scales of blocks, the operands are [K or N, rows], else [chunks, K or N, BK].
-    """
+    """out[g] = sum over the group's chunks of lhs . dy^T, operands turned, [chunks, K or N, BK]; scales [G]."""
     NUM_M: gl.constexpr = (K + BM - 1) // BM
     NUM_N: gl.constexpr = (N + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(
@@ -542,12 +394,6 @@ def _weights_kernel(
     b_smem = gl.allocate_shared_memory(
         dy_desc.dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout
     )
-    if SCALED:
-        m_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lhs_scales.layout)
-        n_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], dy_scales.layout)
-    else:
-        m_smem = a_smem
-        n_smem = b_smem
     staged = plain._staging(out.dtype.element_ty, BM, PIECE)
     full, empty, ready, free = plain._barriers(STAGES)
     table = plain._table(G_POW2)
@@ -555,16 +401,16 @@ def _weights_kernel(
     num_tiles = live * (NUM_M * NUM_N)
     gl.warp_specialize(
         [
-            (_weights_role, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem,
-                             staged.index(0), full, empty, ready.index(0), free.index(0), 0,
-                             NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
-            (_weights_role, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, m_smem, n_smem,
-                             staged.index(1), full, empty, ready.index(1), free.index(1), 1,
-                             NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES, SCALED)),
+            (_multiply_chunks, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem,
+                                staged.index(0), full, empty, ready.index(0), free.index(0), 0,
+                                NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
+            (_multiply_chunks, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem,
+                                staged.index(1), full, empty, ready.index(1), free.index(1), 1,
+                                NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
             (plain._store_tiles, (table, num_tiles, live, out, staged, ready, free, K, N, G,
                                   NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND, False)),
-            (_load_chunks, (lhs_desc, dy_desc, lhs_scales, dy_scales, table, num_tiles, a_smem, b_smem, m_smem, n_smem,
-                            full, empty, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES, SCALED)),
+            (_load_chunks, (lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem,
+                            full, empty, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
         ],
         [4, 2, 1],  # warps of the roles after the first
         [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
@@ -586,12 +432,29 @@ class Tiles:
     piece: int = 128  # columns of a result that are staged in shared memory
 
 
-# NVIDIA H200, 2026-11-21 (WEIGHTS_BLOCKS 2026-11-22): docs/dev/performance-log.md says what was measured.
+@dataclasses.dataclass(frozen=True)
+class HopperTiles:
+    """How the kernel in CUDA C++ runs.
+
+    Attributes:
+      stages: steps of 128 rows under way at most.
+      band: tiles, of 256 columns of lhs, that run together.
+      registers: of the role that loads, and of those that multiply.
+    """
+
+    stages: int
+    band: int
+    registers: tuple[int, int]
+
+
+# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
-WEIGHTS_BLOCKS = Tiles(m=128, n=256, k=128, stages=3, band=8, registers=(224, 56))
-WEIGHTS_BLOCKS_FLOAT32 = dataclasses.replace(WEIGHTS_BLOCKS, registers=(216, 72), piece=64)
 WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
+# NVIDIA H200, 2026-11-23: likewise.
+WEIGHTS_BLOCKS = HopperTiles(stages=3, band=4, registers=(24, 240))
+# Bytes of shared memory of that kernel: of a step, and of what is before the first one.
+SLOT, SLOTS = 50 * 1024, 65 * 1024
 TURNED = 128  # columns that one program turns
 
 
@@ -627,17 +490,18 @@ def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
 
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
-    if plain._capability() >= 100:
+    of_blocks = _along(blocks) == BLOCK
+    in_cuda = of_blocks and nvrtc() is not None and weights_stages(num_experts) >= 2
+    if plain._capability() >= 100 or (of_blocks and not in_cuda):
         operands = lhs, lhs_scale, dy, dy_scale, group_sizes
         return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
         return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
+    launch = launch_weights_blocks if in_cuda else launch_weights
     (_, _, K), N = lhs.shape, dy.shape[2:]
     dy, dy_scale = sm100.flat(dy), sm100.flat(dy_scale)
-    out = launch_weights(
-        lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], out_dtype=out_dtype
-    )
+    out = launch(lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], out_dtype=out_dtype)
     return out.reshape(-1, K, *N)
 
 
@@ -666,42 +530,69 @@ def launch_rows(
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=plain._num_programs(num_steps), capability=90,
-        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, scaled, num_steps),
+        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), SCALED=scaled, **constants(tiles, G, num_steps),
     )  # fmt: skip
 
 
-def launch_weights(
-    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: Tiles | None = None
-):
-    """[C, K] with scales [C / 128, K] or [G] and [C, N] likewise -> [G, K, N]."""
+def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype):
+    """[C, K] with scales [G] and [C, N] likewise -> [G, K, N]."""
     K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
-    scaled = lhs_scales.ndim == 2
-    wide = jnp.dtype(out_dtype).itemsize == 4
-    of_blocks = WEIGHTS_BLOCKS_FLOAT32 if wide else WEIGHTS_BLOCKS
-    tiles = fit(tiles or (of_blocks if scaled else WEIGHTS_WHOLE), G, out_dtype)
+    tiles = fit(WEIGHTS_WHOLE, G, out_dtype)
     num_steps = plain._num_steps((tiles.m, tiles.n, tiles.k), K, N, lhs.shape[0])
-    if scaled:
-        lhs, dy = _turned(lhs), _turned(dy)
-        lhs_scales = _descriptor(lhs_scales, (1, tiles.m))
-        dy_scales = _descriptor(dy_scales, (1, tiles.n))
-    else:
-        lhs, dy = launch_turn(lhs, group_sizes), launch_turn(dy, group_sizes)
-    of_chunk = (1,) * (lhs.ndim - 2)
+    lhs, dy = launch_turn(lhs, group_sizes), launch_turn(dy, group_sizes)
     return gluon_call(
-        _descriptor(lhs, (*of_chunk, tiles.m, tiles.k)), lhs_scales,
-        _descriptor(dy, (*of_chunk, tiles.n, tiles.k)), dy_scales,
+        _descriptor(lhs, (1, tiles.m, tiles.k)), lhs_scales,
+        _descriptor(dy, (1, tiles.n, tiles.k)), dy_scales,
         group_sizes,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         programs=plain._num_programs(num_steps), capability=90,
-        K=K, N=N, **constants(tiles, G, scaled, num_steps),
+        K=K, N=N, **constants(tiles, G, num_steps),
     )  # fmt: skip
 
 
-def constants(tiles: Tiles, G: int, scaled: bool, num_steps: int = 0) -> dict:
+def launch_weights_blocks(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype):
+    """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N], by the kernel in CUDA C++."""
+    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
+    source = weights_source(lhs.dtype, dy.dtype, out_dtype, weights_stages(G))
+    lhs, dy = _turned(lhs), _turned(dy)
+    programs = plain._num_programs(plain._num_steps((128, 256, 128), K, N, lhs.shape[1])) // 2 * 2
+    box, line = jax_triton.TensorDescriptor.from_array, jnp.dtype(out_dtype).itemsize
+    return cuda_call(
+        box(lhs, (128, 128)), box(lhs_scales, (1, 128)), box(dy, (128, 128)), box(dy_scales, (1, 256)),
+        group_sizes.astype(jnp.int32),
+        source=source, name="quantized_grouped_gemm_weights", scalars=(K, N, G),
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype), out_block=(1, 64, 128 // line),
+        programs=programs, warps=12, shared=plain.SHARED_BYTES,
+    )  # fmt: skip
+
+
+def weights_stages(G: int) -> int:
+    """The steps that may be under way beside the table of so many groups; it wants two."""
+    return min(WEIGHTS_BLOCKS.stages, (plain.SHARED_BYTES - 1024 - SLOTS - 16 * G) // SLOT)
+
+
+def weights_source(lhs_dtype, dy_dtype, out_dtype, stages: int) -> str:
+    """The kernel in CUDA C++ for operands of these types."""
+    out_dtype = jnp.dtype(out_dtype)
+    less, more = WEIGHTS_BLOCKS.registers
+    defined: dict[str, object] = dict(
+        WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16), STAGES=stages,
+        BAND=WEIGHTS_BLOCKS.band, SLOT=SLOT, SLOTS=SLOTS, SHARED=plain.SHARED_BYTES,
+        REGISTERS_LESS=less, REGISTERS_MORE=more,
+    )  # fmt: skip
+    lhs, dy = (str(jnp.dtype(dtype))[7:11] for dtype in (lhs_dtype, dy_dtype))
+    multiply = wgmma(
+        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{lhs}.{dy}", 64, "1, 1"
+    )
+    files = "hopper.cuh", "quantized_grouped_gemm.cu"
+    return source_text(*files, defined=defined, INSTRUCTION=multiply)
+
+
+def constants(tiles: Tiles, G: int, num_steps: int = 0) -> dict:
     """What both kernels are compiled with."""
     return dict(
-        G=G, G_POW2=max(32, triton.next_power_of_2(G)), SCALED=scaled,
+        G=G, G_POW2=max(32, triton.next_power_of_2(G)),
         NUM_PROGRAMS=plain._num_programs(num_steps),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.band, STAGES=tiles.stages, REGISTERS=tiles.registers,
         PIECE=tiles.piece,

@@ -1,0 +1,156 @@
+// What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
+//
+// Compiled at run time, without headers, before a kernel's own text.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+
+// Among all clusters. Those of neighbouring places read the same operands.
+__device__ __forceinline__ int place_of_cluster() {
+#ifdef PLACES
+  static __constant__ u16 places[] = {PLACES};
+  return places[blockIdx.x / 2];
+#else
+  return blockIdx.x / 2;
+#endif
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra AGAIN_%=;\n}"
+      ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier at the same place of block `rank` of the cluster. Not `release.cluster`: that is a fence of
+// the whole GPU, and what was read needs none.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+      ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// What `createpolicy.fractional` makes of L2::evict_last and L2::evict_first.
+constexpr u64 KEEP = 0x14F0000000000000, PASS = 0x12F0000000000000;
+
+// A box of two dimensions, to the same place of both blocks.
+__device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3), "l"(KEEP) : "memory");
+}
+
+__device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void put(u32 to, int x, int y, int z, int w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+__device__ __forceinline__ int4 get(u32 from) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store(u8* to, int4 v) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
+               ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");
+}
+
+__device__ __forceinline__ void put_word(u32 to, int v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ int get_word(u32 from) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void prefetch_descriptor(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// What one proxy wrote to shared memory is seen by TMA and by the tensor cores.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Writes sizes and starts of the groups to `room`, 16 bytes each, and returns where the last one ends. One warp.
+__device__ __forceinline__ int read_sizes(const int* sizes, int num_groups, u32 room) {
+  const int lane = threadIdx.x % 32;
+  int start = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
+    int end = size;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int before = __shfl_up_sync(~0u, end, i);
+      if (lane >= i) end += before;
+    }
+    if (g < num_groups) put(room + 16 * g, size, start + end - size, 0, 0);
+    start += __shfl_sync(~0u, end, 31);
+  }
+  return start;
+}
+
+// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+#if OUT_HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+  return both;
+}
+
+// Until no more than so many groups of products are under way.
+template <int GROUPS>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}

@@ -1,0 +1,376 @@
+// Weight gradient of 8-bit operands in blocks of 128 rows, for Hopper: out[g] = sum over the rows r of group g of
+// (lhs[r] * its scales) (dy[r] * its scales)^T, zeros for a group without rows.
+//
+// Operands lie turned, [columns, rows], so that the contraction is contiguous. A cluster of two blocks works on 256
+// columns of lhs and 256 of dy; the blocks have half of the former each, and share the latter by multicast. In a block
+// one warp loads, and two roles of four warps have half of the columns of dy each: 64 columns of lhs at a
+// time, for the partial sums of more would not fit into registers beside all sums. A step is a block of 128 rows: one
+// role scales a product and adds it while the other multiplies.
+//
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results)
+// or OUT_HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns
+// of lhs that run together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
+
+constexpr int ROLES = 2;               // that multiply
+constexpr int THREADS = 128 + ROLES * 128;
+constexpr int BLOCK = 128;             // rows that share a scale: a step, and a line of an operand
+constexpr int M = 128, N = 256;        // columns of lhs and of dy in a block's tile
+constexpr int PART_M = 64, PART_N = 128;  // of a product
+constexpr int PARTS = 2;               // of a role
+constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
+constexpr int SLICE = 32;              // rows of one instruction
+
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, slots for operands; and at its
+// end the table of groups.
+constexpr int FULL = 0, EMPTY = 64, LIVE = 128, STAGED = 1024;
+constexpr int HANDED = WIDE ? 1 : 2;                // parts that leave at once
+constexpr int BOX = PART_M * 128;                   // of a result: 64 lines of 128 bytes
+constexpr int BOXES = WIDE ? 4 : 2;                 // of a part
+constexpr int STAGED_BYTES = HANDED * BOXES * BOX;  // of a role
+constexpr int OF_LHS = N * BLOCK, SCALES_N = OF_LHS + M * BLOCK, SCALES_M = SCALES_N + N * 4;
+constexpr int SLOT_LOADS = SCALES_M + M * 4;
+static_assert(SLOTS == STAGED + ROLES * STAGED_BYTES && SLOT >= SLOT_LOADS && SLOT % 1024 == 0, "as launched");
+
+INSTRUCTION
+
+__device__ __forceinline__ float2 get_pair(u32 from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void put_pair(u32 to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
+// Of a result; what lies beyond it is left out.
+__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
+      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "l"(PASS) : "memory");
+}
+
+__device__ __forceinline__ float get_float(u32 from) { return __int_as_float(get_word(from)); }
+
+// Writes the groups (start, end, index) to the table, 16 bytes each, larger ones first: tiles that run together are
+// alike, and end together. Returns how many have rows. All threads.
+__device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem, u32 table) {
+  const u32 room = smem + STAGED;  // of what comes there later
+  if (threadIdx.x == 0) put_word(smem + LIVE, 0);
+  if (threadIdx.x < 32) read_sizes(sizes, num_groups, room);
+  __syncthreads();
+  int live = 0;
+  for (int g = threadIdx.x; g < num_groups; g += THREADS) {
+    const int4 mine = get(room + 16 * g);
+    int place = 0;
+#pragma unroll 8
+    for (int h = 0; h < num_groups; h++) {
+      const int other = get_word(room + 16 * h);
+      place += other > mine.x || (other == mine.x && h < g);
+    }
+    put(table + 16 * place, mine.y, mine.y + mine.x, g, 0);
+    live += mine.x > 0;
+  }
+  if (live) asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(smem + LIVE), "r"(live) : "memory");
+  fence_shared();
+  __syncthreads();
+  return get_word(smem + LIVE);
+}
+
+// The tiles of a cluster, one after the other: there and back, so that no cluster gets the larger group of each round.
+struct Tiles {
+  u32 table;
+  int num_m, num_n, items;  // num_m: of both blocks
+  int first = 0, place = place_of_cluster();
+  int start, end, group, m, n;
+
+  __device__ __forceinline__ bool next() {
+    const int clusters = gridDim.x / 2, item = first + place;
+    if (item >= items) return false;
+    first += clusters, place = clusters - 1 - place;
+    const int each = num_m * num_n, within = item % each;
+    const int4 of = get(table + 16 * (item / each));
+    start = of.x, end = of.y, group = of.z;
+    const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
+    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * M;
+    n = inner / high * N;
+    return true;
+  }
+};
+
+// Operands on their way through shared memory.
+struct Ring {
+  u32 smem;
+  u32 parity;
+  int slot = 0;
+
+  __device__ __forceinline__ u32 at() const { return smem + SLOTS + slot * SLOT; }
+  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
+  __device__ __forceinline__ void next() {
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+  // This slot is free, in both blocks.
+  __device__ __forceinline__ void release() const {
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) arrive_at(empty(), lane);
+  }
+};
+
+__device__ __forceinline__ void load_tiles(
+    const TensorMap* lhs, const TensorMap* lhs_scales, const TensorMap* dy, const TensorMap* dy_scales, Tiles tiles,
+    Ring ring) {
+  const int rank = rank_in_cluster();
+  while (tiles.next())
+    for (int chunk = tiles.start / BLOCK; chunk * BLOCK < tiles.end; chunk++) {
+      const u32 at = ring.at(), ready = ring.full();
+      wait_barrier(ring.empty(), ring.parity);
+      expect_bytes(ready, SLOT_LOADS);
+      load_shared(dy, at + rank * PART_N * BLOCK, ready, chunk * BLOCK, tiles.n + rank * PART_N);
+      load(lhs, at + OF_LHS, ready, chunk * BLOCK, tiles.m);
+      load(dy_scales, at + SCALES_N, ready, tiles.n, chunk);
+      load(lhs_scales, at + SCALES_M, ready, tiles.m, chunk);
+      ring.next();
+    }
+  // What is read beyond the last block is not used.
+  wait_barrier(ring.empty(), ring.parity);
+  arrive(ring.full());
+}
+
+// Zeros in the bytes of an operand's lines before `first` and from `end` on, whatever they hold. One role.
+__device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
+  constexpr int UNITS = BLOCK / 16;
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < lines * UNITS; i += 128) {
+    const int line = i / UNITS, byte = i % UNITS * 16;
+    if (byte >= first && byte + 16 <= end) continue;
+    const u32 at = operand + line * BLOCK + (i % UNITS ^ line % 8) * 16;
+    int4 v = get(at);
+    int* words = (int*)&v;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const int before = min(max(first - byte - w * 4, 0), 4), live = min(max(end - byte - w * 4, 0), 4);
+      words[w] &= (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
+    }
+    put(at, v.x, v.y, v.z, v.w);
+  }
+}
+
+// Of one role.
+struct Result {
+  int role;
+  u32 staged;
+  const TensorMap* out;
+
+  // All threads of the role are here.
+  __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory"); }
+
+  // The gradients of the groups without rows: each role of the launch has its share of their boxes.
+  __device__ __forceinline__ void store_zeros(u32 table, int live, int num_groups, int K, int width) const {
+    if (live == num_groups) return;
+    const int thread = threadIdx.x % 128;
+    for (int i = thread * 16; i < BOX; i += 128 * 16) put(staged + i, 0, 0, 0, 0);
+    fence_shared();
+    meet();
+    if (thread) return;
+    const int high = (K + PART_M - 1) / PART_M, wide = (width * BOXES + PART_N - 1) / PART_N;
+    for (int i = live; i < num_groups; i++) {
+      const int group = get(table + 16 * i).z;
+      for (int j = blockIdx.x * ROLES + role; j < high * wide; j += gridDim.x * ROLES)
+        store_box(out, staged, j % wide * (PART_N / BOXES), j / wide * PART_M, group);
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+
+  // Stores a tile's sums, by TMA.
+  __device__ __forceinline__ void store(const float (&sums)[PARTS][SUMS], int group, int m, int n) const {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      if (part % HANDED == 0) {
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        meet();
+      }
+      // A line's units of 16 bytes are turned by its number.
+#if WIDE
+      const u32 to = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+#pragma unroll
+      for (int j = 0; j < SUMS / 4; j++) {
+        const u32 at = to + j / 4 * BOX + (j % 4 * 32 ^ turned);
+        put_pair(at, sums[part][4 * j], sums[part][4 * j + 1]);
+        put_pair(at + 8 * 128, sums[part][4 * j + 2], sums[part][4 * j + 3]);
+      }
+#else
+      const u32 to = staged + part * BOXES * BOX + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128;
+      const u32 turned = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+      for (int j = 0; j < SUMS / 4; j += 2)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(to + j / 8 * BOX + (j % 8 * 16 ^ turned)),
+                     "r"(pack(sums[part][4 * j], sums[part][4 * j + 1])),
+                     "r"(pack(sums[part][4 * j + 2], sums[part][4 * j + 3])),
+                     "r"(pack(sums[part][4 * j + 4], sums[part][4 * j + 5])),
+                     "r"(pack(sums[part][4 * j + 6], sums[part][4 * j + 7])) : "memory");
+#endif
+      if (part % HANDED == HANDED - 1) {
+        fence_shared();
+        meet();
+        if (thread == 0) {
+#pragma unroll
+          for (int box = 0; box < HANDED * BOXES; box++)
+            store_box(out, staged + box * BOX, n + role * PART_N + box % BOXES * (PART_N / BOXES),
+                      m + (part / HANDED * HANDED + box / BOXES) * PART_M, group);
+          asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+      }
+    }
+  }
+};
+
+// The roles multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction of a
+// product is under way.
+__device__ __forceinline__ void take_turn(int role) { asm volatile("bar.sync %0, 256;" ::"r"(role + 3) : "memory"); }
+
+__device__ __forceinline__ void let_turn(int role) { asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory"); }
+
+__device__ __forceinline__ void end_turn(int role) {
+  wait_products<1>();
+  let_turn(1 - role);
+}
+
+// Begins a product of 64 columns of lhs and 128 of dy.
+__device__ __forceinline__ void begin(float (&product)[SUMS], u32 lhs, u32 dy) {
+  const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < BLOCK; k += SLICE) {
+    multiply(product, of_lhs + k / 16, of_dy + k / 16, k > 0);
+    if (k >= BLOCK - 2 * SLICE) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+}
+
+__device__ __forceinline__ void finish(float (&product)[SUMS]) {
+  wait_products<0>();
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(product[i])::"memory");  // nothing reads it before
+}
+
+// The scales of dy that a thread needs, 8 columns apart.
+typedef float2 OfColumns[SUMS / 4];
+
+__device__ __forceinline__ u32 columns_at(const Ring& ring, int role) {
+  return ring.at() + SCALES_N + (role * PART_N + threadIdx.x % 4 * 2) * 4;
+}
+
+// sums + product, or only the latter, times both scales. If ANEW, each scale of columns makes room for the one of the
+// next block as soon as it was used: it has a whole product's time to come, while the tensor cores keep shared memory.
+template <bool FIRST, bool ANEW>
+__device__ __forceinline__ void add(
+    float (&sums)[SUMS], const float (&product)[SUMS], float upper, float lower, OfColumns& of_columns, u32 next) {
+#pragma unroll
+  for (int j = 0; j < SUMS / 4; j++) {
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; i++) {
+      const float of_column = i % 2 ? of_columns[j].y : of_columns[j].x, of_row = i % 4 < 2 ? upper : lower;
+      sums[i] = FIRST ? product[i] * of_column * of_row : fmaf(product[i] * of_column, of_row, sums[i]);
+    }
+    if (ANEW) of_columns[j] = get_pair(next + j * 32);
+  }
+}
+
+// A tile whose sums are complete.
+struct Done {
+  int group = -1, m, n;
+};
+
+// A block of rows. The first one of a tile stores the tile before it, while its own first product is under way.
+template <bool FIRST>
+__device__ __forceinline__ void step(
+    float (&sums)[PARTS][SUMS], float (&product)[SUMS], OfColumns& of_columns, int first, int end, Ring& ring,
+    const Result& result, Done done) {
+  const int role = result.role, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = ring.at(), lhs = at + OF_LHS, dy = at + role * PART_N * BLOCK;
+  if (first > 0 || end < BLOCK) {
+    clear(lhs, M, first, end);
+    clear(dy, PART_N, first, end);
+    fence_shared();
+    result.meet();
+  }
+  take_turn(role);
+  begin(product, lhs, dy);
+  if (FIRST) {
+    end_turn(role);
+    if (done.group >= 0) result.store(sums, done.group, done.m, done.n);
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) of_columns[j] = get_pair(columns_at(ring, role) + j * 32);
+  }
+  const u32 rows = at + SCALES_M + (warp * 16 + lane / 4) * 4;
+  float upper = get_float(rows), lower = get_float(rows + 32);
+  if (!FIRST) end_turn(role);
+  finish(product);
+  add<FIRST, false>(sums[0], product, upper, lower, of_columns, 0);
+  take_turn(role);
+  begin(product, lhs + PART_M * BLOCK, dy);
+  upper = get_float(rows + PART_M * 4), lower = get_float(rows + PART_M * 4 + 32);
+  end_turn(role);
+  const Ring here = ring;
+  ring.next();
+  wait_barrier(ring.full(), ring.parity);
+  finish(product);
+  here.release();
+  add<FIRST, true>(sums[1], product, upper, lower, of_columns, columns_at(ring, role));
+}
+
+__device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Result& result) {
+  float sums[PARTS][SUMS], product[SUMS];
+  OfColumns of_columns;
+  Done done;
+  if (result.role == 1) let_turn(0);
+  wait_barrier(ring.full(), ring.parity);
+  while (tiles.next()) {
+    // Of the rows of the group, from the first row of a block.
+    int first = tiles.start % BLOCK, end = tiles.end - tiles.start + first;
+    step<true>(sums, product, of_columns, first, end, ring, result, done);
+    done.group = tiles.group, done.m = tiles.m, done.n = tiles.n;
+#pragma unroll 1
+    while ((end -= BLOCK) > 0) step<false>(sums, product, of_columns, 0, end, ring, result, done);
+  }
+  if (result.role == 0) take_turn(0);  // of both the last one is taken
+  if (done.group >= 0) result.store(sums, done.group, done.m, done.n);
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) quantized_grouped_gemm_weights(
+    const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap lhs_scales,
+    const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
+    int K, int width, int num_groups, const __grid_constant__ TensorMap out) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const u32 base = (u32)__cvta_generic_to_shared(shared);
+  const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
+  const u32 table = base + SHARED - num_groups * 16;
+  // -1: it loads. Shuffled, so that the compiler knows it to be the same in a warp.
+  const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
+  if (threadIdx.x == 32) {
+    prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
+    for (int i = 0; i < STAGES; i++) {
+      init_barrier(smem + FULL + 8 * i, 1);
+      init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  const int live = order(sizes, num_groups, smem, table);
+  cluster_sync();
+  const int num_m = (K + 2 * M - 1) / (2 * M), num_n = (width + N - 1) / N;
+  const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
+  if (role < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
+    if (threadIdx.x == 0) load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, 1});
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
+    const Result result{role, smem + STAGED + role * STAGED_BYTES, &out};
+    result.store_zeros(table, live, num_groups, K, width);
+    multiply_tiles(tiles, Ring{smem, 0}, result);
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still arrive here, or write to its slots
+}
