@@ -287,9 +287,9 @@ def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):
     monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
     assert gradient(8) == "CUDA"
     assert gradient(8, along=0) == "Gluon"
-    assert kernels.weights_stages(3904) == 2
-    assert gradient(3904) == "CUDA"
-    assert gradient(3905) == "Triton"
+    assert kernels.weights_stages(3648) == 2
+    assert gradient(3648) == "CUDA"
+    assert gradient(3649) == "Triton"
     monkeypatch.setattr(kernels, "nvrtc", lambda: None)
     assert gradient(8) == "Triton"
 

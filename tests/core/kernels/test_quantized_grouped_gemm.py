@@ -101,6 +101,31 @@ def test_weight_gradients(kind, shape):
     assert not got[1].any(), "the empty group has a gradient"
 
 
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_rows", [0, 1, 1440])
+def test_weight_gradients_of_many_groups(num_rows, out):
+    """Of most groups few rows or none, in blocks that several share; their table leaves less room for loads."""
+    C, K, N, G, along = 1500, 160, 272, 600, 128
+    rng = np.random.default_rng(num_rows)
+    sizes = rng.multinomial(num_rows, rng.dirichlet([0.05] * G)).astype(np.int32)
+    block = (1, along, 1)
+    x, x_scale, x_wide = quantized(rng, (1, C, K), block, E4M3, (1, G))
+    dy, dy_scale, dy_wide = quantized(rng, (1, C, N), block, E5M2, (1, G))
+    want = np.zeros((G, K, N))
+    for g, (start, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
+        want[g] = x_wide[0, start : start + size].T @ dy_wide[0, start : start + size]
+    got = run_twice(
+        _WGRAD["blocks"],
+        (_poisoned(x, num_rows), x_scale, _poisoned(dy, num_rows), dy_scale, sizes[None]),
+        num_experts=G,
+        blocks=(block, block),
+        out_dtype=np.dtype(out),
+    )
+    assert not got[sizes == 0].any(), "groups without rows have gradients"
+    for g in np.flatnonzero(sizes):
+        assert relative_error(got[g], want[g]) < (1e-2 if out == "bfloat16" else 1e-3)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row(value):
     rng = np.random.default_rng(0)

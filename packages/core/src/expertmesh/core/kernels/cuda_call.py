@@ -26,7 +26,7 @@ def cuda_call(
     """Launches `programs` blocks of the kernel `name` on a GPU of compute capability 9.0.
 
     Args:
-      operands: arrays and `jax_triton.TensorDescriptor`s, in the order of the kernel's parameters: of the latter the TMA
+      operands: arrays and `jax_triton.TensorDescriptor`s, in the order of the kernel's parameters: of the latter TMA's
         descriptor alone, with 128 bytes of swizzle if its boxes are that wide, else without.
       source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to each result.
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.

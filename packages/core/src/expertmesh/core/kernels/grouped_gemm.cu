@@ -8,10 +8,10 @@
 // read, and what else a role does is done beside products. For small groups a role multiplies two boxes of columns by
 // up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
-// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: TRANSPOSED (rhs [G, N, K], not [G, K, N]),
-// WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS and GRAIN
-// (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES.
-// What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: TRANSPOSED (rhs [G, N, K],
+// not [G, K, N]), WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
+// and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and
+// perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;

@@ -643,7 +643,9 @@ def rows_source(
         f"case {rows // tiles.grain}: multiply_steps<{height}>(d, ring, result, steps); break;\n"
         for rows, height in heights.items()
     )
-    return source_text("hopper.cuh", "grouped_gemm.cu", defined=defined, INSTRUCTIONS=instructions, CASES=cases)
+    return source_text(
+        "hopper.cuh", "grouped_gemm.cu", defined=defined, INSTRUCTIONS=instructions, CASES=cases
+    )
 
 
 def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):

@@ -1,6 +1,6 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
-// Compiled at run time, without headers, before a kernel's own text.
+// Compiled at run time, without headers, before a kernel's own text. OUT_HALF and PLACES are macros of it too.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

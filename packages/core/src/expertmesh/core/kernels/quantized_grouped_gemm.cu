@@ -3,32 +3,35 @@
 //
 // Operands lie turned, [columns, rows], so that the contraction is contiguous. A cluster of two blocks works on 256
 // columns of lhs and 256 of dy; the blocks have half of the former each, and share the latter by multicast. In a block
-// one warp loads, and two roles of four warps have half of the columns of dy each: 64 columns of lhs at a
-// time, for the partial sums of more would not fit into registers beside all sums. A step is a block of 128 rows: one
-// role scales a product and adds it while the other multiplies.
+// one warp loads, and two roles of four warps have half of the columns of dy each: 64 columns of lhs at a time, for
+// products of more would not fit into registers beside all sums. A step is a block of 128 rows: one role scales a
+// product and adds it while the other multiplies. Results leave by TMA. Shared memory is busiest: products, loads,
+// scales and results have 1570 of its clocks in a step, for which the tensor cores take 1024.
 //
-// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results)
-// or OUT_HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns
-// of lhs that run together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
+// OUT_HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns of
+// lhs that run together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
+// INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;               // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
 constexpr int BLOCK = 128;             // rows that share a scale: a step, and a line of an operand
-constexpr int M = 128, N = 256;        // columns of lhs and of dy in a block's tile
+constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
 constexpr int PART_M = 64, PART_N = 128;  // of a product
 constexpr int PARTS = 2;               // of a role
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;              // rows of one instruction
 
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, slots for operands; and at its
-// end the table of groups.
-constexpr int FULL = 0, EMPTY = 64, LIVE = 128, STAGED = 1024;
-constexpr int HANDED = WIDE ? 1 : 2;                // parts that leave at once
-constexpr int BOX = PART_M * 128;                   // of a result: 64 lines of 128 bytes
-constexpr int BOXES = WIDE ? 4 : 2;                 // of a part
-constexpr int STAGED_BYTES = HANDED * BOXES * BOX;  // of a role
-constexpr int OF_LHS = N * BLOCK, SCALES_N = OF_LHS + M * BLOCK, SCALES_M = SCALES_N + N * 4;
-constexpr int SLOT_LOADS = SCALES_M + M * 4;
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, a box of zeros, results, slots for
+// operands; and at its end the table of groups.
+constexpr int LINES = 32, BOX = LINES * 128;        // what leaves at once: lines of 128 bytes of a result
+constexpr int FULL = 0, EMPTY = 64, LIVE = 128, ZEROS = 1024, STAGED = ZEROS + BOX;
+constexpr int HANDED = WIDE ? 1 : 2;                // parts that are staged at once
+constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
+constexpr int STRIP = PART_M * 128;
+constexpr int STAGED_BYTES = HANDED * STRIPS * STRIP;  // of a role
+constexpr int OF_LHS = TILE_N * BLOCK, SCALES_N = OF_LHS + TILE_M * BLOCK, SCALES_M = SCALES_N + TILE_N * 4;
+constexpr int SLOT_LOADS = SCALES_M + TILE_M * 4;
 static_assert(SLOTS == STAGED + ROLES * STAGED_BYTES && SLOT >= SLOT_LOADS && SLOT % 1024 == 0, "as launched");
 
 INSTRUCTION
@@ -46,9 +49,14 @@ __device__ __forceinline__ void put_pair(u32 to, float x, float y) {
 // Of a result; what lies beyond it is left out.
 __device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
-      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "l"(PASS) : "memory");
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z) : "memory");
 }
+
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until what this thread stored has left shared memory.
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ float get_float(u32 from) { return __int_as_float(get_word(from)); }
 
@@ -92,8 +100,8 @@ struct Tiles {
     const int4 of = get(table + 16 * (item / each));
     start = of.x, end = of.y, group = of.z;
     const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
-    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * M;
-    n = inner / high * N;
+    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
+    n = inner / high * TILE_N;
     return true;
   }
 };
@@ -156,6 +164,25 @@ __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
   }
 }
 
+// The gradients of the groups without rows: each block of the launch has its share of their boxes. One warp.
+__device__ __forceinline__ void store_zeros(
+    const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
+  const int lane = threadIdx.x % 32;
+  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, 0, 0, 0, 0);
+  fence_shared();
+  __syncwarp();
+  if (lane) return;
+  constexpr int COLUMNS = PART_N / STRIPS;
+  const int high = (K + LINES - 1) / LINES, boxes = high * ((N + COLUMNS - 1) / COLUMNS);
+  for (int i = live; i < num_groups; i++) {
+    const int group = get(table + 16 * i).z;
+    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
+      store_box(out, zeros, box / high * COLUMNS, box % high * LINES, group);
+  }
+  end_stores();
+  wait_for_stores();
+}
+
 // Of one role.
 struct Result {
   int role;
@@ -165,30 +192,13 @@ struct Result {
   // All threads of the role are here.
   __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory"); }
 
-  // The gradients of the groups without rows: each role of the launch has its share of their boxes.
-  __device__ __forceinline__ void store_zeros(u32 table, int live, int num_groups, int K, int width) const {
-    if (live == num_groups) return;
-    const int thread = threadIdx.x % 128;
-    for (int i = thread * 16; i < BOX; i += 128 * 16) put(staged + i, 0, 0, 0, 0);
-    fence_shared();
-    meet();
-    if (thread) return;
-    const int high = (K + PART_M - 1) / PART_M, wide = (width * BOXES + PART_N - 1) / PART_N;
-    for (int i = live; i < num_groups; i++) {
-      const int group = get(table + 16 * i).z;
-      for (int j = blockIdx.x * ROLES + role; j < high * wide; j += gridDim.x * ROLES)
-        store_box(out, staged, j % wide * (PART_N / BOXES), j / wide * PART_M, group);
-    }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  }
-
   // Stores a tile's sums, by TMA.
   __device__ __forceinline__ void store(const float (&sums)[PARTS][SUMS], int group, int m, int n) const {
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
       if (part % HANDED == 0) {
-        if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        if (thread == 0) wait_for_stores();
         meet();
       }
       // A line's units of 16 bytes are turned by its number.
@@ -196,17 +206,17 @@ struct Result {
       const u32 to = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; j++) {
-        const u32 at = to + j / 4 * BOX + (j % 4 * 32 ^ turned);
+        const u32 at = to + j / 4 * STRIP + (j % 4 * 32 ^ turned);
         put_pair(at, sums[part][4 * j], sums[part][4 * j + 1]);
         put_pair(at + 8 * 128, sums[part][4 * j + 2], sums[part][4 * j + 3]);
       }
 #else
-      const u32 to = staged + part * BOXES * BOX + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128;
+      const u32 to = staged + part * STRIPS * STRIP + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128;
       const u32 turned = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; j += 2)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                     ::"r"(to + j / 8 * BOX + (j % 8 * 16 ^ turned)),
+                     ::"r"(to + j / 8 * STRIP + (j % 8 * 16 ^ turned)),
                      "r"(pack(sums[part][4 * j], sums[part][4 * j + 1])),
                      "r"(pack(sums[part][4 * j + 2], sums[part][4 * j + 3])),
                      "r"(pack(sums[part][4 * j + 4], sums[part][4 * j + 5])),
@@ -217,10 +227,12 @@ struct Result {
         meet();
         if (thread == 0) {
 #pragma unroll
-          for (int box = 0; box < HANDED * BOXES; box++)
-            store_box(out, staged + box * BOX, n + role * PART_N + box % BOXES * (PART_N / BOXES),
-                      m + (part / HANDED * HANDED + box / BOXES) * PART_M, group);
-          asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+          for (int strip = 0; strip < HANDED * STRIPS; strip++)
+            for (int line = 0; line < PART_M; line += LINES)
+              store_box(out, staged + strip * STRIP + line * 128,
+                        n + role * PART_N + strip % STRIPS * (PART_N / STRIPS),
+                        m + (part / HANDED * HANDED + strip / STRIPS) * PART_M + line, group);
+          end_stores();
         }
       }
     }
@@ -291,7 +303,7 @@ __device__ __forceinline__ void step(
   const int role = result.role, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const u32 at = ring.at(), lhs = at + OF_LHS, dy = at + role * PART_N * BLOCK;
   if (first > 0 || end < BLOCK) {
-    clear(lhs, M, first, end);
+    clear(lhs, TILE_M, first, end);
     clear(dy, PART_N, first, end);
     fence_shared();
     result.meet();
@@ -337,21 +349,22 @@ __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Res
   }
   if (result.role == 0) take_turn(0);  // of both the last one is taken
   if (done.group >= 0) result.store(sums, done.group, done.m, done.n);
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  wait_for_stores();
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) quantized_grouped_gemm_weights(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap lhs_scales,
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
-    int K, int width, int num_groups, const __grid_constant__ TensorMap out) {
+    int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = (u32)__cvta_generic_to_shared(shared);
   const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
   const u32 table = base + SHARED - num_groups * 16;
-  // -1: it loads. Shuffled, so that the compiler knows it to be the same in a warp.
+  // -1: it loads, and stores zeros. Shuffled, so that the compiler knows it to be the same in a warp.
   const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
   if (threadIdx.x == 32) {
-    prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
+    prefetch_descriptor(&lhs), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy);
+    prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
     for (int i = 0; i < STAGES; i++) {
       init_barrier(smem + FULL + 8 * i, 1);
       init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
@@ -360,15 +373,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
-  const int num_m = (K + 2 * M - 1) / (2 * M), num_n = (width + N - 1) / N;
+  const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
   const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
     if (threadIdx.x == 0) load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, 1});
+    if (threadIdx.x / 32 == 1 && live < num_groups) store_zeros(&out, smem + ZEROS, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
     const Result result{role, smem + STAGED + role * STAGED_BYTES, &out};
-    result.store_zeros(table, live, num_groups, K, width);
     multiply_tiles(tiles, Ring{smem, 0}, result);
   }
   __syncwarp();

@@ -454,7 +454,7 @@ WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88)
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = HopperTiles(stages=3, band=4, registers=(24, 240))
 # Bytes of shared memory of that kernel: of a step, and of what is before the first one.
-SLOT, SLOTS = 50 * 1024, 65 * 1024
+SLOT, SLOTS = 50 * 1024, 69 * 1024
 TURNED = 128  # columns that one program turns
 
 
@@ -562,7 +562,7 @@ def launch_weights_blocks(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dt
         box(lhs, (128, 128)), box(lhs_scales, (1, 128)), box(dy, (128, 128)), box(dy_scales, (1, 256)),
         group_sizes.astype(jnp.int32),
         source=source, name="quantized_grouped_gemm_weights", scalars=(K, N, G),
-        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype), out_block=(1, 64, 128 // line),
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype), out_block=(1, 32, 128 // line),
         programs=programs, warps=12, shared=plain.SHARED_BYTES,
     )  # fmt: skip
 
