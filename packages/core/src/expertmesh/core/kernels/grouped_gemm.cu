@@ -24,6 +24,7 @@ constexpr int MAX_STAGES = 8;
 constexpr int PIECE = 32;             // rows of a result that leave at once
 constexpr int SUMS = BOXES * MAX_ROWS / 2;  // of a thread
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
+static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
 // and at its end the table of groups.

@@ -134,6 +134,12 @@ __device__ __forceinline__ int read_sizes(const int* sizes, int num_groups, u32 
   return start;
 }
 
+// Whether what the roles take of registers is there: what a launch of so many threads has, of which one of 128 gives some
+// back. A role that wants more waits forever.
+__device__ constexpr bool fit(int threads, int roles) {
+  return 128 * (REGISTERS_LESS + roles * REGISTERS_MORE) <= threads * (65536 / threads / 8 * 8);
+}
+
 // A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;

@@ -21,6 +21,7 @@ constexpr int PART_M = 64, PART_N = 128;  // of a product
 constexpr int PARTS = 2;               // of a role
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;              // rows of one instruction
+static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, a box of zeros, results, slots for
 // operands; and at its end the table of groups.
