@@ -94,13 +94,7 @@ __device__ __forceinline__ int2 plan(
   __syncthreads();
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const int4 mine = get(room + 16 * g);
-    int place = 0;
-#pragma unroll 8
-    for (int h = 0; h < num_groups; h++) {
-      const int other = get_word(room + 16 * h + 8);
-      place += other > mine.z || (other == mine.z && h < g);
-    }
-    put(table + 16 * place, mine.y, mine.x, g, mine.w);
+    put(table + 16 * place_of(g, mine.z, room + 8, num_groups), mine.y, mine.x, g, mine.w);
   }
   fence_shared();  // operands may come where sizes were
   __syncthreads();

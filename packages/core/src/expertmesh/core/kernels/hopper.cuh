@@ -134,6 +134,17 @@ __device__ __forceinline__ int read_sizes(const int* sizes, int num_groups, u32 
   return start;
 }
 
+// The place of group g, whose number is `mine`, if larger ones come first; the numbers lie 16 bytes apart.
+__device__ __forceinline__ int place_of(int g, int mine, u32 numbers, int num_groups) {
+  int place = 0;
+#pragma unroll 8
+  for (int h = 0; h < num_groups; h++) {
+    const int other = get_word(numbers + 16 * h);
+    place += other > mine || (other == mine && h < g);
+  }
+  return place;
+}
+
 // Whether what the roles take of registers is there: what a launch of so many threads has, of which one of 128 gives some
 // back. A role that wants more waits forever.
 __device__ constexpr bool fit(int threads, int roles) {

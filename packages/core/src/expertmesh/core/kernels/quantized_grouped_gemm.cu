@@ -71,13 +71,7 @@ __device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem,
   int live = 0;
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const int4 mine = get(room + 16 * g);
-    int place = 0;
-#pragma unroll 8
-    for (int h = 0; h < num_groups; h++) {
-      const int other = get_word(room + 16 * h);
-      place += other > mine.x || (other == mine.x && h < g);
-    }
-    put(table + 16 * place, mine.y, mine.y + mine.x, g, 0);
+    put(table + 16 * place_of(g, mine.x, room, num_groups), mine.y, mine.y + mine.x, g, 0);
     live += mine.x > 0;
   }
   if (live) asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(smem + LIVE), "r"(live) : "memory");
