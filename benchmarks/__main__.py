@@ -1,17 +1,20 @@
 """Runs the benchmarks of this folder: `python -m benchmarks [NAME...] [--out FOLDER] [--gpus N]`.
 
 With `--gpus` those of one GPU run side by side, each on a GPU and on cores of its own, the longest first; then those of
-several GPUs, alone.
+several GPUs, alone. All rows are printed at the end once more.
 """
 
 import argparse
 import concurrent.futures
+import json
 import os
 import pathlib
 import queue
 import subprocess
 import sys
 import time
+
+from benchmarks import _measure
 
 HERE = pathlib.Path(__file__).parent
 SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
@@ -27,7 +30,9 @@ LONG = (
 
 def run(name: str, out: pathlib.Path, env: dict[str, str], log=None) -> bool:
     """Whether a benchmark ended well."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(out / f"{name}.json")]
+    path = out / f"{name}.json"
+    path.unlink(missing_ok=True)  # of a run before
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
     print("+", *command[1:], flush=True)
     start = time.monotonic()
     done = subprocess.run(
@@ -59,6 +64,13 @@ def side_by_side(names: list[str], out: pathlib.Path, count: int) -> dict[str, b
         return dict(zip(names, pool.map(one, names), strict=True))
 
 
+def print_rows(names: list[str], out: pathlib.Path) -> None:
+    """Also of a benchmark that failed: the rows that it wrote before."""
+    for path in (out / f"{name}.json" for name in names):
+        for row in json.loads(path.read_text()) if path.exists() else ():
+            print(f"{path.stem}: {_measure.line(row)}", flush=True)
+
+
 def main() -> int:
     runnable = [p.stem for p in sorted(HERE.glob("*.py")) if "def main(" in p.read_text()]
     names = [name for name in runnable if not name.startswith("_")]
@@ -74,6 +86,7 @@ def main() -> int:
     if options.gpus:
         ok = side_by_side([n for n in wanted if n not in SEVERAL], options.out, options.gpus)
     ok |= {name: run(name, options.out, {}) for name in wanted if name not in ok}
+    print_rows(wanted, options.out)
     failed = [name for name in wanted if not ok[name]]
     print(f"failed: {', '.join(failed)}" if failed else f"results are in {options.out}")
     return bool(failed)

@@ -451,13 +451,18 @@ def _version(name: str) -> str | None:
         return None
 
 
+def line(row: dict) -> str:
+    """What a row says, for a person."""
+    result = f"{row['value']:.4g} {row['unit']}, {row['ratio']:.3f} of {row['reference']}"
+    return f"{row['case']}: {result}"
+
+
 def write(path: pathlib.Path | None, rows: Iterable[dict]) -> None:
     """Prints each row when it is there, and writes those that there are as a JSON list: a run may be cut short."""
     done, start = [], time.perf_counter()
     for one in rows:
         now = time.perf_counter()
-        result = f"{one['value']:.4g} {one['unit']}, {one['ratio']:.3f} of {one['reference']}"
-        print(f"{one['case']}: {result} ({now - start:.1f} s)", flush=True)
+        print(f"{line(one)} ({now - start:.1f} s)", flush=True)
         start = now
         done.append(one)
         if path:
