@@ -196,7 +196,6 @@ def _descriptor(dtype, block):
     from triton.experimental.gluon import language as gl
 
     layouts = {
-        "fp32": gl.NVMMASharedLayout(0, 32, len(block)),
         "fp8e4nv": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv),
         "fp8e5": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e5),
     }

@@ -5,9 +5,6 @@
 //
 // Macros that come before this text: LINES, STRIDE (bytes from one line to the next), WARPS.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-
 constexpr int TRIES = 8;  // of which the first one only brings the line
 
 __device__ __forceinline__ u32 clock_now() {

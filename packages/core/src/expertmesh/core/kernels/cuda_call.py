@@ -55,14 +55,14 @@ def cuda_call(
 
 
 def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
-    """The text of a kernel in CUDA C++, from files beside this one: headers, then its own.
+    """The text of a kernel in CUDA C++, from files beside this one: `words.cuh`, other headers, then its own.
 
     Args:
       defined: macros that come before.
       lines: what takes the place of a line that is this name alone.
     """
     folder = pathlib.Path(__file__).parent
-    text = "".join((folder / file).read_text() for file in files)
+    text = "".join((folder / file).read_text() for file in ("words.cuh", *files))
     for name, of_name in lines.items():
         text = text.replace(f"{name}\n", of_name, 1)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text

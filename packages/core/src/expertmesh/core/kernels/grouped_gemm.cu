@@ -9,7 +9,7 @@
 // up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: TRANSPOSED (rhs [G, N, K],
-// not [G, K, N]), WIDE (float32 results) or OUT_HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
+// not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
 // and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and
 // perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
@@ -28,7 +28,7 @@ static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
 // and at its end the table of groups.
-constexpr int FULL = 0, EMPTY = 64, COSTS = 128, LIVE = 256, TILES = 384, WHICH = 512, STAGED = 1024;
+constexpr int COSTS = 128, LIVE = 256, TILES = 384, WHICH = 512, STAGED = 1024;
 constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a role
 constexpr int SLOTS = STAGED + ROLES * STAGED_BYTES;
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ int2 plan(
   __syncthreads();
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const int4 mine = get(room + 16 * g);
-    put(table + 16 * place_of(g, mine.z, room + 8, num_groups), mine.y, mine.x, g, mine.w);
+    put(table + 16 * place_of(g, mine.z, room + 8, num_groups), make_int4(mine.y, mine.x, g, mine.w));
   }
   fence_shared();  // operands may come where sizes were
   __syncthreads();
@@ -138,27 +138,8 @@ struct Cursor {
   }
 };
 
-// Operands on their way through shared memory: slots of a step's rows and weights.
-struct Ring {
-  u32 smem;
-  int bytes, stages;  // of a slot; how many
-  u32 parity;
-  int slot = 0;
-
-  __device__ __forceinline__ u32 at() const { return smem + SLOTS + slot * bytes; }
-  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
-  // A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
-  __device__ __forceinline__ u32 which() const { return smem + WHICH + 16 * slot; }
-  __device__ __forceinline__ void next() {
-    if (++slot == stages) slot = 0, parity ^= 1;
-  }
-  // The slot before this one is free, in both blocks.
-  __device__ __forceinline__ void release_before() const {
-    const int lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(smem + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
-  }
-};
+// A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
+__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
 
 __device__ __forceinline__ void load_tiles(
     const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int items, int most_parts, int steps, Ring ring) {
@@ -175,7 +156,8 @@ __device__ __forceinline__ void load_tiles(
       const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
       const int k = step * BK;
       wait_barrier(ring.empty(), ring.parity);
-      if (step == 0) put(ring.which(), cursor.row, cursor.rows, cursor.start + cursor.size, column);
+      if (step == 0)
+        put(which(ring), make_int4(cursor.row, cursor.rows, cursor.start + cursor.size, column));
       expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
 #pragma unroll
       for (int i = 0; i < COLUMNS; i += BOX)
@@ -190,7 +172,7 @@ __device__ __forceinline__ void load_tiles(
     }
   }
   wait_barrier(ring.empty(), ring.parity);
-  put(ring.which(), 0, 0, 0, 0);
+  put(which(ring), make_int4(0, 0, 0, 0));
   arrive(ring.full());
 }
 
@@ -338,14 +320,14 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
   float d[SUMS];
   result.settle();
   wait_barrier(ring.full(), ring.parity);
-  int4 tile = get(ring.which());
+  int4 tile = get(which(ring));
   while (tile.y) {
     switch ((u32)tile.y / GRAIN) {
       CASES
     }
     // What can be done is done while the last products run.
     wait_barrier(ring.full(), ring.parity);
-    const int4 next = get(ring.which());
+    const int4 next = get(which(ring));
     result.begin(tile);
     wait_products<0>();
 #pragma unroll
@@ -376,18 +358,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
-    for (int i = 0; i < MAX_STAGES; i++) {
-      init_barrier(smem + FULL + 8 * i, 1);
-      init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    init_slots(smem, MAX_STAGES, ROLES);
   }
   const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
   const int2 tiles = plan(sizes, num_groups, num_columns, most_parts, smem, table);
   cluster_sync();
   // Lower tiles leave shared memory for more slots.
   const int bytes = (COLUMNS + (tiles.x * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
-  const Ring ring{smem, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
+  const Ring ring{smem, SLOTS, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
     if (threadIdx.x == 0)

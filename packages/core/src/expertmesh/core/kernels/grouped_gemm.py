@@ -626,7 +626,7 @@ def rows_source(
         for rows in range(tiles.grain, most + 1, tiles.grain)
     }
     defined: dict[str, object] = dict(
-        TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16),
+        TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
         BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],

@@ -1,11 +1,7 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
-// Compiled at run time, without headers, before a kernel's own text. OUT_HALF and PLACES are macros of it too.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Compiled at run time, without headers, before a kernel's own text, whose macros REGISTERS_LESS,
+// REGISTERS_MORE and perhaps PLACES are this one's too.
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
@@ -83,17 +79,6 @@ __device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, 
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-__device__ __forceinline__ void put(u32 to, int x, int y, int z, int w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-__device__ __forceinline__ int4 get(u32 from) {
-  int4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ void store(u8* to, int4 v) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
                ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");
@@ -128,7 +113,7 @@ __device__ __forceinline__ int read_sizes(const int* sizes, int num_groups, u32 
       const int before = __shfl_up_sync(~0u, end, i);
       if (lane >= i) end += before;
     }
-    if (g < num_groups) put(room + 16 * g, size, start + end - size, 0, 0);
+    if (g < num_groups) put(room + 16 * g, make_int4(size, start + end - size, 0, 0));
     start += __shfl_sync(~0u, end, 31);
   }
   return start;
@@ -145,8 +130,8 @@ __device__ __forceinline__ int place_of(int g, int mine, u32 numbers, int num_gr
   return place;
 }
 
-// Whether what the roles take of registers is there: what a launch of so many threads has, of which one of 128 gives some
-// back. A role that wants more waits forever.
+// Whether what the roles take of registers is there: what a launch of so many threads has, of which one role of 128
+// gives some back. A role that wants more waits forever.
 __device__ constexpr bool fit(int threads, int roles) {
   return 128 * (REGISTERS_LESS + roles * REGISTERS_MORE) <= threads * (65536 / threads / 8 * 8);
 }
@@ -156,18 +141,45 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-#if OUT_HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
-}
-
 // Until no more than so many groups of products are under way.
 template <int GROUPS>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
+
+// Barriers of slots in shared memory: at most eight that are full, and as many that are empty.
+constexpr int FULL = 0, EMPTY = 64;
+
+// One thread.
+__device__ __forceinline__ void init_slots(u32 smem, int stages, int roles) {
+  for (int i = 0; i < stages; i++) {
+    init_barrier(smem + FULL + 8 * i, 1);
+    init_barrier(smem + EMPTY + 8 * i, 2 * 4 * roles);  // each multiplying warp of both blocks
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Operands on their way through shared memory: slots, each for those of a step.
+struct Ring {
+  u32 smem;
+  int first, bytes, stages;  // where slots begin, bytes of one, how many there are
+  u32 parity;
+  int slot = 0;
+
+  __device__ __forceinline__ u32 at() const { return smem + first + slot * bytes; }
+  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
+  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
+  __device__ __forceinline__ void next() {
+    if (++slot == stages) slot = 0, parity ^= 1;
+  }
+  // This slot is free, in both blocks.
+  __device__ __forceinline__ void release() const {
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) arrive_at(empty(), lane);
+  }
+  // So is the slot before this one.
+  __device__ __forceinline__ void release_before() const {
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) arrive_at(smem + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
+  }
+};

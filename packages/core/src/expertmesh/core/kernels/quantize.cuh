@@ -10,11 +10,6 @@
 // reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
 // float32), LIMIT, FORMAT (of PTX) and TURNED (the copy along the rows lies with its rows contiguous).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;               // of a tile, for 16 threads
 constexpr int ROWS = BLOCK / (2 * WARPS);  // of a thread, from its first one on
@@ -29,19 +24,8 @@ constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS * 4;
 constexpr int ROOM_BYTES = TURNED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;
 static_assert(ROOM + ROOM_BYTES == SHARED, "as launched");
 
-__device__ __forceinline__ void put(u32 to, int4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 __device__ __forceinline__ void put(u32 to, u32 v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ int4 get(u32 from) {
-  int4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
 }
 
 __device__ __forceinline__ u32 get_u16(u32 from) {
@@ -72,16 +56,6 @@ __device__ __forceinline__ float2 unpack(u32 both) {
 #else
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000));
 #endif
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-#if HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
 }
 
 __device__ __forceinline__ u32 to_8_bits(float a, float b, float c, float d) {

@@ -9,7 +9,7 @@
 // scales and results have 1570 of its clocks in a step, for which the tensor cores take 1024.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// OUT_HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns of
+// HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns of
 // lhs that run together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
 // INSTRUCTION (`multiply`).
 
@@ -26,7 +26,7 @@ static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, a box of zeros, results, slots for
 // operands; and at its end the table of groups.
 constexpr int LINES = 32, BOX = LINES * 128;        // what leaves at once: lines of 128 bytes of a result
-constexpr int FULL = 0, EMPTY = 64, LIVE = 128, ZEROS = 1024, STAGED = ZEROS + BOX;
+constexpr int LIVE = 128, ZEROS = 1024, STAGED = ZEROS + BOX;
 constexpr int HANDED = WIDE ? 1 : 2;                // parts that are staged at once
 constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
 constexpr int STRIP = PART_M * 128;
@@ -71,7 +71,7 @@ __device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem,
   int live = 0;
   for (int g = threadIdx.x; g < num_groups; g += THREADS) {
     const int4 mine = get(room + 16 * g);
-    put(table + 16 * place_of(g, mine.x, room, num_groups), mine.y, mine.y + mine.x, g, 0);
+    put(table + 16 * place_of(g, mine.x, room, num_groups), make_int4(mine.y, mine.y + mine.x, g, 0));
     live += mine.x > 0;
   }
   if (live) asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(smem + LIVE), "r"(live) : "memory");
@@ -98,25 +98,6 @@ struct Tiles {
     m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
     n = inner / high * TILE_N;
     return true;
-  }
-};
-
-// Operands on their way through shared memory.
-struct Ring {
-  u32 smem;
-  u32 parity;
-  int slot = 0;
-
-  __device__ __forceinline__ u32 at() const { return smem + SLOTS + slot * SLOT; }
-  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  }
-  // This slot is free, in both blocks.
-  __device__ __forceinline__ void release() const {
-    const int lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(empty(), lane);
   }
 };
 
@@ -155,7 +136,7 @@ __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
       const int before = min(max(first - byte - w * 4, 0), 4), live = min(max(end - byte - w * 4, 0), 4);
       words[w] &= (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
     }
-    put(at, v.x, v.y, v.z, v.w);
+    put(at, v);
   }
 }
 
@@ -163,7 +144,7 @@ __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
 __device__ __forceinline__ void store_zeros(
     const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
   const int lane = threadIdx.x % 32;
-  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, 0, 0, 0, 0);
+  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, make_int4(0, 0, 0, 0));
   fence_shared();
   __syncwarp();
   if (lane) return;
@@ -360,11 +341,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy);
     prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
-    for (int i = 0; i < STAGES; i++) {
-      init_barrier(smem + FULL + 8 * i, 1);
-      init_barrier(smem + EMPTY + 8 * i, 2 * 4 * ROLES);  // each multiplying warp of both blocks
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    init_slots(smem, STAGES, ROLES);
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
@@ -372,12 +349,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, 1});
+    if (threadIdx.x == 0) load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, SLOTS, SLOT, STAGES, 1});
     if (threadIdx.x / 32 == 1 && live < num_groups) store_zeros(&out, smem + ZEROS, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
     const Result result{role, smem + STAGED + role * STAGED_BYTES, &out};
-    multiply_tiles(tiles, Ring{smem, 0}, result);
+    multiply_tiles(tiles, Ring{smem, SLOTS, SLOT, STAGES, 0}, result);
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive here, or write to its slots

@@ -429,11 +429,10 @@ class Tiles:
     registers: tuple[
         int, int
     ]  # of the second role that multiplies, and of those that load and store
-    piece: int = 128  # columns of a result that are staged in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperTiles:
+class WeightTiles:
     """How the kernel in CUDA C++ runs.
 
     Attributes:
@@ -452,9 +451,10 @@ ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
 WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
 # NVIDIA H200, 2026-11-23: likewise.
-WEIGHTS_BLOCKS = HopperTiles(stages=3, band=4, registers=(24, 240))
+WEIGHTS_BLOCKS = WeightTiles(stages=3, band=4, registers=(24, 240))
 # Bytes of shared memory of that kernel: of a step, and of what is before the first one.
 SLOT, SLOTS = 50 * 1024, 69 * 1024
+PIECE = 128  # columns of a result that are staged in shared memory at once
 TURNED = 128  # columns that one program turns
 
 
@@ -577,7 +577,7 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, stages: int) -> str:
     out_dtype = jnp.dtype(out_dtype)
     less, more = WEIGHTS_BLOCKS.registers
     defined: dict[str, object] = dict(
-        WIDE=int(out_dtype.itemsize == 4), OUT_HALF=int(out_dtype == jnp.float16), STAGES=stages,
+        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=stages,
         BAND=WEIGHTS_BLOCKS.band, SLOT=SLOT, SLOTS=SLOTS, SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
@@ -595,13 +595,13 @@ def constants(tiles: Tiles, G: int, num_steps: int = 0) -> dict:
         G=G, G_POW2=max(32, triton.next_power_of_2(G)),
         NUM_PROGRAMS=plain._num_programs(num_steps),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.band, STAGES=tiles.stages, REGISTERS=tiles.registers,
-        PIECE=tiles.piece,
+        PIECE=PIECE,
     )  # fmt: skip
 
 
 def fit(tiles: Tiles, G: int, out_dtype) -> Tiles:
     """What results and groups take of shared memory is not there for loads."""
-    staged = tiles.m * tiles.piece * jnp.dtype(out_dtype).itemsize + 16 * plain._table_width(G)
+    staged = tiles.m * PIECE * jnp.dtype(out_dtype).itemsize + 16 * plain._table_width(G)
     stages = (plain.SHARED_BYTES - plain.BARRIER_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k)
     return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
 
@@ -627,9 +627,6 @@ def launch_turn(data, group_sizes):
 
 def _descriptor(x, block: tuple[int, ...]):
     """The TMA descriptor of `x` for loads of `block`."""
-    if x.dtype == jnp.float32:
-        layout = gl.NVMMASharedLayout(0, 32, len(block))
-    else:
-        dtype = gl.float8e5 if x.dtype == jnp.float8_e5m2 else gl.float8e4nv
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    dtype = gl.float8e5 if x.dtype == jnp.float8_e5m2 else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
     return jax_triton.TensorDescriptor.from_array(x, block, layout)
