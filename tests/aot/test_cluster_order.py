@@ -76,6 +76,8 @@ def test_kernels(tmp_path):
 
     ptx, _ = _assemble_cuda(cluster_order.source(), tmp_path)
     assert "atom.global.or.b32" in ptx
-    text = grouped_gemm.rows_source("bfloat16", "bfloat16", True, places=tuple(range(65, -1, -1)))
+    text = grouped_gemm.rows_source(
+        ("bfloat16",) * 2, "bfloat16", True, places=tuple(range(65, -1, -1))
+    )
     ptx, _ = _assemble_cuda(text, tmp_path)
     assert "ld.const" in ptx, "the places of clusters are not read"

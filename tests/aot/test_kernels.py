@@ -124,24 +124,37 @@ def _assemble_cuda(text, folder):
     return ptx, said
 
 
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
 @pytest.mark.parametrize(
-    "dtype, out, transposed, tiles",
+    "lhs, rhs, out, transposed, tiles",
     [
-        ("bfloat16", "bfloat16", False, "ROWS_HOPPER"),
-        ("bfloat16", "bfloat16", True, "ROWS_HOPPER"),
-        ("bfloat16", "float32", False, "ROWS_HOPPER"),
-        ("float16", "float16", True, "ROWS_HOPPER"),
-        ("bfloat16", "bfloat16", True, "SMALL_GROUPS_HOPPER"),
-        ("bfloat16", "float32", False, "SMALL_GROUPS_HOPPER"),
+        ("bfloat16", "bfloat16", "bfloat16", False, "ROWS_HOPPER"),
+        ("bfloat16", "bfloat16", "bfloat16", True, "ROWS_HOPPER"),
+        ("bfloat16", "bfloat16", "float32", False, "ROWS_HOPPER"),
+        ("float16", "float16", "float16", True, "ROWS_HOPPER"),
+        ("bfloat16", "bfloat16", "bfloat16", True, "SMALL_GROUPS_HOPPER"),
+        ("bfloat16", "bfloat16", "float32", False, "SMALL_GROUPS_HOPPER"),
+        # Of 8 bits, with a scale for each group.
+        (E4M3, E4M3, "bfloat16", True, "ROWS_HOPPER"),
+        (E5M2, E4M3, "bfloat16", True, "ROWS_HOPPER"),
+        (E4M3, E4M3, "float16", True, "ROWS_HOPPER"),
+        (E4M3, E4M3, "float32", True, "ROWS_HOPPER"),
+        (E5M2, E4M3, "bfloat16", True, "SMALL_GROUPS_HOPPER"),
+        (E4M3, E4M3, "float32", True, "SMALL_GROUPS_HOPPER"),
     ],
 )
-def test_rows_on_hopper(dtype, out, transposed, tiles, tmp_path):
+def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, tmp_path):
     from expertmesh.core.kernels import grouped_gemm as kernels
 
-    text = kernels.rows_source(dtype, out, transposed, getattr(kernels, tiles))
+    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(kernels, tiles))
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
+    # The columns of the weight are the rows of the instruction.
+    kinds = f"k32.f32.{rhs[7:11]}.{lhs[7:11]}" if lhs in (E4M3, E5M2) else "k16.f32."
+    assert kinds in ptx
 
 
 def test_rows_in_cuda_are_for_hopper_and_short_contractions(monkeypatch):
@@ -208,8 +221,6 @@ def _descriptor(dtype, block):
     "which, out",
     [
         ("ROWS_BLOCKS", "bf16"),
-        ("ROWS_WHOLE", "bf16"),
-        ("ROWS_WHOLE", "fp32"),
         ("WEIGHTS_WHOLE", "bf16"),
         ("WEIGHTS_WHOLE", "fp32"),
     ],
@@ -226,8 +237,7 @@ def test_quantized_grouped_gemm(which, out, dy):
         kernel = kernels._rows_kernel
         first = (dy, (tiles.m, tiles.k)), "*fp32"
         second = ("fp8e4nv", (1, tiles.n, tiles.k)), "*fp32"
-        scaled = which == "ROWS_BLOCKS"
-        constants |= {"C": 32768, "W": 4096, "STEPS": 56, "SCALED": scaled}
+        constants |= {"C": 32768, "W": 4096, "STEPS": 56}
     else:
         kernel = kernels._weights_kernel
         first = ("fp8e4nv", (1, tiles.m, tiles.k)), "*fp32"
@@ -251,6 +261,45 @@ def test_weight_gradients_of_blocks_on_hopper(lhs, dy, out, groups, tmp_path):
     instruction = f"m64n128k32.f32.{lhs[:4]}.{dy[:4]}"
     # Two products of four instructions, in a tile's first step and in the others.
     assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
+
+
+def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypatch):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    taken = []
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
+
+    def take(name, owner, function):
+        def launch(lhs, *_, out_dtype, **__):
+            taken.append(name)
+            return jnp.zeros((*lhs.shape[:-1], 256), out_dtype)
+
+        monkeypatch.setattr(owner, function, launch)
+
+    take("CUDA", kernels.plain, "launch_rows_hopper")
+    take("Gluon", kernels, "launch_rows")
+    take("Triton", kernels.sm100, "rows")
+    take("Triton, gradient", kernels.sm100, "rows_dgrad")
+
+    def multiply(function, groups, along=0):
+        shape, float8 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
+        x, w = shape((1, 256, 256), float8), shape((groups, 256, 256), float8)
+        x_scale = shape((1, 256, 2) if along else (1, groups), jnp.float32)
+        w_scale = shape((groups, 2, 2) if along else (groups,), jnp.float32)
+        blocks = ((1, 1, along), (1, along, along)) if along else ((), ())
+        options = {"blocks": blocks, "out_dtype": jnp.dtype("bfloat16")}
+        sizes = shape((1, groups), jnp.int32)
+        jax.eval_shape(lambda *z: function(*z, **options), x, x_scale, w, w_scale, sizes)
+        return taken.pop()
+
+    monkeypatch.setattr(kernels.plain, "nvrtc", lambda: "libnvrtc.so")
+    assert multiply(kernels.rows, 1024) == multiply(kernels.rows_dgrad, 1024) == "CUDA"
+    assert multiply(kernels.rows, 1025) == "Triton"
+    assert multiply(kernels.rows_dgrad, 1025) == "Triton, gradient"
+    assert multiply(kernels.rows, 8, along=128) == "Gluon"
+    monkeypatch.setattr(kernels.plain, "nvrtc", lambda: None)
+    assert multiply(kernels.rows, 8) == "Triton"
+    assert multiply(kernels.rows_dgrad, 8, along=128) == "Gluon"
 
 
 def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):

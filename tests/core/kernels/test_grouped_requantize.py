@@ -30,10 +30,15 @@ def test_bits_of_both_steps(which, rows, width, dtype):
     x = oracle.wild_numbers(rng, (1, rows, width), np.dtype(jnp.dtype(dtype)))
     x[:, 120:] = np.nan
     q, sizes = quantize(jnp.asarray(x), format), jnp.asarray([[64, 0, 56]], jnp.int32)
-    scale = np.asarray(q.scale).copy()
+    data, scale = np.asarray(q.data).copy(), np.asarray(q.scale).copy()
     scale[:, 40:48] = 2.0**-126
+    # Numbers of these columns are subnormal, all of them or all but one: they become zeros.
+    columns = slice(q.block[-1], 2 * q.block[-1])
+    scale[:, :, 1] = 2.0**-126
+    data[..., columns] = rng.choice([0.5, -0.25], data[..., columns].shape)
+    data[:, 70, columns.start] = 1
     scale[:, 120:] = np.nan
-    q = dataclasses.replace(q, scale=jnp.asarray(scale))
+    q = dataclasses.replace(q, data=jnp.asarray(data), scale=jnp.asarray(scale))
     got = run_twice(lambda q, s: grouped_requantize(q, s, format), q, sizes)
     want = grouped_quantize(dequantize(q), sizes, format, axis=1)
     assert got.block == want.block and got.dtype == want.dtype

@@ -73,6 +73,40 @@ def test_rows(which, kind, shape):
     assert not got[live:].any()
 
 
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+@pytest.mark.parametrize("G", [8, 200])  # groups of many rows, and of few
+@pytest.mark.parametrize("kind", ["tensors", "tensors, e5m2"])
+def test_rows_of_several_rounds_of_tiles(kind, G, out):
+    """Each tile is multiplied by the scales of its own group, while the one before it is still stored."""
+    C, K, N = 12000, 160, 1552
+    _, dtypes, error = KINDS[kind]
+    rng = np.random.default_rng(G)
+    sizes, starts = _sizes(rng, C, G, 60)
+    x, x_scale, x_wide = quantized(rng, (1, C, K), (), dtypes[0], (1, G))
+    w, w_scale, w_wide = quantized(rng, (G, K, N), (), dtypes[1], (G,))
+    live = sizes.sum()
+    operands = _poisoned(x, live), x_scale, w, w_scale, sizes[None]
+    got = run_twice(_FPROP["tensor"], operands, blocks=((), ()), out_dtype=np.dtype(out))[0]
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        rows = slice(start, start + size)
+        want = x_wide[0, rows] @ w_wide[g] * (float(x_scale[0, g]) * float(w_scale[g]))
+        assert relative_error(got[rows], want) < max(error, 4e-3 if out == "bfloat16" else 0)
+    assert not got[live:].any()
+
+
+def test_zeros_stay_zeros_where_the_product_of_scales_is_not_finite():
+    rng = np.random.default_rng(0)
+    x, _, _ = quantized(rng, (1, 300, 256), (), E4M3, (1, 2))
+    w, _, _ = quantized(rng, (2, 256, 128), (), E4M3, (2,))
+    x = x.copy()
+    x[0, 7] = 0
+    operands = x, np.full((1, 2), 1e30, np.float32), w, np.full(2, 1e20, np.float32)
+    sizes = np.array([[131, 140]], np.int32)
+    got = run_twice(_FPROP["tensor"], (*operands, sizes), blocks=((), ()))[0]
+    assert not got[7].any()
+    assert not np.isnan(got).any()
+
+
 @pytest.mark.parametrize("kind, shape", CASES, ids=str)
 def test_weight_gradients(kind, shape):
     C, K, N, G, dead = shape

@@ -16,7 +16,7 @@ from expertmesh.core.kernels.gluon_call import launch_ptx
 from expertmesh.core.nvrtc import compile_program
 from expertmesh.core.nvrtc import library as nvrtc
 
-__all__ = ["compile_cuda", "cuda_call", "nvrtc", "source_text", "wgmma"]
+__all__ = ["WGMMA_TYPES", "compile_cuda", "cuda_call", "nvrtc", "source_text", "wgmma"]
 
 
 def cuda_call(
@@ -86,6 +86,12 @@ def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
                : {outputs} : "l"(a), "l"(b), "r"(accumulate));
 }}
 """
+
+
+# Of operands, in the name of an instruction of `wgmma`.
+WGMMA_TYPES = {
+    "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
+}  # fmt: skip
 
 
 def compile_cuda(source: str) -> str:

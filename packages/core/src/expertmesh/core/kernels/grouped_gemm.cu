@@ -8,15 +8,19 @@
 // read, and what else a role does is done beside products. For small groups a role multiplies two boxes of columns by
 // up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
-// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: TRANSPOSED (rhs [G, N, K],
-// not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
+// Operands of 8 bits have a scale for each group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
+// rhs_scale[group]. A step's bytes are those of 16 bits, and so is all that follows from them.
+//
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits,
+// of which the contraction of both is contiguous), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
 // and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and
 // perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
 
 constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
-constexpr int BK = 64;                // of the contraction a step: 128 bytes, the width of a swizzle
-constexpr int LINE = BK * 2;
+constexpr int LINE = 128;             // bytes of the contraction a step, the width of a swizzle
+constexpr int BK = SCALED ? LINE : LINE / 2;
+constexpr int SLICES = LINE / 32;     // of the contraction, each of one instruction
 constexpr int BOX = 64;               // columns of the weight of one TMA load
 constexpr int NEXT = ROLES * BOX;     // columns from a role's box to its next one
 constexpr int COLUMNS = BOXES * NEXT;  // of a block's tile
@@ -25,6 +29,7 @@ constexpr int PIECE = 32;             // rows of a result that leave at once
 constexpr int SUMS = BOXES * MAX_ROWS / 2;  // of a thread
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
 static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
+static_assert(TRANSPOSED || !SCALED, "the tensor cores read 8 bits along the contraction alone");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
 // and at its end the table of groups.
@@ -138,8 +143,37 @@ struct Cursor {
   }
 };
 
-// A tile's first slot says which tile it is: row, rows, end of the group, column; no rows are the end.
+// A tile's first slot says which tile it is: row, rows (and above them the group, if it has scales), end of the group,
+// column; no rows are the end.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
+constexpr int ABOVE = 16;  // bits
+
+// The scales of a tile's group.
+struct Scales {
+  const float *lhs, *rhs;
+#if SCALED
+  float of_lhs, of_rhs;
+
+  // Begins to read them, and leaves of `tile` what an unscaled one is.
+  __device__ __forceinline__ void read(int4& tile) {
+    const int group = tile.y >> ABOVE;
+    tile.y &= (1 << ABOVE) - 1;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_lhs) : "l"(lhs + group));
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_rhs) : "l"(rhs + group));
+  }
+
+  __device__ __forceinline__ void apply(float (&d)[SUMS]) const {
+    // Finite if both are, so that a sum of 0 stays 0.
+    constexpr float LARGEST = 3.4028234663852886e38f;
+    const float product = of_lhs * of_rhs, factor = product > LARGEST ? LARGEST : product;
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) d[i] *= factor;
+  }
+#else
+  __device__ __forceinline__ void read(int4&) {}
+  __device__ __forceinline__ void apply(float (&)[SUMS]) const {}
+#endif
+};
 
 __device__ __forceinline__ void load_tiles(
     const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int items, int most_parts, int steps, Ring ring) {
@@ -157,7 +191,8 @@ __device__ __forceinline__ void load_tiles(
       const int k = step * BK;
       wait_barrier(ring.empty(), ring.parity);
       if (step == 0)
-        put(which(ring), make_int4(cursor.row, cursor.rows, cursor.start + cursor.size, column));
+        put(which(ring), make_int4(cursor.row, SCALED ? cursor.rows | group << ABOVE : cursor.rows,
+                                   cursor.start + cursor.size, column));
       expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
 #pragma unroll
       for (int i = 0; i < COLUMNS; i += BOX)
@@ -286,12 +321,12 @@ struct Result {
 #endif
 };
 
-// A group of products: half of a step's contraction, from its k-th 16 on.
+// A group of products: half of a step's contraction, from slice `first` on.
 template <int ROWS>
 __device__ __forceinline__ void multiply_half(float* d, u64 columns, u64 rows, int first, int accumulate) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int k = first; k < first + BK / 32; k++)
+  for (int k = first; k < first + SLICES / 2; k++)
 #pragma unroll
     for (int i = 0; i < BOXES; i++)
       multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
@@ -309,18 +344,19 @@ __device__ __forceinline__ void multiply_steps(float (&d)[SUMS], Ring& ring, Res
     multiply_half<ROWS>(d, columns, rows, 0, step > 0);
     wait_products<1>();  // half a step stays under way; the slot of the step before is free
     if (step > 0) ring.release_before();
-    multiply_half<ROWS>(d, columns, rows, BK / 32, true);
+    multiply_half<ROWS>(d, columns, rows, SLICES / 2, true);
     result.send_some();
     wait_products<1>();
     ring.next();
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result) {
+__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result, Scales scales) {
   float d[SUMS];
   result.settle();
   wait_barrier(ring.full(), ring.parity);
   int4 tile = get(which(ring));
+  scales.read(tile);
   while (tile.y) {
     switch ((u32)tile.y / GRAIN) {
       CASES
@@ -333,8 +369,10 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
 #pragma unroll
     for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
     ring.release_before();
+    scales.apply(d);
     result.take(d);
     tile = next;
+    scales.read(tile);
   }
   result.send_rest();
 }
@@ -348,6 +386,9 @@ __device__ __forceinline__ void store_zeros(int live, u8* out, int num_rows, int
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_rows(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs, const int* sizes,
+#if SCALED
+    const float* lhs_scale, const float* rhs_scale,
+#endif
     int num_rows, int steps, int width, int num_groups, int most_parts, u8* out) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = (u32)__cvta_generic_to_shared(shared);
@@ -372,7 +413,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
       load_tiles(&lhs, &rhs, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out});
+#if SCALED
+    const Scales scales{lhs_scale, rhs_scale};
+#else
+    const Scales scales{};
+#endif
+    multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out}, scales);
     store_zeros(get_word(smem + LIVE), out, num_rows, width);
   }
   __syncwarp();

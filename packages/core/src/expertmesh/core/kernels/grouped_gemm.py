@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels.cluster_order import cluster_order
-from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text, wgmma
+from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -556,12 +556,16 @@ def rows_dgrad(dy, rhs, group_sizes, *, out_dtype):
     return out[None]
 
 
+def in_cuda(group_sizes) -> bool:
+    """Whether rows of so many groups can take the kernel in CUDA C++, whose instructions are Hopper's alone."""
+    return group_sizes.shape[1] <= MOST_GROUPS and _capability() == 90 and nvrtc() is not None
+
+
 def _rows_launch(rows: int, contraction: int, width: int, group_sizes):
-    """The instructions of the kernel in CUDA C++ are Hopper's alone."""
+    """The kernel in CUDA C++ where it is the faster one."""
     tiles = rows * width / ROWS_HOPPER.rows[1] ** 2 / (_num_programs() // 2)  # for each cluster
     suited = contraction < (LONG_CONTRACTION if tiles < FEW_TILES else LONGEST_CONTRACTION)
-    suited = suited and group_sizes.shape[1] <= MOST_GROUPS
-    return launch_rows_hopper if suited and _capability() == 90 and nvrtc() else launch_rows
+    return launch_rows_hopper if suited and in_cuda(group_sizes) else launch_rows
 
 
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
@@ -594,31 +598,35 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
 
 
 def launch_rows_hopper(
-    lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: RowTiles | None = None
+    lhs, rhs, group_sizes, scales=(), *, out_dtype, transposed, tiles: RowTiles | None = None
 ):
+    """`scales`: of lhs and of rhs, [G] each, if they have 8 bits; then rhs is transposed."""
     (C, K), G = lhs.shape, group_sizes.shape[0]
     if tiles is None:
         tiles = SMALL_GROUPS_HOPPER if C <= G * SMALL_GROUPS_HOPPER.rows[1] else ROWS_HOPPER
     N = rhs.shape[1] if transposed else rhs.shape[2]
-    programs = _num_programs(_num_steps((128, 256, 64), C, N, K)) // 2 * 2
+    line = 128 // lhs.dtype.itemsize
+    programs = _num_programs(_num_steps((128, 256, line), C, N, K)) // 2 * 2
     # Several programs of a multiprocessor fill each other's last rounds, and lie where there is room.
     alone = programs <= _num_programs()
     parts = MOST_PARTS if alone else 1
     places = cluster_order(programs, SHARED_BYTES) if alone else ()
     return cuda_call(
-        _descriptor(lhs, (tiles.box, 64)), _descriptor(rhs, (1, 64, 64)), group_sizes.astype(jnp.int32),
-        source=rows_source(lhs.dtype, out_dtype, transposed, tiles, places), name="grouped_gemm_rows",
-        scalars=(C, triton.cdiv(K, 64), N, G, parts),
+        _descriptor(lhs, (tiles.box, line)), _descriptor(rhs, (1, 64, line)),
+        group_sizes.astype(jnp.int32), *scales,
+        source=rows_source((lhs.dtype, rhs.dtype), out_dtype, transposed, tiles, places), name="grouped_gemm_rows",
+        scalars=(C, triton.cdiv(K, line), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         programs=programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
 def rows_source(
-    dtype, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER, places: tuple[int, ...] = ()
+    dtypes, out_dtype, transposed: bool, tiles: RowTiles = ROWS_HOPPER, places: tuple[int, ...] = ()
 ) -> str:
-    """The kernel in CUDA C++ for operands of `dtype`; `places`: of its clusters, by default as they are launched."""
-    half, out_dtype = jnp.dtype(dtype) == jnp.float16, jnp.dtype(out_dtype)
+    """The kernel in CUDA C++ for lhs and rhs of `dtypes`; `places`: of its clusters, else as they are launched."""
+    (lhs, rhs), out_dtype = map(jnp.dtype, dtypes), jnp.dtype(out_dtype)
+    scaled = lhs.itemsize == 1
     # Low tiles, of which there are few, take the instructions of the next multiple of 16 rows.
     least, most = tiles.rows
     heights = {
@@ -626,19 +634,22 @@ def rows_source(
         for rows in range(tiles.grain, most + 1, tiles.grain)
     }
     defined: dict[str, object] = dict(
-        TRANSPOSED=int(transposed), WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
+        SCALED=int(scaled), TRANSPOSED=int(transposed),
+        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
         BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
     )  # fmt: skip
     if places:
         defined["PLACES"] = ", ".join(map(str, places))
-    kind = "f16" if half else "bf16"
+    # The columns of the weight are the rows of the instruction.
+    kinds = ".".join(WGMMA_TYPES[dtype.name] for dtype in (rhs, lhs))
+    depth, flags = (32, "1, 1") if scaled else (16, f"1, 1, {int(not transposed)}, 0")
     function = "template <> __device__ __forceinline__ void multiply<{}>"
     instructions = "".join(
-        wgmma(function.format(n), f"m64n{n}k16.f32.{kind}.{kind}", n // 2, f"1, 1, {int(not transposed)}, 0")
+        wgmma(function.format(n), f"m64n{n}k{depth}.f32.{kinds}", n // 2, flags)
         for n in sorted({*heights.values()})
-    )  # fmt: skip
+    )
     cases = "".join(
         f"case {rows // tiles.grain}: multiply_steps<{height}>(d, ring, result, steps); break;\n"
         for rows, height in heights.items()

@@ -7,8 +7,9 @@ to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the ou
 `ops/quantized_grouped_gemm.py`.
 
 One role of one warp loads, two of four warps multiply, one of two warps stores. A product of 128 of the contraction,
-the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies. The
-weight gradient of blocks, whose products have a scale for each number, is in CUDA C++ (`quantized_grouped_gemm.cu`).
+the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies. In
+CUDA C++ are rows with a scale for each group (`grouped_gemm.cu`), and the weight gradient of blocks, whose products
+have a scale for each number (`quantized_grouped_gemm.cu`).
 """
 
 import dataclasses
@@ -120,14 +121,14 @@ def _product(a, b):
 
 
 @gluon.jit
-def _multiply_blocks(
+def _multiply_rows(
     sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two roles that multiply, where blocks have scales: BM / 2 of a tile's rows, half of its columns at a
-    time: more partial sums would not fit into registers."""
+    """One of the two roles that multiply: BM / 2 of a tile's rows, half of its columns at a time, as partial sums of
+    more would not fit into registers."""
     BH: gl.constexpr = BM // 2
     PN: gl.constexpr = BN // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
@@ -170,41 +171,6 @@ def _multiply_blocks(
 
 
 @gluon.jit
-def _multiply_whole(
-    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
-    NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One of the two roles that multiply, where groups and experts have scales: BM / 2 of a tile's rows."""
-    BH: gl.constexpr = BM // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    groups = _groups(sizes, G, G_POW2, BM)
-    num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
-    step = 0
-    handed = 0
-    for i in range(0, count):
-        acc = gl.zeros((BH, BN), gl.float32, mma)
-        for k in range(0, STEPS):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            a = a_smem.index(slot).slice(HALF * BH, BH)
-            b = b_smem.index(slot).reshape((BN, BK)).permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            # One product stays under way; the slot of the one before it is free.
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            if k > 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            step += 1
-        tile = gl.program_id(0) + i * NUM_PROGRAMS
-        group, _, _, _ = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
-        factor = _product(gl.load(row_scales + group), gl.load(weight_scales + group))
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        handed = plain._hand_over(handed, acc * factor, out_smem, ready, free)
-
-
-@gluon.jit
 def _store_rows(
     sizes, out, staged, ready, free, C: gl.constexpr, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
@@ -232,31 +198,15 @@ def _store_rows(
 
 
 @gluon.jit
-def _rows_role(
-    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
-    G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr,
-):  # fmt: skip
-    if SCALED:
-        _multiply_blocks(sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-                         HALF, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)  # fmt: skip
-    else:
-        _multiply_whole(sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-                        HALF, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)  # fmt: skip
-
-
-@gluon.jit
 def _rows_kernel(
     lhs_desc, row_scales, rhs_desc, weight_scales, sizes, out,
     C: gl.constexpr, W: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr, REGISTERS: gl.constexpr, PIECE: gl.constexpr,
+    REGISTERS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] . rhs[group of r] * scales, of row_scales [C, STEPS] and weight_scales [G, W / 128, STEPS] if
-    SCALED, else both [G]; zeros after the last group."""
+    """out[r] = lhs[r] . rhs[group of r], products of blocks times their scales, row_scales [C, STEPS] and weight_scales
+    [G, W / 128, STEPS]; zeros after the last group."""
     NUM_N: gl.constexpr = (W + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
     b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
@@ -264,12 +214,12 @@ def _rows_kernel(
     full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
-            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(0), full, empty,
-                          ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
-                          BM, BN, BK, BAND, STAGES, SCALED)),
-            (_rows_role, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(1), full, empty,
-                          ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
-                          BM, BN, BK, BAND, STAGES, SCALED)),
+            (_multiply_rows, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(0), full, empty,
+                              ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                              BM, BN, BK, BAND, STAGES)),
+            (_multiply_rows, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(1), full, empty,
+                              ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                              BM, BN, BK, BAND, STAGES)),
             (_store_rows, (sizes, out, staged, ready, free, C, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
                            BM, BN, BAND)),
             (_load_rows, (lhs_desc, rhs_desc, sizes, a_smem, b_smem, full, empty, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
@@ -351,7 +301,7 @@ def _multiply_chunks(
     NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two roles that multiply: as `_multiply_whole`."""
+    """One of the two roles that multiply: BM / 2 of a tile's rows."""
     BH: gl.constexpr = BM // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     step = 0
@@ -448,7 +398,6 @@ class WeightTiles:
 
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
-ROWS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(200, 88))
 WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(stages=3, band=4, registers=(24, 240))
@@ -460,7 +409,7 @@ TURNED = 128  # columns that one program turns
 
 def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
-    if plain._capability() >= 100:
+    if _rows_for_later(blocks, group_sizes):
         operands = lhs, lhs_scale, rhs, rhs_scale, group_sizes
         return sm100.rows(*operands, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
@@ -470,22 +419,36 @@ def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     weight, scale = (
         x if x.ndim == 1 else jnp.swapaxes(sm100.flat(x), 1, 2) for x in (rhs, rhs_scale)
     )
-    out = launch_rows(lhs[0], lhs_scale[0], weight, scale, group_sizes[0], out_dtype=out_dtype)
+    out = _launch_rows(lhs, lhs_scale, weight, scale, group_sizes, out_dtype)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
 def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
-    if plain._capability() >= 100:
+    if _rows_for_later(blocks, group_sizes):
         operands = dy, dy_scale, rhs, rhs_scale, group_sizes
         return sm100.rows_dgrad(*operands, blocks=blocks, out_dtype=out_dtype)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
         return plain.rows_dgrad(*wide, group_sizes, out_dtype=out_dtype)
     dy, dy_scale, rhs, rhs_scale = map(sm100.flat, (dy, dy_scale, rhs, rhs_scale))
-    return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], out_dtype=out_dtype)[
-        None
-    ]
+    return _launch_rows(dy, dy_scale, rhs, rhs_scale, group_sizes, out_dtype)[None]
+
+
+def _rows_for_later(blocks, group_sizes) -> bool:
+    """Whether the kernels for later GPUs multiply rows: on those, and what Hopper has no other kernel for."""
+    return plain._capability() >= 100 or (not _along(blocks) and not plain.in_cuda(group_sizes))
+
+
+def _launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, out_dtype):
+    """[1, C, D] x [G, W, D] -> [C, W], by the kernel for blocks of 128 or for a scale of each group."""
+    lhs, lhs_scale, group_sizes = lhs[0], lhs_scale[0], group_sizes[0]
+    if rhs_scale.ndim > 1:
+        return launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, out_dtype=out_dtype)
+    scales = lhs_scale, rhs_scale
+    return plain.launch_rows_hopper(
+        lhs, rhs, group_sizes, scales, out_dtype=out_dtype, transposed=True
+    )
 
 
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
@@ -515,13 +478,10 @@ def _along(blocks) -> int:
     return max(blocks[0], default=0)
 
 
-def launch_rows(
-    lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, tiles: Tiles | None = None
-):
-    """Rows [C, D] with scales [C, D / 128] or [G] times weights [G, W, D] with scales [G, W / 128, D / 128] or [G]."""
+def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype):
+    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
     (C, D), (G, W, _) = lhs.shape, rhs.shape
-    scaled = row_scales.ndim == 2
-    tiles = fit(tiles or (ROWS_BLOCKS if scaled else ROWS_WHOLE), G, out_dtype)
+    tiles = fit(ROWS_BLOCKS, G, out_dtype)
     num_steps = plain._num_steps((tiles.m, tiles.n, tiles.k), C, W, D)
     return gluon_call(
         _descriptor(lhs, (tiles.m, tiles.k)), row_scales,
@@ -530,7 +490,7 @@ def launch_rows(
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=plain._num_programs(num_steps), capability=90,
-        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), SCALED=scaled, **constants(tiles, G, num_steps),
+        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, num_steps),
     )  # fmt: skip
 
 
