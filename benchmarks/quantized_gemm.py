@@ -79,7 +79,7 @@ def bfloat16(shape):
 
 def cases():
     for name, shape in (GPU if on_gpu() else CPU).items():
-        in_8_bits, in_16_bits = dense((*shape, 1)), bfloat16(shape)
+        in_8_bits, in_16_bits = dense("fprop", (*shape, 1)), bfloat16(shape)
         for recipe, passes in {
             "fp8_current": ("fprop", "wgrad"),
             "fp8_block": ("fprop", "dgrad", "wgrad"),

@@ -1,14 +1,13 @@
 """Grouped GEMMs of 8-bit operands, with a scale per block of 128, against what the tensor cores reach without groups.
 
-For scales per tensor and blocks of 128 the reference is one dense 8-bit XLA GEMM of the same rows, contraction and
-width; for the weight gradient of blocks of 128, and for blocks of 32, which are multiplied as bfloat16, it is our
-bfloat16 kernel. Kernel and reference alternate; a ratio is the median of the ratios of pairs, higher is better.
+For scales per tensor and blocks of 128 the reference is one dense 8-bit XLA GEMM of the same size; for the weight
+gradient of blocks of 128, and for blocks of 32, which are multiplied as bfloat16, it is our bfloat16 kernel. Kernel and
+reference alternate; a ratio is the median of the ratios of pairs, higher is better.
 
 The forward's weight, and in blocks of 128 the weight gradient's operands, lie as the tensor cores read them, their
 contraction contiguous, as they do where they are quantized in the same program; `fprop, rows of N` is the forward of a
-weight [E, K, N] from elsewhere, transposed each time. Other
-recipes have a program each, so that none takes long: `quantized_by_tensor` and `quantized_by_32`. All passes of all
-shapes with `--all`.
+weight [E, K, N] from elsewhere, transposed each time. Other recipes have a program each, so that none takes long:
+`quantized_by_tensor` and `quantized_by_32`. All passes of all shapes with `--all`.
 """
 
 import argparse
@@ -43,7 +42,7 @@ FEW = {
         (("dsv3 w13", "dsv3 w2"), ("fprop", "wgrad")),
         (("four groups", "four groups w2"), ("fprop",)),
     ],
-    "fp8_current": [(tuple(GPU), ("fprop",)), (("dsv3 w13",), ("wgrad",))],
+    "fp8_current": [(tuple(GPU), ("fprop", "dgrad")), (("dsv3 w13",), ("wgrad",))],
     "mxfp8": [(tuple(GPU), ("fprop",)), (("dsv3 w13",), ("wgrad",))],
 }
 
@@ -99,13 +98,16 @@ def _laid(x, order):
     return jax.device_put(x, Format(Layout(order), x.sharding))
 
 
-def dense(shape):
-    """One 8-bit GEMM, the contraction of both operands contiguous."""
+def dense(which, shape):
+    """One 8-bit GEMM of a pass' size, the contraction of both operands contiguous."""
     rows, k, n, _ = shape
+    height, width, contraction = {"dgrad": (rows, k, n), "wgrad": (k, n, rows)}.get(
+        which, (rows, n, k)
+    )
     keys = jax.random.split(jax.random.key(0), 2)
     x, w = (
-        jax.random.normal(key, (size, k), jnp.bfloat16).astype(DATA)
-        for key, size in zip(keys, (rows, n), strict=True)
+        jax.random.normal(key, (size, contraction), jnp.bfloat16).astype(DATA)
+        for key, size in zip(keys, (height, width), strict=True)
     )
 
     def multiply(x, w, scale):
@@ -187,7 +189,9 @@ def cases_of(recipe, name, shape, only):
             f"{recipe} {which} {name} {rows}x{k}x{n}, {groups} groups",
             flops,
             (function, operands),
-            bfloat16(recipe, which, shape, to) if in_bfloat16 or not on_gpu() else dense(shape),
+            bfloat16(recipe, which, shape, to)
+            if in_bfloat16 or not on_gpu()
+            else dense(which, shape),
             "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM",
             (500e12 if recipe == "mxfp8" else 1000e12, 700e12 if in_bfloat16 else 1300e12),
             functools.partial(check, which, function, operands, options),
