@@ -39,7 +39,7 @@ def test_neighbours_are_of_one_half_and_pair(seed):
 
 
 def test_the_same_whatever_lines_are_asked():
-    """So that programs that hold it are the same, and found in caches."""
+    """Where caches are empty too, programs that hold it are the same."""
     from expertmesh.core.kernels.cluster_order import places
 
     half, pair, latencies = _gpu(1)
@@ -66,9 +66,37 @@ def test_measured_on_a_single_gpu_alone(monkeypatch):
         return kernels.cluster_order(132, 1024)
 
     assert kernels.cluster_order(132, 1024) == ()
-    monkeypatch.setattr(kernels, "_measured", lambda gpu, *_: (gpu,))
+    monkeypatch.setattr(kernels, "_kept", lambda gpu, *_: (gpu,))
     assert order_on(["gpu0", "gpu1"]) == ()
     assert order_on(["gpu0"]) == ("gpu0",)
+
+
+def test_the_same_in_the_next_process(monkeypatch, tmp_path):
+    """Whatever it measured: a program that holds another order is compiled once more."""
+    from expertmesh.core.kernels import cluster_order as kernels
+
+    measured = []
+
+    def measure(gpu, programs, shared):
+        measured.append(gpu)
+        return tuple(np.random.default_rng(len(measured)).permutation(programs // 2).tolist())
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "_measured", measure)
+    monkeypatch.setattr(kernels, "_uuid", lambda gpu: gpu)
+
+    def in_a_process(gpu, programs=132):
+        kernels._kept.cache_clear()
+        return kernels._kept(gpu, programs, 1024)
+
+    first, other = in_a_process("gpu0"), in_a_process("gpu1")
+    assert in_a_process("gpu0") == first != other == in_a_process("gpu1")
+    assert len(in_a_process("gpu0", 64)) == 32
+    assert measured == ["gpu0", "gpu1", "gpu0"]
+    for path in tmp_path.glob("**/places.json"):
+        path.write_text("[0, 0]")
+    again = in_a_process("gpu0")
+    assert sorted(again) == sorted(first) and len(measured) == 4, "a damaged file is an order"
 
 
 def test_kernels(tmp_path):

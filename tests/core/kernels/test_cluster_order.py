@@ -1,5 +1,9 @@
 """The order of clusters on the GPU that is there: a permutation, which changes no bit of what is computed."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +25,8 @@ def measured():
             "the kernel has instructions of Hopper, and no other GPU's kernels ask for the order"
         )
     gpu = _jax.local_gpu()
-    measure = cluster_order._measured.__wrapped__
-    return lambda: measure(gpu, gpu.core_count // 2 * 2, grouped_gemm.SHARED_BYTES)
+    of = gpu, gpu.core_count // 2 * 2, grouped_gemm.SHARED_BYTES
+    return lambda: cluster_order._measured(*of)
 
 
 def test_a_permutation_that_is_the_same_again(measured):
@@ -51,3 +55,30 @@ def test_changes_no_bit(measured, width, monkeypatch):
     as_launched = result(())
     for order in (places, places[::-1]):
         np.testing.assert_array_equal(result(order), as_launched)
+
+
+PRODUCT = """
+import jax, jax.numpy as jnp
+from expertmesh.core.kernels.grouped_gemm import rows
+
+lhs, rhs = jnp.ones((1, 512, 128), jnp.bfloat16), jnp.ones((2, 128, 256), jnp.bfloat16)
+sizes = jnp.full((1, 2), 256, jnp.int32)
+product = jax.jit(lambda *given: rows(*given, out_dtype=jnp.dtype("bfloat16")))
+assert (product(lhs, rhs, sizes) == 128).all()
+"""
+
+
+def test_the_next_process_finds_the_program(tmp_path):
+    caches = {
+        "JAX_COMPILATION_CACHE_DIR": f"{tmp_path}/jax",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TRITON_CACHE_DIR": f"{tmp_path}/triton",
+    }
+
+    def programs():
+        subprocess.run([sys.executable, "-c", PRODUCT], env=os.environ | caches, check=True)
+        return {path.name for path in tmp_path.glob("jax/*-cache")}
+
+    first = programs()
+    assert any("lambda" in name for name in first)
+    assert programs() == first
