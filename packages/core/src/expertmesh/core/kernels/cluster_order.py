@@ -47,7 +47,7 @@ def cluster_order(programs: int, shared: int) -> tuple[int, ...]:
 
 @functools.cache  # of a device: where blocks lie does not change
 def _kept(gpu: jax.Device, programs: int, shared: int) -> tuple[int, ...]:
-    """The order that an earlier process measured, else this one."""
+    """The order that an earlier process measured, else this one: a launch's first clusters do not always lie alike."""
     of = f"{_uuid(gpu)} {programs} {shared} {LAUNCHES} {source()}"
     cache = get_cache_manager(hashlib.sha256(of.encode()).hexdigest())
     if path := cache.get_file("places.json"):
