@@ -88,7 +88,7 @@ def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
 """
 
 
-# Of operands, in the name of an instruction of `wgmma`.
+# Of operands, in the name of `wgmma`'s instruction.
 WGMMA_TYPES = {
     "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
 }  # fmt: skip

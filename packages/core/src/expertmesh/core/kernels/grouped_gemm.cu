@@ -11,10 +11,11 @@
 // Operands of 8 bits have a scale for each group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
 // rhs_scale[group]. A step's bytes are those of 16 bits, and so is all that follows from them.
 //
-// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits,
-// of which the contraction of both is contiguous), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a role), MIN_ROWS, MAX_ROWS
-// and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE, and
-// perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each height) and CASES.
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),
+// TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
+// role), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and
+// REGISTERS_MORE, and perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each
+// height) and CASES.
 
 constexpr int ROLES = 2;              // that multiply
 constexpr int THREADS = 128 + ROLES * 128;

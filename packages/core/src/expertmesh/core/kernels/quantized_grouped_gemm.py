@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
-from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text, wgmma
+from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
 from expertmesh.core.kernels.launch import target
 
@@ -541,9 +541,9 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, stages: int) -> str:
         BAND=WEIGHTS_BLOCKS.band, SLOT=SLOT, SLOTS=SLOTS, SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
-    lhs, dy = (str(jnp.dtype(dtype))[7:11] for dtype in (lhs_dtype, dy_dtype))
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))
     multiply = wgmma(
-        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{lhs}.{dy}", 64, "1, 1"
+        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{kinds}", 64, "1, 1"
     )
     files = "hopper.cuh", "quantized_grouped_gemm.cu"
     return source_text(*files, defined=defined, INSTRUCTION=multiply)
