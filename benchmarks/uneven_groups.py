@@ -1,9 +1,9 @@
 """Grouped GEMMs of uneven groups, each pass, against even groups of the same rows; and of a mostly empty buffer.
 
 The reference of a buffer, of which a quarter is live, is the same pass of the live rows alone and a fill of as many
-bytes as it writes zeros. Many small groups are limited by memory: other references of theirs are a copy of as many
-bytes as their operands and results have, and the read of all weights, which the forward and the input gradient need,
-and nothing else.
+bytes as it writes zeros. Many small groups are limited by memory: other references of theirs are XLA's batched GEMM,
+which knows that they are alike, a copy of as many bytes as their operands and results have, and the read of all
+weights, which the forward and the input gradient need, and nothing else.
 """
 
 import argparse
@@ -56,12 +56,20 @@ def cases_of_skew(shape, dtype):
                 "uneven_groups", case, flops, ours, *even_groups, check=checked
             )
             if arrays[2] is many:
-                yield from memory_cases(case, which, flops, ours, arrays)
+                yield from limits(case, which, flops, ours, arrays)
 
 
-def memory_cases(case, which, flops, ours, arrays):
-    """Against a copy of as many bytes, and against the weights alone, read once."""
+def limits(case, which, flops, ours, arrays):
+    """Against a batched GEMM, a copy of as many bytes, and the weights alone, read once."""
     lhs, dy, weights, _ = arrays  # two of them are read, the third is as large as what is written
+    x, y = (rows.reshape(len(weights), FINE, -1) for rows in (lhs, dy))
+    batched, of = {
+        "fprop": ("gmk,gkn->gmn", (x, weights)),
+        "dgrad": ("gmn,gkn->gmk", (y, weights)),
+        "wgrad": ("gmk,gmn->gkn", (x, y)),
+    }[which]
+    other = (functools.partial(jnp.einsum, batched), of), "XLA's batched GEMM"
+    yield _measure.gemm_case("uneven_groups", case, flops, ours, *other)
     moved = lhs.nbytes + dy.nbytes + weights.nbytes
     yield _measure.copy_case("uneven_groups", case, *ours, moved)
     if which != "wgrad":
