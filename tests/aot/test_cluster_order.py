@@ -92,6 +92,7 @@ def test_the_same_in_the_next_process(monkeypatch, tmp_path):
     first, other = in_a_process("gpu0"), in_a_process("gpu1")
     assert in_a_process("gpu0") == first != other == in_a_process("gpu1")
     assert len(in_a_process("gpu0", 64)) == 32
+    assert in_a_process("gpu0") == first, "of as many programs"
     assert measured == ["gpu0", "gpu1", "gpu0"]
     for path in tmp_path.glob("**/places.json"):
         path.write_text("[0, 0]")
