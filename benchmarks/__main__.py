@@ -20,11 +20,12 @@ HERE = pathlib.Path(__file__).parent
 SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
 # Of the others, in order of their time.
 LONG = (
-    "grouped_gemm",
-    "uneven_groups",
     "compile_time",
-    "quantized_grouped_gemm",
     "quantized_by_tensor",
+    "grouped_gemm",
+    "quantized_gemm",
+    "uneven_groups",
+    "quantized_by_32",
 )
 
 

@@ -39,7 +39,7 @@ def test_neighbours_are_of_one_half_and_pair(seed):
 
 
 def test_the_same_whatever_lines_are_asked():
-    """Where caches are empty too, programs that hold it are the same."""
+    """And wherever they lie: in each process they lie elsewhere."""
     from expertmesh.core.kernels.cluster_order import places
 
     half, pair, latencies = _gpu(1)

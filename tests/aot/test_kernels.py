@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from cases.marks import needs_triton
+from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
 from expertmesh.core.ops import (
@@ -122,9 +123,6 @@ def _assemble_cuda(text, folder):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert _stack_bytes(cubin.read_bytes()) == 0, "registers spill"
     return ptx, said
-
-
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
 @pytest.mark.parametrize(
@@ -263,23 +261,33 @@ def test_weight_gradients_of_blocks_on_hopper(lhs, dy, out, groups, tmp_path):
     assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
 
 
-def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypatch):
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
-
+def _taken_on_hopper(monkeypatch, launches, shape):
+    """Names of the launches, (owner, function) each, in the order in which they are made; `shape` of their result."""
     taken = []
     monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
 
     def take(name, owner, function):
-        def launch(lhs, *_, out_dtype, **__):
+        def launch(*operands, out_dtype, **options):
             taken.append(name)
-            return jnp.zeros((*lhs.shape[:-1], 256), out_dtype)
+            return jnp.zeros(shape(*operands, **options), out_dtype)
 
         monkeypatch.setattr(owner, function, launch)
 
-    take("CUDA", kernels.plain, "launch_rows_hopper")
-    take("Gluon", kernels, "launch_rows")
-    take("Triton", kernels.sm100, "rows")
-    take("Triton, gradient", kernels.sm100, "rows_dgrad")
+    for name, place in launches.items():
+        take(name, *place)
+    return taken
+
+
+def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypatch):
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    launches = {
+        "CUDA": (kernels.plain, "launch_rows_hopper"),
+        "Gluon": (kernels, "launch_rows"),
+        "Triton": (kernels.sm100, "rows"),
+        "Triton, gradient": (kernels.sm100, "rows_dgrad"),
+    }
+    taken = _taken_on_hopper(monkeypatch, launches, lambda lhs, *_, **__: (*lhs.shape[:-1], 256))
 
     def multiply(function, groups, along=0):
         shape, float8 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
@@ -305,20 +313,14 @@ def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypat
 def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
-    taken = []
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-
-    def take(name, owner, function):
-        def launch(lhs, *_, num_experts=None, out_dtype, **__):
-            taken.append(name)
-            shape = (num_experts or _[-1].shape[-1], lhs.shape[-1], 256)
-            return jnp.zeros(shape, out_dtype)
-
-        monkeypatch.setattr(owner, function, launch)
-
-    take("CUDA", kernels, "launch_weights_blocks")
-    take("Gluon", kernels, "launch_weights")
-    take("Triton", kernels.sm100, "weights")
+    launches = {
+        "CUDA": (kernels, "launch_weights_blocks"),
+        "Gluon": (kernels, "launch_weights"),
+        "Triton": (kernels.sm100, "weights"),
+    }
+    taken = _taken_on_hopper(
+        monkeypatch, launches, lambda lhs, *rest, **_: (rest[-1].shape[-1], lhs.shape[-1], 256)
+    )
 
     def gradient(groups, along=128):
         shape = jax.ShapeDtypeStruct

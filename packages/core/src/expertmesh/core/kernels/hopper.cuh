@@ -1,6 +1,6 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
-// Compiled at run time, without headers, before a kernel's own text, whose macros REGISTERS_LESS,
+// Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_LESS,
 // REGISTERS_MORE and perhaps PLACES are this one's too.
 
 struct alignas(64) TensorMap {
@@ -84,16 +84,6 @@ __device__ __forceinline__ void store(u8* to, int4 v) {
                ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");
 }
 
-__device__ __forceinline__ void put_word(u32 to, int v) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ int get_word(u32 from) {
-  int v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ void prefetch_descriptor(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -146,6 +136,22 @@ template <int GROUPS>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
+
+// A block's shared memory: from its first multiple of 1024 bytes on, for swizzles repeat so; and the table of groups at
+// its end, 16 bytes each.
+struct Memory {
+  u32 smem, table;
+
+  __device__ __forceinline__ explicit Memory(int num_groups) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    smem = (base + 1023) / 1024 * 1024, table = base + SHARED - num_groups * 16;
+  }
+};
+
+// -1 loads, the others multiply. Shuffled, so that the compiler knows it to be the same in a warp: indices of slots
+// then need no vector registers, nor the warp to gather before each product.
+__device__ __forceinline__ int role_of_warp() { return __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0); }
 
 // Barriers of slots in shared memory: at most eight that are full, and as many that are empty.
 constexpr int FULL = 0, EMPTY = 64;

@@ -24,10 +24,6 @@ constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS * 4;
 constexpr int ROOM_BYTES = TURNED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;
 static_assert(ROOM + ROOM_BYTES == SHARED, "as launched");
 
-__device__ __forceinline__ void put(u32 to, u32 v) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
 __device__ __forceinline__ u32 get_u16(u32 from) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
@@ -177,7 +173,7 @@ __device__ __forceinline__ void scale_columns(
     for (int w = 0; w < WARPS; w++)
       magnitude = max(magnitude, get_u16(smem + ROOM + (w * HALVES * COLUMNS + c) * 2));
     const Scale<Stored> of = scale_of(magnitude);
-    put(smem + MULTIPLIERS + c * 4, __float_as_uint(of.multiplier));
+    put_word(smem + MULTIPLIERS + c * 4, __float_as_int(of.multiplier));
     if (column < width) scale_rows[((u64)here.block * HALVES + c / COLUMNS) * width + column] = of.stored;
   }
   __syncthreads();
@@ -194,7 +190,7 @@ __device__ __forceinline__ float4 multipliers(u32 smem, int column) {
 __device__ __forceinline__ void turn(const u32 (&down)[8], int r, int thread, u32 smem) {
   const int in_row = thread % 16, line = thread / 16 * ROWS + r, to = (line / 8 ^ in_row) * 8 + line % 8;
 #pragma unroll
-  for (int j = 0; j < 8; j++) put(smem + ROOM + (in_row * 8 + j) * BLOCK + to, down[j]);
+  for (int j = 0; j < 8; j++) put_word(smem + ROOM + (in_row * 8 + j) * BLOCK + to, down[j]);
 }
 
 // Stores a turned tile of BLOCK rows, which is in shared memory when all threads are here, and waits for all.

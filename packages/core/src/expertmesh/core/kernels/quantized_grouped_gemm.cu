@@ -332,12 +332,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap lhs_scales,
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
     int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
-  extern __shared__ __align__(1024) u8 shared[];
-  const u32 base = (u32)__cvta_generic_to_shared(shared);
-  const u32 smem = (base + 1023) / 1024 * 1024;  // swizzles repeat every 1024 bytes
-  const u32 table = base + SHARED - num_groups * 16;
-  // -1: it loads, and stores zeros. Shuffled, so that the compiler knows it to be the same in a warp.
-  const int role = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);
+  const auto [smem, table] = Memory(num_groups);
+  const int role = role_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy);
     prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);

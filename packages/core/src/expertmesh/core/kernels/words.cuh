@@ -19,6 +19,16 @@ __device__ __forceinline__ int4 get(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ void put_word(u32 to, int v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ int get_word(u32 from) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
 // Two numbers of 16 bits.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;
