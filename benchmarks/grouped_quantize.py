@@ -30,12 +30,11 @@ def ways(format):
     def along(axis):
         return lambda x, sizes: _arrays(grouped_quantize(x, sizes, format, axis=axis))
 
-    if format.block is None:
-        return {"per group": (along(-1), 2, 1)}
-
     def both(x, sizes):
         return arrays_of_both(*grouped_quantize_both(x, sizes, (format, format)))
 
+    if format.block is None:
+        return {"per group": (along(-1), 2, 1), "per group, both": (both, 2, 2)}
     return {"along K": (along(-1), 1, 1), "along rows": (along(1), 1, 1), "both": (both, 1, 2)}
 
 
@@ -44,8 +43,8 @@ def _arrays(q):
 
 
 def arrays_along_rows(q):
-    """Data and scale; of blocks of 128 as the weight gradient reads them, with the rows contiguous."""
-    return (jnp.swapaxes(q.data, 1, 2) if 128 in q.block else q.data), q.scale
+    """Data and scale; but for blocks of 32 as the weight gradient reads them, with the rows contiguous."""
+    return (q.data if 32 in q.block else jnp.swapaxes(q.data, 1, 2)), q.scale
 
 
 def arrays_of_both(first, second):

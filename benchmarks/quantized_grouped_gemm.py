@@ -4,7 +4,7 @@ For scales per tensor and blocks of 128 the reference is one dense 8-bit XLA GEM
 gradient of blocks of 128, and for blocks of 32, which are multiplied as bfloat16, it is our bfloat16 kernel. Kernel and
 reference alternate; a ratio is the median of the ratios of pairs, higher is better.
 
-The forward's weight, and in blocks of 128 the weight gradient's operands, lie as the tensor cores read them, their
+The forward's weight, and but for blocks of 32 the weight gradient's operands, lie as the tensor cores read them, their
 contraction contiguous, as they do where they are quantized in the same program; `fprop, rows of N` is the forward of a
 weight [E, K, N] from elsewhere, transposed each time. Other recipes have a program each, so that none takes long:
 `quantized_by_tensor` and `quantized_by_32`. All passes of all shapes with `--all`.
@@ -42,7 +42,7 @@ FEW = {
         (("dsv3 w13", "dsv3 w2"), ("fprop", "wgrad")),
         (("four groups", "four groups w2"), ("fprop",)),
     ],
-    "fp8_current": [(tuple(GPU), ("fprop", "dgrad")), (("dsv3 w13",), ("wgrad",))],
+    "fp8_current": [(tuple(GPU), ("fprop", "dgrad", "wgrad"))],
     "mxfp8": [(tuple(GPU), ("fprop",)), (("dsv3 w13",), ("wgrad",))],
 }
 
@@ -75,7 +75,7 @@ def call(recipe, which, shape):
             quantized(key, (1, rows, width), down, (1, groups))
             for key, width in zip(keys, (k, n), strict=True)
         )
-        if along == 128:
+        if along != 32:
             x, dy = ((_laid(data, (0, 2, 1)), scale) for data, scale in (x, dy))
         return _WGRAD[kind], (*x, *dy, sizes), dict(blocks=(down, down), num_experts=groups)
     dgrad = which == "dgrad"

@@ -213,52 +213,42 @@ def _descriptor(dtype, block):
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layouts[dtype]!r}>"
 
 
-# The operand that is e5m2 in a pass with dy: rows in the input gradient, columns in the weight's.
+# The rows of the input gradient may be e5m2.
 @pytest.mark.parametrize("dy", ["fp8e4nv", "fp8e5"])
 @pytest.mark.parametrize(
-    "which, out",
-    [
-        ("ROWS_BLOCKS", "bf16"),
-        ("WEIGHTS_WHOLE", "bf16"),
-        ("WEIGHTS_WHOLE", "fp32"),
-    ],
+    "out, width", [("bf16", 7168), ("bf16", 1536), ("fp32", 4096), ("fp32", 272)]
 )
-def test_quantized_grouped_gemm(which, out, dy):
+def test_rows_of_blocks_on_hopper(out, width, dy):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
     from expertmesh.core.kernels.gluon_call import compile_gluon
 
-    dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
-    tiles = kernels.fit(getattr(kernels, which), 32, dtype)
-    # At other widths the storing role keeps an address or two in memory, which it has time for.
-    constants = kernels.constants(tiles, 32)
-    if which.startswith("ROWS"):
-        kernel = kernels._rows_kernel
-        first = (dy, (tiles.m, tiles.k)), "*fp32"
-        second = ("fp8e4nv", (1, tiles.n, tiles.k)), "*fp32"
-        constants |= {"C": 32768, "W": 4096, "STEPS": 56}
-    else:
-        kernel = kernels._weights_kernel
-        first = ("fp8e4nv", (1, tiles.m, tiles.k)), "*fp32"
-        second = (dy, (1, tiles.n, tiles.k)), "*fp32"
-        constants |= {"K": 4096, "N": 28672}
-    types = [t if isinstance(t, str) else _descriptor(*t) for t in (*first, *second)]
-    compiled = compile_gluon(kernel, [*types, "*i32", f"*{out}"], constants, 90)
-    _check(compiled, 90)
+    tiles = kernels.fit(kernels.ROWS_BLOCKS, 32, jnp.float32 if out == "fp32" else jnp.bfloat16)
+    # At other widths a role keeps an address or two in memory, outside of its loop over the contraction.
+    constants = kernels.constants(tiles, 32) | {"C": 32768, "W": width, "STEPS": 56}
+    rows, weight = (
+        _descriptor(dy, (tiles.m, tiles.k)),
+        _descriptor("fp8e4nv", (1, tiles.n, tiles.k)),
+    )
+    types = [rows, "*fp32", weight, "*fp32", "*i32", f"*{out}"]
+    _check(compile_gluon(kernels._rows_kernel, types, constants, 90), 90)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("lhs, dy", [("e4m3fn", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e4m3fn")])
-@pytest.mark.parametrize("groups", [32, 2048])
-def test_weight_gradients_of_blocks_on_hopper(lhs, dy, out, groups, tmp_path):
+@pytest.mark.parametrize("groups", [32, 1024])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "groups"])
+def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_path):
+    """With scales of blocks, or of groups."""
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
-    stages = kernels.weights_stages(groups)
-    text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, stages)
+    tiles = (kernels.WEIGHTS_BLOCKS if blocks else kernels.WEIGHTS_WHOLE).fit(groups, out)
+    text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, tiles, blocks=blocks)
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
-    instruction = f"m64n128k32.f32.{lhs[:4]}.{dy[:4]}"
-    # Two products of four instructions, in a tile's first step and in the others.
-    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
+    instruction = f"m64n{128 if blocks else 256}k32.f32.{lhs[:4]}.{dy[:4]}"
+    # In a tile's first step and in the others: for blocks two products of four; else four, and one of a part of a step.
+    want = 16 if blocks else 10
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == want
 
 
 def _taken_on_hopper(monkeypatch, launches, shape):
@@ -310,12 +300,12 @@ def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypat
     assert multiply(kernels.rows_dgrad, 8, along=128) == "Gluon"
 
 
-def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):
+def test_quantized_weight_gradients_take_the_kernel_that_has_room(monkeypatch):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
     launches = {
-        "CUDA": (kernels, "launch_weights_blocks"),
-        "Gluon": (kernels, "launch_weights"),
+        "CUDA, blocks": (kernels, "launch_weights_blocks"),
+        "CUDA, groups": (kernels, "launch_weights"),
         "Triton": (kernels.sm100, "weights"),
     }
     taken = _taken_on_hopper(
@@ -335,13 +325,16 @@ def test_weight_gradients_of_blocks_take_the_kernel_that_has_room(monkeypatch):
         return taken.pop()
 
     monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
-    assert gradient(8) == "CUDA"
-    assert gradient(8, along=0) == "Gluon"
-    assert kernels.weights_stages(3648) == 2
-    assert gradient(3648) == "CUDA"
+    assert gradient(8) == "CUDA, blocks"
+    assert gradient(8, along=0) == "CUDA, groups"
+    assert kernels.WEIGHTS_BLOCKS.fit(3648, jnp.bfloat16).stages == 2
+    assert gradient(3648) == "CUDA, blocks"
     assert gradient(3649) == "Triton"
+    assert kernels.WEIGHTS_WHOLE.fit(3136, jnp.bfloat16).stages == 3
+    assert gradient(3136, along=0) == "CUDA, groups"
+    assert gradient(3137, along=0) == "Triton"
     monkeypatch.setattr(kernels, "nvrtc", lambda: None)
-    assert gradient(8) == "Triton"
+    assert gradient(8) == gradient(8, along=0) == "Triton"
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
@@ -375,16 +368,6 @@ def test_quantized_grouped_gemm_of_later_gpus(which, along, out):
     _check(compiled, 100)
     kind = "mxf8f6f4.block_scale.block32" if along == 32 else "f8f6f4"
     assert f"kind::{kind}\n" in re.sub(r"(kind::\S+).*", r"\1", compiled.asm["ptx"])
-
-
-def test_turn():
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
-
-    constants = {"W": 4096, "G": 8, "G_POW2": 8, "BK": 128}
-    types = ["*fp8e4nv", "*i32", "*fp8e4nv"]
-    constants["BW"] = kernels.TURNED
-    compiled = _assemble(kernels._turn_kernel, types, constants, 8, 1, 90)
-    _check_resources(compiled)
 
 
 def _check(compiled, arch):
@@ -575,13 +558,19 @@ def test_quantize(monkeypatch, recipe, arch):
     for axis in (1, 2):
         block = quantize.block_shape("test", x.shape, formats.x, axis, None, 1)
         options = dict(format=formats.x, block=block, has_multiplier=False)
-        op = grouped_quantize._op(3, False, blocks, False, False)
+        op = grouped_quantize._op(3, False, blocks, False, False, False)
         _check_launches(_launches(monkeypatch, op, x, sizes, **options), arch)
         block = quantize.block_shape("test", kernel.shape, formats.kernel, axis, 3 - axis, 1)
         options = dict(format=formats.kernel, block=block, has_multiplier=False, batch_dims=1)
         op = quantize._quantize_op(3, 1, False, blocks, False, False)
         _check_launches(_launches(monkeypatch, op, kernel, **options), arch)
-    if blocks:
+    if not blocks:
+        op = grouped_quantize._op(3, False, False, False, False, True)
+        options = dict(format=formats.x, block=(), has_multiplier=False, twice=True)
+        launches = _launches(monkeypatch, op, x, sizes, **options)
+        assert len(launches) == 2, "one for the amax, one for both copies"
+        _check_launches(launches, arch)
+    else:
         both = [quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1)]
         op = grouped_quantize._both_op(3)
         launches = _launches(monkeypatch, op, x, sizes, format=formats.x, blocks=tuple(both))

@@ -62,6 +62,30 @@ def test_both_ways(which, shape):
         np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("shape", [(200, 288), (160, 2, 264), (133, 40)], ids=str)
+def test_both_ways_without_blocks(shape, given):
+    """The weight gradient's copy has the same bits as the other one, which has those of it alone."""
+    format, shape = FORMATS["current"][0], (1, *shape)
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.bfloat16), special="")
+    x[:, 120:] = np.nan
+    x, sizes = jnp.asarray(x), jnp.asarray([[64, 0, 56]], jnp.int32)
+
+    def both(x, sizes):
+        if not given:
+            return grouped_quantize_both(x, sizes, (format, format))
+        multiplier = jnp.array([[2.0**-3, 1.0, 1.7]])
+        q, _, again = grouped_quantize_with_amax(x, sizes, format, multiplier, twice=True)
+        return q, again
+
+    first, second = run_twice(both, x, sizes)
+    multiplier = jnp.array([[2.0**-3, 1.0, 1.7]]) if given else None
+    want = grouped_quantize(x, sizes, format, multiplier=multiplier)
+    for q in (first, second):
+        np.testing.assert_array_equal(codes(q.data), codes(want.data))
+        np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
+
+
 def test_by_a_given_multiplier():
     """The amax that comes with it is that of each group's rows."""
     format = FORMATS["current"][0]
@@ -70,7 +94,7 @@ def test_by_a_given_multiplier():
     sizes = np.array([[100, 0, 90]], np.int32)
     poisoned = rows.copy()
     poisoned[:, 190:] = np.nan
-    q, amax = run_twice(
+    q, amax, _ = run_twice(
         lambda x, s, m: grouped_quantize_with_amax(x, s, format, m),
         jnp.asarray(poisoned),
         jnp.asarray(sizes),

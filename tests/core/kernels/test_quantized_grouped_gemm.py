@@ -137,19 +137,21 @@ def test_weight_gradients(kind, shape):
 
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_rows", [0, 1, 1440])
-def test_weight_gradients_of_many_groups(num_rows, out):
+@pytest.mark.parametrize("along", [0, 128])
+def test_weight_gradients_of_many_groups(along, num_rows, out):
     """Of most groups few rows or none, in blocks that several share; their table leaves less room for loads."""
-    C, K, N, G, along = 1500, 160, 272, 600, 128
+    C, K, N, G = 1500, 160, 272, 600
     rng = np.random.default_rng(num_rows)
     sizes = rng.multinomial(num_rows, rng.dirichlet([0.05] * G)).astype(np.int32)
-    block = (1, along, 1)
+    block = (1, along, 1) if along else ()
     x, x_scale, x_wide = quantized(rng, (1, C, K), block, E4M3, (1, G))
     dy, dy_scale, dy_wide = quantized(rng, (1, C, N), block, E5M2, (1, G))
     want = np.zeros((G, K, N))
     for g, (start, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
-        want[g] = x_wide[0, start : start + size].T @ dy_wide[0, start : start + size]
+        factor = 1 if along else float(x_scale[0, g]) * float(dy_scale[0, g])
+        want[g] = x_wide[0, start : start + size].T @ dy_wide[0, start : start + size] * factor
     got = run_twice(
-        _WGRAD["blocks"],
+        _WGRAD["blocks" if along else "tensor"],
         (_poisoned(x, num_rows), x_scale, _poisoned(dy, num_rows), dy_scale, sizes[None]),
         num_experts=G,
         blocks=(block, block),
@@ -158,6 +160,47 @@ def test_weight_gradients_of_many_groups(num_rows, out):
     assert not got[sizes == 0].any(), "groups without rows have gradients"
     for g in np.flatnonzero(sizes):
         assert relative_error(got[g], want[g]) < (1e-2 if out == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+@pytest.mark.parametrize("G", [8, 100])  # groups of many steps, and of one
+def test_weight_gradients_of_several_rounds_of_tiles(G, out):
+    """A result leaves in pieces during the next tile, which has enough steps for them or not."""
+    C, K, N = 6000, 784, 1296
+    rng = np.random.default_rng(G)
+    sizes, starts = _sizes(rng, C, G, 60)
+    x, x_scale, x_wide = quantized(rng, (1, C, K), (), E4M3, (1, G))
+    dy, dy_scale, dy_wide = quantized(rng, (1, C, N), (), E5M2, (1, G))
+    live = sizes.sum()
+    got = run_twice(
+        _WGRAD["tensor"],
+        (_poisoned(x, live), x_scale, _poisoned(dy, live), dy_scale, sizes[None]),
+        num_experts=G,
+        blocks=((), ()),
+        out_dtype=np.dtype(out),
+    )
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        rows = slice(start, start + size)
+        want = x_wide[0, rows].T @ dy_wide[0, rows] * (float(x_scale[0, g]) * float(dy_scale[0, g]))
+        assert relative_error(got[g], want) < (4e-3 if out == "bfloat16" else 2e-3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_groups_gradient(value):
+    """Of groups that begin and end anywhere, many within one instruction's rows."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 40, 60).astype(np.int32)
+    ends, G = np.cumsum(sizes), len(sizes)
+    x, x_scale, _ = quantized(rng, (1, ends[-1], 160), (), E5M2, (1, G))
+    dy, dy_scale, _ = quantized(rng, (1, ends[-1], 272), (), E4M3, (1, G))
+    x = x.copy()
+    hit = [7, 8, 31]
+    for g in hit:
+        x[0, ends[g] - sizes[g] : ends[g]] = value
+    operands = x, x_scale, dy, dy_scale, sizes[None]
+    got = run_twice(_WGRAD["tensor"], operands, num_experts=G, blocks=((), ()))
+    assert not np.isfinite(got[hit]).any()
+    assert np.isfinite(np.delete(got, hit, axis=0)).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

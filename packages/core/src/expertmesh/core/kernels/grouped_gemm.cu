@@ -395,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int role = role_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
-    init_slots(smem, MAX_STAGES, ROLES);
+    init_slots(smem, MAX_STAGES, 4 * ROLES);
   }
   const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
   const int2 tiles = plan(sizes, num_groups, num_columns, most_parts, smem, table);

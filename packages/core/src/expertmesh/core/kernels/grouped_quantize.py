@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from expertmesh.core.kernels import quantize
 
 
-def grouped_quantize(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(), origin=()):
+def grouped_quantize(
+    x, group_sizes, *rest, format, block, has_multiplier, twice=False, amax_axes=(), origin=()
+):
     """As the reference of `ops/grouped_quantize.py`, for one participant."""
     del origin
     sizes = group_sizes[0].astype(jnp.int32)
     if block:
-        return quantize.blocks(x, sizes, format, block)
+        data, scale = quantize.blocks(x, sizes, format, block)
+        return (data, scale, data) if twice else (data, scale)
     C = x.shape[1]
 
     def found(parts):
@@ -26,7 +29,7 @@ def grouped_quantize(x, group_sizes, *rest, format, block, has_multiplier, amax_
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
     multiplier = rest[0] if has_multiplier else None
-    return quantize.by_tensor(x, multiplier, sizes, (1, C, x.size // C), found, format)
+    return quantize.by_tensor(x, multiplier, sizes, (1, C, x.size // C), found, format, twice)
 
 
 def grouped_quantize_both(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):

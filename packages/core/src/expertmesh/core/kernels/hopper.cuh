@@ -156,11 +156,11 @@ __device__ __forceinline__ int role_of_warp() { return __shfl_sync(~0u, (int)thr
 // Barriers of slots in shared memory: at most eight that are full, and as many that are empty.
 constexpr int FULL = 0, EMPTY = 64;
 
-// One thread.
-__device__ __forceinline__ void init_slots(u32 smem, int stages, int roles) {
+// Of slots that so many warps release in each of both blocks. One thread.
+__device__ __forceinline__ void init_slots(u32 smem, int stages, int warps) {
   for (int i = 0; i < stages; i++) {
     init_barrier(smem + FULL + 8 * i, 1);
-    init_barrier(smem + EMPTY + 8 * i, 2 * 4 * roles);  // each multiplying warp of both blocks
+    init_barrier(smem + EMPTY + 8 * i, 2 * warps);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

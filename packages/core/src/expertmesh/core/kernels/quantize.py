@@ -237,14 +237,15 @@ def _dequantize_kernel(
 
 @triton.jit
 def _scaled_kernel(
-    x, multiplier, sizes, data, amax,
+    x, multiplier, sizes, data, amax, data_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """data = x * multiplier of [A, M, N], and the amax of each row of a tile, int32[A, M, ceil(N / TN)].
+    """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
+    as [N, M] (A = 1).
 
     The multiplier is [A], or with G groups of the rows of M (A = 1) [G]; rows after the last group count as zeros.
-    Without `data` or `amax` (None) the other one alone.
+    Without what is None.
     """
     NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
@@ -272,7 +273,10 @@ def _scaled_kernel(
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
         else:
             factor = tl.load(multiplier + a)
-        tl.store(data + at, (wide * factor).to(data.dtype.element_ty), mask=inside)
+        q = (wide * factor).to(data.dtype.element_ty)
+        tl.store(data + at, q, mask=inside)
+        if data_rows is not None:
+            _store_along_rows(data_rows, q, at, inside, m, n, N, M, True)
     if amax is not None:
         part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
         tl.store(amax + part, tl.max(_magnitudes(wide), 1), mask=row_TM < M)
@@ -305,8 +309,10 @@ def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), 
     return by_tensor(x, rest[0] if has_multiplier else None, None, shape, found, format)
 
 
-def by_tensor(x, multiplier, sizes, shape, found, format):
+def by_tensor(x, multiplier, sizes, shape, found, format, twice=False):
     """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
+
+    Then, if `twice`, the data as the weight gradient reads them (A = 1).
 
     Args:
       multiplier: None: of the amax.
@@ -315,24 +321,30 @@ def by_tensor(x, multiplier, sizes, shape, found, format):
       found: from int32[A, M, parts of a row] to the amax of each tensor or group.
     """
     if multiplier is not None:
-        data, parts = scaled(x, multiplier, sizes, shape, format.dtype, finds_amax=True)
-        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts))
+        data, parts, *again = scaled(x, multiplier, sizes, shape, format.dtype, True, twice)
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts)), *again
     amax = found(*scaled(x, None, sizes, shape, None, finds_amax=True))
     multiplier, scale = tensor_scales(amax, format)
-    return *scaled(x, multiplier, sizes, shape, format.dtype), scale
+    data, *again = scaled(x, multiplier, sizes, shape, format.dtype, twice=twice)
+    return data, scale, *again
 
 
-def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, tiles: Tiles = SCALED):
-    """(`x` times its multiplier in `dtype`, the amax of parts of rows), without what is not wanted (dtype=None)."""
+def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
+    """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
+    without what is not wanted (dtype=None)."""
     A, M, N = shape
-    TN = divisor(N, tiles.columns)
+    turned = twice and is_turned(0)
+    tiles = BOTH if turned else SCALED
+    TN = tiles.columns if turned else divisor(N, tiles.columns)
     TM = tiles.elements // TN
     out = {}
     if dtype is not None:
         out["data"] = jax.ShapeDtypeStruct(x.shape, dtype)
     if finds_amax:
         out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
-    absent = {name: None for name in ("data", "amax") if name not in out}
+    if turned:
+        out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
+    absent = {name: None for name in ("data", "amax", "data_rows") if name not in out}
     results = jax_triton.triton_call(
         x, multiplier, sizes,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
@@ -340,7 +352,10 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, tiles: Tiles = 
         M=M, N=N, TM=TM, TN=TN, **absent, **_groups(sizes, M, x), **target(),
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
-    return _jax.match_varying((x, *results))[1:]
+    results = _jax.match_varying((x, *results))[1:]
+    if turned:
+        return *results[:-1], results[-1].T.reshape(x.shape)
+    return (*results, results[0]) if twice else results
 
 
 def view(shape: tuple[int, ...], block: tuple[int, ...]):
@@ -422,9 +437,9 @@ def both(x, sizes, format, tiles: Tiles | None = None):
 def is_turned(block: int) -> bool:
     """Whether the copy in blocks along the rows lies with its rows contiguous, as Hopper's tensor cores read it.
 
-    The transpose after the kernel and the one before the weight gradient's are then none.
+    The transpose after the kernel and the one before the weight gradient's are then none. Without blocks (0) too.
     """
-    return block == 128 and (_jax.compute_capability() or 9.0) == 9.0
+    return block in (0, 128) and (_jax.compute_capability() or 9.0) == 9.0
 
 
 @dataclasses.dataclass(frozen=True)

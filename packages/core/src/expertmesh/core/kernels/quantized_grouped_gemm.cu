@@ -8,32 +8,14 @@
 // product and adds it while the other multiplies. Results leave by TMA. Shared memory is busiest: products, loads,
 // scales and results have 1570 of its clocks in a step, for which the tensor cores take 1024.
 //
-// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), BAND (of tiles of columns of
-// lhs that run together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
-// INSTRUCTION (`multiply`).
+// Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
+// replaced: INSTRUCTION (`multiply`).
 
-constexpr int ROLES = 2;               // that multiply
-constexpr int THREADS = 128 + ROLES * 128;
-constexpr int BLOCK = 128;             // rows that share a scale: a step, and a line of an operand
-constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
-constexpr int PART_M = 64, PART_N = 128;  // of a product
-constexpr int PARTS = 2;               // of a role
-constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
-constexpr int SLICE = 32;              // rows of one instruction
-static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
-
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, a box of zeros, results, slots for
-// operands; and at its end the table of groups.
-constexpr int LINES = 32, BOX = LINES * 128;        // what leaves at once: lines of 128 bytes of a result
-constexpr int LIVE = 128, ZEROS = 1024, STAGED = ZEROS + BOX;
-constexpr int HANDED = WIDE ? 1 : 2;                // parts that are staged at once
-constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
-constexpr int STRIP = PART_M * 128;
-constexpr int STAGED_BYTES = HANDED * STRIPS * STRIP;  // of a role
+// What a slot holds: both operands, then both scales.
 constexpr int OF_LHS = TILE_N * BLOCK, SCALES_N = OF_LHS + TILE_M * BLOCK, SCALES_M = SCALES_N + TILE_N * 4;
 constexpr int SLOT_LOADS = SCALES_M + TILE_M * 4;
-static_assert(SLOTS == STAGED + ROLES * STAGED_BYTES && SLOT >= SLOT_LOADS && SLOT % 1024 == 0, "as launched");
+constexpr int ZEROS = 1024;  // where a box of them is
+static_assert(SLOT >= SLOT_LOADS && STAGED == ZEROS + BOX, "as launched");
 
 INSTRUCTION
 
@@ -43,63 +25,7 @@ __device__ __forceinline__ float2 get_pair(u32 from) {
   return v;
 }
 
-__device__ __forceinline__ void put_pair(u32 to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
-
-// Of a result; what lies beyond it is left out.
-__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until what this thread stored has left shared memory.
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 __device__ __forceinline__ float get_float(u32 from) { return __int_as_float(get_word(from)); }
-
-// Writes the groups (start, end, index) to the table, 16 bytes each, larger ones first: tiles that run together are
-// alike, and end together. Returns how many have rows. All threads.
-__device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem, u32 table) {
-  const u32 room = smem + STAGED;  // of what comes there later
-  if (threadIdx.x == 0) put_word(smem + LIVE, 0);
-  if (threadIdx.x < 32) read_sizes(sizes, num_groups, room);
-  __syncthreads();
-  int live = 0;
-  for (int g = threadIdx.x; g < num_groups; g += THREADS) {
-    const int4 mine = get(room + 16 * g);
-    put(table + 16 * place_of(g, mine.x, room, num_groups), make_int4(mine.y, mine.y + mine.x, g, 0));
-    live += mine.x > 0;
-  }
-  if (live) asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(smem + LIVE), "r"(live) : "memory");
-  fence_shared();
-  __syncthreads();
-  return get_word(smem + LIVE);
-}
-
-// The tiles of a cluster, one after the other: there and back, so that no cluster gets the larger group of each round.
-struct Tiles {
-  u32 table;
-  int num_m, num_n, items;  // num_m: of both blocks
-  int first = 0, place = place_of_cluster();
-  int start, end, group, m, n;
-
-  __device__ __forceinline__ bool next() {
-    const int clusters = gridDim.x / 2, item = first + place;
-    if (item >= items) return false;
-    first += clusters, place = clusters - 1 - place;
-    const int each = num_m * num_n, within = item % each;
-    const int4 of = get(table + 16 * (item / each));
-    start = of.x, end = of.y, group = of.z;
-    const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
-    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
-    n = inner / high * TILE_N;
-    return true;
-  }
-};
 
 __device__ __forceinline__ void load_tiles(
     const TensorMap* lhs, const TensorMap* lhs_scales, const TensorMap* dy, const TensorMap* dy_scales, Tiles tiles,
@@ -121,99 +47,45 @@ __device__ __forceinline__ void load_tiles(
   arrive(ring.full());
 }
 
-// Zeros in the bytes of an operand's lines before `first` and from `end` on, whatever they hold. One role.
+// Zeros in the bytes of an operand's lines before `first` and from `end` on. One role.
 __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
   constexpr int UNITS = BLOCK / 16;
 #pragma unroll 1
   for (int i = threadIdx.x % 128; i < lines * UNITS; i += 128) {
-    const int line = i / UNITS, byte = i % UNITS * 16;
-    if (byte >= first && byte + 16 <= end) continue;
-    const u32 at = operand + line * BLOCK + (i % UNITS ^ line % 8) * 16;
-    int4 v = get(at);
-    int* words = (int*)&v;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const int before = min(max(first - byte - w * 4, 0), 4), live = min(max(end - byte - w * 4, 0), 4);
-      words[w] &= (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
-    }
-    put(at, v);
+    const int byte = i % UNITS * 16;
+    if (byte < first || byte + 16 > end) clear_unit(unit_at(operand, i / UNITS, i % UNITS), byte, first, end);
   }
 }
 
-// The gradients of the groups without rows: each block of the launch has its share of their boxes. One warp.
-__device__ __forceinline__ void store_zeros(
-    const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
-  const int lane = threadIdx.x % 32;
-  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, make_int4(0, 0, 0, 0));
-  fence_shared();
-  __syncwarp();
-  if (lane) return;
-  constexpr int COLUMNS = PART_N / STRIPS;
-  const int high = (K + LINES - 1) / LINES, boxes = high * ((N + COLUMNS - 1) / COLUMNS);
-  for (int i = live; i < num_groups; i++) {
-    const int group = get(table + 16 * i).z;
-    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
-      store_box(out, zeros, box / high * COLUMNS, box % high * LINES, group);
-  }
-  end_stores();
-  wait_for_stores();
-}
-
-// Of one role.
-struct Result {
-  int role;
-  u32 staged;
-  const TensorMap* out;
-
-  // All threads of the role are here.
-  __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory"); }
-
-  // Stores a tile's sums, by TMA.
-  __device__ __forceinline__ void store(const float (&sums)[PARTS][SUMS], int group, int m, int n) const {
-    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+// Stores a tile's sums: a role's columns of dy are its own, and its parts are of lhs.
+__device__ __forceinline__ void store(const Result& result, const float (&sums)[PARTS][SUMS], Done to) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  to.n += result.role * PART_N;
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      if (part % HANDED == 0) {
-        if (thread == 0) wait_for_stores();
-        meet();
-      }
-      // A line's units of 16 bytes are turned by its number.
+  for (int part = 0; part < PARTS; part++) {
+    const u32 staged = result.stage(part);
 #if WIDE
-      const u32 to = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+    const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
-      for (int j = 0; j < SUMS / 4; j++) {
-        const u32 at = to + j / 4 * STRIP + (j % 4 * 32 ^ turned);
-        put_pair(at, sums[part][4 * j], sums[part][4 * j + 1]);
-        put_pair(at + 8 * 128, sums[part][4 * j + 2], sums[part][4 * j + 3]);
-      }
-#else
-      const u32 to = staged + part * STRIPS * STRIP + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128;
-      const u32 turned = (lane % 8 ^ lane / 16) * 16;
-#pragma unroll
-      for (int j = 0; j < SUMS / 4; j += 2)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                     ::"r"(to + j / 8 * STRIP + (j % 8 * 16 ^ turned)),
-                     "r"(pack(sums[part][4 * j], sums[part][4 * j + 1])),
-                     "r"(pack(sums[part][4 * j + 2], sums[part][4 * j + 3])),
-                     "r"(pack(sums[part][4 * j + 4], sums[part][4 * j + 5])),
-                     "r"(pack(sums[part][4 * j + 6], sums[part][4 * j + 7])) : "memory");
-#endif
-      if (part % HANDED == HANDED - 1) {
-        fence_shared();
-        meet();
-        if (thread == 0) {
-#pragma unroll
-          for (int strip = 0; strip < HANDED * STRIPS; strip++)
-            for (int line = 0; line < PART_M; line += LINES)
-              store_box(out, staged + strip * STRIP + line * 128,
-                        n + role * PART_N + strip % STRIPS * (PART_N / STRIPS),
-                        m + (part / HANDED * HANDED + strip / STRIPS) * PART_M + line, group);
-          end_stores();
-        }
-      }
+    for (int j = 0; j < SUMS / 4; j++) {
+      const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
+      put_pair(here, sums[part][4 * j], sums[part][4 * j + 1]);
+      put_pair(here + 8 * 128, sums[part][4 * j + 2], sums[part][4 * j + 3]);
     }
+#else
+    const u32 at = staged + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j += 2)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                   ::"r"(at + j / 8 * STRIP + (j % 8 * 16 ^ turned)),
+                   "r"(pack(sums[part][4 * j], sums[part][4 * j + 1])),
+                   "r"(pack(sums[part][4 * j + 2], sums[part][4 * j + 3])),
+                   "r"(pack(sums[part][4 * j + 4], sums[part][4 * j + 5])),
+                   "r"(pack(sums[part][4 * j + 6], sums[part][4 * j + 7])) : "memory");
+#endif
+    result.leave<PART_M, 0>(part, to);
   }
-};
+}
 
 // The roles multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction of a
 // product is under way.
@@ -266,11 +138,6 @@ __device__ __forceinline__ void add(
   }
 }
 
-// A tile whose sums are complete.
-struct Done {
-  int group = -1, m, n;
-};
-
 // A block of rows. The first one of a tile stores the tile before it, while its own first product is under way.
 template <bool FIRST>
 __device__ __forceinline__ void step(
@@ -288,7 +155,7 @@ __device__ __forceinline__ void step(
   begin(product, lhs, dy);
   if (FIRST) {
     end_turn(role);
-    if (done.group >= 0) result.store(sums, done.group, done.m, done.n);
+    if (done.group >= 0) store(result, sums, done);
 #pragma unroll
     for (int j = 0; j < SUMS / 4; j++) of_columns[j] = get_pair(columns_at(ring, role) + j * 32);
   }
@@ -324,7 +191,7 @@ __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Res
     while ((end -= BLOCK) > 0) step<false>(sums, product, of_columns, 0, end, ring, result, done);
   }
   if (result.role == 0) take_turn(0);  // of both the last one is taken
-  if (done.group >= 0) result.store(sums, done.group, done.m, done.n);
+  if (done.group >= 0) store(result, sums, done);
   wait_for_stores();
 }
 
@@ -337,7 +204,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy);
     prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
-    init_slots(smem, STAGES, ROLES);
+    init_slots(smem, STAGES, 4 * ROLES);
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();

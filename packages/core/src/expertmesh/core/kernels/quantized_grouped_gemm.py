@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import jax_triton
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,7 +32,6 @@ from expertmesh.core.kernels import quantize
 from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
 from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
-from expertmesh.core.kernels.launch import target
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
@@ -114,21 +112,20 @@ def _part(a, b, part, PART: gl.constexpr):
 
 
 @gluon.jit
-def _product(a, b):
-    """Of two scales; finite if they are, so that a sum of 0 stays 0."""
-    product = a * b
-    return gl.where(product == float("inf"), 3.4028234663852886e38, product)
+def _now(x):
+    """`x`, which is known before anything follows: else two products are kept, and sums go to memory."""
+    return gl.inline_asm_elementwise("", "=f,0", [x], gl.float32, False, 1)
 
 
 @gluon.jit
 def _multiply_rows(
-    sizes, row_scales, weight_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
+    sizes, row_scales, weight_scales, out, a_smem, b_smem, out_smem, full, empty, ready, free,
     HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two roles that multiply: BM / 2 of a tile's rows, half of its columns at a time, as partial sums of
-    more would not fit into registers."""
+    more would not fit into registers. Then zeros in half of the rows after the last group."""
     BH: gl.constexpr = BM // 2
     PN: gl.constexpr = BN // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
@@ -160,6 +157,8 @@ def _multiply_rows(
             of_next = gl.load(row_scales + (rows + gl.minimum(k + 1, STEPS - 1)))
             part = warpgroup_mma_wait(0, deps=[begun])
             left = gl.fma(part, (of_rows * of_left)[:, None].broadcast_to(BH, PN), left)
+            if out_smem.dtype == gl.float32:
+                left = _now(left)
             begun = _part(a, b, part, 1)
             part = warpgroup_mma_wait(0, deps=[begun])
             mbarrier.arrive(empty.index(slot))
@@ -168,15 +167,23 @@ def _multiply_rows(
             step += 1
         handed = plain._hand_over(handed, left, out_smem, ready, free)
         handed = plain._hand_over(handed, right, out_smem, ready, free)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 8 + HALF * 4, C, NUM_PROGRAMS * 8):
+        lines = start + gl.arange(0, 4, gl.SliceLayout(1, layout))
+        for column in range(0, W, 256):
+            columns = column + gl.arange(0, 256, gl.SliceLayout(0, layout))
+            where = out + lines.to(gl.int64)[:, None] * W + columns[None, :]
+            zeros = gl.zeros((4, 256), out.dtype.element_ty, layout)
+            gl.store(where, zeros, mask=(lines < C)[:, None] & (columns < W)[None, :])
 
 
 @gluon.jit
 def _store_rows(
-    sizes, out, staged, ready, free, C: gl.constexpr, W: gl.constexpr,
+    sizes, out, staged, ready, free, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """The role that stores, while the next tile is multiplied; then zeros in the rows after the last group."""
+    """The role that stores, while the next tile is multiplied."""
     # Were the pieces of a tile unrolled, their addresses would not fit into registers.
     groups = _groups(sizes, G, G_POW2, BM)
     num_m, count = _num_tiles(groups, NUM_N, NUM_PROGRAMS)
@@ -187,14 +194,6 @@ def _store_rows(
         _, row, end, tile_n = _rows_tile(tile, groups, num_m, NUM_N, BM, BAND)
         column = tile_n * BN + turn % TURNS // 2 * PIECE
         plain._store_piece(turn, staged, ready, free, out, row, end, column, W, 8)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
-    for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 2, C, NUM_PROGRAMS * 2):
-        rows = start + gl.arange(0, 2, gl.SliceLayout(1, layout))
-        for column in range(0, W, 256):
-            columns = column + gl.arange(0, 256, gl.SliceLayout(0, layout))
-            where = out + rows.to(gl.int64)[:, None] * W + columns[None, :]
-            zeros = gl.zeros((2, 256), out.dtype.element_ty, layout)
-            gl.store(where, zeros, mask=(rows < C)[:, None] & (columns < W)[None, :])
 
 
 @gluon.jit
@@ -214,153 +213,16 @@ def _rows_kernel(
     full, empty, ready, free = plain._barriers(STAGES)
     gl.warp_specialize(
         [
-            (_multiply_rows, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(0), full, empty,
+            (_multiply_rows, (sizes, row_scales, weight_scales, out, a_smem, b_smem, staged.index(0), full, empty,
                               ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                               BM, BN, BK, BAND, STAGES)),
-            (_multiply_rows, (sizes, row_scales, weight_scales, a_smem, b_smem, staged.index(1), full, empty,
+            (_multiply_rows, (sizes, row_scales, weight_scales, out, a_smem, b_smem, staged.index(1), full, empty,
                               ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                               BM, BN, BK, BAND, STAGES)),
-            (_store_rows, (sizes, out, staged, ready, free, C, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
+            (_store_rows, (sizes, out, staged, ready, free, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
                            BM, BN, BAND)),
             (_load_rows, (lhs_desc, rhs_desc, sizes, a_smem, b_smem, full, empty, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                           BM, BN, BK, BAND, STAGES)),
-        ],
-        [4, 2, 1],  # warps of the roles after the first
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
-    )  # fmt: skip
-
-
-@triton.jit
-def _turn_kernel(
-    data, group_sizes, out,
-    W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """A chunk of BK rows of one group of `data` [C, W], turned, in `out` [chunks, W, BK]; zeros for rows of others.
-
-    A group's chunks start where it does.
-    """
-    data = data.to(tl.pointer_type(tl.uint8), bitcast=True)
-    out = out.to(tl.pointer_type(tl.uint8), bitcast=True)
-    index_G = tl.arange(0, G_POW2)
-    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
-    end_G = tl.cumsum(size_G, 0)
-    chunks_G = (size_G + BK - 1) // BK
-    last_chunk_G = tl.cumsum(chunks_G, 0)
-    # Programs that run together read whole rows.
-    chunk = tl.program_id(1)
-    if chunk < tl.sum(chunks_G):
-        group = tl.sum((last_chunk_G <= chunk).to(tl.int32))
-        mine_G = index_G == group
-        end = tl.sum(tl.where(mine_G, end_G, 0))
-        start = end - tl.sum(tl.where(mine_G, size_G, 0))
-        first = start - tl.sum(tl.where(mine_G, last_chunk_G - chunks_G, 0)) * BK + chunk * BK
-        rows = first + tl.arange(0, BK)[:, None]
-        columns = tl.program_id(0) * BW + tl.arange(0, BW)
-        here = data + rows.to(tl.int64) * W + columns[None, :]
-        x = tl.load(here, mask=(rows < end) & (columns < W)[None, :], other=0)
-        lines = (chunk.to(tl.int64) * W + columns)[:, None]
-        tl.store(
-            out + lines * BK + tl.arange(0, BK)[None, :], tl.trans(x), mask=(columns < W)[:, None]
-        )
-
-
-@gluon.jit
-def _chunks(table, rank, BK: gl.constexpr):
-    """The chunks [first, last) of a group's rows."""
-    start, end = plain._entry(table, 1, rank), plain._entry(table, 2, rank)
-    first = plain._entry(table, 3, rank)
-    return first, first + (end - start + BK - 1) // BK
-
-
-@gluon.jit
-def _load_chunks(
-    lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The role that loads: BK rows of both operands a step."""
-    step = 0
-    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
-        rank, within, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
-        tile_m, tile_n = plain._banded(within, NUM_M, NUM_N, BAND)
-        first, last = _chunks(table, rank, BK)
-        for chunk in range(first, last):
-            slot = step % STAGES
-            at = full.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(at, lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta)
-            tma.async_load(lhs_desc, [chunk, tile_m * BM, 0], at, a_smem.index(slot))
-            tma.async_load(dy_desc, [chunk, tile_n * BN, 0], at, b_smem.index(slot))
-            step += 1
-
-
-@gluon.jit
-def _multiply_chunks(
-    table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One of the two roles that multiply: BM / 2 of a tile's rows."""
-    BH: gl.constexpr = BM // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    step = 0
-    handed = 0
-    for i in range(0, plain._count(num_tiles, NUM_PROGRAMS, False)):
-        rank, _, _, _ = plain._ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, False)
-        first, last = _chunks(table, rank, BK)
-        acc = gl.zeros((BH, BN), gl.float32, mma)
-        for chunk in range(first, last):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            a = a_smem.index(slot).reshape((BM, BK)).slice(HALF * BH, BH)
-            b = b_smem.index(slot).reshape((BN, BK)).permute((1, 0))
-            # One product stays under way; the slot of the one before it is free.
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            if chunk > first:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        group = plain._entry(table, 0, rank)
-        factor = _product(gl.load(lhs_scales + group), gl.load(dy_scales + group))
-        handed = plain._hand_over(handed, acc * factor, out_smem, ready, free)
-
-
-@gluon.jit
-def _weights_kernel(
-    lhs_desc, lhs_scales, dy_desc, dy_scales, sizes, out,
-    K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PIECE: gl.constexpr,
-):  # fmt: skip
-    """out[g] = sum over the group's chunks of lhs . dy^T, operands turned, [chunks, K or N, BK]; scales [G]."""
-    NUM_M: gl.constexpr = (K + BM - 1) // BM
-    NUM_N: gl.constexpr = (N + BN - 1) // BN
-    a_smem = gl.allocate_shared_memory(
-        lhs_desc.dtype, [STAGES] + lhs_desc.block_shape, lhs_desc.layout
-    )
-    b_smem = gl.allocate_shared_memory(
-        dy_desc.dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout
-    )
-    staged = plain._staging(out.dtype.element_ty, BM, PIECE)
-    full, empty, ready, free = plain._barriers(STAGES)
-    table = plain._table(G_POW2)
-    live = plain._order(sizes, table, G, G_POW2, BK)
-    num_tiles = live * (NUM_M * NUM_N)
-    gl.warp_specialize(
-        [
-            (_multiply_chunks, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem,
-                                staged.index(0), full, empty, ready.index(0), free.index(0), 0,
-                                NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
-            (_multiply_chunks, (table, num_tiles, lhs_scales, dy_scales, a_smem, b_smem,
-                                staged.index(1), full, empty, ready.index(1), free.index(1), 1,
-                                NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
-            (plain._store_tiles, (table, num_tiles, live, out, staged, ready, free, K, N, G,
-                                  NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND, False)),
-            (_load_chunks, (lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem,
-                            full, empty, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
         ],
         [4, 2, 1],  # warps of the roles after the first
         [REGISTERS[0], REGISTERS[1], REGISTERS[1]],  # and their registers
@@ -383,28 +245,45 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTiles:
-    """How the kernel in CUDA C++ runs.
+    """How a kernel in CUDA C++ runs.
 
     Attributes:
       stages: steps of 128 rows under way at most.
+      slot: bytes of shared memory of each.
+      staged: where results begin in shared memory.
+      handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
       band: tiles, of 256 columns of lhs, that run together.
       registers: of the role that loads, and of those that multiply.
     """
 
     stages: int
+    slot: int
+    staged: int
+    handed: int
     band: int
     registers: tuple[int, int]
+
+    def slots(self, out_dtype) -> int:
+        """Where the first step is in shared memory."""
+        size = jnp.dtype(out_dtype).itemsize
+        return self.staged + 2 * (self.handed if size == 2 else 1) * 64 * 128 * size
+
+    def fit(self, G: int, out_dtype) -> "WeightTiles":
+        """What results and the table of groups take of shared memory is not there for steps."""
+        stages = (plain.SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
+        return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
-WEIGHTS_WHOLE = Tiles(m=128, n=256, k=128, stages=4, band=8, registers=(200, 88))
 # NVIDIA H200, 2026-11-23: likewise.
-WEIGHTS_BLOCKS = WeightTiles(stages=3, band=4, registers=(24, 240))
-# Bytes of shared memory of that kernel: of a step, and of what is before the first one.
-SLOT, SLOTS = 50 * 1024, 69 * 1024
+WEIGHTS_BLOCKS = WeightTiles(
+    stages=3, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
+)
+WEIGHTS_WHOLE = WeightTiles(
+    stages=4, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
+)
 PIECE = 128  # columns of a result that are staged in shared memory at once
-TURNED = 128  # columns that one program turns
 
 
 def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
@@ -454,18 +333,18 @@ def _launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, out_dtype):
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     of_blocks = _along(blocks) == BLOCK
-    in_cuda = of_blocks and nvrtc() is not None and weights_stages(num_experts) >= 2
-    if plain._capability() >= 100 or (of_blocks and not in_cuda):
-        operands = lhs, lhs_scale, dy, dy_scale, group_sizes
-        return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
-    if _along(blocks) == MX_BLOCK:
+    tiles = (WEIGHTS_BLOCKS if of_blocks else WEIGHTS_WHOLE).fit(num_experts, out_dtype)
+    if plain._capability() < 100 and _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
         return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
-    launch = launch_weights_blocks if in_cuda else launch_weights
+    if plain._capability() >= 100 or nvrtc() is None or tiles.stages < (2 if of_blocks else 3):
+        operands = lhs, lhs_scale, dy, dy_scale, group_sizes
+        return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
+    launch = launch_weights_blocks if of_blocks else launch_weights
     (_, _, K), N = lhs.shape, dy.shape[2:]
     dy, dy_scale = sm100.flat(dy), sm100.flat(dy_scale)
-    out = launch(lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], out_dtype=out_dtype)
-    return out.reshape(-1, K, *N)
+    of = lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0]
+    return launch(*of, out_dtype=out_dtype, tiles=tiles).reshape(-1, K, *N)
 
 
 def _wide(data, scale, block):
@@ -494,58 +373,62 @@ def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype):
     )  # fmt: skip
 
 
-def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype):
+def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: WeightTiles):
     """[C, K] with scales [G] and [C, N] likewise -> [G, K, N]."""
-    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
-    tiles = fit(WEIGHTS_WHOLE, G, out_dtype)
-    num_steps = plain._num_steps((tiles.m, tiles.n, tiles.k), K, N, lhs.shape[0])
-    lhs, dy = launch_turn(lhs, group_sizes), launch_turn(dy, group_sizes)
-    return gluon_call(
-        _descriptor(lhs, (1, tiles.m, tiles.k)), lhs_scales,
-        _descriptor(dy, (1, tiles.n, tiles.k)), dy_scales,
-        group_sizes,
-        kernel=_weights_kernel,
-        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
-        programs=plain._num_programs(num_steps), capability=90,
-        K=K, N=N, **constants(tiles, G, num_steps),
-    )  # fmt: skip
+    source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=False)
+    box = jax_triton.TensorDescriptor.from_array
+    operands = box(_turned(lhs), (128, 128)), lhs_scales, box(_turned(dy), (128, 128)), dy_scales
+    widths = lhs.shape[1], dy.shape[1]
+    return _launch_weights(*operands, group_sizes, source, lhs.shape[0], widths, out_dtype)
 
 
-def launch_weights_blocks(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype):
-    """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N], by the kernel in CUDA C++."""
-    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
-    source = weights_source(lhs.dtype, dy.dtype, out_dtype, weights_stages(G))
-    lhs, dy = _turned(lhs), _turned(dy)
-    programs = plain._num_programs(plain._num_steps((128, 256, 128), K, N, lhs.shape[1])) // 2 * 2
-    box, line = jax_triton.TensorDescriptor.from_array, jnp.dtype(out_dtype).itemsize
+def launch_weights_blocks(
+    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: WeightTiles
+):
+    """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N]."""
+    source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=True)
+    box = jax_triton.TensorDescriptor.from_array
+    operands = (
+        *(box(_turned(lhs), (128, 128)), box(lhs_scales, (1, 128))),
+        *(box(_turned(dy), (128, 128)), box(dy_scales, (1, 256))),
+    )
+    widths = lhs.shape[1], dy.shape[1]
+    return _launch_weights(*operands, group_sizes, source, lhs.shape[0], widths, out_dtype)
+
+
+def _launch_weights(
+    lhs, lhs_scales, dy, dy_scales, group_sizes, source, num_rows, widths, out_dtype
+):
+    G = group_sizes.shape[0]
+    num_steps = plain._num_steps((128, 256, 128), widths[0], widths[1], num_rows)
     return cuda_call(
-        box(lhs, (128, 128)), box(lhs_scales, (1, 128)), box(dy, (128, 128)), box(dy_scales, (1, 256)),
-        group_sizes.astype(jnp.int32),
-        source=source, name="quantized_grouped_gemm_weights", scalars=(K, N, G),
-        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype), out_block=(1, 32, 128 // line),
-        programs=programs, warps=12, shared=plain.SHARED_BYTES,
+        lhs, lhs_scales, dy, dy_scales, group_sizes.astype(jnp.int32),
+        source=source, name="quantized_grouped_gemm_weights", scalars=(*widths, G),
+        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, 32, 128 // jnp.dtype(out_dtype).itemsize),
+        programs=plain._num_programs(num_steps) // 2 * 2, warps=12, shared=plain.SHARED_BYTES,
     )  # fmt: skip
 
 
-def weights_stages(G: int) -> int:
-    """The steps that may be under way beside the table of so many groups; it wants two."""
-    return min(WEIGHTS_BLOCKS.stages, (plain.SHARED_BYTES - 1024 - SLOTS - 16 * G) // SLOT)
-
-
-def weights_source(lhs_dtype, dy_dtype, out_dtype, stages: int) -> str:
-    """The kernel in CUDA C++ for operands of these types."""
+def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks: bool) -> str:
+    """A kernel in CUDA C++ for operands of these types, with scales of blocks or of groups."""
     out_dtype = jnp.dtype(out_dtype)
-    less, more = WEIGHTS_BLOCKS.registers
+    less, more = tiles.registers
     defined: dict[str, object] = dict(
-        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=stages,
-        BAND=WEIGHTS_BLOCKS.band, SLOT=SLOT, SLOTS=SLOTS, SHARED=plain.SHARED_BYTES,
+        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
+        SLOT=tiles.slot, SLOTS=tiles.slots(out_dtype), STAGED=tiles.staged,
+        HANDED=tiles.handed if out_dtype.itemsize == 2 else 1, BAND=tiles.band, SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))
+    width = 128 if blocks else 256
     multiply = wgmma(
-        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{kinds}", 64, "1, 1"
+        "__device__ __forceinline__ void multiply",
+        f"m64n{width}k32.f32.{kinds}",
+        width // 2,
+        "1, 1",
     )
-    files = "hopper.cuh", "quantized_grouped_gemm.cu"
+    file = "quantized_grouped_gemm.cu" if blocks else "quantized_grouped_gemm_whole.cu"
+    files = "hopper.cuh", "weight_gradients.cuh", file
     return source_text(*files, defined=defined, INSTRUCTION=multiply)
 
 
@@ -569,20 +452,6 @@ def fit(tiles: Tiles, G: int, out_dtype) -> Tiles:
 def _turned(x):
     """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `kernels/quantize.py` leaves it."""
     return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))).T
-
-
-def launch_turn(data, group_sizes):
-    """[C, W] -> [chunks, W, BLOCK rows], of which chunks of no group are left as they are."""
-    (C, W), G = data.shape, group_sizes.shape[0]
-    chunks = triton.cdiv(C, BLOCK) + G
-    return jax_triton.triton_call(
-        data, group_sizes,
-        kernel=_turn_kernel,
-        out_type=jax.ShapeDtypeStruct((chunks, W, BLOCK), data.dtype),
-        grid=(triton.cdiv(W, TURNED), chunks), num_warps=8, num_stages=1,
-        W=W, G=G, G_POW2=triton.next_power_of_2(G), BK=BLOCK, BW=TURNED,
-        **target(),
-    )  # fmt: skip
 
 
 def _descriptor(x, block: tuple[int, ...]):

@@ -125,6 +125,16 @@ def grouped_quantize_delayed(
     Raises:
       As `quantize_delayed`; ValueError: a state with dimensions.
     """
+    q, _, state = grouped_quantize_delayed_both(
+        x, group_sizes, state, recipe, spec=spec, twice=False
+    )
+    return q, state
+
+
+def grouped_quantize_delayed_both(
+    x, group_sizes, state: DelayedState, recipe: DelayedScaling, *, spec=None, twice: bool = True
+) -> tuple[QuantizedArray, QuantizedArray, DelayedState]:
+    """(q as of `grouped_quantize_delayed`, if `twice` the same as the weight's gradient reads it, the state)."""
     _check_state("grouped_quantize_delayed", state, recipe)
     if state.multiplier.ndim:
         raise ValueError(
@@ -132,11 +142,11 @@ def grouped_quantize_delayed(
             f"{state.multiplier.shape}; make it with init_delayed(recipe)"
         )
     multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
-    q, amax_PG = grouped_quantize_with_amax(
-        x, group_sizes, recipe.formats().x, multiplier, spec=spec
+    q, amax_PG, again = grouped_quantize_with_amax(
+        x, group_sizes, recipe.formats().x, multiplier, spec=spec, twice=twice
     )
     amax = numerics.from_magnitude(jnp.max(numerics.magnitude(amax_PG), initial=0))
-    return q, _updated(state, amax, recipe)
+    return q, again, _updated(state, amax, recipe)
 
 
 def _check_state(name: str, state, recipe) -> None:

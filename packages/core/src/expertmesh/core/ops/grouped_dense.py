@@ -27,7 +27,10 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed
+from expertmesh.core.ops.delayed_scaling import (
+    grouped_quantize_delayed,
+    grouped_quantize_delayed_both,
+)
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
     check_operands,
@@ -169,23 +172,17 @@ def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
     return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
 
 
-def _forward(x, kernel, group_sizes, bias, extra: Extra, layer: Layer, q_x=None):
-    """(what the layer returns, x and the kernel quantized along K); `q_x` where x is quantized already."""
-    x_spec, w_spec, _ = layer.used
-    state, w_state = extra.state, extra.state.kernel if extra.state is not None else None
-    x_state = None
-    if state is not None and layer.delayed is not None:
-        q_x, x_state = grouped_quantize_delayed(x, group_sizes, state.x, layer.delayed, spec=x_spec)
-    elif q_x is None:
-        q_x = grouped_quantize(x, group_sizes, layer.formats.x, axis=2, spec=x_spec)
+def _forward(q_x, x_state, kernel, group_sizes, bias, extra: Extra, layer: Layer):
+    """(what the layer returns, the kernel quantized along K), of x quantized along K."""
+    w_state = extra.state.kernel if extra.state is not None else None
     if extra.kernel_quantized is None:
-        q_kernel, w_state = forward_copy(kernel, layer.recipe, 1, w_state, w_spec)
+        q_kernel, w_state = forward_copy(kernel, layer.recipe, 1, w_state, layer.used[1])
     else:
         q_kernel = extra.kernel_quantized.forward
     y = product(q_x, q_kernel, group_sizes, bias, layer)
     if x_state is None or w_state is None:
-        return y, q_x, q_kernel
-    return (y, DenseState(x_state, w_state)), q_x, q_kernel
+        return y, q_kernel
+    return (y, DenseState(x_state, w_state)), q_kernel
 
 
 def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
@@ -205,18 +202,27 @@ def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
 
 
 def _value(x, kernel, group_sizes, bias, extra, *, layer):
-    return _forward(x, kernel, group_sizes, bias, extra, layer)[0]
+    of, spec, x_state = (x, group_sizes), layer.used[0], None
+    if extra.state is not None and layer.delayed is not None:
+        q_x, x_state = grouped_quantize_delayed(*of, extra.state.x, layer.delayed, spec=spec)
+    else:
+        q_x = grouped_quantize(*of, layer.formats.x, axis=2, spec=spec)
+    return _forward(q_x, x_state, kernel, group_sizes, bias, extra, layer)[0]
 
 
 def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
-    q_x = q_x_wgrad = None
-    if not layer.x_is_quantized_once:
+    of, spec, x_state = (x, group_sizes), layer.used[0], None
+    if extra.state is not None and layer.delayed is not None:
+        state = extra.state.x
+        q_x, along_rows, x_state = grouped_quantize_delayed_both(
+            *of, state, layer.delayed, spec=spec
+        )
+    else:
         both = layer.formats.x, layer.formats.x_wgrad
-        q_x, q_x_wgrad = grouped_quantize_both(x, group_sizes, both, spec=layer.used[0])
-    out, q_x, q_kernel = _forward(x, kernel, group_sizes, bias, extra, layer, q_x)
-    q_x = q_x_wgrad or q_x
+        q_x, along_rows = grouped_quantize_both(*of, both, spec=spec)
+    out, q_kernel = _forward(q_x, x_state, kernel, group_sizes, bias, extra, layer)
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
-    return out, (*residuals(q_x, q_kernel), group_sizes, bias, extra.key)
+    return out, (*residuals(along_rows, q_kernel), group_sizes, bias, extra.key)
 
 
 def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_dtype) -> Layer:
@@ -306,12 +312,8 @@ def product_grads(q_x, q_kernel, group_sizes, dy_copies, layer: Layer):
 def _dy_copies(dy, group_sizes, layer: Layer, key):
     """dy quantized along the last of N and along the rows."""
     formats, keys = layer.formats, gradient_keys("grouped_dense", layer, key)
-    spec = layer.used[2]
-    if layer.dy_is_quantized_once:
-        q_dy = grouped_quantize(dy, group_sizes, formats.grad_dgrad, key=keys[0], spec=spec)
-        return q_dy, q_dy
     both = formats.grad_dgrad, formats.grad_wgrad
-    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=spec)
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
 
 
 _grouped_dense = differentiable(_fwd, grouped_dense_bwd, _value)

@@ -50,7 +50,13 @@ def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
     return jax.lax.pmax(amax_PG, axes) if axes else amax_PG
 
 
-def _reference(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(), origin=()):
+def _reference(x, group_sizes, *rest, twice=False, **options):
+    """What `_quantized` gives, and if `twice` the data again, which a kernel lays as the weight gradient reads them."""
+    out = _quantized(x, group_sizes, *rest, **options)
+    return (*out, out[0]) if twice else out
+
+
+def _quantized(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(), origin=()):
     """(data, scale), (data, scale, tensor_scale), or with a given multiplier (data, scale, amax)."""
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
@@ -140,12 +146,14 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.grouped_quantize", function, supports),)
 
 
-def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool) -> Op:
+def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool, twice: bool) -> Op:
     def terms(dims: Names, group: str, word: str):
         groups = (dims[0], group)
         third = (groups,) if given or two_level else ()
+        again = (dims,) if twice else ()
         scale = dims if blocks else groups
-        return (dims, groups, *[groups] * given, *[(word,)] * key, None, dims, scale, *third)
+        operands = dims, groups, *[groups] * given, *[(word,)] * key
+        return (*operands, None, dims, scale, *third, *again)
 
     sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g", "key"))
     roles = ("tokens", *["."] * (ndim - 1))
@@ -208,8 +216,8 @@ def grouped_quantize(
     Under sharding P and the dimensions after the rows keep their axes; the amax of a group is maximised over those that
     do not shard P (one number per group). An axis that shards the rows is a RuntimeWarning: they are gathered over it.
     """
-    q, _ = _quantize("grouped_quantize", x, group_sizes, format, axis, multiplier, key, spec, debug)
-    return q
+    of = x, group_sizes, format, axis, multiplier, key, spec, debug
+    return _quantize("grouped_quantize", *of)[0]
 
 
 def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
@@ -222,13 +230,17 @@ def grouped_quantize_both(
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """(`grouped_quantize` by the first format along the last dimension, by the second along the rows).
 
-    Where both are one 8-bit format with blocks, `x` is read once.
+    Where both are one 8-bit format, `x` is read once; without blocks both have the same data, by the first key.
 
     Args:
       x, group_sizes, spec: as of `grouped_quantize`.
       keys: one for each format.
     """
     last, rows = formats
+    if last == rows and last.block is None:
+        of = x, group_sizes, last, x.ndim - 1, None, keys[0], spec, False
+        first, _, second = _quantize("grouped_quantize", *of, twice=True)
+        return first, second
     if not quantizes_both_at_once(last, rows):
         along = zip(formats, (x.ndim - 1, 1), keys, strict=True)
         first, second = (
@@ -250,13 +262,19 @@ def grouped_quantize_both(
     return first, second
 
 
-def grouped_quantize_with_amax(x, group_sizes, format: TensorFormat, multiplier, *, spec=None):
-    """(`grouped_quantize` by a given multiplier, the amax of the groups), float32[P, G] both."""
-    name = "quantize_delayed"
-    return _quantize(name, x, group_sizes, format, -1, multiplier, None, spec, False)
+def grouped_quantize_with_amax(
+    x, group_sizes, format: TensorFormat, multiplier, *, spec=None, twice: bool = False
+):
+    """(`grouped_quantize` by a given multiplier; the amax of the groups, float32[P, G]; if `twice` the former as the
+    weight's gradient reads it)."""
+    of = x, group_sizes, format, -1, multiplier, None, spec, False
+    return _quantize("quantize_delayed", *of, twice=twice)
 
 
-def _quantize(name, x, group_sizes, format, axis, multiplier, key, spec, debug):
+def _quantize(
+    name, x, group_sizes, format, axis, multiplier, key, spec, debug, twice: bool = False
+):
+    """(q; the amax by a given multiplier, else None; q again, if `twice` as the weight's gradient reads it)."""
     check_source(name, x, format)
     check_groups(name, x, group_sizes)
     block = block_shape(name, x.shape, format, axis, None, 1)
@@ -272,17 +290,19 @@ def _quantize(name, x, group_sizes, format, axis, multiplier, key, spec, debug):
         operands.append(key_words(name, key))
         specs.append(None)
     two_level, given = format.scale == "float8_e4m3fn", multiplier is not None
-    data, scale, *third = _op(x.ndim, two_level, bool(block), given, format.stochastic)(
+    data, scale, *more = _op(x.ndim, two_level, bool(block), given, format.stochastic, twice)(
         *operands,
         operand_specs=tuple(specs),
         format=format,
         block=block,
         has_multiplier=given,
+        twice=twice,
     )
-    third = third[0] if third else None
+    again = more.pop() if twice else data
+    third = more[0] if more else None
     kept = None if block and not two_level else group_sizes
     q = QuantizedArray(data, scale, third if two_level else None, kept, block, format, x.dtype.name)
-    return q, None if two_level else third
+    return q, None if two_level else third, dataclasses.replace(q, data=again)
 
 
 def check_groups(name: str, x, group_sizes) -> None:
