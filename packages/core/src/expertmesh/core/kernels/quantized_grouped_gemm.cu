@@ -59,29 +59,21 @@ __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
 
 // Stores a tile's sums: a role's columns of dy are its own, and its parts are of lhs.
 __device__ __forceinline__ void store(const Result& result, const float (&sums)[PARTS][SUMS], Done to) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   to.n += result.role * PART_N;
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     const u32 staged = result.stage(part);
 #if WIDE
-    const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
-#pragma unroll
-    for (int j = 0; j < SUMS / 4; j++) {
-      const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
-      put_pair(here, sums[part][4 * j], sums[part][4 * j + 1]);
-      put_pair(here + 8 * 128, sums[part][4 * j + 2], sums[part][4 * j + 3]);
-    }
+    stage_sums(staged, sums[part], 1);
 #else
-    const u32 at = staged + (warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128, turned = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
-    for (int j = 0; j < SUMS / 4; j += 2)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(at + j / 8 * STRIP + (j % 8 * 16 ^ turned)),
-                   "r"(pack(sums[part][4 * j], sums[part][4 * j + 1])),
-                   "r"(pack(sums[part][4 * j + 2], sums[part][4 * j + 3])),
-                   "r"(pack(sums[part][4 * j + 4], sums[part][4 * j + 5])),
-                   "r"(pack(sums[part][4 * j + 6], sums[part][4 * j + 7])) : "memory");
+    for (int strip = 0; strip < STRIPS; strip++) {
+      const float* of = sums[part] + strip * PACKED * 2;
+      u32 packed[PACKED];
+#pragma unroll
+      for (int i = 0; i < PACKED; i++) packed[i] = pack(of[2 * i], of[2 * i + 1]);
+      stage_packed(staged + strip * STRIP, packed);
+    }
 #endif
     result.leave<PART_M, 0>(part, to);
   }

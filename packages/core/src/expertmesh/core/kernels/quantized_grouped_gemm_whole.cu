@@ -45,18 +45,9 @@ struct Sender {
 
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Done tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const u32 line = (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const u32 at = result.stage(part) + line;
-#pragma unroll
-      for (int j = 0; j < SUMS / 4; j++) {
-        const float* of = sums + part * SUMS + 4 * j;
-        const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
-        put_pair(here, of[0] * factor, of[1] * factor);
-        put_pair(here + 8 * 128, of[2] * factor, of[3] * factor);
-      }
+      stage_sums(result.stage(part), sums + part * SUMS, factor);
       result.leave<0, PART_N>(part, tile);
     }
   }
@@ -64,23 +55,17 @@ struct Sender {
   static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
   static_assert(STAGED_BYTES == 2 * STRIP, "as they are staged");
   int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
-  u32 packed[PIECES * 16];
+  u32 packed[PIECES * PACKED];
 
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Done tile) {
 #pragma unroll
-    for (int i = 0; i < PIECES * 16; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
     to = tile, piece = 0;
   }
 
   template <int P>
   __device__ __forceinline__ void stage() const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const u32 at = result.staged + P % 2 * STRIP + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
-#pragma unroll
-    for (int i = 0; i < 16; i += 4)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(at + (i * 8 ^ turned)), "r"(packed[P * 16 + i]), "r"(packed[P * 16 + i + 1]),
-                   "r"(packed[P * 16 + i + 2]), "r"(packed[P * 16 + i + 3]) : "memory");
+    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
   }
 
   // Stages the next piece and stores the one before, which all have staged.

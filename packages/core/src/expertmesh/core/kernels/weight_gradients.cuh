@@ -99,6 +99,33 @@ __device__ __forceinline__ u32 unit_at(u32 operand, int line, int unit) {
   return operand + line * BLOCK + (unit ^ line % 8) * 16;
 }
 
+// Stages sums of 64 x 128 or, of 16 bits, packed ones of 64 x 64: lines of 128 bytes, whose units of 16 bytes are turned
+// by their number. A role.
+#if WIDE
+__device__ __forceinline__ void stage_sums(u32 staged, const float* sums, float factor) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+#pragma unroll
+  for (int j = 0; j < SUMS / 4; j++) {
+    const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
+    put_pair(here, sums[4 * j] * factor, sums[4 * j + 1] * factor);
+    put_pair(here + 8 * 128, sums[4 * j + 2] * factor, sums[4 * j + 3] * factor);
+  }
+}
+#else
+constexpr int PACKED = 16;  // of a thread in a strip
+
+__device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = staged + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+  for (int i = 0; i < PACKED; i += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(at + (i * 8 ^ turned)), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
+                 "r"(packed[i + 3]) : "memory");
+}
+#endif
+
 // The gradients of the groups without rows: each block of the launch has its share of their boxes. One warp.
 __device__ __forceinline__ void store_zeros(
     const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
