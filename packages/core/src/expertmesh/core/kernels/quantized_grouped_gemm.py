@@ -2,14 +2,15 @@
 later GPUs are in `quantized_grouped_gemm_sm100.py`.
 
 Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
-the contraction and W the width of the result; the weight gradient turns its operands first. Blocks of 32 are widened
-to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the outputs is written. Dimension key as in
-`ops/quantized_grouped_gemm.py`.
+the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `quantize.py` leaves
+them. Blocks of 32 are widened to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the outputs is
+written. Dimension key as in `ops/quantized_grouped_gemm.py`.
 
-One role of one warp loads, two of four warps multiply, one of two warps stores. A product of 128 of the contraction,
-the length of a block, has a scale of its own: one role scales it and adds it in float32 while the other multiplies. In
-CUDA C++ are rows with a scale for each group (`grouped_gemm.cu`), and the weight gradient of blocks, whose products
-have a scale for each number (`quantized_grouped_gemm.cu`).
+In Gluon are rows of blocks: one role of one warp loads, two of four warps multiply, one of two warps stores. A product
+of 128 of the contraction, the length of a block, has a scale of its own: one role scales it and adds it in float32
+while the other multiplies. In CUDA C++ are rows with a scale for each group (`grouped_gemm.cu`), and the weight
+gradients: of blocks, whose products have a scale for each number (`quantized_grouped_gemm.cu`), and with a scale for
+each group (`quantized_grouped_gemm_whole.cu`).
 """
 
 import dataclasses
@@ -238,9 +239,8 @@ class Tiles:
     k: int
     stages: int
     band: int
-    registers: tuple[
-        int, int
-    ]  # of the second role that multiplies, and of those that load and store
+    # Of the second role that multiplies, and of those that load and store.
+    registers: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,10 +388,8 @@ def launch_weights_blocks(
     """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N]."""
     source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=True)
     box = jax_triton.TensorDescriptor.from_array
-    operands = (
-        *(box(_turned(lhs), (128, 128)), box(lhs_scales, (1, 128))),
-        *(box(_turned(dy), (128, 128)), box(dy_scales, (1, 256))),
-    )
+    scales = box(lhs_scales, (1, 128)), box(dy_scales, (1, 256))
+    operands = box(_turned(lhs), (128, 128)), scales[0], box(_turned(dy), (128, 128)), scales[1]
     widths = lhs.shape[1], dy.shape[1]
     return _launch_weights(*operands, group_sizes, source, lhs.shape[0], widths, out_dtype)
 
@@ -399,6 +397,7 @@ def launch_weights_blocks(
 def _launch_weights(
     lhs, lhs_scales, dy, dy_scales, group_sizes, source, num_rows, widths, out_dtype
 ):
+    """[G, *widths] of descriptors of the turned operands, and scales as the kernel takes them."""
     G = group_sizes.shape[0]
     num_steps = plain._num_steps((128, 256, 128), widths[0], widths[1], num_rows)
     return cuda_call(
@@ -433,7 +432,7 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks
 
 
 def constants(tiles: Tiles, G: int, num_steps: int = 0) -> dict:
-    """What both kernels are compiled with."""
+    """What the kernel in Gluon is compiled with."""
     return dict(
         G=G, G_POW2=max(32, triton.next_power_of_2(G)),
         NUM_PROGRAMS=plain._num_programs(num_steps),
