@@ -99,8 +99,8 @@ __device__ __forceinline__ u32 unit_at(u32 operand, int line, int unit) {
   return operand + line * BLOCK + (unit ^ line % 8) * 16;
 }
 
-// Stages sums of 64 x 128 or, of 16 bits, packed ones of 64 x 64: lines of 128 bytes, whose units of 16 bytes are turned
-// by their number. A role.
+// Stages sums of 64 x 128 or, of 16 bits, packed ones of 64 x 64: lines of 128 bytes, whose units of 16 bytes are
+// turned by their number. A role.
 #if WIDE
 __device__ __forceinline__ void stage_sums(u32 staged, const float* sums, float factor) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
