@@ -19,10 +19,9 @@ T, E, D, F = 4096, 8, 512, 768
 def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
     mesh = h100_mesh({"fsdp": 1})
     whole = NamedSharding(mesh, PartitionSpec())
-    types = ((1, T, D), (E, D, F), (1, T, F)), (jnp.bfloat16,) * 3
     x, w, dy = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-        for shape, dtype in zip(*types, strict=True)
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        for shape in ((1, T, D), (E, D, F), (1, T, F))
     )
     sizes = jax.ShapeDtypeStruct((1, E), jnp.int32, sharding=whole)
 

@@ -12,7 +12,7 @@ from expertmesh.core.mesh import filter_roles
 from expertmesh.core.ops.delayed_scaling import DelayedState, init_delayed
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel, check_state
 from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import DelayedScaling, LayerFormats, Recipe
+from expertmesh.core.recipe import DelayedScaling, LayerFormats, Recipe, quantized_once
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
 
 __all__ = ["DenseState", "init_dense_state"]
@@ -74,14 +74,12 @@ class Layer:
     @property
     def x_is_quantized_once(self) -> bool:
         """Whether what the forward reads of x serves the weight's gradient too."""
-        return self.formats.x == self.formats.x_wgrad and self.formats.x.block is None
+        return quantized_once(self.formats.x, self.formats.x_wgrad)
 
     @property
     def dy_is_quantized_once(self) -> bool:
         """Whether what the input's gradient reads of dy serves the weight's gradient too."""
-        return self.formats.grad_dgrad == self.formats.grad_wgrad and (
-            self.formats.grad_dgrad.block is None
-        )
+        return quantized_once(self.formats.grad_dgrad, self.formats.grad_wgrad)
 
 
 @jax.tree_util.register_dataclass

@@ -102,6 +102,11 @@ class TensorFormat:
         )
 
 
+def quantized_once(first: TensorFormat, second: TensorFormat) -> bool:
+    """Whether data in the first format are those in the second, whatever dimension a GEMM contracts."""
+    return first == second and first.block is None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFormats:
     """The format of each operand of each GEMM."""

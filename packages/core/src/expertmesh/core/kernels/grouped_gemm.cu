@@ -159,14 +159,11 @@ struct Scales {
   __device__ __forceinline__ void read(int4& tile) {
     const int group = tile.y >> ABOVE;
     tile.y &= (1 << ABOVE) - 1;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_lhs) : "l"(lhs + group));
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_rhs) : "l"(rhs + group));
+    of_lhs = read_scale(lhs + group), of_rhs = read_scale(rhs + group);
   }
 
   __device__ __forceinline__ void apply(float (&d)[SUMS]) const {
-    // Finite if both are, so that a sum of 0 stays 0.
-    constexpr float LARGEST = 3.4028234663852886e38f;
-    const float product = of_lhs * of_rhs, factor = product > LARGEST ? LARGEST : product;
+    const float factor = product_of_scales(of_lhs, of_rhs);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] *= factor;
   }

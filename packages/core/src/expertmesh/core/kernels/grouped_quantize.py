@@ -16,8 +16,7 @@ def grouped_quantize(
     del origin
     sizes = group_sizes[0].astype(jnp.int32)
     if block:
-        data, scale = quantize.blocks(x, sizes, format, block)
-        return (data, scale, data) if twice else (data, scale)
+        return quantize.blocks(x, sizes, format, block)
     C = x.shape[1]
 
     def found(parts):

@@ -126,6 +126,20 @@ __device__ constexpr bool fit(int threads, int roles) {
   return 128 * (REGISTERS_LESS + roles * REGISTERS_MORE) <= threads * (65536 / threads / 8 * 8);
 }
 
+// Begins to read a scale: what follows does not wait before it is used.
+__device__ __forceinline__ float read_scale(const float* from) {
+  float scale;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"(from));
+  return scale;
+}
+
+// Finite if both are, so that a sum of 0 stays 0.
+__device__ __forceinline__ float product_of_scales(float a, float b) {
+  constexpr float LARGEST = 3.4028234663852886e38f;
+  const float product = a * b;
+  return product > LARGEST ? LARGEST : product;
+}
+
 // A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;

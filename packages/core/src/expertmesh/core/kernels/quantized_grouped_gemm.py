@@ -249,6 +249,7 @@ class WeightTiles:
 
     Attributes:
       stages: steps of 128 rows under way at most.
+      least: and at least.
       slot: bytes of shared memory of each.
       staged: where results begin in shared memory.
       handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
@@ -257,16 +258,21 @@ class WeightTiles:
     """
 
     stages: int
+    least: int
     slot: int
     staged: int
     handed: int
     band: int
     registers: tuple[int, int]
 
+    def handed_of(self, out_dtype) -> int:
+        """The parts of a result of this type that a role stages at once."""
+        return self.handed if jnp.dtype(out_dtype).itemsize == 2 else 1
+
     def slots(self, out_dtype) -> int:
         """Where the first step is in shared memory."""
-        size = jnp.dtype(out_dtype).itemsize
-        return self.staged + 2 * (self.handed if size == 2 else 1) * 64 * 128 * size
+        part = 64 * 128 * jnp.dtype(out_dtype).itemsize
+        return self.staged + 2 * self.handed_of(out_dtype) * part
 
     def fit(self, G: int, out_dtype) -> "WeightTiles":
         """What results and the table of groups take of shared memory is not there for steps."""
@@ -278,10 +284,10 @@ class WeightTiles:
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(
-    stages=3, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
+    stages=3, least=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
 )
 WEIGHTS_WHOLE = WeightTiles(
-    stages=4, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
+    stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
 )
 PIECE = 128  # columns of a result that are staged in shared memory at once
 
@@ -337,7 +343,7 @@ def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, o
     if plain._capability() < 100 and _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
         return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
-    if plain._capability() >= 100 or nvrtc() is None or tiles.stages < (2 if of_blocks else 3):
+    if plain._capability() >= 100 or nvrtc() is None or tiles.stages < tiles.least:
         operands = lhs, lhs_scale, dy, dy_scale, group_sizes
         return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
     launch = launch_weights_blocks if of_blocks else launch_weights
@@ -415,7 +421,7 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
         SLOT=tiles.slot, SLOTS=tiles.slots(out_dtype), STAGED=tiles.staged,
-        HANDED=tiles.handed if out_dtype.itemsize == 2 else 1, BAND=tiles.band, SHARED=plain.SHARED_BYTES,
+        HANDED=tiles.handed_of(out_dtype), BAND=tiles.band, SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))

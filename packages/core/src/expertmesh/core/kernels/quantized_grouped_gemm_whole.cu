@@ -166,9 +166,7 @@ __device__ __forceinline__ void multiply_tiles(
   bool more = tiles.next();
   while (more) {
     const Done tile{tiles.group, tiles.m + sender.result.role * PART_M, tiles.n};
-    float of_lhs, of_dy;  // asked for early
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_lhs) : "l"(lhs_scale + tile.group));
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(of_dy) : "l"(dy_scale + tile.group));
+    const float of_lhs = read_scale(lhs_scale + tile.group), of_dy = read_scale(dy_scale + tile.group);
     const int row = first_row(tiles);
     int end = tiles.end - row;
     step<true>(sums, ring, tiles.start - row, end, sender);
@@ -184,10 +182,7 @@ __device__ __forceinline__ void multiply_tiles(
     for (int i = 0; i < PARTS * SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");  // nothing reads them before
     ring.release();
     ring.next();
-    // Finite if both are, so that a sum of 0 stays 0.
-    constexpr float LARGEST = 3.4028234663852886e38f;
-    const float product = of_lhs * of_dy;
-    sender.take(sums, product > LARGEST ? LARGEST : product, tile);
+    sender.take(sums, product_of_scales(of_lhs, of_dy), tile);
   }
   sender.send_rest();
   wait_for_stores();

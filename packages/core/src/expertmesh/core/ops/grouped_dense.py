@@ -27,10 +27,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.ops.delayed_scaling import (
-    grouped_quantize_delayed,
-    grouped_quantize_delayed_both,
-)
+from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
     check_operands,
@@ -172,6 +169,19 @@ def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
     return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
 
 
+def _x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
+    """(x along K, x along the rows if `for_wgrad`, the state of x after it or None)."""
+    of, spec = (x, group_sizes), layer.used[0]
+    if extra.state is not None and layer.delayed is not None:
+        state = extra.state.x, layer.delayed
+        return grouped_quantize_delayed_both(*of, *state, spec=spec, twice=for_wgrad)
+    if not for_wgrad:
+        q_x = grouped_quantize(*of, layer.formats.x, axis=2, spec=spec)
+        return q_x, q_x, None
+    both = layer.formats.x, layer.formats.x_wgrad
+    return *grouped_quantize_both(*of, both, spec=spec), None
+
+
 def _forward(q_x, x_state, kernel, group_sizes, bias, extra: Extra, layer: Layer):
     """(what the layer returns, the kernel quantized along K), of x quantized along K."""
     w_state = extra.state.kernel if extra.state is not None else None
@@ -202,24 +212,12 @@ def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
 
 
 def _value(x, kernel, group_sizes, bias, extra, *, layer):
-    of, spec, x_state = (x, group_sizes), layer.used[0], None
-    if extra.state is not None and layer.delayed is not None:
-        q_x, x_state = grouped_quantize_delayed(*of, extra.state.x, layer.delayed, spec=spec)
-    else:
-        q_x = grouped_quantize(*of, layer.formats.x, axis=2, spec=spec)
+    q_x, _, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=False)
     return _forward(q_x, x_state, kernel, group_sizes, bias, extra, layer)[0]
 
 
 def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
-    of, spec, x_state = (x, group_sizes), layer.used[0], None
-    if extra.state is not None and layer.delayed is not None:
-        state = extra.state.x
-        q_x, along_rows, x_state = grouped_quantize_delayed_both(
-            *of, state, layer.delayed, spec=spec
-        )
-    else:
-        both = layer.formats.x, layer.formats.x_wgrad
-        q_x, along_rows = grouped_quantize_both(*of, both, spec=spec)
+    q_x, along_rows, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=True)
     out, q_kernel = _forward(q_x, x_state, kernel, group_sizes, bias, extra, layer)
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
     return out, (*residuals(along_rows, q_kernel), group_sizes, bias, extra.key)

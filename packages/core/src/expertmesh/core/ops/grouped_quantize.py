@@ -32,7 +32,7 @@ from expertmesh.core.ops.quantize import (
     why_no_kernel,
 )
 from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.recipe import TensorFormat, quantized_once
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
 from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import entry_axes, spec_axes
@@ -230,15 +230,15 @@ def grouped_quantize_both(
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """(`grouped_quantize` by the first format along the last dimension, by the second along the rows).
 
-    Where both are one 8-bit format, `x` is read once; without blocks both have the same data, by the first key.
+    Where both are one 8-bit format, `x` is read once; without blocks both have the same data.
 
     Args:
       x, group_sizes, spec: as of `grouped_quantize`.
       keys: one for each format.
     """
     last, rows = formats
-    if last == rows and last.block is None:
-        of = x, group_sizes, last, x.ndim - 1, None, keys[0], spec, False
+    if quantized_once(last, rows):
+        of = x, group_sizes, last, x.ndim - 1, None, None, spec, False
         first, _, second = _quantize("grouped_quantize", *of, twice=True)
         return first, second
     if not quantizes_both_at_once(last, rows):
