@@ -1,14 +1,15 @@
-"""Rows of 8 bits are written as products read them: no copy turns them, in a program for an H100 that is not there."""
+"""Arrays are written as who comes next reads them: no copy turns them, in programs for H100s that are not there."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.marks import needs_triton
-from expertmesh.core import MeshResource, global_shard_guard, grouped_dense
+from expertmesh.core import MeshResource, global_shard_guard, grouped_dense, hlo
+from expertmesh.flax_moe import MoEConfig, moe, param_shapes, param_specs
 
 pytestmark = [pytest.mark.aot, needs_triton]
 
@@ -34,3 +35,44 @@ def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
         text = program.compile().as_text()
     rows = re.findall(rf"= (?:f8e\w+|u8)\[\S*{T}\S* (\w+)\(", text)
     assert not {"copy", "transpose", "fusion"}.intersection(rows), rows
+
+
+@pytest.mark.parametrize(
+    "kind, recipe",
+    [(AxisType.Auto, None), (AxisType.Explicit, "fp8_block"), (AxisType.Auto, "fp8_current")],
+)
+def test_nothing_copies_experts_that_fsdp_splits(h100_mesh, kind, recipe):
+    """Whole weights are multiplied as they are gathered, and their gradients scattered as they are made."""
+    mesh = h100_mesh({"fsdp": 2, "ep": 2}, kind)
+    resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    config = MoEConfig(num_experts=E, top_k=2, expert_dim=F, recipe=recipe, shard_exp_on_fsdp=True)
+
+    def struct(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    shapes, specs = param_shapes(D, config), param_specs(config, resource)
+    params = {name: struct(shapes[name], jnp.float32, specs[name]) for name in shapes}
+    x = struct((T, D), jnp.bfloat16, PartitionSpec(("fsdp", "ep")))
+
+    def gradients(params, x, dy):
+        return jax.vjp(lambda params: moe(params, x, config).y, params)[1](dy)[0]
+
+    at_rest = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    with jax.sharding.set_mesh(mesh), global_shard_guard(resource):
+        traced = jax.jit(gradients, out_shardings=at_rest).trace(params, x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    over_fsdp = {
+        (c.kind, shape)
+        for c in hlo.collectives(text)
+        if c.groups == ((0, 2), (1, 3))
+        for shape in c.shapes
+    }
+    held = f"{E // 4},{D},2,{F}", f"{E // 4},{F},{D}"
+    assert {("reduce-scatter", f"f32[{shape}]") for shape in held} <= over_fsdp
+    gathered = {shape.partition("[")[0] for kind, shape in over_fsdp if kind == "all-gather"}
+    assert gathered == ({"f8e4m3fn", "f32"} if recipe else {"bf16"})
+    # The forward reads 8 bits along D of wi and along F of wo, in which a weight does not lie.
+    used_as_is = "f32" if recipe else "f32|bf16"
+    whole = rf"(?:{used_as_is})\[{E // 2},(?:{D},2,{F}|2,{F},{D}|{F},{D}|{D},{F})\]"
+    ops = re.findall(rf"= {whole}\S* ([\w-]+)\(", text)
+    assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops

@@ -46,6 +46,7 @@ def test_fields_are_frozen():
         ("recipe", None),
         ("quantize_backward_combine", False),
         ("reduce_dtype", jnp.float32),
+        ("shard_exp_on_fsdp", False),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         MoEConfig(**VALID).top_k = 3

@@ -428,6 +428,36 @@ def test_what_crosses_devices(mode):
     }
 
 
+@pytest.mark.parametrize(
+    "mode, changes",
+    [
+        ("explicit", dict(ep_axis="ep", num_chunks=5)),
+        ("explicit_resource", dict(shard_exp_on_fsdp=False)),  # types come before specs
+        full("explicit_resource", dict(shared_expert_dim=16, transport="ring")),
+        ("resource", dict(use_bias=False)),
+    ],
+)
+def test_fsdp_splits_experts(mode, changes):
+    """Whole experts are gathered, and their gradients scattered to where the weights are, by nothing else."""
+    split = make_config(**{**changes, "shard_exp_on_fsdp": True})
+    config = dataclasses.replace(split, **changes)
+    data = make_data(config)
+    with setting(mode, (2, 4)) as mesh:
+        placed = place(data, split, mesh)
+        assert placed.params["wo"].sharding.spec == PartitionSpec(("ep", "fsdp"), None, None)
+        compiled = jax.jit(value_and_gradients(moe, config)).lower(*placed).compile()
+        (_, output), gradients = compiled(*placed)
+        for name, w in placed.params.items():
+            assert gradients[0][name].sharding.is_equivalent_to(w.sharding, w.ndim)
+    assert_result(output, gradients, run(data, config))
+    moved = collections.defaultdict(set)
+    for collective in collectives(compiled.as_text()):
+        moved[collective.kind].update(collective.shapes)
+    assert {"f32[2,16,2,12]", "f32[2,12,16]"} <= moved["all-gather"]
+    assert {"f32[1,16,2,12]", "f32[1,12,16]"} <= moved["reduce-scatter"]
+    assert not any(shape.startswith(("f32[1,", "f32[2,")) for shape in moved["all-to-all"]), moved
+
+
 BAD_PARAMS = {
     "only wi_bias": (
         lambda p: p.pop("wo_bias"),
@@ -484,6 +514,12 @@ def test_mesh_errors():
     x = jax.device_put(data.x, jax.NamedSharding(mesh, TOKENS))
     with global_shard_guard(RESOURCE), pytest.raises(ValueError, match=r"num_experts=6.*4.*ep"):
         jax.jit(functools.partial(moe, config=config))(data.params, x)
+    apart = make_config(num_experts=12, use_bias=False, shard_exp_on_fsdp=True)
+    with (
+        global_shard_guard(RESOURCE),
+        pytest.raises(ValueError, match=r"num_experts=12.*'ep': 4, 'fsdp': 2.*shard_exp_on_fsdp"),
+    ):
+        jax.jit(functools.partial(moe, config=apart))(make_data(apart).params, x)
     config = make_config(use_bias=False)
     data = make_data(config)
     odd = jnp.ones((3, 5, 16), device=jax.NamedSharding(mesh, PartitionSpec()))

@@ -83,6 +83,22 @@ def test_specs():
     assert "wi_bias" not in param_specs(make_config(use_bias=False), RESOURCE)
 
 
+def test_specs_of_experts_that_fsdp_splits():
+    config = make_config(shard_exp_on_fsdp=True, shared_expert_dim=24)
+    assert param_specs(config, RESOURCE) == {
+        "gate_kernel": P(None, None),
+        "wi": P(("ep", "fsdp"), None, None, "tp"),
+        "wo": P(("ep", "fsdp"), "tp", None),
+        "shared_wi": P("fsdp", None, "tp"),
+        "shared_wo": P("tp", "fsdp"),
+        "wi_bias": P("ep", None, "tp"),
+        "wo_bias": P("ep", None),
+    }
+    assert param_specs(config, MeshResource(fsdp_resource=("a", "b")))["wo"] == P(
+        ("a", "b"), None, None
+    )
+
+
 def test_tree_with_shared_experts_and_without_a_gate():
     config = make_config(shared_expert_dim=24, activation=Activation(gated=False))
     assert param_shapes(16, config) == {

@@ -22,6 +22,7 @@ from expertmesh.core import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     autocast,
+    global_shard_guard,
 )
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import (
@@ -36,6 +37,7 @@ from expertmesh.flax_moe import (
 )
 from flax_moe import quantized_oracle
 from flax_moe.moe_oracle import (
+    RESOURCE,
     assert_result,
     make_config,
     make_data,
@@ -89,6 +91,31 @@ def test_against_the_emulation(recipe, cached, changes):
     tokens = np.arange(data.x[..., 0].size).reshape(data.x.shape[:-1])
     parts = [tokens[j :: config.num_chunks].ravel() for j in range(config.num_chunks)]
     assert_result(output, gradients, quantized_oracle.run(data, config, parts), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "recipe, kind",
+    [(BLOCK, AxisType.Explicit), full(CURRENT, AxisType.Auto), full(DELAYED, AxisType.Auto)],
+)
+def test_fsdp_splits_experts(recipe, kind):
+    """The same as where fsdp splits D, of which blocks of 128 are whole on each device."""
+    config = make_config(recipe=recipe, expert_dim=128, shard_exp_on_fsdp=True)
+    data, mesh = make_data(config, (8, 3, 256)), make_mesh((2, 4), kind)
+    state = init_quant_state(config) if recipe is DELAYED else None
+
+    def run(config):
+        def block(params, x, config):
+            return moe(params, x, config, quant_state=state)
+
+        with global_shard_guard(RESOURCE):
+            (_, output), gradients = jax.jit(value_and_gradients(block, config))(
+                *place(data, config, mesh)
+            )
+        return output.y, output.quant_state, gradients
+
+    along_width = dataclasses.replace(config, shard_exp_on_fsdp=False)
+    for got, want in zip(*map(jax.tree.leaves, (run(config), run(along_width))), strict=True):
+        assert relative_error(got, want) < TOLERANCE
 
 
 @pytest.mark.full

@@ -128,6 +128,7 @@ def test_models_that_contradict_themselves(changes, says):
     [
         ({"model_dim": 252}, {}, "model-dim=252, fsdp=8; give --model-dim 256"),
         ({"transport": "local"}, {"mesh": (("ep", 8),)}, "got ep=8; give --transport auto"),
+        ({"experts": 12}, {"shard_exp_on_fsdp": True}, "got experts=12, fsdp=8 x ep=1; leave"),
     ],
 )
 def test_models_that_do_not_fit_the_mesh(model, devices, says):

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from expertmesh.core.specs import (
     Entry,
     Spec,
+    axes_of_type,
     constrain,
     entry_axes,
     filter_axes,
@@ -149,8 +150,7 @@ def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...
     narrow, resource = x.astype(dtype), current_resource()
     if narrow.dtype == x.dtype or resource is None:
         return narrow
-    mesh = jax.typeof(x).sharding.mesh
-    auto = [a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == AxisType.Auto]
+    auto = axes_of_type(jax.typeof(x).sharding.mesh, AxisType.Auto)
     spec = tuple(map(resource.entry, roles)) if spec is None else spec
     at_rest = filter_axes(spec, auto)
     return constrain(narrow, at_rest) if spec_axes(at_rest) else narrow

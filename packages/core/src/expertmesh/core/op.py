@@ -27,13 +27,13 @@ from expertmesh.core import _jax
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
 from expertmesh.core.specs import (
+    axes_of_type,
     axis_size,
     common_axes,
     entry_axes,
     filter_axes,
     local_shape,
-    make_entry,
-    merge_dim,
+    merge_known,
     pad_spec,
     spec_axes,
 )
@@ -324,9 +324,7 @@ def _without_derivative(name: str, function):
 def _dispatch(call: _Call, operands):
     mesh = _jax.operand_mesh(operands)
     kinds = {
-        kind: frozenset(
-            a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == kind
-        )
+        kind: frozenset(axes_of_type(mesh, kind))
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
     }
     resource = current_resource()
@@ -426,7 +424,7 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
             _check_axes(call.op.name, want, mesh)
             _check_order(call.op.name, want, x, auto)
     specs = [
-        _merge(
+        merge_known(
             filter_axes(jax.typeof(x).sharding.spec, explicit),
             role if want is None else want,
             auto,
@@ -540,16 +538,6 @@ def _role_spec(roles, resource, axes) -> PartitionSpec:
     if resource is None:
         return PartitionSpec(*[None] * len(roles))
     return filter_axes([resource.entry(role) for role in roles], axes)
-
-
-def _merge(explicit: PartitionSpec, other, auto, ndim: int) -> PartitionSpec:
-    """The type's axes and the Auto axes of a role or a given spec; in the order of the latter if it has all of them."""
-    entries = []
-    for typed, entry in zip(pad_spec(explicit, ndim), pad_spec(other, ndim), strict=True):
-        axes = [a for a in entry_axes(entry) if a in auto or a in entry_axes(typed)]
-        whole = set(entry_axes(typed)) <= set(axes)
-        entries.append(make_entry(axes) if whole else merge_dim(typed, make_entry(axes)))
-    return PartitionSpec(*entries)
 
 
 def _reshard(x, mesh, spec):

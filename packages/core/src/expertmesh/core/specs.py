@@ -52,6 +52,19 @@ def merge_dim(a: Entry, b: Entry) -> Entry:
     return make_entry(first + tuple(axis for axis in entry_axes(b) if axis not in first))
 
 
+def merge_known(typed: Spec, other: Spec, auto: Collection[str], ndim: int) -> PartitionSpec:
+    """What a type says over Explicit axes and `other` over those in `auto`, one entry per dimension.
+
+    Where `other` has all axes of a dimension that the type has, they are in its order.
+    """
+    entries = []
+    for known, entry in zip(pad_spec(typed, ndim), pad_spec(other, ndim), strict=True):
+        axes = [a for a in entry_axes(entry) if a in auto or a in entry_axes(known)]
+        whole = set(entry_axes(known)) <= set(axes)
+        entries.append(make_entry(axes) if whole else merge_dim(known, make_entry(axes)))
+    return PartitionSpec(*entries)
+
+
 def common_axes(a: Entry, b: Entry) -> tuple[str, ...]:
     """Axes in both entries, in the order of `a`."""
     return tuple(axis for axis in entry_axes(a) if axis in entry_axes(b))
@@ -118,6 +131,11 @@ def dividing_axes(
     return tuple(kept)
 
 
+def axes_of_type(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
+    """The mesh's axes of one type, in its order."""
+    return tuple(a for a, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == kind)
+
+
 def mesh_of(x: jax.Array) -> AbstractMesh:
     """The mesh in the array's type, else the mesh in context; empty where there is none."""
     mesh = jax.typeof(x).sharding.mesh
@@ -130,11 +148,9 @@ def constrain(x: jax.Array, spec: Spec) -> jax.Array:
     Manual axes are dropped (the array is a shard already); without a mesh this is the identity.
     """
     mesh = mesh_of(x)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     spec = pad_spec(spec, x.ndim)
-    axis_size(dict(mesh.shape) if types else {axis: 1 for axis in spec_axes(spec)}, spec_axes(spec))
-    explicit = [axis for axis, kind in types.items() if kind == AxisType.Explicit]
-    auto = [axis for axis, kind in types.items() if kind == AxisType.Auto]
+    axis_size({axis: 1 for axis in spec_axes(spec)} if mesh.empty else mesh.shape, spec_axes(spec))
+    explicit, auto = (axes_of_type(mesh, kind) for kind in (AxisType.Explicit, AxisType.Auto))
     if explicit:
         x = jax.sharding.reshard(x, NamedSharding(mesh, filter_axes(spec, explicit)))
     if auto and set(auto) & set(spec_axes(spec)):

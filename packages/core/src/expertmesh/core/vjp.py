@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.specs import axes_of_type, merge_known
 
 
 @jax.tree_util.register_static
@@ -73,8 +74,11 @@ def _cast(cotangent, primal):
 
 
 def at_rest(x, spec: PartitionSpec | None) -> PartitionSpec | None:
-    """Where a gradient is wanted: where its primal is."""
-    return _jax.explicit_spec(x) if spec is None else spec
+    """Where a gradient is wanted: where its primal is, by its type over Explicit axes, by `spec` over Auto ones."""
+    typed, mesh = _jax.explicit_spec(x), jax.typeof(x).sharding.mesh
+    if typed is None or spec is None:
+        return typed if spec is None else spec
+    return merge_known(typed, spec, axes_of_type(mesh, AxisType.Auto), x.ndim)
 
 
 def not_differentiable(x, remedy: str):

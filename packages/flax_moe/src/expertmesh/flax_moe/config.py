@@ -65,6 +65,10 @@ class MoEConfig:
         but for the order), bfloat16 or float16 for half the bytes. Each of n devices' parts is then rounded, and each
         of the n - 1 sums: the relative error of a sum is about 2^-9 sqrt(n) in bfloat16 and does not fall with the
         number of tokens. float16 overflows above 65504. Other parameters' gradients are always added in float32.
+      shard_exp_on_fsdp: fsdp splits the experts' kernels along E, behind ep, and not along D: what is gathered, and the
+        gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
+        quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
+        axes types say where arrays are; this one is then for `param_specs`.
 
     Raises:
       ValueError: a value outside its range; an alignment that the recipe does not take.
@@ -100,6 +104,7 @@ class MoEConfig:
     recipe: Recipe | None = None
     quantize_backward_combine: bool = False
     reduce_dtype: Any = jnp.float32
+    shard_exp_on_fsdp: bool = False
 
     def __post_init__(self):
         for name in ("num_experts", "top_k", "expert_dim", "num_chunks"):

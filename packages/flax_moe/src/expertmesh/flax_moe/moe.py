@@ -38,7 +38,7 @@ from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.recipe import current_recipe
-from expertmesh.core.specs import entry_axes, mesh_of
+from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.ep import (
     Handle,
     combine,
@@ -389,24 +389,40 @@ def _ep_axis(params, config) -> tuple[str, ...]:
         return entry_axes(resource.ep_resource)
     wi = params.get("wi")
     spec = () if wi is None else tuple(jax.typeof(wi).sharding.spec)
+    if config.shard_exp_on_fsdp and spec and spec[0]:
+        raise ValueError(
+            "moe: under shard_exp_on_fsdp ep_axis must be given, or a MeshResource in context; "
+            f"got ep_axis=None, wi over {spec}; pass MoEConfig(ep_axis=...), its first axes"
+        )
     return entry_axes(spec[0]) if spec else ()
 
 
 def _experts_held(x, config, ep_axis) -> int:
     """Experts in the weights as the caller sees them: all, or one shard's where the EP axis is Manual."""
     mesh = mesh_of(x)
-    manual = [
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Manual and axis in ep_axis
-    ]
-    ranks = prod(mesh.shape[axis] for axis in manual)
+    manual = axes_of_type(mesh, AxisType.Manual)
+    ranks = prod(mesh.shape[axis] for axis in manual if axis in ep_axis)
     if config.num_experts % ranks:
         raise ValueError(
             "moe: num_experts must be divisible by the EP size; "
             f"got num_experts={config.num_experts}, ep_size={ranks}, axis={ep_axis!r}; change one of them"
         )
-    return config.num_experts // ranks
+    held = config.num_experts // ranks
+    if config.shard_exp_on_fsdp:
+        _check_experts_split(held, mesh, ep_axis, manual)
+    return held
+
+
+def _check_experts_split(held, mesh, ep_axis, manual):
+    """Raises unless ep and fsdp, as far as they are not Manual, divide the experts."""
+    resource = current_resource()
+    fsdp = () if resource is None else resource.axes("fsdp")
+    split = {axis: mesh.shape.get(axis, 1) for axis in (*ep_axis, *fsdp) if axis not in manual}
+    if held % prod(split.values()):
+        raise ValueError(
+            "moe: under shard_exp_on_fsdp num_experts must be divisible by the sizes of ep and fsdp together; "
+            f"got num_experts={held}, sizes={split}; change one of them, or leave shard_exp_on_fsdp out"
+        )
 
 
 def _prepare(topk_idx, config, ep_axis) -> Handle:

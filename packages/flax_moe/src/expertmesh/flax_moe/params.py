@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import MeshResource, current_resource
+from expertmesh.core.specs import merge_dim
 from expertmesh.flax_moe.config import MoEConfig
 
 __all__ = [
@@ -36,7 +37,8 @@ __all__ = [
 
 Params = Mapping[str, jax.Array]
 
-_KERNELS = ("gate_kernel", "wi", "wo")
+_EXPERTS = ("wi", "wo")
+_KERNELS = ("gate_kernel", *_EXPERTS)
 _SHARED = ("shared_wi", "shared_wo")
 _BIASES = ("wi_bias", "wo_bias")
 # A dimension in lower case is never split.
@@ -153,7 +155,8 @@ def param_specs(
     """Where each parameter lives at rest: experts over ep, D over fsdp, F and S over tp; the gate is replicated.
 
     Args:
-      config: its `ep_axis`, if given, goes before the resource's.
+      config: its `ep_axis`, if given, goes before the resource's. Under `shard_exp_on_fsdp` E of `wi` and `wo` is over
+        (ep, fsdp), and their D whole.
       resource: names the mesh axes; None: the resource in context, and if there is none only `ep_axis` is used.
 
     Returns:
@@ -165,9 +168,13 @@ def param_specs(
     resource = resource or current_resource() or MeshResource()
     expert = config.ep_axis or resource.entry("experts")
     fsdp, tp = resource.entry("fsdp"), resource.entry("tp")
+    places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in param_names(config)}
+    if config.shard_exp_on_fsdp:
+        split = dict(embed=None, expert=merge_dim(expert, fsdp), mlp=tp)
+        places |= {name: split for name in _EXPERTS}
     return {
-        name: PartitionSpec(*_placed(name, config.act.gated, embed=fsdp, expert=expert, mlp=tp))
-        for name in param_names(config)
+        name: PartitionSpec(*_placed(name, config.act.gated, **place))
+        for name, place in places.items()
     }
 
 

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.specs import axis_size, entry_axes, filter_axes, pad_spec, spec_axes
+from expertmesh.core.specs import (
+    axes_of_type,
+    axis_size,
+    entry_axes,
+    filter_axes,
+    pad_spec,
+    spec_axes,
+)
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["gather_weight"]
@@ -37,12 +44,7 @@ def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array
     if mesh.empty:
         return w
     axis_size(mesh.shape, spec_axes(spec))
-    manual = [
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Manual
-    ]
-    gathered = filter_axes(pad_spec(spec, w.ndim), manual)
+    gathered = filter_axes(pad_spec(spec, w.ndim), axes_of_type(mesh, AxisType.Manual))
     if not spec_axes(gathered):
         return w
     return _gather(w, spec=gathered, dtype=jnp.dtype(dtype or w.dtype))

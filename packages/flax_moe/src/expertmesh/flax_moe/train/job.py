@@ -101,13 +101,20 @@ def plan(options: Options, corpus: Corpus) -> Job:
             "give --transport auto or --mesh ep=1"
         )
     _check_width(options.model, fsdp)
+    by_experts = options.devices.shard_exp_on_fsdp
+    if by_experts and options.model.experts % (fsdp * ep):
+        raise UsageError(
+            "--experts must be a multiple of the number of devices under --shard-exp-on-fsdp; "
+            f"got experts={options.model.experts}, fsdp={fsdp} x ep={ep}; leave --shard-exp-on-fsdp out"
+        )
     options = _fill(options)
     config = model_config(options.model)
+    moe = dataclasses.replace(config.moe, shard_exp_on_fsdp=by_experts)
     V, S = _num_windows(options), options.model.seq_len
     valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
     return Job(
         options=options,
-        config=config,
+        config=dataclasses.replace(config, moe=moe),
         mesh=make_mesh(fsdp, ep, options.devices.axis_types),
         corpus=corpus,
         valid=valid,

@@ -192,6 +192,9 @@ class DeviceOptions:
     axis_types: str = _option(
         "explicit", _one_of("explicit", "auto"), "explicit: sharding in types; or auto", "NAME"
     )
+    shard_exp_on_fsdp: bool = _option(
+        False, bool, "fsdp splits the experts' weights by experts and not by width"
+    )
     cpu_devices: int | None = _option(
         None, _count, "virtual CPU devices of this process; unset: 8 shared by all processes"
     )
