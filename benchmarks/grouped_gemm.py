@@ -54,10 +54,10 @@ def operands(shape, dtype):
     return lhs, dy, rhs, jnp.asarray(group_sizes(rows, groups))[None]
 
 
-def passes(lhs, dy, rhs, sizes):
+def passes(lhs, dy, rhs, sizes, zero_rest=True):
     """pass -> (grouped function, its operands), (dense function, its operands)."""
     to = {"out_dtype": lhs.dtype, "implementation": "triton" if on_gpu() else "reference"}
-    groups = rhs.shape[0]
+    groups, rows = rhs.shape[0], to | {"zero_rest": zero_rest}
 
     def dot(a_dim, b_dim):
         dims = (((a_dim,), (b_dim,)), ((), ()))
@@ -65,11 +65,11 @@ def passes(lhs, dy, rhs, sizes):
 
     return {
         "fprop": (
-            (lambda a, b, s: grouped_gemm_op(a, b, s, **to), (lhs, rhs, sizes)),
+            (lambda a, b, s: grouped_gemm_op(a, b, s, **rows), (lhs, rhs, sizes)),
             (dot(1, 0), (lhs[0], rhs[0])),
         ),
         "dgrad": (
-            (lambda a, b, s: grouped_gemm_dgrad_op(a, b, s, **to), (dy, rhs, sizes)),
+            (lambda a, b, s: grouped_gemm_dgrad_op(a, b, s, **rows), (dy, rhs, sizes)),
             (dot(1, 1), (dy[0], rhs[0])),
         ),
         "wgrad": (

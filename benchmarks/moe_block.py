@@ -9,6 +9,9 @@ the three products of each routed row, and twice as many for the backward.
 Devices add the weights' gradients in bfloat16 unless a row says float32: so does the native block, whose gradients
 leave `ragged_dot` in the parameters' dtype and are reduce-scattered in it. Its exchange is `ragged_all_to_all`.
 
+Nothing is dropped, so half of a receive buffer holds nothing on two GPUs, and more on more. One GPU has such rows where
+half of the tokens are masked, which is compared with a block of the other half alone.
+
 On several GPUs each lane (`--lanes`) is a process: they compile side by side and measure in turn, from when the file
 `--after` is there. A lane that dies, or that is not done in `--seconds` from then on, is reported, and the exit status
 is 1; the others' rows are written.
@@ -20,6 +23,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -71,6 +75,9 @@ class Shape:
 
 
 FFN = Shape((32768,), 4096, 512, 128, 8)
+RANK = Shape(
+    (16384,), 2048, 8192, 4, 2
+)  # what a GPU of two has of a larger one's experts, and both GPUs' tokens
 BLOCKS = [
     Shape((batch, seq), hidden, inner, 8, 2)
     for batch, seq, hidden, inner in (
@@ -389,6 +396,26 @@ def rows_of_one(shape: Shape, pairs: int):
         yield _measure.rate_row("moe_block", case, flops, mine, "dense XLA GEMMs", theirs)
 
 
+def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
+    """Both passes where half of the tokens are masked, against the block of the others alone."""
+    arrays, config = operands(shape, None), shape.config(recipe=recipe)
+    half = shape.tokens[0] // 2
+    mask = jnp.arange(shape.tokens[0]) % 2 == 0
+
+    def masked(params, x, config):
+        return moe(params, x, config, token_mask=mask)
+
+    few = arrays[0], *(x[:half] for x in arrays[1:])
+    sides = (passes(masked, config), arrays), (passes(moe, config), few)
+    ours, alone = ((functions["forward and backward"], given) for functions, given in sides)
+    mine, theirs = _measure.alternate(ours, alone, pairs, _measure.steps)[:2]
+    case = (
+        f"{recipe or 'bfloat16'} forward and backward, {shape}, half of the tokens masked, 1 device"
+    )
+    reference = "a block of the other half"
+    yield _measure.time_row("moe_block", case, mine, reference, theirs, unit="ms")
+
+
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
     (r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
@@ -554,7 +581,11 @@ def _rows(options):
         shape = SMALL if not on_gpu else FFN if alone else BLOCKS[int(options.phases) - 1]
         return rows_of_phases(shape, make_mesh(axes), transport, recipe=options.recipe)
     if alone:
-        return rows_of_one(FFN if on_gpu else SMALL, options.pairs)
+        shape, rank = (FFN, RANK) if on_gpu else (SMALL, dataclasses.replace(SMALL, tokens=(256,)))
+        return itertools.chain(
+            rows_of_one(shape, options.pairs),
+            *(rows_of_rest(rank, options.pairs, recipe) for recipe in (None, "fp8_block")),
+        )
     if options.lane:
         number, count, until = options.turn.split(",")
         folder = pathlib.Path(options.folder)

@@ -80,19 +80,19 @@ def _stack_bytes(cubin: bytes) -> int:
 def test_grouped_gemm(which, arch):
     from expertmesh.core.kernels import grouped_gemm as kernels
 
-    sizes = {"C": 16384, "K": 4096, "N": 28672, "G": 8, "G_POW2": 8}
+    sizes = {"K": 4096, "N": 28672, "G": 8, "G_POW2": 8}
     if which.startswith("rows"):
         tiles, transposed = kernels.ROWS, which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
         types = [(tiles.m, tiles.k), weight, "*i32", "*bf16"]
-        constants = sizes | {"TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
+        constants = sizes | {"ZEROS_END": 16384, "TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
         compiled = _compile(kernels._rows_kernel, types, tiles, constants, arch)
     else:
         wide = which == "weights_float32"
         tiles = kernels._fit(kernels.WEIGHTS, sizes["N"], jnp.float32 if wide else jnp.bfloat16)
         blocks = [(tiles.k, tiles.m), (tiles.k, tiles.n)]
         types = [*blocks, "*i32", "*bf16", "*bf16", "*fp32" if wide else "*bf16"]
-        compiled = _compile(kernels._weights_kernel, types, tiles, sizes, arch)
+        compiled = _compile(kernels._weights_kernel, types, tiles, sizes | {"C": 16384}, arch)
     _check(compiled, arch)
 
 
@@ -225,7 +225,8 @@ def test_rows_of_blocks_on_hopper(out, width, dy):
 
     tiles = kernels.fit(kernels.ROWS_BLOCKS, 32, jnp.float32 if out == "fp32" else jnp.bfloat16)
     # At other widths a role keeps an address or two in memory, outside of its loop over the contraction.
-    constants = kernels.constants(tiles, 32) | {"C": 32768, "W": width, "STEPS": 56}
+    sizes = {"C": 32768, "ZEROS_END": 32768, "W": width, "STEPS": 56}
+    constants = kernels.constants(tiles, 32) | sizes
     rows, weight = (
         _descriptor(dy, (tiles.m, tiles.k)),
         _descriptor("fp8e4nv", (1, tiles.n, tiles.k)),
@@ -359,7 +360,14 @@ def test_quantized_grouped_gemm_of_later_gpus(which, along, out):
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
         blocks = (tiles.m, tiles.k), weight
         kernel, data = kernels._rows_kernel, []
-        constants |= {"C": 32768, "D": 7168, "W": 4096, "RHS_FORMAT": "e4m3", "GROUP_M": 8}
+        constants |= {
+            "C": 32768,
+            "ZEROS_END": 32768,
+            "D": 7168,
+            "W": 4096,
+            "RHS_FORMAT": "e4m3",
+            "GROUP_M": 8,
+        }
         constants |= {"ACROSS": 128 if along == 128 else 1, "TRANSPOSED": transposed}
     lhs, rhs = (
         f"tensordesc<{dtype}{list(block)}>"
@@ -441,10 +449,11 @@ def test_activate_rows(monkeypatch, function, arch):
     shapes = (2, 1408), (1408,), ()
     h, d, weights = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in shapes)
     weights, source = weights.update(dtype=jnp.float32), weights.update(dtype=jnp.int32)
+    sizes = jax.ShapeDtypeStruct((1, 200), jnp.int32)
     options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
     for op, operands in (
-        (activate_rows.activate_rows_op, (h, weights, source)),
-        (activate_rows.activate_rows_grad_op, (h, d, weights, source)),
+        (activate_rows.activate_rows_op, (h, weights, source, sizes)),
+        (activate_rows.activate_rows_grad_op, (h, d, weights, source, sizes)),
     ):
         launches = _launches(monkeypatch, op, *operands, **options)
         assert len(launches) == 1

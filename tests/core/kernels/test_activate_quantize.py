@@ -60,6 +60,33 @@ def test_swiglu_but_for_its_last_bit(which, rows, width, dtype):
     compare(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu"))
 
 
+@pytest.mark.parametrize("which, rows, width", [("block", 512, 264), ("mx", 192, 96)])
+def test_rows_that_nobody_reads_change_no_other(which, rows, width):
+    rng = np.random.default_rng(0)
+    h, d = (
+        jnp.asarray(rng.normal(size=(1, rows, *w)), jnp.bfloat16) for w in ((2, width), (width,))
+    )
+    sizes, formats = jnp.asarray([[64, 0, 64]], jnp.int32), (FORMATS[which][0],) * 2
+    block = formats[0].block[1]
+
+    def both(zero_rest):
+        options = dict(activation="silu", zero_rest=zero_rest)
+        run = jax.jit(
+            lambda h, d: (
+                *activate_quantize(h, sizes, formats, **options),
+                *activate_grad_quantize(h, d, sizes, formats, **options),
+            )
+        )
+        return run(h, d)
+
+    for written, left in zip(both(True), both(False), strict=True):
+        lengths = {"data": 128, "scale": 128 if written.block[1] == 1 else 128 // block}
+        for name, live in lengths.items():
+            np.testing.assert_array_equal(
+                *(codes(getattr(q, name)[:, :live]) for q in (written, left))
+            )
+
+
 OTHERS = [name for name in ACTIVATIONS if name not in ("silu", "gelu_exact")]
 
 

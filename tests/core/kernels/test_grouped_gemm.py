@@ -133,6 +133,29 @@ def test_programs_that_take_turns_change_no_bit(monkeypatch):
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("shape", [(1000, 512, 776, 5, 137), (200, 8200, 136, 3, 20)], ids=str)
+def test_rows_that_nobody_reads_change_no_other(shape):
+    (lhs, dy, rhs), sizes = _operands(*shape, "bfloat16")
+    live = int(sizes.sum())
+    for op, rows in ((grouped_gemm_op, lhs), (grouped_gemm_dgrad_op, dy)):
+        written, left = (
+            op(
+                rows,
+                rhs,
+                sizes,
+                implementation="triton",
+                out_dtype=jnp.dtype("bfloat16"),
+                zero_rest=zero_rest,
+            )
+            for zero_rest in (True, False)
+        )
+        np.testing.assert_array_equal(
+            *(np.asarray(x[0, :live], np.float32) for x in (written, left))
+        )
+
+
 def test_a_kernel_asked_for_by_name_says_why_it_cannot_run():
     (lhs, _, rhs), sizes = _operands(16, 8, 8, 3, 0, "float32")
     platform = jax.default_backend()

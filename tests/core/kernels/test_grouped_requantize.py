@@ -21,6 +21,19 @@ SHAPES += [
 ]
 
 
+@pytest.mark.parametrize("which, rows, width", [("block", 512, 264), ("mx", 192, 96)])
+def test_rows_that_nobody_reads_change_no_other(which, rows, width):
+    format = FORMATS[which][0]
+    x = np.random.default_rng(0).normal(size=(1, rows, width))
+    q, sizes = quantize(jnp.asarray(x, jnp.bfloat16), format), jnp.asarray([[64, 0, 64]], jnp.int32)
+    written, left = (
+        grouped_requantize(q, sizes, format, zero_rest=zero_rest) for zero_rest in (True, False)
+    )
+    np.testing.assert_array_equal(*(codes(of.data[:, :128]) for of in (written, left)))
+    live = 128 // format.block[1]
+    np.testing.assert_array_equal(*(codes(of.scale[:, :live]) for of in (written, left)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("which, rows, width", SHAPES)
 def test_bits_of_both_steps(which, rows, width, dtype):

@@ -3,6 +3,7 @@
 Those for later GPUs run on Hopper too.
 """
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,6 +72,28 @@ def test_rows(which, kind, shape):
     )[0]
     assert relative_error(got, want) < error
     assert not got[live:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_nobody_reads_change_no_other(kind):
+    C, K, N, G, dead = MANY
+    along, dtypes, _ = KINDS[kind]
+    rng = np.random.default_rng(0)
+    sizes, _ = _sizes(rng, C, G, dead)
+    of_rows, of_weight = {
+        0: ((), ()),
+        32: ((1, 1, 32), (1, 32, 1)),
+        128: ((1, 1, 128), (1, 128, 128)),
+    }[along]
+    x, x_scale, _ = quantized(rng, (1, C, K), of_rows, dtypes[0], (1, G))
+    w, w_scale, _ = quantized(rng, (G, K, N), of_weight, dtypes[1], (G,))
+    operands = [jnp.asarray(a) for a in (x, x_scale, w, w_scale, sizes[None])]
+    options = dict(
+        blocks=(of_rows, of_weight), out_dtype=jnp.dtype("bfloat16"), implementation="triton"
+    )
+    op, live = _FPROP["blocks" if along else "tensor"], sizes.sum()
+    written, left = (op(*operands, zero_rest=zero_rest, **options) for zero_rest in (True, False))
+    np.testing.assert_array_equal(*(np.asarray(y[0, :live], np.float32) for y in (written, left)))
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])

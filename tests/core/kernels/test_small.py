@@ -128,12 +128,12 @@ def test_weighted_activation():
         _normal(1, 1, 100, F),
         _normal(2, 1, 100, dtype="float32"),
     )
-    source = jnp.arange(100, dtype=jnp.int32)[None] % 5 - 1
+    source, sizes = jnp.arange(100, dtype=jnp.int32)[None] % 5 - 1, jnp.asarray([[30, 70]])
 
     @jax.jit
     def run(h, d, weights):
-        value = activate_rows_op(h, weights, source, activation=Activation())
-        return value, *activate_rows_grad_op(h, d, weights, source, activation=Activation())
+        value = activate_rows_op(h, weights, source, sizes, activation=Activation())
+        return value, *activate_rows_grad_op(h, d, weights, source, sizes, activation=Activation())
 
     value, dh, dw, again = run(h, d, weights)
     gate, up = np.moveaxis(np.asarray(h, np.float64), 2, 0)

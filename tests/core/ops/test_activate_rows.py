@@ -19,7 +19,7 @@ CONFIGS = [
 
 
 def make(activation, shape=(2, 37), width=200, dtype="float32"):
-    """h, d, weights (some 0), source; NaN in whatever belongs to a row without a token."""
+    """h, d, weights (some 0), source, group sizes; NaN in whatever belongs to a row without a token."""
     rng = np.random.default_rng(0)
     pair = (2,) if activation.gated else ()
     h = magnitudes(rng, (*shape, *pair, width)).astype(np.float32)
@@ -27,14 +27,16 @@ def make(activation, shape=(2, 37), width=200, dtype="float32"):
     weights = rng.normal(size=shape).astype(np.float32)
     weights[0, :3] = 0
     source = np.where(rng.random(shape) < 0.6, rng.integers(0, 99, shape), -1).astype(np.int32)
-    source[-1, -9:] = -1
+    source[:, -9:] = -1  # the rows after the last group
     for x in (h, d, weights):
         x[source < 0] = np.nan
-    return jnp.asarray(h, dtype), jnp.asarray(d, dtype), jnp.asarray(weights), jnp.asarray(source)
+    sizes = np.array([[shape[1] - 14, 5]] * shape[0], np.int32)
+    return jnp.asarray(h, dtype), jnp.asarray(d, dtype), *map(jnp.asarray, (weights, source, sizes))
 
 
-def oracle(activation, h, d, weights, source):
+def oracle(activation, h, d, weights, source, group_sizes):
     """value, d_h, d_weights in float64; slopes by central differences."""
+    del group_sizes
     h, d, weights = (np.array(x, np.float64) for x in (h, d, weights))
     held = np.asarray(source) >= 0
     for x in (h, d, weights):
@@ -55,10 +57,10 @@ def oracle(activation, h, d, weights, source):
 
 @pytest.mark.parametrize("activation", CONFIGS, ids=lambda a: a.function)
 def test_value_and_gradients(activation):
-    h, d, weights, source = make(activation)
-    want, want_h, want_w = oracle(activation, h, d, weights, source)
-    out = activate_rows_op(h, weights, source, activation=activation)
-    d_h, d_w, again = activate_rows_grad_op(h, d, weights, source, activation=activation)
+    h, d, weights, source, sizes = make(activation)
+    want, want_h, want_w = oracle(activation, h, d, weights, source, sizes)
+    out = activate_rows_op(h, weights, source, sizes, activation=activation)
+    d_h, d_w, again = activate_rows_grad_op(h, d, weights, source, sizes, activation=activation)
     assert relative_error(out, want) < 1e-6
     assert relative_error(again, want) < 1e-6
     assert relative_error(d_h, want_h) < 1e-5

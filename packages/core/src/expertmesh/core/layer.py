@@ -54,6 +54,7 @@ class Layer:
       reduce_dtype: in which devices add the kernel's gradient.
       given: specs of x, the kernel and the result, as the caller gave them.
       used: where they are in use over Auto axes under a MeshResource (see `specs_in_use`); as given without one.
+      zero_rest: of grouped layers; see `grouped_gemm`.
     """
 
     recipe: Recipe
@@ -61,6 +62,7 @@ class Layer:
     reduce_dtype: jnp.dtype
     given: Specs
     used: Specs
+    zero_rest: bool = True
 
     @property
     def formats(self) -> LayerFormats:

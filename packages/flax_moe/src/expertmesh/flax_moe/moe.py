@@ -317,6 +317,7 @@ def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
         recipe=config.recipe,
         reduce_dtype=config.reduce_dtype,
         w_spec=spec,
+        zero_rest=False,  # nothing here reads rows that hold no token
         **more,
     )
     return output_and_state(out, more["state"])

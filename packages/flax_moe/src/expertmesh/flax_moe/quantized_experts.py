@@ -7,7 +7,8 @@
     dwi, dx                                         of q(dh), as in `quantized_dispatch.py`
 
 The numbers are those of `dispatch_dense`, `activate` and `grouped_dense` one after the other. Neither the activation
-nor dh is kept, nor written where a kernel quantizes it.
+nor dh is kept, nor written where a kernel quantizes it. Nothing reads rows after the last group, so they are not
+written.
 
 Dimension key: P participants, C rows per participant, F expert width, D model width, E experts, G groups per
 participant.
@@ -70,7 +71,7 @@ def dispatch_experts(
       kernels_quantized, reduce_dtype, w_specs: see `expertmesh.core.grouped_dense`, of `wi` and `wo`.
 
     Returns:
-      [P, C, D] in x's dtype; zeros for rows after the last group.
+      [P, C, D] in x's dtype; rows after the last group are not to be read.
 
     Raises:
       ValueError: what `dispatch_dense`, `activate` and `grouped_dense` refuse.
@@ -80,7 +81,9 @@ def dispatch_experts(
     """
     extras = tuple(Extra(kernel_quantized=kernel) for kernel in kernels_quantized)
     layers = tuple(
-        stateless_layer("dispatch_experts", x, w, extra, recipe, spec, reduce_dtype)
+        stateless_layer(
+            "dispatch_experts", x, w, extra, recipe, spec, reduce_dtype, zero_rest=False
+        )
         for w, extra, spec in zip((wi, wo), extras, w_specs, strict=True)
     )
     wire_format = layers[0].formats.grad_dgrad if quantize_combine else None
@@ -115,7 +118,8 @@ def _fwd(x, wi, wo, handle, extras, *, layers, activation, wire_format):
     h, of_rows = dispatched.fwd(x, wi, None, handle, extras[0], layer=layers[0])
     h, sizes, layer = named("hidden", h), handle.group_sizes, layers[1]
     formats = layer.formats.x, layer.formats.x_wgrad
-    q_a, along_rows = activate_quantize(h, sizes, formats, activation, spec=layer.used[0])
+    options = dict(spec=layer.used[0], zero_rest=layer.zero_rest)
+    q_a, along_rows = activate_quantize(h, sizes, formats, activation, **options)
     y, q_wo = _product(q_a, wo, sizes, extras[1], layer)
     q_wo = kernel_for_dgrad(wo, q_wo, extras[1], layer)
     return y, (of_rows, h, (*residuals(along_rows, q_wo), sizes, None, None))
@@ -126,7 +130,8 @@ def _bwd(carried, dy, *, layers, activation, wire_format):
     d_a, d_wo, *_ = grouped_dense_bwd(of_activation, dy, layer=layers[1])
     layer, sizes = layers[0], handle.group_sizes
     formats = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    copies = activate_grad_quantize(h, d_a, sizes, formats, activation, spec=layer.used[2])
+    options = dict(spec=layer.used[2], zero_rest=layer.zero_rest)
+    copies = activate_grad_quantize(h, d_a, sizes, formats, activation, **options)
     q_rows, q_wi, *_ = of_rows
     d_rows, d_wi = product_grads(q_rows, q_wi, sizes, copies, layer)
     return combine(handle, d_rows, wire_format=wire_format), d_wi, d_wo, None, None

@@ -6,7 +6,7 @@
     dh_r = w_r d_r * the derivative at h_r    dw_r = <d_r, act(h_r)>      dWo_e = sum of (w_r act(h_r))^T g_r
 
 The gradient of a weight needs no expert output, so neither these nor the activations are kept: the pass that makes dh
-and dw makes w act(h) again.
+and dw makes w act(h) again. Nothing reads rows after the last group, so nothing is written there.
 
 Dimension key: `...` tokens, P participants, C rows per participant, F expert width, D model width, E experts.
 """
@@ -73,9 +73,11 @@ def weighted_product(
 def _fwd(h, wo, weights, handle: Handle, *, activation, reduce_dtype, w_dtype, w_spec):
     del reduce_dtype, w_dtype
     sizes, wo = handle.group_sizes, narrow_at_rest(wo, h.dtype, w_spec, ("experts", "fsdp"))
-    a_PCF = activate_rows_op(h, weights, handle.source, activation=activation)
+    a_PCF = activate_rows_op(h, weights, handle.source, sizes, activation=activation)
     specs = (None, w_spec, None)
-    y_PCD = grouped_gemm_op(a_PCF, wo, sizes, out_dtype=h.dtype, operand_specs=specs)
+    y_PCD = grouped_gemm_op(
+        a_PCF, wo, sizes, out_dtype=h.dtype, zero_rest=False, operand_specs=specs
+    )
     return combine(handle, named("expert_output", y_PCD)), (h, wo, weights, handle)
 
 
@@ -87,11 +89,12 @@ def _bwd(residuals, d_y, *, activation, reduce_dtype, w_dtype, w_spec):
         wo,
         handle.group_sizes,
         out_dtype=h.dtype,
+        zero_rest=False,
         operand_specs=(None, w_spec, None),
         result_specs=(_spec_of_activation(h),),
     )
     d_h, d_weights, a_PCF = activate_rows_grad_op(
-        h, d_out, weights, handle.source, activation=activation
+        h, d_out, weights, handle.source, handle.group_sizes, activation=activation
     )
     d_wo = grouped_gemm_wgrad_op(
         a_PCF,

@@ -92,14 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #if GRADIENT
     const u8* d,
 #endif
-    const int* sizes, int num_rows, int all_columns, int groups,
+    const int* sizes, int num_rows, int zeros_end, int all_columns, int groups,
     u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
 #if !GRADIENT
   const u8* d = h;
 #endif
   const u32 smem = shared_memory();
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_rows + BLOCK - 1) / BLOCK);
   const int num_live = min(sum(sizes, groups), num_rows);
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((max(num_live, zeros_end) + BLOCK - 1) / BLOCK);
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, all_columns);
 #pragma unroll

@@ -183,7 +183,9 @@ def gradient_both(h, d_out, group_sizes, **options):
     return _copies(h, d_out, group_sizes, **options)
 
 
-def _copies(h, d_out, group_sizes, *, activation, format, blocks, amax_axes=(), origin=()):
+def _copies(
+    h, d_out, group_sizes, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
+):
     del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
     halves = () if d_out is None else (2,)
@@ -193,10 +195,12 @@ def _copies(h, d_out, group_sizes, *, activation, format, blocks, amax_axes=(), 
     if turned:
         second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
     same = d_out is None or d_out.dtype == h.dtype
-    run = launch_hopper if same and quantize.suits_hopper(C, F, h.dtype, format) else launch
-    data, scale, data_rows, scale_rows = run(
-        h, d_out, sizes, activation=activation, format=format, out_type=(*first, *second)
-    )
+    options = dict(activation=activation, format=format, out_type=(*first, *second))
+    if same and quantize.suits_hopper(C, F, h.dtype, format):
+        results = launch_hopper(h, d_out, sizes, zero_rest=zero_rest, **options)
+    else:
+        results = launch(h, d_out, sizes, **options)
+    data, scale, data_rows, scale_rows = results
     data_rows = data_rows.T.reshape(shape) if turned else data_rows
     return data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format)
 
@@ -219,14 +223,15 @@ def launch(h, d_out, sizes, *, activation, format, out_type, tiles: Tiles | None
 
 
 def launch_hopper(
-    h, d_out, sizes, *, activation, format, out_type, tiles: HopperTiles | None = None
-):
+    h, d_out, sizes, *, activation, format, out_type, zero_rest=True,
+    tiles: HopperTiles | None = None,
+):  # fmt: skip
     (_, C, _, F), gradient = h.shape, d_out is not None
     tiles = tiles or (HOPPER if format.block[1] == 128 else HOPPER_SMALL)
     return quantize.launch_hopper(
         *((h, d_out) if gradient else (h,)), sizes,
         source=hopper_source(h.dtype, activation=activation, format=format, gradient=gradient, tiles=tiles),
-        name="activate_quantize", rows=C, columns=F, tiles=tiles, out_type=out_type,
+        name="activate_quantize", rows=C, columns=F, zero_rest=zero_rest, tiles=tiles, out_type=out_type,
     )  # fmt: skip
 
 

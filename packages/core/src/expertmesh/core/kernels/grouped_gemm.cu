@@ -375,9 +375,9 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
   result.send_rest();
 }
 
-// The rows after the last group.
-__device__ __forceinline__ void store_zeros(int live, u8* out, int num_rows, int width) {
-  const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = num_rows * per_row;
+// The rows after the last group, up to `end`.
+__device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
+  const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
   for (u64 i = live * per_row + blockIdx.x * ROLES * 128 + threadIdx.x - 128; i < last; i += gridDim.x * ROLES * 128)
     ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
 }
@@ -387,7 +387,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #if SCALED
     const float* lhs_scale, const float* rhs_scale,
 #endif
-    int num_rows, int steps, int width, int num_groups, int most_parts, u8* out) {
+    int zeros_end, int steps, int width, int num_groups, int most_parts, u8* out) {
   const auto [smem, table] = Memory(num_groups);
   const int role = role_of_warp();
   if (threadIdx.x == 32) {
@@ -412,7 +412,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const Scales scales{};
 #endif
     multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out}, scales);
-    store_zeros(get_word(smem + LIVE), out, num_rows, width);
+    store_zeros(get_word(smem + LIVE), out, zeros_end, width);
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive here

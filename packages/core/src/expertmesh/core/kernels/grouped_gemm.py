@@ -77,16 +77,16 @@ def _banded_tile(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _store_zero_rows(
-    out, first, C: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, NUM_PROGRAMS: tl.constexpr
+    out, first, END: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, NUM_PROGRAMS: tl.constexpr
 ):
-    """Zeros in the rows of `out` from `first` on."""
+    """Zeros in the rows of `out` from `first` on, up to END."""
     zeros = tl.zeros((16, BN), out.dtype.element_ty)
-    for start in tl.range(first + tl.program_id(0) * 16, C, NUM_PROGRAMS * 16):
+    for start in tl.range(first + tl.program_id(0) * 16, END, NUM_PROGRAMS * 16):
         rows = start + tl.arange(0, 16)
         for column in tl.range(0, N, BN):
             columns = column + tl.arange(0, BN)
             where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
-            tl.store(where, zeros, mask=(rows < C)[:, None] & (columns < N)[None, :])
+            tl.store(where, zeros, mask=(rows < END)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
@@ -103,11 +103,12 @@ def _weight_tile(
 @triton.jit
 def _rows_kernel(
     lhs_desc, rhs_desc, group_sizes, out,
-    C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros after the last group."""
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros after the last group, up to
+    row ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = _tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_live = tl.sum(size_G)
     num_m = tl.sum(tiles_G)
@@ -128,7 +129,7 @@ def _rows_kernel(
         live = (rows < end)[:, None] & (columns < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live, eviction_policy="evict_first")
 
-    _store_zero_rows(out, num_live, C, N, BN, NUM_PROGRAMS)
+    _store_zero_rows(out, num_live, ZEROS_END, N, BN, NUM_PROGRAMS)
 
 
 @triton.jit
@@ -537,23 +538,22 @@ LEAST_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
 LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
 
 
-def rows(lhs, rhs, group_sizes, *, out_dtype):
+def rows(lhs, rhs, group_sizes, *, out_dtype, zero_rest=True):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
     K, N = lhs.shape[2], prod(rhs.shape[2:])
     launch = _rows_launch(lhs.shape[1], K, N, group_sizes)
-    out = launch(
-        lhs[0], rhs.reshape(-1, K, N), group_sizes[0], out_dtype=out_dtype, transposed=False
-    )
+    options = dict(out_dtype=out_dtype, transposed=False, zero_rest=zero_rest)
+    out = launch(lhs[0], rhs.reshape(-1, K, N), group_sizes[0], **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, rhs, group_sizes, *, out_dtype):
+def rows_dgrad(dy, rhs, group_sizes, *, out_dtype, zero_rest=True):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
     C, N = dy.shape[1], prod(dy.shape[2:])
     flat = rhs.reshape(rhs.shape[0], rhs.shape[1], N)
     launch = _rows_launch(C, N, flat.shape[1], group_sizes)
-    out = launch(dy.reshape(C, N), flat, group_sizes[0], out_dtype=out_dtype, transposed=True)
-    return out[None]
+    options = dict(out_dtype=out_dtype, transposed=True, zero_rest=zero_rest)
+    return launch(dy.reshape(C, N), flat, group_sizes[0], **options)[None]
 
 
 def in_cuda(group_sizes) -> bool:
@@ -579,7 +579,9 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return out.reshape(-1, K, *dy.shape[2:])
 
 
-def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = ROWS):
+def launch_rows(
+    lhs, rhs, group_sizes, *, out_dtype, transposed, zero_rest=True, tiles: Tiles = ROWS
+):
     (C, K), G = lhs.shape, group_sizes.shape[0]
     N = rhs.shape[1] if transposed else rhs.shape[2]
     tiles = _fit(tiles, N, out_dtype)
@@ -591,15 +593,16 @@ def launch_rows(lhs, rhs, group_sizes, *, out_dtype, transposed, tiles: Tiles = 
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        ZEROS_END=C * zero_rest, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
         **target(),
     )  # fmt: skip
 
 
 def launch_rows_hopper(
-    lhs, rhs, group_sizes, scales=(), *, out_dtype, transposed, tiles: RowTiles | None = None
-):
+    lhs, rhs, group_sizes, scales=(), *, out_dtype, transposed, zero_rest=True,
+    tiles: RowTiles | None = None,
+):  # fmt: skip
     """`scales`: of lhs and of rhs, [G] each, if they have 8 bits; then rhs is transposed."""
     (C, K), G = lhs.shape, group_sizes.shape[0]
     if tiles is None:
@@ -615,7 +618,7 @@ def launch_rows_hopper(
         _descriptor(lhs, (tiles.box, line)), _descriptor(rhs, (1, 64, line)),
         group_sizes.astype(jnp.int32), *scales,
         source=rows_source((lhs.dtype, rhs.dtype), out_dtype, transposed, tiles, places), name="grouped_gemm_rows",
-        scalars=(C, triton.cdiv(K, line), N, G, parts),
+        scalars=(C * zero_rest, triton.cdiv(K, line), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         programs=programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip

@@ -4,6 +4,7 @@ in CUDA C++ (`grouped_requantize.cu`).
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -81,13 +82,15 @@ HOPPER = HopperTiles(warps=8, programs=2)
 _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
-def grouped_requantize(data, scale, group_sizes, *, format, blocks, dtype, amax_axes=(), origin=()):
+def grouped_requantize(
+    data, scale, group_sizes, *, format, blocks, dtype, zero_rest=True, amax_axes=(), origin=()
+):
     """As the reference of `ops/grouped_requantize.py`, for one participant."""
     del blocks, amax_axes, origin  # a block lies within a shard
     _, C, K = data.shape
     # Where nothing turns the two are as fast.
     on_hopper = quantize.is_turned(format.block[1]) and quantize.suits_hopper(C, K, dtype, format)
-    run = launch_hopper if on_hopper else launch
+    run = partial(launch_hopper, zero_rest=zero_rest) if on_hopper else launch
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     data_bytes = jax.lax.bitcast_convert_type(data, jnp.uint8)
@@ -103,12 +106,15 @@ def _results(data, format):
     return quantize._results(shape, (1, triton.cdiv(C, BLOCK), K), format)
 
 
-def launch_hopper(data, scale, sizes, *, format, dtype, tiles: HopperTiles = HOPPER):
+def launch_hopper(
+    data, scale, sizes, *, format, dtype, zero_rest=True, tiles: HopperTiles = HOPPER
+):
     _, C, K = data.shape
     return quantize.launch_hopper(
         data, scale, sizes,
         source=hopper_source(dtype, format=format, tiles=tiles),
-        name="grouped_requantize", rows=C, columns=K, tiles=tiles, out_type=_results(data, format),
+        name="grouped_requantize", rows=C, columns=K, zero_rest=zero_rest, tiles=tiles,
+        out_type=_results(data, format),
     )  # fmt: skip
 
 

@@ -489,13 +489,13 @@ def hopper_source(
 
 
 def launch_hopper(
-    *operands, source: HopperSource, name: str, rows: int, columns: int, tiles: HopperTiles, out_type
+    *operands, source: HopperSource, name: str, rows: int, columns: int, zero_rest: bool, tiles: HopperTiles, out_type
 ):  # fmt: skip
     """The results of a kernel of such a source; the last operand is int32[G], the sizes of groups."""
     # 128 x 128 take as long as four steps of a GEMM.
     programs = _num_programs(_num_steps((128, 128, 1), rows, columns, 4)) * tiles.programs
     return cuda_call(
-        *operands, source=source.text, name=name, scalars=(rows, columns, operands[-1].shape[0]),
+        *operands, source=source.text, name=name, scalars=(rows, rows * zero_rest, columns, operands[-1].shape[0]),
         out_type=out_type, programs=programs, warps=tiles.warps, shared=source.shared,
     )  # fmt: skip
 

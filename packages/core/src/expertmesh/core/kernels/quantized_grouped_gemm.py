@@ -121,12 +121,12 @@ def _now(x):
 @gluon.jit
 def _multiply_rows(
     sizes, row_scales, weight_scales, out, a_smem, b_smem, out_smem, full, empty, ready, free,
-    HALF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    HALF: gl.constexpr, C: gl.constexpr, ZEROS_END: gl.constexpr, W: gl.constexpr,
     G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two roles that multiply: BM / 2 of a tile's rows, half of its columns at a time, as partial sums of
-    more would not fit into registers. Then zeros in half of the rows after the last group."""
+    more would not fit into registers. Then zeros in half of the rows after the last group, up to ZEROS_END."""
     BH: gl.constexpr = BM // 2
     PN: gl.constexpr = BN // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PN, 32])
@@ -169,13 +169,15 @@ def _multiply_rows(
         handed = plain._hand_over(handed, left, out_smem, ready, free)
         handed = plain._hand_over(handed, right, out_smem, ready, free)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    for start in range(gl.max(groups[1], 0) + gl.program_id(0) * 8 + HALF * 4, C, NUM_PROGRAMS * 8):
+    for start in range(
+        gl.max(groups[1], 0) + gl.program_id(0) * 8 + HALF * 4, ZEROS_END, NUM_PROGRAMS * 8
+    ):
         lines = start + gl.arange(0, 4, gl.SliceLayout(1, layout))
         for column in range(0, W, 256):
             columns = column + gl.arange(0, 256, gl.SliceLayout(0, layout))
             where = out + lines.to(gl.int64)[:, None] * W + columns[None, :]
             zeros = gl.zeros((4, 256), out.dtype.element_ty, layout)
-            gl.store(where, zeros, mask=(lines < C)[:, None] & (columns < W)[None, :])
+            gl.store(where, zeros, mask=(lines < ZEROS_END)[:, None] & (columns < W)[None, :])
 
 
 @gluon.jit
@@ -200,13 +202,13 @@ def _store_rows(
 @gluon.jit
 def _rows_kernel(
     lhs_desc, row_scales, rhs_desc, weight_scales, sizes, out,
-    C: gl.constexpr, W: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, STEPS: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    C: gl.constexpr, ZEROS_END: gl.constexpr, W: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr,
+    STEPS: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] . rhs[group of r], products of blocks times their scales, row_scales [C, STEPS] and weight_scales
-    [G, W / 128, STEPS]; zeros after the last group."""
+    [G, W / 128, STEPS]; zeros after the last group, up to row ZEROS_END."""
     NUM_N: gl.constexpr = (W + BN - 1) // BN
     a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, BM, BK], lhs_desc.layout)
     b_smem = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, 1, BN, BK], rhs_desc.layout)
@@ -215,10 +217,10 @@ def _rows_kernel(
     gl.warp_specialize(
         [
             (_multiply_rows, (sizes, row_scales, weight_scales, out, a_smem, b_smem, staged.index(0), full, empty,
-                              ready.index(0), free.index(0), 0, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                              ready.index(0), free.index(0), 0, C, ZEROS_END, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                               BM, BN, BK, BAND, STAGES)),
             (_multiply_rows, (sizes, row_scales, weight_scales, out, a_smem, b_smem, staged.index(1), full, empty,
-                              ready.index(1), free.index(1), 1, C, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
+                              ready.index(1), free.index(1), 1, C, ZEROS_END, W, G, G_POW2, STEPS, NUM_N, NUM_PROGRAMS,
                               BM, BN, BK, BAND, STAGES)),
             (_store_rows, (sizes, out, staged, ready, free, W, G, G_POW2, NUM_N, NUM_PROGRAMS,
                            BM, BN, BAND)),
@@ -292,32 +294,32 @@ WEIGHTS_WHOLE = WeightTiles(
 PIECE = 128  # columns of a result that are staged in shared memory at once
 
 
-def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
-    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
+def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: those of `launch_rows`."""
     if _rows_for_later(blocks, group_sizes):
         operands = lhs, lhs_scale, rhs, rhs_scale, group_sizes
-        return sm100.rows(*operands, blocks=blocks, out_dtype=out_dtype)
+        return sm100.rows(*operands, blocks=blocks, **options)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(lhs, lhs_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
-        return plain.rows(*wide, group_sizes, out_dtype=out_dtype)
+        return plain.rows(*wide, group_sizes, **options)
     # A bitcast where the compiler is free to choose how the weight lies.
     weight, scale = (
         x if x.ndim == 1 else jnp.swapaxes(sm100.flat(x), 1, 2) for x in (rhs, rhs_scale)
     )
-    out = _launch_rows(lhs, lhs_scale, weight, scale, group_sizes, out_dtype)
+    out = _launch_rows(lhs, lhs_scale, weight, scale, group_sizes, options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
-    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
+def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: those of `launch_rows`."""
     if _rows_for_later(blocks, group_sizes):
         operands = dy, dy_scale, rhs, rhs_scale, group_sizes
-        return sm100.rows_dgrad(*operands, blocks=blocks, out_dtype=out_dtype)
+        return sm100.rows_dgrad(*operands, blocks=blocks, **options)
     if _along(blocks) == MX_BLOCK:
         wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
-        return plain.rows_dgrad(*wide, group_sizes, out_dtype=out_dtype)
+        return plain.rows_dgrad(*wide, group_sizes, **options)
     dy, dy_scale, rhs, rhs_scale = map(sm100.flat, (dy, dy_scale, rhs, rhs_scale))
-    return _launch_rows(dy, dy_scale, rhs, rhs_scale, group_sizes, out_dtype)[None]
+    return _launch_rows(dy, dy_scale, rhs, rhs_scale, group_sizes, options)[None]
 
 
 def _rows_for_later(blocks, group_sizes) -> bool:
@@ -325,15 +327,13 @@ def _rows_for_later(blocks, group_sizes) -> bool:
     return plain._capability() >= 100 or (not _along(blocks) and not plain.in_cuda(group_sizes))
 
 
-def _launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, out_dtype):
+def _launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, options):
     """[1, C, D] x [G, W, D] -> [C, W], by the kernel for blocks of 128 or for a scale of each group."""
     lhs, lhs_scale, group_sizes = lhs[0], lhs_scale[0], group_sizes[0]
     if rhs_scale.ndim > 1:
-        return launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, out_dtype=out_dtype)
+        return launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, **options)
     scales = lhs_scale, rhs_scale
-    return plain.launch_rows_hopper(
-        lhs, rhs, group_sizes, scales, out_dtype=out_dtype, transposed=True
-    )
+    return plain.launch_rows_hopper(lhs, rhs, group_sizes, scales, transposed=True, **options)
 
 
 def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
@@ -363,7 +363,7 @@ def _along(blocks) -> int:
     return max(blocks[0], default=0)
 
 
-def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype):
+def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, zero_rest=True):
     """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
     (C, D), (G, W, _) = lhs.shape, rhs.shape
     tiles = fit(ROWS_BLOCKS, G, out_dtype)
@@ -375,7 +375,7 @@ def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype):
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=plain._num_programs(num_steps), capability=90,
-        C=C, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, num_steps),
+        C=C, ZEROS_END=C * zero_rest, W=W, STEPS=triton.cdiv(D, tiles.k), **constants(tiles, G, num_steps),
     )  # fmt: skip
 
 

@@ -45,12 +45,13 @@ def _add_product(
 @triton.jit
 def _rows_kernel(
     lhs_desc, lhs_scale, rhs_desc, rhs_scale, group_sizes, out,
-    C: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    C: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr,
     TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros after the last group.
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros after the last group, up to
+    row ZEROS_END.
 
     Scales of blocks of ALONG: of rows [C, D / ALONG], of weights [G, D / ALONG, W / ACROSS], or the last two the other
     way around if TRANSPOSED. ALONG is 0 where groups have one: [G] each.
@@ -84,7 +85,7 @@ def _rows_kernel(
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
-    plain._store_zero_rows(out, tl.sum(size_G), C, W, BN, NUM_PROGRAMS)
+    plain._store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_PROGRAMS)
 
 
 @triton.jit
@@ -216,18 +217,18 @@ TILES = plain.Tiles(m=128, n=256, k=128, warps=8, stages=4)
 TILES_OF_128 = dataclasses.replace(TILES, n=128)
 
 
-def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
-    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]."""
+def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: those of `launch_rows`."""
     rhs, rhs_scale = flat(rhs), flat(rhs_scale)
-    options = dict(block=_block(blocks[1], 1, -1), out_dtype=out_dtype, transposed=False)
+    options |= dict(block=_block(blocks[1], 1, -1), transposed=False)
     out = launch_rows(lhs[0], lhs_scale[0], rhs, rhs_scale, group_sizes[0], **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, out_dtype):
-    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]."""
+def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: those of `launch_rows`."""
     dy, dy_scale, rhs, rhs_scale = map(flat, (dy, dy_scale, rhs, rhs_scale))
-    options = dict(block=_block(blocks[1], -1, 1), out_dtype=out_dtype, transposed=True)
+    options |= dict(block=_block(blocks[1], -1, 1), transposed=True)
     return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], **options)[None]
 
 
@@ -251,8 +252,9 @@ def _block(block, along: int, across: int) -> tuple[int, int]:
 
 
 def launch_rows(
-    lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, block: tuple[int, int], out_dtype, transposed
-):
+    lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, block: tuple[int, int], out_dtype, transposed,
+    zero_rest=True,
+):  # fmt: skip
     """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, with blocks as `_block` gives them."""
     (C, D), G = lhs.shape, group_sizes.shape[0]
     W = rhs.shape[1] if transposed else rhs.shape[2]
@@ -266,7 +268,7 @@ def launch_rows(
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(programs,), num_warps=tiles.warps, num_stages=tiles.stages,
-        C=C, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
+        C=C, ZEROS_END=C * zero_rest, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
         **target(),

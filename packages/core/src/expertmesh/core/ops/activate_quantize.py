@@ -41,6 +41,7 @@ def activate_quantize(
     activation: str | Activation,
     *,
     spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """`grouped_quantize_both(activate(h, activation), group_sizes, formats)`.
 
@@ -50,6 +51,8 @@ def activate_quantize(
       formats: of the copy along F and of the one along the rows.
       activation: with a gate.
       spec: where the activation [P, C, F] is, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group, as no grouped product does: their data and scales
+        may then be anything.
 
     Returns:
       The two copies of [P, C, F]. Where both formats are one of 8 bits with blocks, h is read once and nothing else is
@@ -66,7 +69,8 @@ def activate_quantize(
     activation = check_gated(name, h, activation)
     of_h = None if spec is None else PartitionSpec(*tuple(spec)[:2], None, *tuple(spec)[2:])
     shape = (*h.shape[:2], h.shape[3])
-    return _copies(name, _op, (h,), (of_h,), group_sizes, shape, first, activation)
+    options = dict(activation=activation, zero_rest=zero_rest)
+    return _copies(name, _op, (h,), (of_h,), group_sizes, shape, first, options)
 
 
 def activate_grad_quantize(
@@ -77,6 +81,7 @@ def activate_grad_quantize(
     activation: str | Activation,
     *,
     spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """`grouped_quantize_both(d_h, group_sizes, formats)` of the gradient d_h of `activate(h, activation)`.
 
@@ -87,6 +92,7 @@ def activate_grad_quantize(
       formats: of the copy along F and of the one along the rows.
       activation: with a gate.
       spec: where h is, for Auto axes under a MeshResource.
+      zero_rest: as of `activate_quantize`.
 
     Returns:
       The two copies of [P, C, 2, F]. Where both formats are one of 8 bits with blocks, h and d_out are read once and
@@ -108,11 +114,11 @@ def activate_grad_quantize(
     if not quantizes_both_at_once(first, second):
         d_h = gated_grad_op(h, d_out, operand_specs=(spec, of_d), activation=activation)
         return grouped_quantize_both(d_h, group_sizes, formats, spec=spec)
-    operands = h, d_out
-    return _copies(name, _grad_op, operands, (spec, of_d), group_sizes, h.shape, first, activation)
+    operands, options = (h, d_out), dict(activation=activation, zero_rest=zero_rest)
+    return _copies(name, _grad_op, operands, (spec, of_d), group_sizes, h.shape, first, options)
 
 
-def _copies(name, op, operands, specs, group_sizes, shape, format, activation):
+def _copies(name, op, operands, specs, group_sizes, shape, format, options):
     """What the op gives, as two QuantizedArrays of this shape."""
     h = operands[0]
     check_source(name, h, format)
@@ -123,8 +129,8 @@ def _copies(name, op, operands, specs, group_sizes, shape, format, activation):
         *(not_differentiable(x, f"{name}: use grouped_dense") for x in operands),
         group_sizes,
         operand_specs=(*specs, of_groups),
-        activation=activation,
         format=format,
+        **options,
         # Of h, by which the op is laid out.
         blocks=tuple((*block[:2], 1, block[-1]) for block in blocks),
     )
@@ -135,14 +141,18 @@ def _copies(name, op, operands, specs, group_sizes, shape, format, activation):
     return along_f, along_rows
 
 
-def _reference(h, group_sizes, *, activation, format, blocks, amax_axes=(), origin=()):
+def _reference(
+    h, group_sizes, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
+):
     """(data, scale, data, scale) in both `blocks`, which are those of h."""
     a = gated_reference(h, activation=activation)
     blocks = tuple((*block[:2], block[3]) for block in blocks)
     return both_reference(a, group_sizes, format=format, blocks=blocks)
 
 
-def _grad_reference(h, d_out, group_sizes, *, activation, format, blocks, **options):
+def _grad_reference(
+    h, d_out, group_sizes, *, activation, format, blocks, zero_rest=True, **options
+):
     """(data, scale, data, scale) in both `blocks`."""
     d_h = gated_grad_reference(h, d_out, activation=activation)
     return both_reference(d_h, group_sizes, format=format, blocks=blocks, **options)

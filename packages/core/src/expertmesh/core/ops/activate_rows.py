@@ -1,4 +1,4 @@
-"""Activations of rows times the rows' weights, for rows that hold a token; all other rows are zeros.
+"""Activations of rows times the rows' weights, for rows that hold a token; a group's other rows are zeros.
 
     out[p, r] = weights[p, r] * act(h[p, r])   if source[p, r] >= 0, else 0
 
@@ -9,9 +9,9 @@ of `out`,
     d_weights[p, r] = <d[p, r], act(h[p, r])>
 
 Whether a row holds a token is said by `source` alone: 0 is a legal weight with a gradient, and what is not selected may
-be NaN.
+be NaN. Rows after the last group, of which nothing is read, may be left as they were in memory; not those of d_weights.
 
-Dimension key: P participants, C rows per participant, F expert width.
+Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
 
 import jax.numpy as jnp
@@ -22,14 +22,16 @@ from expertmesh.core.ops.activation import Activation, function_and_gradient
 __all__ = ["activate_rows_grad_op", "activate_rows_op"]
 
 
-def _value_reference(h, weights, source, *, activation):
+def _value_reference(h, weights, source, group_sizes, *, activation):
     """float[P, C, F] in h's dtype, computed in float32 and rounded once."""
+    del group_sizes  # zeros cost nothing here
     value, _ = function_and_gradient(activation, h.astype(jnp.float32))
     return _selected(source, weights[..., None] * value, h.dtype)
 
 
-def _grad_reference(h, d_out, weights, source, *, activation):
+def _grad_reference(h, d_out, weights, source, group_sizes, *, activation):
     """d_h like h, float32 d_weights [P, C], and the value, [P, C, F]."""
+    del group_sizes
     value, pull = function_and_gradient(activation, h.astype(jnp.float32))
     d, weight = d_out.astype(jnp.float32), weights[..., None]
     d_weights = jnp.sum(d * value, axis=-1)
@@ -45,19 +47,14 @@ def _selected(source, x, dtype):
     return jnp.where(holds, x, jnp.float32(0)).astype(dtype)
 
 
-def _value_supported(h, weights, source, *, activation: Activation) -> str | None:
+def _value_supported(h, *others, activation: Activation) -> str | None:
     """What keeps these types from the kernels, or None."""
-    del weights, source
+    del others
     if not activation.gated:
         return "the activation must have a gate"
     if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
     return None if h.size else "there must be elements"
-
-
-def _grad_supported(h, d_out, weights, source, *, activation: Activation) -> str | None:
-    del d_out
-    return _value_supported(h, weights, source, activation=activation)
 
 
 def _kernel(function: str, supports) -> tuple[Kernel, ...]:
@@ -67,17 +64,17 @@ def _kernel(function: str, supports) -> tuple[Kernel, ...]:
 activate_rows_op = Op(
     "activate_rows",
     _value_reference,
-    "p c two... f, p c, p c -> p c f",
-    whole=("two...",),
-    roles="tokens . . tp, tokens ., tokens . -> tokens . tp",
+    "p c two... f, p c, p c, p g -> p c f",
+    whole=("two...", "g"),
+    roles="tokens . . tp, tokens ., tokens ., tokens . -> tokens . tp",
     kernels=_kernel("value", _value_supported),
 )
 activate_rows_grad_op = Op(
     "activate_rows_grad",
     _grad_reference,
-    "p c two... f, p c f, p c, p c -> p c two... f, p c, p c f",
-    whole=("two...",),
+    "p c two... f, p c f, p c, p c, p g -> p c two... f, p c, p c f",
+    whole=("two...", "g"),
     summed=("f",),
-    roles="tokens . . tp, tokens . tp, tokens ., tokens . -> tokens . . tp, tokens ., tokens . tp",
-    kernels=_kernel("grad", _grad_supported),
+    roles="tokens . . tp, tokens . tp, tokens ., tokens ., tokens . -> tokens . . tp, tokens ., tokens . tp",
+    kernels=_kernel("grad", _value_supported),
 )

@@ -75,6 +75,7 @@ def grouped_dense(
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
     debug: bool = False,
 ):
     """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
@@ -96,6 +97,7 @@ def grouped_dense(
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
+      zero_rest: False if nobody reads the rows after the last group (see `grouped_gemm`).
       debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
         that do not start at multiples of `alignment_of(recipe)`.
 
@@ -133,6 +135,7 @@ def grouped_dense(
             lhs_spec=x_spec,
             rhs_spec=w_spec,
             out_spec=out_spec,
+            zero_rest=zero_rest,
             debug=debug,
         )
     check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
@@ -152,6 +155,7 @@ def grouped_dense(
         reduce_dtype=check_reduce_dtype("grouped_dense", reduce_dtype),
         given=given,
         used=used_specs(kernel.ndim, *given),
+        zero_rest=zero_rest,
     )
     out = _grouped_dense(x, kernel, group_sizes, bias, extra, layer=layer)
     if not flat:
@@ -205,6 +209,7 @@ def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
         out_dtype=layer.out_dtype,
         specs=(x_spec, w_spec),
         out_spec=layer.given[2],
+        zero_rest=layer.zero_rest,
     )
     if bias is None:
         return y
@@ -223,7 +228,9 @@ def _fwd(x, kernel, group_sizes, bias, extra, *, layer: Layer):
     return out, (*residuals(along_rows, q_kernel), group_sizes, bias, extra.key)
 
 
-def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_dtype) -> Layer:
+def stateless_layer(
+    name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_dtype, zero_rest=True
+) -> Layer:
     """The layer of a recipe without state that multiplies x by experts, after the errors in the name of `name`."""
     check_extra(name, kernel, extra, recipe)
     warn_if_emulated(recipe, x, kernel)
@@ -234,6 +241,7 @@ def stateless_layer(name: str, x, kernel, extra: Extra, recipe, w_spec, reduce_d
         reduce_dtype=check_reduce_dtype(name, reduce_dtype),
         given=given,
         used=used_specs(kernel.ndim, *given),
+        zero_rest=zero_rest,
     )
 
 
@@ -293,6 +301,7 @@ def product_grads(q_x, q_kernel, group_sizes, dy_copies, layer: Layer):
         out_dtype=q_x.dtype,
         specs=(out_spec, w_spec),
         out_spec=at_rest(q_x.data, layer.given[0]),
+        zero_rest=layer.zero_rest,
     )
     dw = quantized_grouped_gemm_wgrad(
         q_x,

@@ -193,14 +193,16 @@ def empty_result(shape, dtype, *operands):
     return _jax.match_varying((jnp.zeros(shape, dtype), *operands))[0]
 
 
-def _fprop_reference(lhs, rhs, group_sizes, *, out_dtype):
+def _fprop_reference(lhs, rhs, group_sizes, *, out_dtype, zero_rest=True):
+    del zero_rest  # zeros cost nothing here
     shape = (*lhs.shape[:2], *rhs.shape[2:])
     if lhs.size == 0 or rhs.size == 0:
         return empty_result(shape, out_dtype, lhs, rhs)
     return _grouped(lhs, flattened(rhs, 2), group_sizes, 1, out_dtype).reshape(shape)
 
 
-def _dgrad_reference(dy, rhs, group_sizes, *, out_dtype):
+def _dgrad_reference(dy, rhs, group_sizes, *, out_dtype, zero_rest=True):
+    del zero_rest
     if dy.size == 0 or rhs.size == 0:
         return empty_result((*dy.shape[:2], rhs.shape[1]), out_dtype, dy, rhs)
     return _grouped(flattened(dy, 2), flattened(rhs, 2), group_sizes, 2, out_dtype)
@@ -408,6 +410,7 @@ def grouped_gemm(
     lhs_spec: PartitionSpec | None = None,
     rhs_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
     debug: bool = False,
 ):
     """Multiplies each group of rows with the weight of its expert.
@@ -427,12 +430,14 @@ def grouped_gemm(
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
+      zero_rest: False if nobody reads the rows after the last group, of the result and of the gradient of `lhs`: on a
+        GPU they then are what was in memory. A buffer for the worst case is mostly such rows.
       debug: under `jax.experimental.checkify.checkify`, sizes below 0 or with a sum above C are errors. Off by default:
         such a check is an effect; `flax.linen.scan` refuses it.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
-      `lhs` holds there.
+      `lhs` holds there (see `zero_rest`).
 
     Raises:
       ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
@@ -453,7 +458,8 @@ def grouped_gemm(
     shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
-        return _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec)
+        specs = lhs_spec, rhs_spec, out_spec
+        return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
     flat = lhs.ndim == 2
     if flat:
@@ -469,15 +475,17 @@ def grouped_gemm(
         lhs_spec=_with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
         out_spec=_with_participant(out_spec) if flat else out_spec,
+        zero_rest=zero_rest,
     )
     return out[0] if flat else out
 
 
-def _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_spec):
+def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
     from expertmesh.core.ops.quantized_grouped_gemm import (
         quantized_grouped_gemm,
     )  # builds on this module
 
+    (lhs_spec, rhs_spec, out_spec) = specs
     lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
     out = quantized_grouped_gemm(
@@ -487,6 +495,7 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, lhs_spec, rhs_spec, out_s
         out_dtype=out_dtype or lhs.dtype,
         specs=(lhs_spec, rhs_spec),
         out_spec=out_spec,
+        zero_rest=zero_rest,
     )
     if bias is None:
         return out
@@ -559,8 +568,9 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
 
 
 def _grouped_gemm_fwd(
-    lhs, rhs, group_sizes, bias, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
-):
+    lhs, rhs, group_sizes, bias, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec,
+    zero_rest,
+):  # fmt: skip
     del reduce_dtype, rhs_dtype
     rhs = narrow_at_rest(rhs, lhs.dtype, rhs_spec, ("experts", "fsdp"))
     out = grouped_gemm_op(
@@ -568,6 +578,7 @@ def _grouped_gemm_fwd(
         rhs,
         group_sizes,
         out_dtype=out_dtype,
+        zero_rest=zero_rest,
         operand_specs=(lhs_spec, rhs_spec, None),
         result_specs=(out_spec,),
     )
@@ -578,7 +589,7 @@ def _grouped_gemm_fwd(
 
 
 def _grouped_gemm_bwd(
-    residuals, dy, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec
+    residuals, dy, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec, zero_rest
 ):
     del out_dtype
     lhs, rhs, group_sizes, bias = residuals
@@ -588,6 +599,7 @@ def _grouped_gemm_bwd(
         rhs,
         group_sizes,
         out_dtype=lhs.dtype,
+        zero_rest=zero_rest,
         operand_specs=(out_spec, rhs_spec, None),
         result_specs=(at_rest(lhs, lhs_spec),),
     )

@@ -37,6 +37,7 @@ def grouped_requantize(
     format: TensorFormat,
     *,
     spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
 ) -> QuantizedArray:
     """`grouped_quantize(dequantize(q), group_sizes, format, axis=1)`.
 
@@ -45,6 +46,7 @@ def grouped_requantize(
       group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever q holds there.
       format: of the result.
       spec: where q is, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
 
     Returns:
       A QuantizedArray of [P, C, K]. Where both formats are one of 8 bits with blocks, one byte is read and one is
@@ -69,11 +71,12 @@ def grouped_requantize(
         format=format,
         blocks=(q.block, block),
         dtype=jnp.dtype(q.dtype),
+        zero_rest=zero_rest,
     )
     return QuantizedArray(data, scale, None, None, block, format, q.dtype)
 
 
-def _reference(data, scale, group_sizes, *, format, blocks, dtype, **options):
+def _reference(data, scale, group_sizes, *, format, blocks, dtype, zero_rest=True, **options):
     """(data, scale) in the second of `blocks`, of numbers in the first."""
     first, second = blocks
     x = dequantize_values(data, scale, block=first, dtype=dtype)

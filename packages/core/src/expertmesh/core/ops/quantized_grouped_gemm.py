@@ -81,7 +81,8 @@ def _wide_weight(data_GKN, scale_G, tensor_scale_G=None, *, block, group):
     return flattened(dequantize_values(*one, block=block[1:]), 1)
 
 
-def _rows_reference(*operands, contract_rhs, blocks, out_dtype):
+def _rows_reference(*operands, contract_rhs, blocks, out_dtype, zero_rest=True):
+    del zero_rest
     lhs, rhs = halves(operands[:-1])
     group_sizes_PG = operands[-1]
     E, K, *N = rhs[0].shape
@@ -141,8 +142,9 @@ def _reader(half, block, step):
     return _wide_rows(*half, block=block, step=step)
 
 
-def _rows_supported(*operands, blocks, out_dtype) -> str | None:
+def _rows_supported(*operands, blocks, out_dtype, **options) -> str | None:
     """For the forward (rows x weights) and the input gradient (dy x weights)."""
+    del options
     weight = operands[len(operands) // 2]
     return _one_participant(operands[-1], weight.shape[0]) or rows_unsupported(
         operands[:-1], weight.shape[1:], blocks, out_dtype
@@ -244,8 +246,9 @@ _WGRAD = _ops(
 
 
 def quantized_grouped_gemm(
-    lhs: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None
-):
+    lhs: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None,
+    zero_rest=True,
+):  # fmt: skip
     """out[p, r] = lhs[p, r] @ rhs[expert of the row's group]; rows after the last group are zeros.
 
     Args:
@@ -255,6 +258,7 @@ def quantized_grouped_gemm(
       out_dtype: dtype of the result.
       specs: of `lhs` and `rhs` over Auto axes, or None for each.
       out_spec: where the result is wanted.
+      zero_rest: see `grouped_gemm`.
 
     Returns:
       [P, C, *N], accumulated in float32, rounded once.
@@ -266,16 +270,17 @@ def quantized_grouped_gemm(
     """
     check_pair("grouped_gemm", (lhs, 2), (rhs, 1))
     check_tensor_scales(lhs, rhs, group_sizes)
-    return _call(_FPROP, lhs, rhs, group_sizes, out_dtype, specs, out_spec)
+    return _call(_FPROP, lhs, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
 
 
 def quantized_grouped_gemm_dgrad(
-    dy: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None
-):
+    dy: QuantizedArray, rhs: QuantizedArray, group_sizes, *, out_dtype, specs, out_spec=None,
+    zero_rest=True,
+):  # fmt: skip
     """dlhs[p, r] = dy[p, r] @ rhs[expert]^T; blocks along the last of N. Otherwise as `quantized_grouped_gemm`."""
     check_pair("grouped_gemm's input gradient", (dy, dy.ndim - 1), (rhs, rhs.ndim - 1))
     check_tensor_scales(dy, rhs, group_sizes)
-    return _call(_DGRAD, dy, rhs, group_sizes, out_dtype, specs, out_spec)
+    return _call(_DGRAD, dy, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
 
 
 def quantized_grouped_gemm_wgrad(
