@@ -75,9 +75,6 @@ class Shape:
 
 
 FFN = Shape((32768,), 4096, 512, 128, 8)
-RANK = Shape(
-    (16384,), 2048, 8192, 4, 2
-)  # what a GPU of two has of a larger one's experts, and both GPUs' tokens
 BLOCKS = [
     Shape((batch, seq), hidden, inner, 8, 2)
     for batch, seq, hidden, inner in (
@@ -90,6 +87,8 @@ BLOCKS = [
         (16, 2048, 2048, 8192),
     )
 ]
+# What each of two GPUs that share the last one's experts may receive, and its experts.
+RANK = Shape((16384,), 2048, 8192, 4, 2)
 # Milliseconds of the native block, forward and backward, on four H200s, mesh 2 x 2, 2026-11-20: a run in which it takes
 # a tenth more is void.
 NATIVE = dict(zip(BLOCKS, (11.9, 24.0, 48.1, 47.9, 28.6, 58.2, 114.0), strict=True))
@@ -399,13 +398,12 @@ def rows_of_one(shape: Shape, pairs: int):
 def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
     """Both passes where half of the tokens are masked, against the block of the others alone."""
     arrays, config = operands(shape, None), shape.config(recipe=recipe)
-    half = shape.tokens[0] // 2
     mask = jnp.arange(shape.tokens[0]) % 2 == 0
 
     def masked(params, x, config):
         return moe(params, x, config, token_mask=mask)
 
-    few = arrays[0], *(x[:half] for x in arrays[1:])
+    few = arrays[0], *(x[mask] for x in arrays[1:])
     sides = (passes(masked, config), arrays), (passes(moe, config), few)
     ours, alone = ((functions["forward and backward"], given) for functions, given in sides)
     mine, theirs = _measure.alternate(ours, alone, pairs, _measure.steps)[:2]

@@ -43,6 +43,10 @@ def test_kernels_of_few_rows():
     interpret(["tests/core/kernels/test_small.py"], few, 5)
 
 
+def test_products_on_later_gpus():
+    interpret(["tests/core/kernels/test_grouped_gemm.py"], "sm_100 and few_rows", 1)
+
+
 def test_products_of_8_bits_on_later_gpus():
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], "sm_100 and 300", 9)
 

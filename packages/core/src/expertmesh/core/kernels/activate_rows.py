@@ -26,7 +26,7 @@ def _rows_held(
     end = R
     if G > 0:
         index_G = tl.arange(0, G_POW2)
-        end = tl.sum(tl.load(group_sizes + index_G, mask=index_G < G, other=0))
+        end = tl.minimum(tl.sum(tl.load(group_sizes + index_G, mask=index_G < G, other=0)), R)
     held = tl.load(source + rows, mask=rows < R, other=-1) >= 0
     weight = tl.load(weights + rows, mask=held, other=0)
     return rows, rows < end, held, weight, tl.program_id(0).to(tl.int64) * BR < end
