@@ -108,8 +108,9 @@ def fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
     del wire_format
     y, rows, q_kernel = _forward(x, kernel, bias, handle, extra, layer)
     spec, sizes = layer.used[0], handle.group_sizes
-    options = dict(spec=spec, zero_rest=layer.zero_rest)
-    along_rows = grouped_requantize(rows, sizes, layer.formats.x_wgrad, **options)
+    along_rows = grouped_requantize(
+        rows, sizes, layer.formats.x_wgrad, spec=spec, zero_rest=layer.zero_rest
+    )
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
     return y, ((*residuals(along_rows, q_kernel), sizes, bias, None), handle)
 

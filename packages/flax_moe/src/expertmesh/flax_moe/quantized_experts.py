@@ -118,8 +118,9 @@ def _fwd(x, wi, wo, handle, extras, *, layers, activation, wire_format):
     h, of_rows = dispatched.fwd(x, wi, None, handle, extras[0], layer=layers[0])
     h, sizes, layer = named("hidden", h), handle.group_sizes, layers[1]
     formats = layer.formats.x, layer.formats.x_wgrad
-    options = dict(spec=layer.used[0], zero_rest=layer.zero_rest)
-    q_a, along_rows = activate_quantize(h, sizes, formats, activation, **options)
+    q_a, along_rows = activate_quantize(
+        h, sizes, formats, activation, spec=layer.used[0], zero_rest=layer.zero_rest
+    )
     y, q_wo = _product(q_a, wo, sizes, extras[1], layer)
     q_wo = kernel_for_dgrad(wo, q_wo, extras[1], layer)
     return y, (of_rows, h, (*residuals(along_rows, q_wo), sizes, None, None))
@@ -130,8 +131,9 @@ def _bwd(carried, dy, *, layers, activation, wire_format):
     d_a, d_wo, *_ = grouped_dense_bwd(of_activation, dy, layer=layers[1])
     layer, sizes = layers[0], handle.group_sizes
     formats = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    options = dict(spec=layer.used[2], zero_rest=layer.zero_rest)
-    copies = activate_grad_quantize(h, d_a, sizes, formats, activation, **options)
+    copies = activate_grad_quantize(
+        h, d_a, sizes, formats, activation, spec=layer.used[2], zero_rest=layer.zero_rest
+    )
     q_rows, q_wi, *_ = of_rows
     d_rows, d_wi = product_grads(q_rows, q_wi, sizes, copies, layer)
     return combine(handle, d_rows, wire_format=wire_format), d_wi, d_wo, None, None
