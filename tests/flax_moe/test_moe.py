@@ -520,6 +520,10 @@ def test_mesh_errors():
         pytest.raises(ValueError, match=r"num_experts=12.*'ep': 4, 'fsdp': 2.*shard_exp_on_fsdp"),
     ):
         jax.jit(functools.partial(moe, config=apart))(make_data(apart).params, x)
+    unclear = make_config(use_bias=False, shard_exp_on_fsdp=True)
+    placed = place(make_data(unclear), unclear, make_mesh((2, 4), EXPLICIT))
+    with pytest.raises(ValueError, match=r"ep_axis must be given.*\('ep', 'fsdp'\).*ep_axis="):
+        moe(placed.params, placed.x, unclear)
     config = make_config(use_bias=False)
     data = make_data(config)
     odd = jnp.ones((3, 5, 16), device=jax.NamedSharding(mesh, PartitionSpec()))

@@ -40,6 +40,16 @@ def _operands(C, K, N, G, dead, dtype):
     return [jnp.asarray(x, dtype) for x in (lhs[None], dy[None], rhs)], jnp.asarray(sizes[None])
 
 
+def _kernels(lhs, dy, rhs, sizes):
+    """What the kernels give, in float32."""
+    options = {"implementation": "triton", "out_dtype": jnp.dtype("float32")}
+    return (
+        grouped_gemm_op(lhs, rhs, sizes, **options)[0],
+        grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
+        grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=rhs.shape[0], **options),
+    )
+
+
 def _oracle(lhs, dy, rhs, sizes):
     lhs, dy, rhs = (np.asarray(x, np.float64) for x in (lhs[0], dy[0], rhs))
     out, dlhs, drhs = (np.zeros(s) for s in (dy.shape, lhs.shape, rhs.shape))
@@ -57,16 +67,7 @@ def _oracle(lhs, dy, rhs, sizes):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
     (lhs, dy, rhs), sizes = _operands(*shape, dtype)
-    options = {"implementation": "triton", "out_dtype": jnp.dtype("float32")}
-
-    @jax.jit
-    def run(lhs, dy, rhs, sizes):
-        return (
-            grouped_gemm_op(lhs, rhs, sizes, **options)[0],
-            grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
-            grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=rhs.shape[0], **options),
-        )
-
+    run = jax.jit(_kernels)
     got, again = run(lhs, dy, rhs, sizes), run(lhs, dy, rhs, sizes)
     for x, y, want in zip(got, again, _oracle(lhs, dy, rhs, sizes), strict=True):
         assert relative_error(x, want) < 2e-5  # cut off in tensor cores: grows with a sum's length
@@ -138,14 +139,8 @@ def test_programs_that_take_turns_change_no_bit(monkeypatch):
 @pytest.mark.usefixtures("capability")
 def test_kernels_of_few_rows_write_every_element():
     """By Triton's interpreter too, where memory that nobody has written is not zero."""
-    (lhs, dy, rhs), sizes = _operands(100, 72, 40, 4, 30, "float16")
-    options = {"implementation": "triton", "out_dtype": jnp.dtype("float32")}
-    got = (
-        grouped_gemm_op(lhs, rhs, sizes, **options)[0],
-        grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
-        grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=rhs.shape[0], **options),
-    )
-    for x, want in zip(got, _oracle(lhs, dy, rhs, sizes), strict=True):
+    operands, sizes = _operands(100, 72, 40, 4, 30, "float16")
+    for x, want in zip(_kernels(*operands, sizes), _oracle(*operands, sizes), strict=True):
         assert relative_error(x, want) < 2e-5
         assert not np.asarray(x)[want == 0].any()
 

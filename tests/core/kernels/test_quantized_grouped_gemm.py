@@ -35,6 +35,14 @@ def _poisoned(x, first):
     return x
 
 
+def _blocks(along, forward=True):
+    """Of the rows and of the weight."""
+    if not along:
+        return (), ()
+    of_weight = {32: (1, 32, 1) if forward else (1, 1, 32), 128: (1, 128, 128)}[along]
+    return (1, 1, along), of_weight
+
+
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("capability")]
 
 
@@ -49,8 +57,7 @@ def test_rows(which, kind, shape):
     rng = np.random.default_rng(C)
     sizes, starts = _sizes(rng, C, G, dead)
     forward = which == "fprop"
-    of_weight = {0: (), 32: (1, 32, 1) if forward else (1, 1, 32), 128: (1, 128, 128)}[along]
-    of_rows = (1, 1, along) if along else ()
+    of_rows, of_weight = _blocks(along, forward)
     x, x_scale, x_wide = quantized(rng, (1, C, K if forward else N), of_rows, dtypes[0], (1, G))
     w, w_scale, w_wide = quantized(rng, (G, K, N), of_weight, dtypes[1], (G,))
     want = np.zeros((C, N if forward else K))
@@ -80,11 +87,7 @@ def test_rows_that_nobody_reads_change_no_other(kind):
     along, dtypes, _ = KINDS[kind]
     rng = np.random.default_rng(0)
     sizes, _ = _sizes(rng, C, G, dead)
-    of_rows, of_weight = {
-        0: ((), ()),
-        32: ((1, 1, 32), (1, 32, 1)),
-        128: ((1, 1, 128), (1, 128, 128)),
-    }[along]
+    of_rows, of_weight = _blocks(along)
     x, x_scale, _ = quantized(rng, (1, C, K), of_rows, dtypes[0], (1, G))
     w, w_scale, _ = quantized(rng, (G, K, N), of_weight, dtypes[1], (G,))
     operands = [jnp.asarray(a) for a in (x, x_scale, w, w_scale, sizes[None])]

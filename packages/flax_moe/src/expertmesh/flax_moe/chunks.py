@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.specs import entry_axes, mesh_of, pad_spec
+from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of, pad_spec
 
 __all__ = ["merge_chunks", "split_chunks"]
 
@@ -63,9 +63,9 @@ def _shards(x) -> list[int]:
     """Into how many shards each dimension of tokens is split; where that can't be known, into how many at most."""
     sharding, resource = jax.typeof(x).sharding, current_resource()
     mesh = mesh_of(x)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    sizes = {axis: mesh.shape[axis] for axis, kind in kinds.items() if kind != AxisType.Manual}
-    if AxisType.Explicit in kinds.values():
+    manual = axes_of_type(mesh, AxisType.Manual)
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in manual}
+    if AxisType.Explicit in mesh.axis_types:
         spec = sharding.spec
     elif resource is not None:
         spec = (resource.entry("tokens"),)

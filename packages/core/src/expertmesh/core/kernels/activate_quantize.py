@@ -6,6 +6,7 @@ CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py
 """
 
 import dataclasses
+from functools import partial
 from math import prod
 
 import jax
@@ -195,12 +196,11 @@ def _copies(
     if turned:
         second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
     same = d_out is None or d_out.dtype == h.dtype
-    options = dict(activation=activation, format=format, out_type=(*first, *second))
-    if same and quantize.suits_hopper(C, F, h.dtype, format):
-        results = launch_hopper(h, d_out, sizes, zero_rest=zero_rest, **options)
-    else:
-        results = launch(h, d_out, sizes, **options)
-    data, scale, data_rows, scale_rows = results
+    on_hopper = same and quantize.suits_hopper(C, F, h.dtype, format)
+    run = partial(launch_hopper, zero_rest=zero_rest) if on_hopper else launch
+    data, scale, data_rows, scale_rows = run(
+        h, d_out, sizes, activation=activation, format=format, out_type=(*first, *second)
+    )
     data_rows = data_rows.T.reshape(shape) if turned else data_rows
     return data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format)
 

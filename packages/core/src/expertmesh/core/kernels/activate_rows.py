@@ -14,6 +14,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels.activation import TILES, Tiles, _clamp, _load, _value_and_slope
 from expertmesh.core.kernels.launch import divisor, target
+from expertmesh.core.kernels.quantize import _num_live
 
 
 @triton.jit
@@ -25,8 +26,7 @@ def _rows_held(
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     end = R
     if G > 0:
-        index_G = tl.arange(0, G_POW2)
-        end = tl.minimum(tl.sum(tl.load(group_sizes + index_G, mask=index_G < G, other=0)), R)
+        end = tl.minimum(_num_live(group_sizes, G, G_POW2), R)
     held = tl.load(source + rows, mask=rows < R, other=-1) >= 0
     weight = tl.load(weights + rows, mask=held, other=0)
     return rows, rows < end, held, weight, tl.program_id(0).to(tl.int64) * BR < end

@@ -2,7 +2,7 @@
 
 Forward and input gradient are one kernel: C rows in G groups times each group's weight; Hopper has one of its own for
 them, in CUDA C++ (`grouped_gemm.cu`). The weight gradient contracts over the rows of a group. Every byte of the outputs
-is written. Dimension key as in `ops/grouped_gemm.py`.
+is written, but for rows after the last group without `zero_rest`. Dimension key as in `ops/grouped_gemm.py`.
 
 The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
 that allocates it cannot be part of a captured loop.

@@ -4,7 +4,7 @@ later GPUs are in `quantized_grouped_gemm_sm100.py`.
 Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
 the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `quantize.py` leaves
 them. Blocks of 32 are widened to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the outputs is
-written. Dimension key as in `ops/quantized_grouped_gemm.py`.
+written, but for rows after the last group without `zero_rest`. Dimension key as in `ops/quantized_grouped_gemm.py`.
 
 In Gluon are rows of blocks: one role of one warp loads, two of four warps multiply, one of two warps stores. A product
 of 128 of the contraction, the length of a block, has a scale of its own: one role scales it and adds it in float32

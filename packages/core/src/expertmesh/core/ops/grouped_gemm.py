@@ -485,7 +485,7 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
         quantized_grouped_gemm,
     )  # builds on this module
 
-    (lhs_spec, rhs_spec, out_spec) = specs
+    lhs_spec, rhs_spec, out_spec = specs
     lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
     out = quantized_grouped_gemm(
