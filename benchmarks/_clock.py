@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 
 @triton.jit
@@ -19,6 +18,6 @@ def _read_kernel(unused, out):
 def read(unused):
     """uint32[1]: nanoseconds, modulo 2^32, when all that was dispatched before has run; `unused` is any int32[1]."""
     out_type = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    return jax_triton.triton_call(
-        unused, kernel=_read_kernel, out_type=out_type, grid=(1,), num_warps=1, **target()
+    return launcher.triton_call(
+        unused, kernel=_read_kernel, out_type=out_type, grid=(1,), num_warps=1
     )

@@ -43,6 +43,7 @@ def in_process(recipe: str, folder: str) -> float:
         "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TRITON_CACHE_DIR": f"{folder}/triton",
+        "XDG_CACHE_HOME": folder,
     }
     command = [sys.executable, "-m", "benchmarks.compile_time", "--first-call", recipe]
     done = subprocess.run(command, env=os.environ | caches, stdout=subprocess.PIPE, check=True)

@@ -120,7 +120,8 @@ def interpreter(cell: dict) -> str:
     """The Python that runs a cell, after its venv has been made where it has one."""
     if cell["platform"] == "gpu":
         # Nothing is installed: this is what an installation would have built.
-        shell([sys.executable, "-m", "expertmesh.ep._native"], environment(cell))
+        for package in ("core", "ep"):
+            shell([sys.executable, "-m", f"expertmesh.{package}._native"], environment(cell))
         return sys.executable
     packages = list(cell.get("with", []))
     if not shutil.which("ptxas"):

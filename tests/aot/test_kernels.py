@@ -54,7 +54,7 @@ def _assemble(kernel, types, constants, warps, stages, arch, **more):
     pointers = [name for name, kind in operands.items() if kind[0] == "*"]
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps, "num_stages": stages, **more}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **more}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -111,18 +111,17 @@ def test_gathered_gemm(contraction, arch):
 
 
 def _assemble_cuda(text, folder):
-    """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its assembler says."""
+    """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its compiler says."""
+    from expertmesh.core import nvrtc
     from expertmesh.core.kernels import cuda_call
 
     if cuda_call.nvrtc() is None:
-        pytest.skip("needs NVRTC")
-    ptx = cuda_call.compile_cuda(text)
-    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    source.write_text(ptx)
-    command = [_tool("ptxas"), "-arch=sm_90a", "-v", "-o", cubin, source]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert _stack_bytes(cubin.read_bytes()) == 0, "registers spill"
-    return ptx, said
+        pytest.skip("needs NVRTC and the extension of core")
+    options = "-arch=sm_90a", "-std=c++17"
+    ptx = nvrtc.compile_program(text, *options).code.decode()
+    made = nvrtc.compile_program(text, *options, "--ptxas-options=-v", form="CUBIN")
+    assert _stack_bytes(made.code) == 0, "registers spill"
+    return ptx, made.log
 
 
 @pytest.mark.parametrize(
@@ -392,8 +391,7 @@ def _check_resources(compiled):
 
 def _launches(monkeypatch, op: Op, *operands, **options) -> list:
     """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types."""
-    import jax_triton
-    from jax_triton.triton_lib import get_type_id
+    from expertmesh.core.kernels import launcher
 
     launches = []
 
@@ -403,22 +401,19 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
         out_type,
         grid,
         num_warps,
-        compute_capability,
         backend_options=(),
         **constants,
     ):
-        del grid, compute_capability
+        del grid
         names = iter(kernel.arg_names)
         given = dict(zip(names, operands, strict=False))
         constants |= {name: None for name, x in given.items() if x is None}
-        types = [get_type_id(jax.typeof(x)) for x in given.values() if x is not None]
-        types += [
-            get_type_id(jax.core.ShapedArray(x.shape, x.dtype)) for x in jax.tree.leaves(out_type)
-        ]
+        types = [launcher.type_name(x) for x in given.values() if x is not None]
+        types += map(launcher.type_name, jax.tree.leaves(out_type))
         launches.append((kernel, types, constants, num_warps, dict(backend_options)))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
-    monkeypatch.setattr(jax_triton, "triton_call", record)
+    monkeypatch.setattr(launcher, "triton_call", record)
     (kernel,) = op.kernels
     assert kernel.refuses(operands, options, "cuda") is None
     jax.eval_shape(lambda *x: kernel.launch(*x, **options), *operands)

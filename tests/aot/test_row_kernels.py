@@ -16,15 +16,16 @@ NAMES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8
 @pytest.fixture(params=[90, 100])
 def compiled(request, monkeypatch):
     """What the launches of this test compile to; they run nothing."""
-    import jax_triton
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from expertmesh.core.kernels import launcher
+
     found = []
 
-    def call(*operands, kernel, out_type, grid, num_warps, compute_capability=None, **constants):
-        del grid, compute_capability
+    def call(*operands, kernel, out_type, grid, num_warps, **constants):
+        del grid
         arrays = [*operands, *jax.tree.leaves(out_type)]
         types = [NAMES[jnp.dtype(x.dtype).name] for x in arrays]
         signature = dict(zip(kernel.arg_names, types, strict=False))
@@ -33,10 +34,11 @@ def compiled(request, monkeypatch):
             kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned
         )
         target = GPUTarget("cuda", request.param, 32)
-        found.append(triton.compile(source, target=target, options={"num_warps": num_warps}))
+        options = {"num_warps": num_warps, "enable_fp_fusion": True}
+        found.append(triton.compile(source, target=target, options=options))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
-    monkeypatch.setattr(jax_triton, "triton_call", call)
+    monkeypatch.setattr(launcher, "triton_call", call)
     return found
 
 

@@ -1,7 +1,7 @@
 """Ops on CPU run their Triton kernels, by Triton's interpreter (`TRITON_INTERPRET=1`), in NumPy.
 
 What it shows is what a kernel computes and which elements it reads and writes, not that it compiles, nor a race. It
-cannot run Gluon and CUDA C++.
+cannot run CUDA C++.
 """
 
 import dataclasses
@@ -55,13 +55,13 @@ class Memory:
         return tuple(n // self.array.itemsize for n in self.array.strides)
 
 
-OF_LAUNCH = ("num_warps", "num_stages", "num_ctas", "compute_capability", "backend_options", "name")
+OF_LAUNCH = ("num_warps", "num_stages", "backend_options")
 
 
 def triton_call(*operands, kernel, out_type, grid, **constants):
-    """jax_triton's, through a callback."""
+    """The launcher's, through a callback."""
     constants = {name: value for name, value in constants.items() if name not in OF_LAUNCH}
-    blocks = [getattr(x, "block_shape", None) for x in operands]  # of TMA descriptors
+    blocks = [getattr(x, "box", None) for x in operands]  # of TMA descriptors
 
     def run(*arrays):
         given = [_operand(np.ascontiguousarray(x), b) for x, b in zip(arrays, blocks, strict=True)]
@@ -69,10 +69,10 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
         kernel[grid](*given, *map(Memory, results), **constants)
         return jax.tree.unflatten(jax.tree.structure(out_type), results)
 
-    def triton_by_interpreter(*arrays):  # a name that programs show
+    def expertmesh_core_launch_by_interpreter(*arrays):  # a name that programs show
         return jax.pure_callback(run, out_type, *arrays)
 
-    return jax.jit(triton_by_interpreter)(*(getattr(x, "base", x) for x in operands))
+    return jax.jit(expertmesh_core_launch_by_interpreter)(*(getattr(x, "base", x) for x in operands))
 
 
 def _operand(array: np.ndarray, block: tuple[int, ...] | None):
@@ -105,12 +105,12 @@ def _elementwise(function):
 
 def install() -> None:
     """From now on, in this process."""
-    import jax_triton
     from triton.language.extra import libdevice
 
+    from expertmesh.core.kernels import launcher
     from expertmesh.core.op import Kernel
 
-    jax_triton.triton_call = triton_call
+    launcher.triton_call = triton_call
     libdevice.exp = _elementwise(np.exp)
     libdevice.erfc = _elementwise(np.vectorize(math.erfc, otypes=[np.float32]))
     made = Kernel.triton.__func__

@@ -124,4 +124,4 @@ def test_a_program_is_compiled_once_for_a_compiler_and_a_gpu(headers, monkeypatc
     monkeypatch.setattr(nvrtc, "version", lambda: "13.2")
     kernels.compile_once(program)
     assert len(made) == 4
-    assert len(list((tmp_path / "cache/expertmesh").glob("*.cubin"))) == 4
+    assert len(list((tmp_path / "cache/expertmesh").glob("*[!k]"))) == 4

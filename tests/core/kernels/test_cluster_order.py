@@ -25,7 +25,7 @@ def asked(monkeypatch, tmp_path):
             "the kernel has instructions of Hopper, and no other GPU's kernels ask for the order"
         )
     gpu = _jax.local_gpu()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     of = gpu, gpu.core_count // 2 * 2, grouped_gemm.SHARED_BYTES
     functions = {"measured": cluster_order._measured, "kept": cluster_order._kept.__wrapped__}
     return lambda function: functions[function](*of)
@@ -76,6 +76,7 @@ def test_the_next_process_finds_the_program(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": f"{tmp_path}/jax",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TRITON_CACHE_DIR": f"{tmp_path}/triton",
+        "XDG_CACHE_HOME": str(tmp_path),
     }
 
     def programs():

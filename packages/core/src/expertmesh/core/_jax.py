@@ -1,5 +1,14 @@
-"""Every difference between the supported JAX versions, and every use of a JAX-private name."""
+"""Every difference between the supported versions of JAX, Triton and jax-triton, and what is used of them that is not
+public. ci/matrix.toml has a cell for each pair of versions.
 
+* `has_jax_triton`: jax-triton 0.4.1 runs with jax < 0.12; its rule for dead code lacks an argument that jax 0.12 gives.
+* `compile_triton`: triton 3.8 and 3.9 document no compiler ahead of time; the swizzles that it chooses for descriptors
+  stand in its metadata alone.
+* `varying_axes`: all versions of JAX, whose types do not show these axes otherwise.
+"""
+
+import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -86,3 +95,60 @@ def explicit_spec(x) -> PartitionSpec | None:
 def shardy_rule(operands: Any, results: Any) -> SdyShardingRule:
     """The compiler's form of a rule; its mapping type is not public, tuples of names are what it holds."""
     return SdyShardingRule(operands, results)
+
+
+@functools.cache
+def has_jax_triton() -> bool:
+    """Whether jax-triton is installed, and its `triton_call` works with the installed JAX."""
+    works = jax.version.__version_info__ < (0, 12)
+    return works and importlib.util.find_spec("jax_triton") is not None
+
+
+def jax_triton_call(*operands, **options):
+    """`jax_triton.triton_call`, for an installation without our launcher, whose `TensorMap`s are descriptors there."""
+    import jax_triton
+
+    given = [
+        jax_triton.TensorDescriptor(x.base, x.shape, x.strides, x.box) if hasattr(x, "box") else x
+        for x in operands
+    ]
+    return jax_triton.triton_call(*given, **options)
+
+
+@functools.cache
+def compile_triton(kernel, types, constants, options, capability: int):
+    """A kernel's machine code, from Triton's cache on disk if it is there.
+
+    Args:
+      kernel: a function under `triton.jit`.
+      types: (name, Triton's type) of the parameters that are no constants; pointers are aligned to 16 bytes.
+      constants, options: pairs; the latter are Triton's.
+      capability: compute capability to compile for, times ten.
+
+    Returns:
+      (name, code, threads of a block, bytes of shared memory), and (box, bytes of swizzle) of each descriptor.
+
+    Raises:
+      Exception: whatever Triton raises where it cannot compile the kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds, values = dict(types), dict(constants)
+    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if kinds.get(name, "")[:1] == "*"
+    }
+    source = ASTSource(kernel, signature, values, aligned)
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), dict(options))
+    found = compiled.metadata
+    if found.global_scratch_size or found.profile_scratch_size:
+        raise NotImplementedError(f"{found.name} asks for memory, which a launch does not give")
+    swizzles = {0: 0, 1: 32, 2: 64, 3: 128}
+    maps = tuple(
+        (tuple(of["block_size"]), swizzles[of["swizzle"]]) for of in found.tensordesc_meta or ()
+    )
+    return (found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared), maps

@@ -13,10 +13,11 @@ __all__ = ["Compiled", "compile_program", "library", "version"]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Machine code or PTX, and its names of the kernels that were asked for, in their order."""
+    """Machine code or PTX, its names of the kernels that were asked for, in their order, and what NVRTC said."""
 
     code: bytes
     names: tuple[str, ...]
+    log: str = ""
 
 
 def library() -> str | None:
@@ -81,10 +82,11 @@ def compile_program(
         stack.callback(nvrtc.nvrtcDestroyProgram, ctypes.byref(program))
         for kernel in kernels:
             nvrtc.nvrtcAddNameExpression(program, kernel.encode())
-        if nvrtc.nvrtcCompileProgram(program, len(options), _strings(options)):
-            log = output("ProgramLog").rstrip(b"\0").decode()
-            raise RuntimeError(f"NVRTC cannot compile a kernel of expertmesh: {log}")
-        return Compiled(output(form), tuple(map(name, kernels)))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
+        log = output("ProgramLog").rstrip(b"\0").decode()
+        if failed:
+            raise RuntimeError(f"NVRTC {version()} cannot compile a kernel of expertmesh: {log}")
+        return Compiled(output(form), tuple(map(name, kernels)), log)
 
 
 def _strings(values) -> ctypes.Array:

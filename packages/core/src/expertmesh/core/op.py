@@ -37,7 +37,14 @@ from expertmesh.core.specs import (
     pad_spec,
     spec_axes,
 )
-from expertmesh.core.support import TRITON, first_missing
+from expertmesh.core.support import (
+    TRITON,
+    KernelError,
+    first_missing,
+    no_launcher,
+    tested_versions,
+    warn_once,
+)
 
 __all__ = ["Kernel", "Op", "Plan", "Query", "check_reduce_dtype"]
 
@@ -70,6 +77,7 @@ class Kernel:
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
+      needs: `needs() -> str | None`: what else is missing in this installation.
     """
 
     name: str
@@ -78,17 +86,20 @@ class Kernel:
     requires: tuple[str, ...] = ()
     install: str = ""
     supports: Callable[..., str | None] | None = None
+    needs: Callable[[], str | None] | None = None
 
     @classmethod
     def triton(cls, module: str, function: str, supports: Callable[..., str | None]) -> "Kernel":
         """`function` of `module`, which imports Triton, on NVIDIA GPUs."""
         install = "pip install 'expertmesh-core[cuda13]'"
-        return cls("triton", "cuda", _Imported(module, function), TRITON, install, supports)
+        launch = _Imported(module, function)
+        return cls("triton", "cuda", launch, TRITON, install, supports, needs=no_launcher)
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
-        problem = first_missing(self.requires)
-        return None if problem is None else f"{problem} (`{self.install}`)"
+        if problem := first_missing(self.requires):
+            return f"{problem} (`{self.install}`)"
+        return self.needs() if self.needs else None
 
     def refuses(self, operands, options, platform: str) -> str | None:
         """Why the kernel cannot take these operands on this platform, or None."""
@@ -107,7 +118,11 @@ class _Imported:
     function: str
 
     def __call__(self, *operands, **options):
-        return getattr(importlib.import_module(self.module), self.function)(*operands, **options)
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # of another Triton, a name may be gone
+            raise KernelError(f"{self.module} cannot be imported ({error})") from error
+        return getattr(module, self.function)(*operands, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +371,7 @@ def _local(call: _Call, operands, overrides=()):
         missing = kernel.missing()
         reason = missing or kernel.refuses(operands, options, platform)
         if reason is None:
-            usable.setdefault(kernel.platform, partial(_launch, kernel, tuple(options.items())))
+            usable.setdefault(kernel.platform, partial(_launch, call, kernel, reference, options))
         elif named:
             raise (ImportError if missing else ValueError)(
                 f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"
@@ -368,8 +383,18 @@ def _local(call: _Call, operands, overrides=()):
     return jax.lax.platform_dependent(*operands, default=reference, **usable)
 
 
-def _launch(kernel: Kernel, options, *operands):
-    return vary_like(operands, kernel.launch(*operands, **dict(options)))
+def _launch(call: _Call, kernel: Kernel, reference: Callable, options: dict, *operands):
+    """The kernel's results; under "auto" the reference's where the kernel cannot be compiled or loaded."""
+    try:
+        return vary_like(operands, kernel.launch(*operands, **options))
+    except KernelError as error:
+        reason = f"{error}; with {tested_versions()} it was tested (`{kernel.install}`)"
+        if call.implementation == kernel.name:
+            raise KernelError(
+                f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"
+            ) from error
+        warn_once(f"{call.op.name}: using the reference: {reason}")
+        return reference(*operands)
 
 
 def vary_like(operands, results):

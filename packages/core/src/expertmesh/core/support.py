@@ -7,13 +7,17 @@ import warnings
 
 import jax
 
-from expertmesh.core import _jax
+from expertmesh.core import _jax, _native
 from expertmesh.core.recipe import RECIPES
 
 # The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
 _NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
 FEATURES = ("reference", "triton", *RECIPES)
-TRITON = ("jax-triton>=0.4.1", "triton>=3.8")  # older ones lack TMA descriptors as parameters
+TRITON = ("triton>=3.8",)  # older ones lack TMA descriptors as parameters
+
+
+class KernelError(RuntimeError):
+    """A kernel that this installation cannot compile, or this GPU not load."""
 
 
 def missing_distribution(requirement: str) -> str | None:
@@ -69,13 +73,39 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
         return reason is None, f"{feature} runs emulated: {reason}" if reason else ""
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
-    problem = _missing_triton()
+    problem = _missing_triton() or _why_no_kernels()
     return problem is None, problem or ""
 
 
+@functools.cache
+def _why_no_kernels() -> str | None:
+    """Why the installed versions do not compile a small kernel, or the GPU does not load it, or None."""
+    from expertmesh.core.kernels import probe
+
+    try:
+        jax.eval_shape(probe.copy, jax.ShapeDtypeStruct((128,), jax.numpy.float32))
+    except KernelError as error:
+        return f"{error}; tested versions: {tested_versions()}"
+    return None
+
+
 def _missing_triton() -> str | None:
-    problem = first_missing(TRITON)
-    return problem and f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
+    if problem := first_missing(TRITON):
+        return f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
+    return no_launcher()
+
+
+def no_launcher() -> str | None:
+    """Why kernels cannot be launched in this installation, or None."""
+    host = _native.host()
+    return host if isinstance(host, str) and not _jax.has_jax_triton() else None
+
+
+def tested_versions() -> str:
+    """What the extras of this package allow: the versions that it was tested with."""
+    needs = importlib.metadata.requires("expertmesh-core") or ()
+    extra = [need.split(";")[0].strip() for need in needs if "cuda13" in need.partition(";")[2]]
+    return ", ".join(extra)
 
 
 def _why_emulated(recipe: str, device: jax.Device) -> str | None:
@@ -102,12 +132,13 @@ def warn_if_emulated(recipe, *operands: jax.Array) -> None:
         next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
     )
     if not native:
-        _warn_once(reason)
+        warn_once(f"{reason}; the numbers are the same")
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"{reason}; the numbers are the same", stacklevel=3)
+def warn_once(message: str) -> None:
+    """A UserWarning, once in this process."""
+    warnings.warn(message, stacklevel=3)
 
 
 def platform_of(*operands: jax.Array) -> str:

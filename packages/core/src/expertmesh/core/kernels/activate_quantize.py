@@ -11,14 +11,12 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
 from expertmesh.core import _jax
-from expertmesh.core.kernels import quantize
+from expertmesh.core.kernels import launcher, quantize
 from expertmesh.core.kernels.activation import _clamp, _load, _value_and_slope
-from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.kernels.quantize import (
     HopperSource,
     HopperTiles,
@@ -208,17 +206,17 @@ def _copies(
 def launch(h, d_out, sizes, *, activation, format, out_type, tiles: Tiles | None = None):
     (_, C, _, F), BLOCK, G = h.shape, format.block[1], sizes.shape[0]
     tiles = tiles or _tiles(BLOCK, d_out is not None)
-    TN = max(BLOCK, divisor(F, tiles.columns))
+    TN = max(BLOCK, launcher.divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
     measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         h, d_out, sizes,
         kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
         backend_options={"maxnreg": tiles.registers} if measured else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
         M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
         TURNED=quantize.is_turned(BLOCK), HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
-        OFFSET=activation.up_offset, **quantize._scaling(h, format), **target(),
+        OFFSET=activation.up_offset, **quantize._scaling(h, format),
     )  # fmt: skip
 
 

@@ -8,12 +8,11 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
+from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.activation import TILES, Tiles, _clamp, _load, _value_and_slope
-from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.kernels.quantize import _num_live
 
 
@@ -95,19 +94,19 @@ def _options(h, group_sizes, activation, tiles: Tiles) -> dict:
     G = prod(group_sizes.shape) if len(h) == 1 else 0
     # The erf of gelu_exact takes registers.
     elements = tiles.elements // (2 if activation.function == "gelu_exact" else 1)
-    BF = divisor(F, min(tiles.columns, elements))
+    BF = launcher.divisor(F, min(tiles.columns, elements))
     BR = elements // BF
     return dict(
         grid=(triton.cdiv(R, BR),), num_warps=tiles.warps,
         R=R, G=G, G_POW2=triton.next_power_of_2(max(G, 1)), F=F, BR=BR, BF=BF,
         FUNCTION=activation.function, LIMIT=activation.limit,
-        OFFSET=activation.up_offset, **target(),
+        OFFSET=activation.up_offset,
     )  # fmt: skip
 
 
 def value(h, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
     """[P, C, 2, F], [P, C], [P, C], [P, G] -> [P, C, F]."""
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         h, weights, source, group_sizes,
         kernel=_activate_rows_kernel,
         out_type=jax.ShapeDtypeStruct((*h.shape[:-2], h.shape[-1]), h.dtype),
@@ -117,7 +116,7 @@ def value(h, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
 
 def grad(h, d_out, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
     """[P, C, 2, F], [P, C, F], [P, C], [P, C], [P, G] -> [P, C, 2, F], float32[P, C], [P, C, F]."""
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         h, d_out, weights, source, group_sizes,
         kernel=_activate_rows_grad_kernel,
         out_type=(

@@ -8,12 +8,11 @@ import dataclasses
 from math import prod
 
 import jax
-import jax_triton
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from expertmesh.core.kernels.launch import divisor, target
+from expertmesh.core.kernels import launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +101,12 @@ TILES = Tiles(elements=4096, columns=4096, warps=8)
 def gated_grad(h, d_out, *, activation, tiles: Tiles = TILES):
     """[*R, 2, F], [*R, F] -> [*R, 2, F]."""
     R, F = prod(h.shape[:-2]), h.shape[-1]
-    BF = divisor(F, tiles.columns)
+    BF = launcher.divisor(F, tiles.columns)
     BR = tiles.elements // BF
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         h, d_out,
         kernel=_gated_grad_kernel, out_type=jax.ShapeDtypeStruct(h.shape, h.dtype),
         grid=(triton.cdiv(R, BR) * triton.cdiv(F, BF),), num_warps=tiles.warps,
         R=R, F=F, BR=BR, BF=BF, FUNCTION=activation.function, LIMIT=activation.limit,
-        OFFSET=activation.up_offset, **target(),
+        OFFSET=activation.up_offset,
     )  # fmt: skip

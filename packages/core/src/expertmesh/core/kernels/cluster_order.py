@@ -7,16 +7,13 @@ launch lie is not documented and differs from GPU to GPU; how long they wait for
 
 import ctypes
 import functools
-import hashlib
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from triton.runtime.cache import get_cache_manager
 
-from expertmesh.core import _jax
+from expertmesh.core import _jax, disk_cache
 from expertmesh.core.kernels.cuda_call import cuda_call, source_text
 
 LINES = 96  # of which enough lie in each half, and near each pair
@@ -28,7 +25,7 @@ WARPS = 12
 def cluster_order(programs: int, shared: int) -> tuple[int, ...]:
     """The place of each cluster of two blocks in an order in which neighbours are near each other.
 
-    Measured once, in microseconds, while the first caller is traced, and kept in Triton's cache on disk: a program
+    Measured once, in microseconds, while the first caller is traced, and kept on disk: a program
     holds it, and is found in JAX's cache only if it is the same in the next process. It decides about speed alone.
 
     Args:
@@ -49,14 +46,11 @@ def cluster_order(programs: int, shared: int) -> tuple[int, ...]:
 def _kept(gpu: jax.Device, programs: int, shared: int) -> tuple[int, ...]:
     """The order that an earlier process measured, else this one: a launch's first clusters do not always lie alike."""
     of = f"{_uuid(gpu)} {programs} {shared} {LAUNCHES} {source()}"
-    cache = get_cache_manager(hashlib.sha256(of.encode()).hexdigest())
-    if path := cache.get_file("places.json"):
-        order = json.loads(pathlib.Path(path).read_text())
-        if sorted(order) == list(range(programs // 2)):
-            return tuple(order)
-    order = _measured(gpu, programs, shared)
-    cache.put(json.dumps(order), "places.json", binary=False)
-    return order
+
+    def measure() -> bytes:
+        return json.dumps(_measured(gpu, programs, shared)).encode()
+
+    return tuple(json.loads(disk_cache.kept(of, measure)))
 
 
 def _uuid(gpu: jax.Device) -> str:

@@ -1,22 +1,25 @@
 """Calls a kernel in CUDA C++ from JAX: compiled by NVRTC, which comes with jax[cuda13], launched as Triton's kernels.
 
-For what Triton's languages do not have, such as products whose shape is chosen on the device.
+For what Triton's language does not have, such as products whose shape is chosen on the device.
 """
 
-import hashlib
+import functools
 import pathlib
-import re
-from math import prod
 
-import jax_triton
-from jaxlib import gpu_triton
-from triton.runtime.cache import get_cache_manager
+import jax
+import numpy as np
 
-from expertmesh.core.kernels.gluon_call import launch_ptx
-from expertmesh.core.nvrtc import compile_program
-from expertmesh.core.nvrtc import library as nvrtc
+from expertmesh.core import _native, disk_cache
+from expertmesh.core import nvrtc as compiler
+from expertmesh.core.kernels import launcher
+from expertmesh.core.support import KernelError
 
 __all__ = ["WGMMA_TYPES", "compile_cuda", "cuda_call", "nvrtc", "source_text", "wgmma"]
+
+
+def nvrtc() -> str | None:
+    """NVRTC's library where kernels in CUDA C++ can be compiled and launched, else None."""
+    return None if isinstance(_native.host(), str) else compiler.library()
 
 
 def cuda_call(
@@ -26,32 +29,24 @@ def cuda_call(
     """Launches `programs` blocks of the kernel `name` on a GPU of compute capability 9.0.
 
     Args:
-      operands: arrays and `jax_triton.TensorDescriptor`s, in the order of the kernel's parameters: of the latter TMA's
-        descriptor alone, with 128 bytes of swizzle if its boxes are that wide, else without.
+      operands: arrays and `launcher.TensorMap`s, in the order of the kernel's parameters.
       source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to each result.
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       shared: bytes of dynamic shared memory.
       out_block: of the TMA descriptor that the kernel takes in place of the pointer to its one result.
 
     Returns:
-      The result, or a tuple of results. The launch needs no scratch memory, so it can be part of a captured loop.
+      The result, or a tuple of results.
+
+    Raises:
+      KernelError: NVRTC cannot compile it; or as `launcher.launch`.
     """
-    parameters = [
-        _tma_parameter(x.base.dtype, x.shape, x.strides, x.block_shape)
-        if isinstance(x, jax_triton.TensorDescriptor)
-        else gpu_triton.create_array_parameter(0, 16)
-        for x in operands
-    ]
-    parameters += [gpu_triton.create_scalar_parameter(value, "i32") for value in scalars]
-    results = None
+    results: list = [launcher.Result(i) for i in range(len(jax.tree.leaves(out_type)))]
     if out_block:
-        strides = [prod(out_type.shape[dim + 1 :]) for dim in range(len(out_type.shape))]
-        results = [_tma_parameter(out_type.dtype, out_type.shape, strides, out_block)]
-    return launch_ptx(
-        *operands, parameters=parameters, name=name, ptx=compile_cuda(source), out_type=out_type,
-        programs=programs, warps=warps, shared=shared, capability=90,
-        results=results,
-    )  # fmt: skip
+        results = [launcher.TensorMap.of(out_type, out_block, base=results[0])]
+    binary = launcher.Binary(name, compile_cuda(source), 32 * warps, shared)
+    parameters = *operands, *map(np.int32, scalars), *results
+    return launcher.launch(binary, *parameters, out_type=out_type, grid=(programs,))
 
 
 def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
@@ -94,30 +89,14 @@ WGMMA_TYPES = {
 }  # fmt: skip
 
 
-def compile_cuda(source: str) -> str:
-    """PTX for compute capability 9.0a, from Triton's cache on disk if it is there."""
-    cache = get_cache_manager(hashlib.sha256(source.encode()).hexdigest())
-    if path := cache.get_file("kernel.ptx"):
-        return pathlib.Path(path).read_text()
-    # An assembler of another release than NVRTC's may be older; what is written here needs no more than 8.0.
-    made = compile_program(source, "-arch=sm_90a", "-std=c++17").code.rstrip(b"\0").decode()
-    ptx = re.sub(r"(?m)^\.version .*$", ".version 8.0", made)
-    cache.put(ptx, "kernel.ptx", binary=False)
-    return ptx
-
-
-def _tma_parameter(dtype, shape, strides, block):
-    return gpu_triton.create_tma_descriptor_parameter(
-        elem_type=_TMA_DTYPES[str(dtype)],
-        swizzle=3 if block[-1] * dtype.itemsize == 128 else 0,  # of 128 bytes
-        shape=list(shape),
-        strides=list(strides),
-        block_shape=list(block),
-        oob_fill=0,
-    )
-
-
-# CUtensorMapDataType; of 8 bits, bytes
-_TMA_DTYPES = {
-    "float8_e4m3fn": 0, "float8_e5m2": 0, "float16": 6, "float32": 7, "bfloat16": 9,
-}  # fmt: skip
+@functools.cache
+def compile_cuda(source: str) -> bytes:
+    """Machine code for compute capability 9.0a, kept on disk."""
+    options = "-arch=sm_90a", "-std=c++17"
+    try:
+        key = f"{compiler.version()} {options} {source}"
+        return disk_cache.kept(
+            key, lambda: compiler.compile_program(source, *options, form="CUBIN").code
+        )
+    except RuntimeError as error:
+        raise KernelError(str(error)) from error

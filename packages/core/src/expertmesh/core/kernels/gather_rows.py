@@ -8,11 +8,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +61,13 @@ def gather(src, index, weight=None, *, tiles: Tiles | None = None):
     (P, S, D), (_, N, K) = src.shape, index.shape
     tiles = fit(tiles or (COPY if K == 1 and weight is None else SUM), D)
     words = as_words(src)
-    out = jax_triton.triton_call(
+    out = launcher.triton_call(
         words, index, index if weight is None else weight,
         kernel=_gather_kernel,
         out_type=jax.ShapeDtypeStruct((P, N, D), words.dtype),
         grid=(P * N,),
         num_warps=tiles.warps,
         S=S, N=N, K=K, D=D, WEIGHTED=weight is not None, BD=tiles.columns,
-        **target(),
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(out, src.dtype) if out.dtype != src.dtype else out
 

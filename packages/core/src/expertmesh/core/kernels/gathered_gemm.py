@@ -7,12 +7,11 @@ Dimension key as in `ops/gathered_gemm.py`.
 from math import prod
 
 import jax
-import jax_triton
 import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import grouped_gemm as plain
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 
 @triton.jit
@@ -70,7 +69,7 @@ def launch(lhs, index, rhs, group_sizes, *, out_dtype, tiles: plain.Tiles = TILE
     (C,), (G, K, N) = index.shape, rhs.shape
     tiles = plain._fit(tiles, N, out_dtype)
     programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), C, N, K))
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         lhs, index, plain._descriptor(rhs, (1, tiles.k, tiles.n)), group_sizes,
         kernel=_gathered_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
@@ -78,5 +77,4 @@ def launch(lhs, index, rhs, group_sizes, *, out_dtype, tiles: plain.Tiles = TILE
         num_warps=tiles.warps, num_stages=tiles.stages,
         T=lhs.shape[0], C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
-        **target(),
     )  # fmt: skip

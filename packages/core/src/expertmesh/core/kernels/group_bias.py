@@ -9,11 +9,10 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +63,11 @@ def group_bias_grad(dy, group_sizes, *, num_experts, out_dtype, tiles: Tiles = T
     G, N = num_experts, prod(dy.shape[2:])
     num_n = triton.cdiv(N, tiles.columns)
     parts = max(1, tiles.programs // (G * num_n))
-    sums = jax_triton.triton_call(
+    sums = launcher.triton_call(
         dy, group_sizes.astype(jnp.int32),
         kernel=_sums_kernel, out_type=jax.ShapeDtypeStruct((G, parts, N), jnp.float32),
         grid=(G * parts * num_n,), num_warps=tiles.warps,
         N=N, G=G, G_POW2=triton.next_power_of_2(G), PARTS=parts,
-        BC=tiles.rows, BN=tiles.columns, **target(),
+        BC=tiles.rows, BN=tiles.columns,
     )  # fmt: skip
     return jnp.sum(sums, axis=1).astype(out_dtype).reshape(G, *dy.shape[2:])

@@ -13,7 +13,6 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -27,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from expertmesh.core import _jax
+from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.cluster_order import cluster_order
 from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
-from expertmesh.core.kernels.launch import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -587,7 +586,7 @@ def launch_rows(
     tiles = _fit(tiles, N, out_dtype)
     programs = _num_programs(_num_steps((tiles.m, tiles.n, tiles.k), C, N, K))
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         _descriptor(lhs, (tiles.m, tiles.k)), _descriptor(rhs, rhs_block), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
@@ -595,7 +594,6 @@ def launch_rows(
         num_warps=tiles.warps, num_stages=tiles.stages,
         ZEROS_END=C * zero_rest, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
-        **target(),
     )  # fmt: skip
 
 
@@ -665,7 +663,7 @@ def rows_source(
 def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
     (C, K), N, G = lhs.shape, dy.shape[1], group_sizes.shape[0]
     tiles = _fit(tiles, N, out_dtype)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         _descriptor(lhs, (tiles.k, tiles.m)), _descriptor(dy, (tiles.k, tiles.n)), group_sizes,
         lhs, dy,
         kernel=_weights_kernel,
@@ -674,7 +672,6 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=_num_programs(), BM=tiles.m, BN=tiles.n, BK=tiles.k,
-        **target(),
     )  # fmt: skip
 
 
@@ -711,10 +708,12 @@ def _windows(x, rows: int, columns: int):
     block = (1, rows, columns)
     dtype = gl.float16 if x.dtype == jnp.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    import jax_triton
+
     return jax_triton.TensorDescriptor(x, (C - rows + 1, rows, N), (N, N, 1), block, layout)
 
 
-_descriptor = jax_triton.TensorDescriptor.from_array
+_descriptor = launcher.TensorMap.of
 
 
 def _fit(tiles: Tiles, width: int, out_dtype) -> Tiles:

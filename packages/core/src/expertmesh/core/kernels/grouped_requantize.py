@@ -8,12 +8,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
-from expertmesh.core.kernels import quantize
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher, quantize
 from expertmesh.core.kernels.quantize import (
     HopperTiles,
     _num_live,
@@ -128,10 +126,10 @@ def launch(data, scale, sizes, *, format, dtype, tiles: Tiles | None = None):
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
     tiles = tiles or (LARGE if BLOCK > 32 else SMALL)
     TN = tiles.columns
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         data, scale, sizes,
         kernel=_requantize_kernel, out_type=_results(data, format), num_warps=tiles.warps,
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(K, TN),),
         M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=_WIDE[dtype.name], TN=TN,
-        TURNED=quantize.is_turned(BLOCK), **quantize._scaling(jax.ShapeDtypeStruct((), dtype), format), **target(),
+        TURNED=quantize.is_turned(BLOCK), **quantize._scaling(jax.ShapeDtypeStruct((), dtype), format),
     )  # fmt: skip

@@ -5,11 +5,10 @@ Each order of additions is fixed. Dimension key as in `ops/load_balance.py`; R t
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.permute import count
 from expertmesh.core.ops.choices import wide_ids
 
@@ -78,7 +77,7 @@ ELEMENTS = 2048  # of a program's rows at a time
 def prob_sums(logits, token_mask=None, *, score_function):
     """P, float32[E]."""
     options, programs = _launch(logits, token_mask)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         *_operands(logits, token_mask),
         kernel=_probs_kernel,
         out_type=jax.ShapeDtypeStruct((programs, logits.shape[-1]), jnp.float32),
@@ -90,7 +89,7 @@ def prob_sums(logits, token_mask=None, *, score_function):
 def z_sum(logits, token_mask=None):
     """float32[]."""
     options, programs = _launch(logits, token_mask)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         *_operands(logits, token_mask),
         kernel=_z_kernel,
         out_type=jax.ShapeDtypeStruct((programs,), jnp.float32),
@@ -122,4 +121,4 @@ def _launch(logits, token_mask):
     R = max(ELEMENTS // E_POW2, 1)
     programs = min(triton.cdiv(T, R), MOST_PROGRAMS)
     shapes = dict(T=T, E=E, E_POW2=E_POW2, R=R, PROGRAMS=programs, MASKED=token_mask is not None)
-    return shapes | dict(grid=(programs,), num_warps=4) | target(), programs
+    return shapes | dict(grid=(programs,), num_warps=4), programs

@@ -6,12 +6,11 @@ the rank within the block. Integers only. Dimension key as in `ops/permute.py`; 
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
+from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.gather_rows import Tiles, as_words, fit
-from expertmesh.core.kernels.launch import target
 from expertmesh.core.ops.choices import wide_ids
 
 
@@ -182,14 +181,13 @@ def spread(x, row, source, *, tiles: Tiles = SPREAD):
     """[P, T, D] -> [P, N, D]: each token at its rows."""
     (P, T, D), N, K = x.shape, source.shape[1], row.shape[2]
     tiles, words = fit(tiles, D), as_words(x)
-    out = jax_triton.triton_call(
+    out = launcher.triton_call(
         words, row, source,
         kernel=_spread_kernel,
         out_type=jax.ShapeDtypeStruct((P, N, D), words.dtype),
         grid=(triton.cdiv(P * N, CLEAR) + P * T,),
         num_warps=tiles.warps,
         P=P, T=T, N=N, K=K, D=D, BD=tiles.columns, BR=CLEAR,
-        **target(),
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(out, x.dtype) if out.dtype != x.dtype else out
 
@@ -201,7 +199,7 @@ def unpermute_grad(dout, y, weight, row, source, *, tiles: Tiles = GRAD):
     # The products of all terms are held at once.
     columns = fit(Tiles(max(tiles.columns * 8 // max(8, K_POW2), 256), 1), D).columns
     warps = max(min(K_POW2 * columns // 1024, tiles.warps), 1)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         dout, y, weight, row, source,
         kernel=_unpermute_grad_kernel,
         out_type=(
@@ -211,7 +209,6 @@ def unpermute_grad(dout, y, weight, row, source, *, tiles: Tiles = GRAD):
         grid=(triton.cdiv(P * N, CLEAR) + P * T,),
         num_warps=warps,
         P=P, T=T, N=N, K=K, K_POW2=K_POW2, D=D, BD=columns, BR=CLEAR,
-        **target(),
     )  # fmt: skip
 
 
@@ -219,11 +216,10 @@ def count(ids, num_experts: int, block: int):
     """int[P, M] -> int32[P, B, E]: choices of each expert in blocks of so many."""
     (P, M), E = ids.shape, num_experts
     B = triton.cdiv(M, block)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         ids,
         kernel=_count_kernel, out_type=jax.ShapeDtypeStruct((P, B, E), jnp.int32), grid=(B, P), num_warps=4,
         M=M, B=B, E=E, E_POW2=triton.next_power_of_2(E), BM=block,
-        **target(),
     )  # fmt: skip
 
 
@@ -235,15 +231,14 @@ def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
     M, B, L, E_POW2 = T * K, triton.cdiv(T * K, BLOCK), E // num_ranks, triton.next_power_of_2(E)
     per_block = jax.ShapeDtypeStruct((P, B, E), jnp.int32)
     counts = count(topk_idx.reshape(P, M), E, BLOCK)
-    before, tokens = jax_triton.triton_call(
+    before, tokens = launcher.triton_call(
         counts,
         kernel=_scan_kernel,
         out_type=(per_block, jax.ShapeDtypeStruct((P, E), jnp.int32)),
         grid=(triton.cdiv(E, 8), P), num_warps=8,
         B=B, E=E, BB=min(1024, triton.next_power_of_2(B)), BE=8,
-        **target(),
     )  # fmt: skip
-    row, source, sizes = jax_triton.triton_call(
+    row, source, sizes = launcher.triton_call(
         topk_idx, rank, before, tokens,
         kernel=_place_kernel,
         out_type=(
@@ -253,7 +248,6 @@ def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
         ),
         grid=(B + L + triton.cdiv(N, ROWS), P), num_warps=BLOCK // 128,
         M=M, B=B, E=E, E_POW2=E_POW2, L=L, N=N, ALIGNMENT=alignment, BM=BLOCK, BJ=32, BN=ROWS,
-        **target(),
     )  # fmt: skip
     if num_ranks > 1:
         of_rank = jax.vmap(lambda x, r: jax.lax.dynamic_slice_in_dim(x, r * L, L))

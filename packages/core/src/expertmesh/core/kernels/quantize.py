@@ -12,15 +12,14 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import numpy as np
 import triton
 import triton.language as tl
 
 from expertmesh.core import _jax, numerics
+from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text
 from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
-from expertmesh.core.kernels.launch import divisor, target
 from expertmesh.core.scales import reciprocal, tensor_scales
 
 
@@ -335,7 +334,7 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
     A, M, N = shape
     turned = twice and is_turned(0)
     tiles = BOTH if turned else SCALED
-    TN = tiles.columns if turned else divisor(N, tiles.columns)
+    TN = tiles.columns if turned else launcher.divisor(N, tiles.columns)
     TM = tiles.elements // TN
     out = {}
     if dtype is not None:
@@ -345,11 +344,11 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
     if turned:
         out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
     absent = {name: None for name in ("data", "amax", "data_rows") if name not in out}
-    results = jax_triton.triton_call(
+    results = launcher.triton_call(
         x, multiplier, sizes,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, **absent, **_groups(sizes, M, x), **target(),
+        M=M, N=N, TM=TM, TN=TN, **absent, **_groups(sizes, M, x),
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
     results = _jax.match_varying((x, *results))[1:]
@@ -381,15 +380,15 @@ def blocks(x, sizes, format, block, tiles: Tiles | None = None):
     TM = BM
     TN = max(BN, tiles.elements // BM)
     if BM == 1:
-        TN = max(BN, divisor(N, tiles.columns))
+        TN = max(BN, launcher.divisor(N, tiles.columns))
         TM = tiles.elements // TN
     counts = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
-    data, scale = jax_triton.triton_call(
+    data, scale = launcher.triton_call(
         x, sizes,
         kernel=_blocks_kernel, out_type=_results(x.shape, counts, format), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),),
         M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN,
-        **_scaling(x, format), **_groups(sizes, M, x), **target(),
+        **_scaling(x, format), **_groups(sizes, M, x),
     )  # fmt: skip
     return data, _stored(scale, format)
 
@@ -399,15 +398,15 @@ def dequantize(data, scale, *, block, dtype, two_level=False, tiles: Tiles | Non
     del two_level
     (A, M, B, N), (BM, BN) = view(data.shape, block)
     tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
-    TN = max(BN, divisor(N, tiles.columns))
+    TN = max(BN, launcher.divisor(N, tiles.columns))
     TM = max(BM, tiles.elements // TN)
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         data, scale,
         kernel=_dequantize_kernel, out_type=jax.ShapeDtypeStruct(data.shape, dtype),
         grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),), num_warps=tiles.warps,
-        M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN, **target(),
+        M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN,
     )  # fmt: skip
 
 
@@ -423,12 +422,12 @@ def both(x, sizes, format, tiles: Tiles | None = None):
     turned = is_turned(BLOCK)
     if turned:
         second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
-    out = jax_triton.triton_call(
+    out = launcher.triton_call(
         x, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
         M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TURNED=turned,
-        **_scaling(x, format), **_groups(sizes, C, x), **target(),
+        **_scaling(x, format), **_groups(sizes, C, x),
     )  # fmt: skip
     along_rows = out[2].T.reshape(x.shape) if turned else out[2]
     return out[0], _stored(out[1], format), along_rows, _stored(out[3], format)

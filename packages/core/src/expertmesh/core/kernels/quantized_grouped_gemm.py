@@ -17,7 +17,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from expertmesh.core.kernels import grouped_gemm as plain
-from expertmesh.core.kernels import quantize
+from expertmesh.core.kernels import launcher, quantize
 from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
 from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
@@ -382,7 +381,7 @@ def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, 
 def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: WeightTiles):
     """[C, K] with scales [G] and [C, N] likewise -> [G, K, N]."""
     source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=False)
-    box = jax_triton.TensorDescriptor.from_array
+    box = launcher.TensorMap.of
     operands = box(_turned(lhs), (128, 128)), lhs_scales, box(_turned(dy), (128, 128)), dy_scales
     widths = lhs.shape[1], dy.shape[1]
     return _launch_weights(*operands, group_sizes, source, lhs.shape[0], widths, out_dtype)
@@ -393,7 +392,7 @@ def launch_weights_blocks(
 ):
     """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N]."""
     source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=True)
-    box = jax_triton.TensorDescriptor.from_array
+    box = launcher.TensorMap.of
     scales = box(lhs_scales, (1, 128)), box(dy_scales, (1, 256))
     operands = box(_turned(lhs), (128, 128)), scales[0], box(_turned(dy), (128, 128)), scales[1]
     widths = lhs.shape[1], dy.shape[1]
@@ -463,4 +462,6 @@ def _descriptor(x, block: tuple[int, ...]):
     """The TMA descriptor of `x` for loads of `block`."""
     dtype = gl.float8e5 if x.dtype == jnp.float8_e5m2 else gl.float8e4nv
     layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    import jax_triton
+
     return jax_triton.TensorDescriptor.from_array(x, block, layout)

@@ -11,12 +11,11 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import grouped_gemm as plain
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 FORMATS = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 
@@ -263,7 +262,7 @@ def launch_rows(
     tiles = _tiles(along, W, out_dtype)
     programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), C, W, D))
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         plain._descriptor(lhs, (tiles.m, tiles.k)), _bytes(lhs_scale),
         plain._descriptor(rhs, rhs_block), _bytes(rhs_scale), group_sizes,
         kernel=_rows_kernel,
@@ -272,7 +271,6 @@ def launch_rows(
         C=C, ZEROS_END=C * zero_rest, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
-        **target(),
     )  # fmt: skip
 
 
@@ -281,7 +279,7 @@ def launch_weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, along: int, out
     (C, K), N, G = lhs.shape, dy.shape[1], group_sizes.shape[0]
     tiles = _tiles(along, N, out_dtype)
     programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), K, N, C))
-    return jax_triton.triton_call(
+    return launcher.triton_call(
         plain._descriptor(lhs, (tiles.k, tiles.m)), _bytes(lhs_scale),
         plain._descriptor(dy, (tiles.k, tiles.n)), _bytes(dy_scale), group_sizes, lhs, dy,
         kernel=_weights_kernel,
@@ -290,7 +288,6 @@ def launch_weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, along: int, out
         K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along,
         LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
-        **target(),
     )  # fmt: skip
 
 

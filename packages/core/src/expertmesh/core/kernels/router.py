@@ -5,12 +5,11 @@ Dimension key as in `ops/router.py`; R tokens of a program.
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from expertmesh.core.kernels.launch import target
+from expertmesh.core.kernels import launcher
 
 LEAST = tl.constexpr(-(2**31))  # below every key
 EPSILON = tl.constexpr(1e-20)  # of ops/scores.py
@@ -213,7 +212,7 @@ def choose_biased(logits, bias, mask=None, *, config):
     """The same with a bias, float[E], or None."""
     *leading, E = logits.shape
     T, K, constants = logits.size // E, config.top_k, _constants(E, config)
-    idx, weights = jax_triton.triton_call(
+    idx, weights = launcher.triton_call(
         # What is not given is not read.
         logits, logits if bias is None else bias, logits if mask is None else mask.astype(jnp.uint8),
         kernel=_choose_kernel,
@@ -225,7 +224,7 @@ def choose_biased(logits, bias, mask=None, *, config):
         num_warps=1,
         T=T, BIASED=bias is not None, MASKED=mask is not None,
         G=config.num_groups or 1, GROUP_TOPK=config.group_topk or 0,
-        **constants, **target(),
+        **constants,
     )  # fmt: skip
     return idx.reshape(*leading, K), weights.reshape(*leading, K)
 
@@ -234,13 +233,13 @@ def weigh_grad(logits, topk_idx, weights, d_weights, *, config):
     """The cotangent of the logits, float32[..., E]."""
     E = logits.shape[-1]
     T, constants = logits.size // E, _constants(E, config)
-    out = jax_triton.triton_call(
+    out = launcher.triton_call(
         logits, topk_idx, weights, d_weights,
         kernel=_grad_kernel,
         out_type=jax.ShapeDtypeStruct((T, E), jnp.float32),
         grid=(triton.cdiv(T, constants["R"]),),
         num_warps=1,
-        T=T, **constants, **target(),
+        T=T, **constants,
     )  # fmt: skip
     return out.reshape(logits.shape)
 

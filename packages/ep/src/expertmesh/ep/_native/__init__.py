@@ -7,17 +7,14 @@ kept (kernels.py).
 
 import dataclasses
 import functools
-import importlib
-import pathlib
-import re
 from types import ModuleType
 
 import jax
 
+from expertmesh.core.native import load_extension
 from expertmesh.ep._native import build, kernels
 
 DISPATCH, COMBINE = "expertmesh_ep_nvlink_dispatch", "expertmesh_ep_nvlink_combine"
-_REBUILD = "`python -m expertmesh.ep._native` builds it, with g++ and pybind11"
 
 
 def missing() -> str | None:
@@ -28,18 +25,7 @@ def missing() -> str | None:
 @functools.cache
 def host() -> ModuleType | str:
     """The extension, or why it cannot be used."""
-    try:
-        module = importlib.import_module("expertmesh.ep._native._host")
-    except ImportError as error:
-        return f"the extension _host of expertmesh-ep is not built ({error}); {_REBUILD}"
-    if module.SOURCES != build.fingerprint():
-        return f"the extension _host of expertmesh-ep was built from other sources; {_REBUILD}"
-    # XLA refuses handlers that know more than it does only when it starts, and then does not start.
-    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    known = re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)
-    if module.FFI_VERSION > tuple(map(int, known)):
-        return f"the extension _host of expertmesh-ep was built for a newer jaxlib; {_REBUILD}"
-    return module
+    return load_extension(__name__, "expertmesh-ep", build.fingerprint())
 
 
 @functools.cache

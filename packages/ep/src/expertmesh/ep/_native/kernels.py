@@ -1,17 +1,12 @@
 """The kernels' programs, compiled by NVRTC for the GPUs that are there, and kept on disk."""
 
-import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import importlib.util
 import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterator
 
-from expertmesh.core import nvrtc
+from expertmesh.core import disk_cache, nvrtc
 
 SOURCES = pathlib.Path(__file__).parent
 HOST_TELLS = 22900  # ncclGetVersion from which on the host is told the peers' addresses
@@ -65,7 +60,7 @@ class Program:
     @property
     def key(self) -> str:
         """The same for the same result."""
-        return hashlib.sha256(repr((nvrtc.version(), self)).encode()).hexdigest()[:16]
+        return repr((nvrtc.version(), self))
 
     def compile(self) -> nvrtc.Compiled:
         return nvrtc.compile_program(
@@ -145,29 +140,13 @@ def _options(architecture, *folders) -> tuple[str, ...]:
 
 def compile_once(program: Program) -> nvrtc.Compiled:
     """What an earlier process has made of it, else what this one makes while others wait."""
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = base / "expertmesh"
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"nvlink-{program.key}.cubin"
-    with _locked(folder / "nvlink.lock"):
-        if not kept.exists():
-            _write(kept, program.compile())
-    names, _, code = kept.read_bytes().partition(b"\n")
+
+    def compile() -> bytes:
+        compiled = program.compile()
+        return " ".join(compiled.names).encode() + b"\n" + compiled.code
+
+    names, _, code = disk_cache.kept(program.key, compile).partition(b"\n")
     return nvrtc.Compiled(code, tuple(names.decode().split()))
-
-
-def _write(path: pathlib.Path, compiled: nvrtc.Compiled) -> None:
-    """The names of the kernels in one line, and the code; at once."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(" ".join(compiled.names).encode() + b"\n" + compiled.code)
-    pathlib.Path(file.name).rename(path)
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _in_wheels(pattern: str) -> list[pathlib.Path]:

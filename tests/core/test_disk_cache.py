@@ -1,0 +1,71 @@
+"""What is kept on disk for the next process."""
+
+import multiprocessing
+
+import pytest
+
+from expertmesh.core import disk_cache
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "expertmesh"
+
+
+def files(folder):
+    return [path for path in folder.iterdir() if path.suffix != ".lock"]
+
+
+def test_made_once_for_a_key(folder):
+    made = []
+
+    def make():
+        made.append(1)
+        return b"result %d" % len(made)
+
+    assert disk_cache.kept("a", make) == disk_cache.kept("a", make) == b"result 1"
+    assert disk_cache.kept("b", make) == b"result 2"
+    assert len(files(folder)) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])
+def test_a_damaged_file_is_made_anew(folder, damage):
+    disk_cache.kept("a", lambda: b"first")
+    (path,) = files(folder)
+    path.write_bytes(damage)
+    assert disk_cache.kept("a", lambda: b"second") == b"second"
+    assert disk_cache.kept("a", lambda: b"third") == b"second"
+
+
+def test_what_raises_is_not_kept(folder):
+    with pytest.raises(ZeroDivisionError):
+        disk_cache.kept("a", lambda: bytes(1 // 0))
+    assert disk_cache.kept("a", lambda: b"now") == b"now"
+
+
+def test_without_a_place_it_is_made_each_time(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [disk_cache.kept("a", lambda: b"made") for _ in range(2)] == [b"made"] * 2
+
+
+def _ask(folder, queue):
+    def make():
+        with open(f"{folder}/made", "a") as file:
+            file.write("x")
+        return b"result"
+
+    queue.put(disk_cache.kept("a", make))
+
+
+def test_processes_wait_for_the_one_that_makes_it(tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_ask, args=(tmp_path, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [queue.get(timeout=60) for _ in processes] == [b"result"] * 4
+    for process in processes:
+        process.join()
+    assert (tmp_path / "made").read_text() == "x"
