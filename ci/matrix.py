@@ -180,8 +180,10 @@ def interpreter(cell: dict) -> str:
         return venv(cell)
     # Nothing is installed: this is what an installation would have built.
     for package in MATRIX["axes"]["package"]:
-        if (ROOT / f"packages/{package}/src/expertmesh/{package}/_native/__main__.py").exists():
-            shell([sys.executable, "-m", f"expertmesh.{package}._native"], environment(cell))
+        folder = ROOT / "packages" / package
+        if (folder / "setup.py").exists():
+            build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            shell(build, environment(cell), folder)
     return sys.executable
 
 
@@ -227,9 +229,11 @@ def environment(cell: dict) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": os.pathsep.join(sources + inherited)}
 
 
-def shell(command: list[str], env: dict[str, str] | None = None) -> int:
+def shell(
+    command: list[str], env: dict[str, str] | None = None, folder: pathlib.Path = ROOT
+) -> int:
     print("+", *command, flush=True)
-    return subprocess.run(command, cwd=ROOT, env=os.environ | (env or {})).returncode
+    return subprocess.run(command, cwd=folder, env=os.environ | (env or {})).returncode
 
 
 def main() -> int:
