@@ -109,10 +109,15 @@ def run(cell: dict, extra: list[str]) -> dict:
     start = time.monotonic()
     summary = {"cell": cell["name"], "ok": False, "passed": 0, "failed": 0, "skipped": 0}
     try:
-        if "command" in cell:
-            summary["ok"] = command(cell) == 0
+        python = interpreter(cell)
+        found = probe(cell, python)
+        summary |= {key: found[key] for key in ("versions", "device")}
+        if error := misfit(cell, found):
+            summary["error"] = error
+        elif "command" in cell:
+            summary["ok"] = command(cell, python) == 0
         else:
-            summary |= pytest(cell, extra)
+            summary |= pytest(cell, python, extra)
     except subprocess.CalledProcessError as error:
         summary["error"] = f"{pathlib.Path(error.cmd[0]).name} ended with {error.returncode}"
     done = {"commit": commit(), "date": datetime.date.today().isoformat()}
@@ -126,24 +131,35 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def command(cell: dict) -> int:
+def probe(cell: dict, python: str) -> dict:
+    """What the cell meets: versions, platform, device."""
+    done = subprocess.run(
+        [python, "-c", PROBE],
+        cwd=ROOT,
+        env=os.environ | environment(cell),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def misfit(cell: dict, found: dict) -> str:
+    """Why what was found is not what the cell's name says; else empty."""
+    if (found["platform"] == "gpu") != (cell["platform"] == "gpu"):
+        return f"{cell['name']} does not run on {found['device']}"
+    pairs = [(name, cell[name], found["versions"].get(name, "none")) for name in cell["versions"]]
+    wrong = [f"{name} must be {want}; got {name}={got}" for name, want, got in pairs if want != got]
+    remedy = f"`ci/matrix.py venv {cell['name']}` installs the cell's"
+    return "; ".join([*wrong, remedy]) if wrong else ""
+
+
+def command(cell: dict, python: str) -> int:
     """The exit status; "python" is the cell's interpreter."""
-    python = interpreter(cell)
-    return shell(
-        [{"python": python}.get(word, word) for word in cell["command"]], {"PYTHON": python}
-    )
+    words = [{"python": python}.get(word, word) for word in cell["command"]]
+    return shell(words, environment(cell) | {"PYTHON": python})
 
 
-def pytest(cell: dict, extra: list[str]) -> dict:
-    python, env = interpreter(cell), environment(cell)
-    probe = subprocess.run(
-        [python, "-c", PROBE], cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, check=True
-    )
-    found = json.loads(probe.stdout.splitlines()[-1])
-    if (found.pop("platform") == "gpu") != (cell["platform"] == "gpu"):
-        return found | {"error": f"{cell['name']} does not run on {found['device']}"}
-    if wrong := other_versions(cell, found["versions"]):
-        return found | {"error": f"{wrong}; `ci/matrix.py venv {cell['name']}` installs the cell's"}
+def pytest(cell: dict, python: str, extra: list[str]) -> dict:
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
     by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
@@ -151,19 +167,12 @@ def pytest(cell: dict, extra: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
         chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]
-        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders]
-        status = shell([python, "-m", "pytest", *arguments, *extra], env) if folders else NO_TESTS
+        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders, *extra]
+        test = [python, "-m", "pytest", *arguments]
+        status = shell(test, environment(cell)) if folders else NO_TESTS
         count = counts(report) if report.exists() else {"passed": 0}
     enough = count["passed"] > 0 or not cell.get("must_run")
-    return found | count | {"ok": status in (0, NO_TESTS) and enough}
-
-
-def other_versions(cell: dict, found: dict[str, str]) -> str:
-    """What is not installed as the cell's name says; else empty."""
-    pairs = ((name, cell[name], found.get(name, "none")) for name in cell["versions"])
-    return ", ".join(
-        f"{name} must be {want}; got {name}={got}" for name, want, got in pairs if got != want
-    )
+    return count | {"ok": status in (0, NO_TESTS) and enough}
 
 
 def counts(report: pathlib.Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ import sys
 import tomllib
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -165,11 +166,17 @@ def test_the_metadata_admits_what_is_tested(package):
 
 def test_a_cell_runs_on_the_versions_of_its_name_alone(cells):
     cell = cells.cells()["aot-jax0.12.0.1"]
-    found = {"jax": "0.12.0.1", "triton": "3.8.0"}
-    assert cells.other_versions(cell, found) == ""
-    said = cells.other_versions(cell, found | {"jax": "0.11.2"})
-    assert said == "jax must be 0.12.0.1; got jax=0.11.2"
-    assert "got triton=none" in cells.other_versions(cell, {"jax": "0.12.0.1"})
+
+    def misfit(platform="cpu", **versions):
+        found = {"jax": "0.12.0.1", "triton": "3.8.0"} | versions
+        found = {name: version for name, version in found.items() if version}
+        return cells.misfit(cell, {"platform": platform, "device": "x", "versions": found})
+
+    assert misfit() == ""
+    remedy = "; `ci/matrix.py venv aot-jax0.12.0.1` installs the cell's"
+    assert misfit(jax="0.11.2") == f"jax must be 0.12.0.1; got jax=0.11.2{remedy}"
+    assert misfit(triton="") == f"triton must be 3.8.0; got triton=none{remedy}"
+    assert misfit("gpu") == "aot-jax0.12.0.1 does not run on x"
 
 
 def pins_of(options, folder):
@@ -259,3 +266,68 @@ def test_find_python_says_what_to_do(interpreters):
     result = find_python("3.99", environment)
     assert result.returncode == 1
     assert "set PYTHON=" in result.stderr
+
+
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()
+}
+
+
+def listings(workflow):
+    """{job: the options of the list that its matrix is made of}."""
+    plan = workflow["jobs"]["plan"]
+    (step,) = [step for step in plan["steps"] if step.get("id") == "list"]
+    (options,) = re.findall(r"ci/matrix.py list --json (.*?)\)", step["run"])
+    found = {}
+    for job, body in workflow["jobs"].items():
+        if "matrix" in body.get("strategy", {}):
+            output = re.fullmatch(
+                r"\$\{\{ fromJSON\(needs.plan.outputs.(\w+)\) \}\}", body["strategy"]["matrix"]
+            )[1]
+            assert plan["outputs"][output] == f"${{{{ steps.list.outputs.{output} }}}}"
+            found[job] = options.replace('"$platform"', output).split()
+    return found
+
+
+def steps_of(body):
+    return " ".join(step["run"] for step in body["steps"] if "run" in step)
+
+
+def test_each_cell_is_run_by_one_workflow():
+    run = []
+    for name in ("ci", "nightly"):
+        for job, options in listings(WORKFLOWS[name]).items():
+            assert 'ci/matrix.py run "$CELL" --summary' in steps_of(WORKFLOWS[name]["jobs"][job])
+            run += [each["job"] for each in listed(*options)]
+    assert sorted(run) == sorted(job["job"] for job in listed())
+
+
+def test_workflows_run_by_the_clock_and_on_demand():
+    minutes = {}
+    for name in ("ci", "nightly"):
+        on = WORKFLOWS[name][True]  # YAML 1.1 reads the key "on" as true
+        (clock,) = on["schedule"]
+        assert "workflow_dispatch" in on
+        minutes[name] = clock["cron"].split()
+    assert {"push", "pull_request"} <= WORKFLOWS["ci"][True].keys()
+    assert minutes["ci"][2:] == ["*", "*", "0"], "weekly"
+    assert minutes["nightly"][2:] == ["*", "*", "*"], "daily"
+    assert "full" in [job["name"] for job in listed("--workflow", "nightly", "--platform", "cpu")]
+
+
+def test_gpu_cells_run_where_the_gpus_are():
+    """On runners with as many, in a venv of the cell's versions, if the repository says that there are any."""
+    platforms = {
+        (name, job): {each["platform"] for each in listed(*options)}
+        for name in ("ci", "nightly")
+        for job, options in listings(WORKFLOWS[name]).items()
+    }
+    assert [where for where, found in platforms.items() if "gpu" in found] == [("nightly", "gpu")]
+    jobs = WORKFLOWS["nightly"]["jobs"]
+    assert platforms["nightly", "gpu"] == {"gpu"}
+    assert jobs["gpu"]["runs-on"] == ["self-hosted", "gpu-${{ matrix.gpus }}"]
+    assert jobs["gpu"]["if"] == "vars.EXPERTMESH_GPU_RUNNERS == 'true'"
+    assert 'python=$(python ci/matrix.py venv "$CELL")\n"$python" ci/matrix.py run' in steps_of(
+        jobs["gpu"]
+    )
+    assert "pull_request" not in WORKFLOWS["nightly"][True], "others' code on one's own machines"
