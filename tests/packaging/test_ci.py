@@ -331,3 +331,52 @@ def test_gpu_cells_run_where_the_gpus_are():
         jobs["gpu"]
     )
     assert "pull_request" not in WORKFLOWS["nightly"][True], "others' code on one's own machines"
+
+
+@pytest.fixture
+def report(monkeypatch, cells):
+    monkeypatch.setitem(sys.modules, "matrix", cells)
+    return load("report")
+
+
+def test_the_tables_of_versions_are_made_from_the_cells():
+    command = [sys.executable, ROOT / "ci/report.py", "table", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python ci/report.py table`"
+
+
+def test_a_row_of_the_table_has_what_the_cells_and_the_summaries_have(report, monkeypatch):
+    def ran(device, triton):
+        return "file", {"versions": {"python": "3.12.3", "triton": triton}, "device": device}
+
+    found = [ran("1 x B", "3.10.0"), ran("4 x A", "3.9.0"), ran("2 x A", "3.9.0")]
+    monkeypatch.setattr(report, "summaries", lambda: found)
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in report.table().splitlines()]
+    by_name = {row[0]: row[1:] for row in rows}
+    compiled, runs = "3.8.0, 3.9.0", "3.9.0 on 2, 4 x A; 3.10.0 on 1 x B"
+    assert by_name["triton"] == [">=3.8, <3.10", "-", compiled, runs]
+    assert by_name["jax"][1:] == ["0.11.2, 0.12.0.1", "0.11.2, 0.12.0.1", "-"]
+    assert by_name["NCCL"][1:] == ["-", "-", "-"] and by_name["Python"][-1] == "3.12.3"
+
+
+def test_the_badge_counts_jobs_that_said_nothing(report, tmp_path):
+    jobs = [job["job"] for job in listed("--platform", "gpu")]
+    assert report.badge(tmp_path) == {
+        "schemaVersion": 1,
+        "label": "GPU cells",
+        "message": f"0 of {len(jobs)} passed",
+        "color": "red",
+    }
+
+    def end(job, ok):
+        path = tmp_path / f"gpu-{job}/summary.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([{"ok": ok, "date": "2026-11-24"}]))
+
+    for job in jobs[1:]:
+        end(job, True)
+    some = report.badge(tmp_path)
+    assert some["message"] == f"{len(jobs) - 1} of {len(jobs)} passed, 2026-11-24"
+    end(jobs[0], False)
+    assert report.badge(tmp_path) == some and some["color"] == "red"
+    end(jobs[0], True)
+    assert report.badge(tmp_path)["color"] == "brightgreen"
