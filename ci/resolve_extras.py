@@ -47,25 +47,29 @@ def brought(extra: str, newest: dict[str, str]) -> dict[str, str]:
     return newest | {"jaxlib": newest["jax"]} | jax | {f"nvidia-nccl-{extra.replace('da', '')}": ""}
 
 
-def minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+def fits(got: str, want: str, tested: bool) -> bool:
+    """Whether a version is the newest tested, or a later patch of it where that counts too."""
+    if tested or not want:
+        return got == want or not want
+    numbers = [[int(part) for part in version.split(".")] for version in (got, want)]
+    return numbers[0] >= numbers[1] and numbers[0][:2] == numbers[1][:2]
 
 
 def problems(package: str, extra: str, tested: bool) -> list[str]:
     free = resolve(package, extra)
     found = []
     for name, want in brought(extra, NEWEST).items():
-        got = free.get(name, "none")
-        if got == "none" or want and (got != want if tested else minor(got) != minor(want)):
+        got = free.get(name)
+        if got is None or not fits(got, want, tested):
             found.append(f"without pins {name} must be {want or 'there'}; got {name}={got}")
         elif want and got != want:
-            print(f"{package}[{extra}]: {name} {got} is newer than what was tested, {want}")
+            print(f"{package}[{extra}]: {name} {got} is later than what was tested, {want}")
     if tested:
         return found
     pinned, every = resolve(package, extra, "-c", str(PINS)), pins(PINS.read_text())
     oldest = {name: matrix.VERSIONS[name][0] for name in NEWEST}
     for name, want in brought(extra, oldest).items():
-        if (got := pinned.get(name, "none")) == "none" or want and got != want:
+        if (got := pinned.get(name)) is None or not fits(got, want, tested=True):
             found.append(f"the pins must have {name} {want}; got {name}={got}")
     loose = sorted(pinned.keys() - every.keys())
     found += [f"{name} must have a pin; run `make constraints`" for name in loose]

@@ -179,6 +179,16 @@ def test_a_cell_runs_on_the_versions_of_its_name_alone(cells):
     assert misfit("gpu") == "aot-jax0.12.0.1 does not run on x"
 
 
+def test_what_an_index_has_is_compared_with_what_was_tested(cells, monkeypatch):
+    """A later patch passes but where --tested is asked for; what is older, or of another minor version, never."""
+    monkeypatch.setitem(sys.modules, "matrix", cells)
+    fits = load("resolve_extras").fits
+    assert fits("0.12.0.1", "0.12.0.1", True) and fits("2.32.3", "", True)
+    assert fits("0.12.1", "0.12.0.1", False) and not fits("0.12.1", "0.12.0.1", True)
+    for other in ("0.11.2", "0.12.0", "0.13.0"):
+        assert not fits(other, "0.12.0.1", False)
+
+
 def pins_of(options, folder):
     """The constraints that `make setup` would write."""
     command = ["make", "-n", "setup", *(f"{key}={value}" for key, value in options.items())]
@@ -204,6 +214,7 @@ def test_a_cells_venv_has_its_versions_and_the_other_pins(cells, tmp_path):
     }
     assert {name for name in plain if plain[name] != pair[name]} == jax | {"triton"}
     assert {pair[name] for name in jax} == {"0.12.0.1"} and pair["triton"] == "3.9.0"
+    assert {*every["aot"]["with"], *every["aot"]["without_ptxas"]} <= plain.keys()
     assert pins("newest") == {}
     torch = pins("transformers")
     assert plain.keys() - torch.keys() == {n for n in plain if re.match("triton|nvidia-", n)}
