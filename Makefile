@@ -3,11 +3,14 @@
 .PHONY: help setup train test lint docs bench numerics faults constraints
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
-# GPUs. ci/matrix.py sets the others, for venvs of other JAX versions.
+# GPUs. ci/matrix.py sets the others, for venvs of other versions of JAX and Triton; UNPINNED
+# is a pattern of names whose pins do not count there.
 ARGS :=
 EXTRA :=
 VENV := .venv
 JAX :=
+TRITON :=
+UNPINNED :=
 GROUP := dev
 WITH :=
 
@@ -15,8 +18,10 @@ BIN := $(VENV)/bin
 UV := $(BIN)/python -m uv pip
 PROJECTS := packages/core packages/ep packages/flax_moe
 EDITABLE := -e packages/core$(EXTRA:%=[%]) -e packages/ep -e packages/flax_moe[train]
-NATIVE := packages/ep/setup.py $(patsubst %,packages/ep/src/expertmesh/ep/_native/%,build.py handlers.cc libraries.h exchange.h)
+# What the packages' extensions are built from.
+NATIVE := $(wildcard $(PROJECTS:%=%/setup.py) $(patsubst %,packages/*/src/expertmesh/*/_native/%,build.py *.cc *.h))
 PINS := $(VENV)/constraints.txt
+JAX_NAMES := jax\|jaxlib\|jax-cuda1[23]-plugin\|jax-cuda1[23]-pjrt
 DONE := $(VENV)/.done$(EXTRA:%=-%)
 
 help:  ## list the targets
@@ -24,7 +29,8 @@ help:  ## list the targets
 
 $(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) $(NATIVE)
 	test -x $(BIN)/python || { python=$$(ci/find-python) && "$$python" -m venv $(VENV); }
-	sed '$(if $(JAX),s/^\(jax\|jaxlib\)==.*/\1==$(JAX)/)' ci/constraints.txt > $(PINS)
+	sed -e '$(if $(JAX),s/^\($(JAX_NAMES)\)==[^ ]*/\1==$(JAX)/)' -e '$(if $(TRITON),s/^triton==[^ ]*/triton==$(TRITON)/)' \
+	  -e '$(if $(UNPINNED),/^\($(UNPINNED)\)==/d)' ci/constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(PINS) uv
 	@# Compiled once, not by each of the tests' processes where PYTHONDONTWRITEBYTECODE is set.
 	@# Packages are built on the oldest jaxlib's headers, whatever JAX is.
@@ -58,8 +64,9 @@ numerics: $(DONE)  ## train under each recipe, hours on few cores; results into 
 faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)
 
-constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in and what is newest
-	$(UV) compile -q --universal --python-version 3.12 --no-header --no-annotate \
-	  --no-emit-index-url --no-emit-find-links --upgrade --group dev pyproject.toml -c ci/pins.in \
-	  | grep -v '^-e ' > ci/constraints.tmp
-	mv ci/constraints.tmp ci/constraints.txt
+constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in; ARGS=--upgrade: and what is newest
+	cp ci/constraints.txt ci/constraints.tmp
+	$(UV) compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --group dev --extra cuda12 --extra cuda13 pyproject.toml -c ci/pins.in -o ci/constraints.tmp $(ARGS)
+	grep -v '^-e ' ci/constraints.tmp > ci/constraints.txt
+	rm ci/constraints.tmp

@@ -1,10 +1,12 @@
 """Lists and runs the CI cells of matrix.toml. Standard library only.
 
-    ci/matrix.py list [--json] [--platform cpu] [--local]
+    ci/matrix.py list [--json] [--platform cpu] [--workflow ci] [--local]
     ci/matrix.py run NAME... [--summary PATH] [-- PYTEST-ARGUMENTS...]
+    ci/matrix.py venv NAME
 
 A CPU cell makes its venv under .venvs/ on first use. A GPU cell uses the interpreter that runs this
-program and installs nothing: the packages come from PYTHONPATH, so it works offline.
+program and installs nothing: the packages come from PYTHONPATH, so it works offline. `venv` installs
+a cell's versions, those of CUDA included, and prints the interpreter to run the cell by.
 """
 
 import argparse
@@ -20,14 +22,18 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MATRIX = tomllib.loads((ROOT / "ci/matrix.toml").read_text())
+VERSIONS = MATRIX["versions"]
+CUDA = "cuda13"  # the extra of GPU cells
 NO_TESTS = 5  # pytest's exit status
 PROBE = """
 import importlib.metadata, json, sys
 import jax
-names = "jax jaxlib flax numpy triton jax-triton nvidia-nccl-cu13".split()
+names = "jax jaxlib flax numpy triton jax-triton nvidia-cuda-nvrtc".split()
+names += ["nvidia-nccl-cu12", "nvidia-nccl-cu13"]
 found = {}
 for d in importlib.metadata.distributions():
     found.setdefault(d.metadata["Name"], d.version)  # the first on the path is what is imported
@@ -40,22 +46,56 @@ print(json.dumps({"versions": versions, "platform": devices[0].platform, "device
 
 def cells() -> dict[str, dict]:
     """Every cell by name: the product of the axes, then the ones with a name of their own."""
-    named = {}
-    for values in itertools.product(*MATRIX["axes"].values()):
-        cell = dict(zip(MATRIX["axes"], values, strict=True))
-        if any(rule.items() <= cell.items() for rule in MATRIX["exclude"]):
-            continue
-        default = cell["jax"] == MATRIX["default_jax"]
-        name = "-".join(values[:3]) + ("" if default else f"-jax{cell['jax']}")
-        select = MATRIX["select"]
-        selected = f"({select[cell['platform']]}) and ({select[cell['processes']]})"
-        if not default:
-            selected += f" and ({select['other_jax']})"
-        tests = MATRIX["tests"][cell["package"]]
-        named[name] = cell | {"name": name, "tests": tests, "select": selected}
+    cells = [package_cell(*values) for values in itertools.product(*MATRIX["axes"].values())]
     for name, cell in MATRIX["cells"].items():
-        named[name] = {"platform": "cpu", "jax": MATRIX["default_jax"]} | cell | {"name": name}
-    return named
+        like = MATRIX["cells"][cell["like"]] if "like" in cell else {}
+        cells.append({"name": name, "platform": "cpu", "versions": []} | like | cell)
+    return {variant["name"]: variant for cell in cells for variant in variants(cell)}
+
+
+def package_cell(package: str, processes: str, platform: str) -> dict:
+    """Of all versions, which its `versions` names."""
+    select = MATRIX["select"]
+    cell = {
+        "name": f"{package}-{processes}-{platform}",
+        "platform": platform,
+        "package": package,
+        "versions": MATRIX["versions_of"][platform],
+        "tests": MATRIX["tests"][package],
+        "select": f"({select[platform]}) and ({select[processes]})",
+    }
+    gpus = MATRIX["gpus"][f"{package}-{processes}"]
+    return cell | ({"gpus": gpus} if platform == "gpu" else {})
+
+
+def variants(cell: dict) -> Iterator[dict]:
+    """A cell for each choice of its versions, which become keys of it: {"jax": "0.11.2"}."""
+    cell = {"workflow": MATRIX["workflows"][cell["platform"]]} | cell
+    for values in itertools.product(*(VERSIONS[name] for name in cell["versions"])):
+        chosen = dict(zip(cell["versions"], values, strict=True))
+        newest = all(value == VERSIONS[name][-1] for name, value in chosen.items())
+        variant = cell | chosen | {"newest": bool(chosen) and newest}
+        variant["name"] += suffix(variant)
+        if "package" in cell and "jax" in others(variant):
+            variant["select"] += f" and ({MATRIX['select']['other_jax']})"
+        yield variant
+
+
+def others(cell: dict) -> dict[str, str]:
+    """The cell's versions that are not the default."""
+    return {name: cell[name] for name in cell["versions"] if cell[name] != VERSIONS[name][0]}
+
+
+def suffix(cell: dict) -> str:
+    return "".join(f"-{name}{version}" for name, version in others(cell).items())
+
+
+def jobs(cell: dict) -> list[dict]:
+    """What GitHub Actions runs of a cell: a GPU cell once for each number of GPUs."""
+    sizes = cell.get("gpus", [])
+    if len(sizes) < 2:
+        return [cell | {"job": cell["name"], "gpus": sum(sizes)}]
+    return [cell | {"job": f"{cell['name']}-{size}-gpus", "gpus": size} for size in sizes]
 
 
 def is_local(cell: dict) -> bool:
@@ -69,10 +109,15 @@ def run(cell: dict, extra: list[str]) -> dict:
     start = time.monotonic()
     summary = {"cell": cell["name"], "ok": False, "passed": 0, "failed": 0, "skipped": 0}
     try:
-        if "command" in cell:
-            summary["ok"] = shell(cell["command"]) == 0
+        python = interpreter(cell)
+        found = probe(cell, python)
+        summary |= {key: found[key] for key in ("versions", "device")}
+        if error := misfit(cell, found):
+            summary["error"] = error
+        elif "command" in cell:
+            summary["ok"] = command(cell, python) == 0
         else:
-            summary |= pytest(cell, extra)
+            summary |= pytest(cell, python, extra)
     except subprocess.CalledProcessError as error:
         summary["error"] = f"{pathlib.Path(error.cmd[0]).name} ended with {error.returncode}"
     done = {"commit": commit(), "date": datetime.date.today().isoformat()}
@@ -86,14 +131,35 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def pytest(cell: dict, extra: list[str]) -> dict:
-    python, env = interpreter(cell), environment(cell)
-    probe = subprocess.run(
-        [python, "-c", PROBE], cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, check=True
+def probe(cell: dict, python: str) -> dict:
+    """What the cell meets: versions, platform, device."""
+    done = subprocess.run(
+        [python, "-c", PROBE],
+        cwd=ROOT,
+        env=os.environ | environment(cell),
+        stdout=subprocess.PIPE,
+        check=True,
     )
-    found = json.loads(probe.stdout.splitlines()[-1])
-    if (found.pop("platform") == "gpu") != (cell["platform"] == "gpu"):
-        return found | {"error": f"{cell['name']} does not run on {found['device']}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def misfit(cell: dict, found: dict) -> str:
+    """Why what was found is not what the cell's name says; else empty."""
+    if (found["platform"] == "gpu") != (cell["platform"] == "gpu"):
+        return f"{cell['name']} does not run on {found['device']}"
+    pairs = [(name, cell[name], found["versions"].get(name, "none")) for name in cell["versions"]]
+    wrong = [f"{name} must be {want}; got {name}={got}" for name, want, got in pairs if want != got]
+    remedy = f"`ci/matrix.py venv {cell['name']}` installs the cell's"
+    return "; ".join([*wrong, remedy]) if wrong else ""
+
+
+def command(cell: dict, python: str) -> int:
+    """The exit status; "python" is the cell's interpreter."""
+    words = [{"python": python}.get(word, word) for word in cell["command"]]
+    return shell(words, environment(cell) | {"PYTHON": python})
+
+
+def pytest(cell: dict, python: str, extra: list[str]) -> dict:
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
     by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
@@ -101,11 +167,12 @@ def pytest(cell: dict, extra: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
         chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]
-        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders]
-        status = shell([python, "-m", "pytest", *arguments, *extra], env) if folders else NO_TESTS
+        arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders, *extra]
+        test = [python, "-m", "pytest", *arguments]
+        status = shell(test, environment(cell)) if folders else NO_TESTS
         count = counts(report) if report.exists() else {"passed": 0}
     enough = count["passed"] > 0 or not cell.get("must_run")
-    return found | count | {"ok": status in (0, NO_TESTS) and enough}
+    return count | {"ok": status in (0, NO_TESTS) and enough}
 
 
 def counts(report: pathlib.Path) -> dict[str, int]:
@@ -118,26 +185,47 @@ def counts(report: pathlib.Path) -> dict[str, int]:
 
 def interpreter(cell: dict) -> str:
     """The Python that runs a cell, after its venv has been made where it has one."""
-    if cell["platform"] == "gpu":
-        # Nothing is installed: this is what an installation would have built.
-        for package in ("core", "ep"):
+    if cell["platform"] == "cpu":
+        return venv(cell)
+    # Nothing is installed: this is what an installation would have built.
+    for package in MATRIX["axes"]["package"]:
+        if (ROOT / "packages" / package / "setup.py").exists():
             shell([sys.executable, "-m", f"expertmesh.{package}._native"], environment(cell))
-        return sys.executable
-    packages = list(cell.get("with", []))
-    if not shutil.which("ptxas"):
-        packages += cell.get("without_ptxas", [])
-    venv, options = ".venv", {}
-    if packages or cell["jax"] != MATRIX["default_jax"]:
-        venv = f".venvs/{cell['name']}" if packages else f".venvs/jax-{cell['jax']}"
-        options = {"JAX": cell["jax"], "GROUP": "test", "WITH": " ".join(packages)}
-    options["VENV"] = venv
+    return sys.executable
+
+
+def venv(cell: dict) -> str:
+    """The Python of the cell's venv, which is made on first use; make's words go to stderr."""
+    options = make_options(cell)
     subprocess.run(
         ["make", "setup", *(f"{key}={value}" for key, value in options.items())],
         cwd=ROOT,
         check=True,
+        stdout=sys.stderr,
         env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
     )
-    return str(ROOT / venv / "bin/python")
+    return str(ROOT / options["VENV"] / "bin/python")
+
+
+def make_options(cell: dict) -> dict[str, str]:
+    """The Makefile's variables that make the cell's venv."""
+    packages = list(cell.get("with", []))
+    if "without_ptxas" in cell and not shutil.which("ptxas"):
+        packages += cell["without_ptxas"]
+    extra = CUDA if cell["platform"] == "gpu" else cell.get("extra", "")
+    own = packages or extra or others(cell)
+    if not own:
+        return {"VENV": ".venv"}
+    # One for all cells of the same versions, unless they add packages to them.
+    name = cell["name"] if packages or "extra" in cell else cell["platform"] + suffix(cell)
+    options = {
+        "VENV": f".venvs/{name}",
+        "GROUP": "test",
+        "EXTRA": extra,
+        "WITH": " ".join(packages),
+    }
+    options |= {name.upper(): version for name, version in others(cell).items()}
+    return options | ({"UNPINNED": cell["unpinned"]} if "unpinned" in cell else {})
 
 
 def environment(cell: dict) -> dict[str, str]:
@@ -148,9 +236,11 @@ def environment(cell: dict) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": os.pathsep.join(sources + inherited)}
 
 
-def shell(command: list[str], env: dict[str, str] | None = None) -> int:
+def shell(
+    command: list[str], env: dict[str, str] | None = None, folder: pathlib.Path = ROOT
+) -> int:
     print("+", *command, flush=True)
-    return subprocess.run(command, cwd=ROOT, env=os.environ | (env or {})).returncode
+    return subprocess.run(command, cwd=folder, env=os.environ | (env or {})).returncode
 
 
 def main() -> int:
@@ -163,18 +253,22 @@ def main() -> int:
     listing = verbs.add_parser("list", help="print the names of the cells")
     listing.add_argument("--json", action="store_true", help="as GitHub Actions' matrix")
     listing.add_argument("--platform", choices=MATRIX["axes"]["platform"])
+    listing.add_argument("--workflow", choices=sorted({c["workflow"] for c in cells().values()}))
     listing.add_argument("--local", action="store_true", help="the cells that .ci/run adds")
     running = verbs.add_parser("run", help="run cells; arguments after -- go to pytest")
     running.add_argument("names", nargs="+", metavar="NAME")
     running.add_argument("--summary", type=pathlib.Path, help="write JSON, a list of one per cell")
+    making = verbs.add_parser("venv", help="make a cell's venv and print its interpreter")
+    making.add_argument("names", nargs=1, metavar="NAME")
     options = parser.parse_args(arguments)
 
     every = cells()
     if options.verb == "list":
         chosen = [c for c in every.values() if options.platform in (None, c["platform"])]
+        chosen = [c for c in chosen if options.workflow in (None, c["workflow"])]
         chosen = [c for c in chosen if is_local(c) or not options.local]
         print(
-            json.dumps({"include": chosen})
+            json.dumps({"include": [job for c in chosen for job in jobs(c)]})
             if options.json
             else "\n".join(c["name"] for c in chosen)
         )
@@ -182,6 +276,9 @@ def main() -> int:
 
     if unknown := [name for name in options.names if name not in every]:
         parser.error(f"no cell is named {', '.join(unknown)}; `list` prints the names")
+    if options.verb == "venv":
+        print(venv(every[options.names[0]]))
+        return 0
     summaries = [run(every[name], extra) for name in options.names]
     for s in summaries:
         tests = f"{s['passed']} passed, {s['failed']} failed, {s['skipped']} skipped"

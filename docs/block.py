@@ -21,7 +21,7 @@ PHASE = re.compile(r"^(\w+) ([^,]+), (forward|backward), ")
 PHASES = ("route", "dispatch", "GEMM 1", "activation", "GEMM 2", "combine", "sums over devices")
 PUBLISHED = """\
 The last column is what the tutorial of Transformer Engine's own block gives at these sizes on four GB200s; it was not
-run here: it does not run on Hopper."""
+run here. What of Transformer Engine runs on one H200 is [beside ours](docs/beside-transformer-engine.md)."""
 RESIDUAL, DEARER = (
     0.15,
     0.25,
