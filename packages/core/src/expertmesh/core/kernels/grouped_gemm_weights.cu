@@ -1,12 +1,12 @@
 // Weight gradient of 16-bit operands for Hopper: out[g] = sum over the rows r of group g of lhs[r]^T dy[r], zeros for a
 // group without rows.
 //
-// Operands are taken as they lie, [rows, columns]: of 16 bits the tensor cores read columns that are contiguous. TMA has
-// them as windows of 64 rows, one from each row on, and what lies beyond a window is zeros: the last step of a group is
-// a part of the window that ends where the group ends. In a block one warp loads, and two roles of four warps multiply
-// 64 columns of lhs by 256 of dy each, at their own pace, so that one multiplies while the other ends a tile. A role
-// keeps a result in registers, rounded, of which a piece leaves in each step of the next tile. Products and loads have
-// all of the 128 bytes that shared memory gives in a clock.
+// Operands are taken as they lie, [rows, columns]: of 16 bits the tensor cores read contiguous columns too. TMA has
+// them as windows of 64 rows, one from each row on, and what lies beyond a window is zeros: the last step of a group
+// is a part of the window that ends where the group ends. In a block one warp loads, and two roles of four warps
+// multiply 64 columns of lhs by 256 of dy each: at their own pace, so that one multiplies while the other ends a
+// tile. A role keeps a result in registers, rounded, of which a piece leaves in each step of the next tile. Products
+// and loads have all of the 128 bytes that shared memory gives in a clock.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
 // replaced: INSTRUCTIONS (`multiply` for both widths).
@@ -14,8 +14,9 @@
 constexpr int ROWS = 64;               // of a step, and of a window
 constexpr int DEPTH = 16;              // rows of one instruction
 constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
-constexpr int OF_LHS = TILE_N / 64 * PANEL, OF_ROW = 128 / 16;  // in a descriptor
-static_assert(SLOT == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2, "as launched, and two are left where one is for zeros");
+constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a slot
+constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
+static_assert(SLOT == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2, "as launched, and two are left if one has zeros");
 
 template <int WIDTH>
 __device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
@@ -28,38 +29,63 @@ struct Cut : Done {
 };
 
 // Tiles, of which those left for a last round are halved where that round has room. One of whose columns half are
-// beyond dy is a half, too.
+// beyond dy is a half, too. Where no more than 128 columns of lhs are left for both blocks, these share them, and
+// have columns of dy beside each other.
 struct CutTiles : Tiles {
   int width;  // of dy
+  int each;   // tiles of a group
   int columns;
+  bool beside;
+
+  __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N)
+      : Tiles{table, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N}, width(N) {
+    each = num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0);
+    items = live * each;
+  }
 
   __device__ __forceinline__ bool next() {
     const int clusters = gridDim.x / 2, halved = 2 * (items - first) <= clusters;
     const int item = first + (place >> halved), half = place & halved;
     if (item >= items) return false;
     first += clusters, place = clusters - 1 - place;
-    seek(item);
+    begin(item / each);
+    const int within = item % each, left = within - num_m * num_n;
+    beside = left >= 0;
+    if (beside)
+      m = num_m * 2 * TILE_M, n = left * 2 * TILE_N;
+    else
+      locate(within);
     n += half * PART_N;
+    const bool some = n < width;  // in both blocks, or in the first one
+    if (beside) n += rank_in_cluster() * TILE_N;
     columns = halved || width - n <= PART_N ? PART_N : TILE_N;
-    return n < width;
+    return some;
   }
 };
 
 __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap* dy, CutTiles tiles, Ring ring) {
+  constexpr int OF_TILE = TILE_M / 64;  // panels of lhs
   const int rank = rank_in_cluster();
   while (tiles.next()) {
-    const int panels = tiles.columns / 128;  // of dy, which a block loads for both
+    const int panels = tiles.columns / 64;
     for (int row = tiles.start; row < tiles.end; row += ROWS) {
       // The last window of a group ends where the group ends, unless none does.
       const int window = max(min(row, tiles.end - ROWS), 0), y = row - window;
       const u32 at = ring.at(), ready = ring.full();
       wait_barrier(ring.empty(), ring.parity);
-      expect_bytes(ready, (2 * panels + TILE_M / 64) * PANEL);
+      expect_bytes(ready, (panels + OF_TILE) * PANEL);
+      // A block loads half of what both have.
+      if (tiles.beside) {
+        load_shared(lhs, at + OF_LHS + rank * PANEL, ready, tiles.m + rank * 64, y, window);
 #pragma unroll 1
-      for (int i = rank * panels; i < (rank + 1) * panels; i++)
-        load_shared(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
+        for (int i = 0; i < panels; i++) load(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
+      } else {
+#pragma unroll 1
+        for (int i = rank * panels / 2; i < (rank + 1) * panels / 2; i++)
+          load_shared(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
 #pragma unroll
-      for (int i = 0; i < TILE_M / 64; i++) load(lhs, at + OF_LHS + i * PANEL, ready, tiles.m + i * 64, y, window);
+        for (int i = 0; i < OF_TILE; i++) load(lhs, at + OF_LHS + i * PANEL, ready, tiles.m + i * 64, y, window);
+      }
       ring.next();
     }
   }
@@ -84,8 +110,8 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// A step, of which half is under way in the end, and meanwhile a piece of the tile before leaves. `rows` are left of the
-// group; `mixed`: the window has rows of the next group, too.
+// A step, of which half is under way in the end, and meanwhile a piece of the tile before leaves. `rows` are left of
+// the group; `mixed`: the window has rows of the next group, too.
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sender<Cut>& sender) {
@@ -165,8 +191,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const bool room = table >= smem + SLOTS + STAGES * SLOT + BOX;
   const int stages = live < num_groups && !room ? STAGES - 1 : STAGES;
   cluster_sync();
-  const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
-  const CutTiles tiles{{table, num_m, num_n, live * num_m * num_n}, N};
+  const CutTiles tiles(table, live, K, N);
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
     if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, SLOTS, SLOT, stages, 1});

@@ -148,8 +148,8 @@ __device__ __forceinline__ float product_of_scales(float a, float b) {
   return product > LARGEST ? LARGEST : product;
 }
 
-// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes. An operand whose
-// contraction runs from row to row may have several tiles side by side, `next` bytes apart.
+// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes. Where the
+// contraction runs from row to row, an operand may have several tiles side by side, `next` bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(next >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }

@@ -1,5 +1,5 @@
-// What the kernels of weight gradients share: tiles of 256 columns of lhs and 256 of dy for a cluster of two blocks, which
-// have half of the former each and share the latter; groups in order; results that leave by TMA.
+// What the kernels of weight gradients share: tiles of 256 columns of lhs and 256 of dy for a cluster of two blocks,
+// which have half of the former each and share the latter; groups in order; results that leave by TMA.
 //
 // Compiled at run time after `hopper.cuh`, before a kernel's own text. Macros that come before both: WIDE (float32
 // results) or HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), STAGED (where
@@ -71,14 +71,20 @@ struct Tiles {
     const int clusters = gridDim.x / 2, item = first + place;
     if (item >= items) return false;
     first += clusters, place = clusters - 1 - place;
-    seek(item);
+    const int each = num_m * num_n, within = item % each;
+    begin(item / each);
+    locate(within);
     return true;
   }
 
-  __device__ __forceinline__ void seek(int item) {
-    const int each = num_m * num_n, within = item % each;
-    const int4 of = get(table + 16 * (item / each));
+  // A group, by its place in the table.
+  __device__ __forceinline__ void begin(int index) {
+    const int4 of = get(table + 16 * index);
     start = of.x, end = of.y, group = of.z;
+  }
+
+  // Columns of the group's tile of this number.
+  __device__ __forceinline__ void locate(int within) {
     const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
     m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
     n = inner / high * TILE_N;
@@ -191,8 +197,8 @@ struct Result {
   }
 };
 
-// A tile's result of a role, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each step
-// of the next tile. `Tile`: `Done`, or one with fewer columns.
+// A tile's result of a role, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
+// step of the next tile. `Tile`: `Done`, or one with fewer columns.
 template <class Tile>
 struct Sender {
   Result result;
