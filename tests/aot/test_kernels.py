@@ -1,6 +1,7 @@
 """Triton kernels assemble for the GPUs that they are for: no spills, shared memory within limits, tensor cores used."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 import subprocess
@@ -178,28 +179,47 @@ def test_rows_in_cuda_are_for_hopper_and_short_contractions(monkeypatch):
     assert launched(*short) is kernels.launch_rows
 
 
-@pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("width, groups", [(28672, 8), (128, 8), (2048, 256)])
-def test_weight_gradients_on_hopper(out, width, groups):
-    from triton.experimental.gluon import language as gl
-
+@pytest.mark.parametrize("operands", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("groups", [8, 256, 1024])
+def test_weight_gradients_on_hopper(groups, out, operands, tmp_path):
     from expertmesh.core.kernels import grouped_gemm as kernels
-    from expertmesh.core.kernels.gluon_call import compile_gluon
 
-    dtype = jnp.float32 if out == "fp32" else jnp.bfloat16
-    tiles = kernels._fit_hopper(kernels.WEIGHTS_HOPPER, width, groups, dtype)
-    types = ["*i32", f"*{out}"]
-    for columns in (tiles.n // 2, tiles.m):
-        layout = gl.NVMMASharedLayout.get_default_for([1, tiles.k, columns], gl.bfloat16)
-        types.insert(0, f"tensordesc<bf16[1,{tiles.k},{columns}],{layout!r}>")
-    constants = {"K": 4096, "N": width, "G": groups, "NUM_PROGRAMS": 132}
-    constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "BAND": tiles.group_m}
-    constants |= {"G_POW2": kernels._table_width(groups), "STAGES": tiles.stages}
-    constants["PIECE"] = tiles.n // 2
-    compiled = compile_gluon(kernels._weights_hopper_kernel, types, constants, 90)
-    _check(compiled, 90)
-    waits = re.findall(r"wgmma.wait_group.sync.aligned (\d)", compiled.asm["ptx"])
-    assert "1" in waits, "every product waits for itself"
+    tiles = kernels.WEIGHTS_HOPPER.fit(groups, out)
+    assert tiles.stages >= tiles.least
+    ptx, said = _assemble_cuda(kernels.weights_source(operands, out, tiles), tmp_path)
+    assert "serialized" not in said, "every product waits for itself"
+    assert "wgmma.wait_group.sync.aligned 1" in ptx
+    kind = {"bfloat16": "bf16", "float16": "f16"}[operands]
+    products = re.findall(rf"m64n(\d+)k16.f32.{kind}.{kind} .* p, 1, 1, 1, 1;", ptx)
+    # In a tile's first step and in the others: four of a whole step, and one of a part of a step.
+    assert sorted(products) == ["128"] * 10 + ["256"] * 10
+
+
+def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold(monkeypatch):
+    from expertmesh.core.kernels import grouped_gemm as kernels
+
+    launches = {"CUDA": (kernels, "launch_weights_hopper"), "Triton": (kernels, "launch_weights")}
+    taken = _taken_on_hopper(
+        monkeypatch, launches, lambda lhs, dy, sizes, **_: (*sizes.shape, lhs.shape[1], dy.shape[1])
+    )
+
+    def gradient(rows, groups, out="bfloat16"):
+        shape, to = jax.ShapeDtypeStruct, jnp.dtype(out)
+        lhs, dy = (shape((1, rows, width), jnp.bfloat16) for width in (256, 128))
+        sizes = shape((1, groups), jnp.int32)
+        function = functools.partial(kernels.weights, num_experts=groups, out_dtype=to)
+        assert jax.eval_shape(function, lhs, dy, sizes).shape == (groups, 256, 128)
+        return taken.pop()
+
+    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    assert gradient(64, 8) == gradient(4096, 1024) == gradient(4096, 1024, "float32") == "CUDA"
+    assert gradient(63, 8) == gradient(4096, 4096) == gradient(4096, 2048, "float32") == "Triton"
+    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
+    assert gradient(64, 8) == "Triton"
+    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
+    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
+    assert gradient(64, 8) == "Triton"
 
 
 def _descriptor(dtype, block):

@@ -1,14 +1,16 @@
 """Grouped GEMM for NVIDIA GPUs from compute capability 9.0: persistent, group sizes read on the device, TMA loads.
 
-Forward and input gradient are one kernel: C rows in G groups times each group's weight; Hopper has one of its own for
-them, in CUDA C++ (`grouped_gemm.cu`). The weight gradient contracts over the rows of a group. Every byte of the outputs
-is written, but for rows after the last group without `zero_rest`. Dimension key as in `ops/grouped_gemm.py`.
+Forward and input gradient are one kernel: C rows in G groups times each group's weight. The weight gradient contracts
+over the rows of a group. Hopper has kernels of its own for both, in CUDA C++ (`grouped_gemm.cu`,
+`grouped_gemm_weights.cu`). Every byte of the outputs is written, but for rows after the last group without `zero_rest`.
+Dimension key as in `ops/grouped_gemm.py`.
 
 The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
 that allocates it cannot be part of a captured loop.
 """
 
 import dataclasses
+from functools import partial
 from math import prod
 
 import jax
@@ -17,19 +19,12 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.cluster_order import cluster_order
 from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
-from expertmesh.core.kernels.gluon_call import gluon_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,80 +171,6 @@ def _weights_kernel(
 
 
 @gluon.jit
-def _order(sizes, table, G: gl.constexpr, G_POW2: gl.constexpr, BK: gl.constexpr):
-    """Fills the `table` of groups by rank, larger ones first: group, first row, end, and steps of BK in groups before.
-
-    Returns how many groups have rows.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [gl.num_warps(), 1], [1, 0])
-    index_G = gl.arange(0, G_POW2, gl.SliceLayout(1, layout))
-    size_G = gl.load(sizes + index_G, mask=index_G < G, other=-1)
-    rank_G = gl.zeros_like(index_G)
-    start_G = gl.zeros_like(index_G)
-    steps_G = gl.zeros_like(index_G)
-    live = 0
-    for first in range(0, G_POW2, 32):
-        other = first + gl.arange(0, 32, gl.SliceLayout(0, layout))
-        size = gl.load(sizes + other, mask=other < G, other=-1)
-        live += gl.sum((size > 0).to(gl.int32), 0)
-        earlier = other[None, :] < index_G[:, None]
-        larger = size[None, :] > size_G[:, None]
-        ahead = larger | (earlier & (size[None, :] == size_G[:, None]))
-        rank_G += gl.sum(ahead.to(gl.int32), 1)
-        start_G += gl.sum(gl.where(earlier, size[None, :], 0), 1)
-        steps_G += gl.sum(gl.where(earlier, ((size + BK - 1) // BK)[None, :], 0), 1)
-    table.index(0).scatter(index_G, rank_G, 0)
-    table.index(1).scatter(start_G, rank_G, 0)
-    table.index(2).scatter(start_G + size_G, rank_G, 0)
-    table.index(3).scatter(steps_G, rank_G, 0)
-    return live
-
-
-@gluon.jit
-def _entry(table, ROW: gl.constexpr, rank):
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(table.index(ROW).gather(gl.full([1], rank, gl.int32, lane), 0), 0)
-
-
-@gluon.jit
-def _count(num_tiles, NUM_PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
-    """How many tiles, or halves, this program has of so many."""
-    waves = num_tiles // NUM_PROGRAMS
-    rest = num_tiles % NUM_PROGRAMS
-    if SPLIT:
-        rest = gl.where(2 * rest <= NUM_PROGRAMS, 2 * rest, rest)
-    return waves + (_place(waves, NUM_PROGRAMS) < rest).to(gl.int32)
-
-
-@gluon.jit
-def _place(i, NUM_PROGRAMS: gl.constexpr):
-    """This program's place in the i-th wave: each second one is in reverse, as tiles go by size."""
-    return gl.where(i % 2 == 0, gl.program_id(0), NUM_PROGRAMS - 1 - gl.program_id(0))
-
-
-@gluon.jit
-def _ranked(i, num_tiles, NUM_TILES: gl.constexpr, NUM_PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
-    """The rank of the group of this program's i-th tile, the tile's number in it, and which halves of its columns:
-    the first one and how many. If SPLIT, what is left for a last wave is halved where that wave has room."""
-    first = i * NUM_PROGRAMS
-    place = _place(i, NUM_PROGRAMS)
-    halved = 0
-    if SPLIT:
-        halved = (2 * (num_tiles - first) <= NUM_PROGRAMS).to(gl.int32)
-    tile = first + (place >> halved)
-    return tile // NUM_TILES, tile % NUM_TILES, place & halved, 2 - halved
-
-
-@gluon.jit
-def _banded(within, NUM_M: gl.constexpr, NUM_N: gl.constexpr, BAND: gl.constexpr):
-    """Row and column of a tile of a group: those that run together share operands."""
-    band = within // (BAND * NUM_N)
-    band_m = gl.minimum(NUM_M - band * BAND, BAND)
-    inner = within % (BAND * NUM_N)
-    return band * BAND + inner % band_m, inner // band_m
-
-
-@gluon.jit
 def _barriers(STAGES: gl.constexpr):
     """For slots that are full and empty, and for results that are ready and room for them that is free."""
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -263,50 +184,6 @@ def _barriers(STAGES: gl.constexpr):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     return full, empty, ready, free
-
-
-@gluon.jit
-def _load_rows(
-    lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The role that loads: BK rows of both operands a step, as long as a slot is empty."""
-    BYTES: gl.constexpr = lhs_desc.nbytes_per_cta + dy_desc.nbytes_per_cta
-    step = 0
-    for i in range(0, _count(num_tiles, NUM_PROGRAMS, True)):
-        rank, within, half, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, True)
-        tile_m, tile_n = _banded(within, NUM_M, NUM_N, BAND)
-        column = tile_n * BN + half * (BN // 2)
-        start, end = _entry(table, 1, rank), _entry(table, 2, rank)
-        for first in range(start, end, BK):
-            # The descriptors hold windows of BK rows: what lies beyond a window is TMA's zeros. The last one of a group
-            # ends where the group ends, unless no window does.
-            window = gl.maximum(gl.minimum(end - first, BK) + first - BK, 0)
-            slot = step % STAGES
-            # The halves of the columns lie one after the other.
-            b = b_smem.index(slot)._reinterpret(dy_desc.dtype, [2, 1, BK, BN // 2], dy_desc.layout)
-            at = full.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            if halves == 2:
-                mbarrier.expect(at, BYTES + dy_desc.nbytes_per_cta)
-                tma.async_load(dy_desc, [window, first - window, column + BN // 2], at, b.index(1))
-            else:
-                mbarrier.expect(at, BYTES)
-            tma.async_load(lhs_desc, [window, first - window, tile_m * BM], at, a_smem.index(slot))
-            tma.async_load(dy_desc, [window, first - window, column], at, b.index(0))
-            step += 1
-
-
-@gluon.jit
-def _clear_rows(smem, live, BK: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeros in the rows from `live` on, whatever they hold."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, BK, gl.SliceLayout(1, layout))
-    for column in gl.static_range(0, WIDTH, 64):
-        part = smem.slice(column, 64, dim=1)
-        values = part.load(layout)
-        part.store(gl.where((rows < live)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -330,56 +207,6 @@ def _hand_over(count, x, out_smem, ready, free):
         left, right = _in_two(x)
         count = _hand_over(count, left, out_smem, ready, free)
         return _hand_over(count, right, out_smem, ready, free)
-
-
-@gluon.jit
-def _multiply_rows(
-    table, num_tiles, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One of the two roles that multiply: BM / 2 of a tile's rows."""
-    step = 0
-    count = 0
-    for i in range(0, _count(num_tiles, NUM_PROGRAMS, True)):
-        rank, _, _, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, True)
-        start, end = _entry(table, 1, rank), _entry(table, 2, rank)
-        if halves == 2:
-            count = _multiply_tile(start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free,
-                                   HALF, BM, BN, BK, STAGES)  # fmt: skip
-        else:
-            count = _multiply_tile(start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free,
-                                   HALF, BM, BN // 2, BK, STAGES)  # fmt: skip
-        step += (end - start + BK - 1) // BK
-
-
-@gluon.jit
-def _multiply_tile(
-    start, end, step, count, a_smem, b_smem, out_smem, full, empty, ready, free, HALF: gl.constexpr,
-    BM: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """A role's part of the sum over the rows [start, end) for WIDTH columns of a tile, from the `step`-th step on."""
-    BH: gl.constexpr = BM // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = gl.zeros((BH, WIDTH), gl.float32, mma)
-    for first in range(start, end, BK):
-        slot = step % STAGES
-        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-        a = a_smem.index(slot).reshape((BK, BM)).slice(HALF * BH, BH, dim=1)
-        b = b_smem.index(slot).slice(0, WIDTH, dim=1)
-        if end < BK:  # the rows of the next group, which may hold NaN, are in the window too
-            _clear_rows(a, end - first, BK, BH)
-            _clear_rows(b, end - first, BK, WIDTH)
-            fence_async_shared()
-        acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
-        # One product stays under way; the slot of the one before it is free.
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        if first > start:
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return _hand_over(count, acc, out_smem, ready, free)
 
 
 @gluon.jit
@@ -407,91 +234,11 @@ def _store_piece(
 
 
 @gluon.jit
-def _store_tiles(
-    table, num_tiles, live, out, staged, ready, free, K: gl.constexpr, N: gl.constexpr,
-    G: gl.constexpr, NUM_M: gl.constexpr, NUM_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The role that stores, while the next tile is multiplied; first, while the first one is, the zeros of the groups
-    without rows."""
-    _store_zeros(table, live, out, K, N, G, NUM_PROGRAMS)
-    ROWS: gl.constexpr = 32 // (out.dtype.element_ty.primitive_bitwidth // 8)
-    PIECE: gl.constexpr = staged.shape[2]
-    turn = 0
-    for i in range(0, _count(num_tiles, NUM_PROGRAMS, SPLIT)):
-        rank, within, half, halves = _ranked(i, num_tiles, NUM_M * NUM_N, NUM_PROGRAMS, SPLIT)
-        tile_m, tile_n = _banded(within, NUM_M, NUM_N, BAND)
-        mine = out + _entry(table, 0, rank).to(gl.int64) * K * N
-        first = tile_n * BN + half * (BN // 2)
-        # Were the pieces unrolled, their addresses would not fit into registers.
-        for part in range(0, halves * (BN // PIECE)):
-            column = first + part // 2 * PIECE
-            _store_piece(turn, staged, ready, free, mine, tile_m * BM, K, column, N, ROWS)
-            turn += 1
-
-
-@gluon.jit
-def _store_zeros(
-    table, live, out, K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, NUM_PROGRAMS: gl.constexpr
-):
-    """The gradients of groups without rows, those of the last ranks: 8 rows of 256 columns at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
-    NUM_K: gl.constexpr = (K + 7) // 8
-    NUM_N: gl.constexpr = (N + 255) // 256
-    for part in range(gl.program_id(0), (G - live) * NUM_K * NUM_N, NUM_PROGRAMS):
-        group = _entry(table, 0, live + part // (NUM_K * NUM_N))
-        rows = part // NUM_N % NUM_K * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-        columns = part % NUM_N * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
-        where = out + (group.to(gl.int64) * K + rows)[:, None] * N + columns[None, :]
-        zeros = gl.zeros((8, 256), out.dtype.element_ty, layout)
-        gl.store(where, zeros, mask=(rows < K)[:, None] & (columns < N)[None, :])
-
-
-@gluon.jit
-def _weights_hopper_kernel(
-    lhs_desc, dy_desc, sizes, out,
-    K: gl.constexpr, N: gl.constexpr, G: gl.constexpr, G_POW2: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    PIECE: gl.constexpr,
-):  # fmt: skip
-    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g: one role loads, two multiply, one stores."""
-    NUM_M: gl.constexpr = (K + BM - 1) // BM
-    NUM_N: gl.constexpr = (N + BN - 1) // BN
-    a_smem = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BK, BM], lhs_desc.layout)
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], dy_desc.dtype)
-    b_smem = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BK, BN], wide)
-    staged = _staging(out.dtype.element_ty, BM, PIECE)
-    table = _table(G_POW2)
-    full, empty, ready, free = _barriers(STAGES)
-    live = _order(sizes, table, G, G_POW2, BK)
-    num_tiles = live * (NUM_M * NUM_N)
-    gl.warp_specialize(
-        [
-            (_multiply_rows, (table, num_tiles, a_smem, b_smem, staged.index(0), full, empty,
-                              ready.index(0), free.index(0), 0, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
-            (_multiply_rows, (table, num_tiles, a_smem, b_smem, staged.index(1), full, empty,
-                              ready.index(1), free.index(1), 1, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, STAGES)),
-            (_store_tiles, (table, num_tiles, live, out, staged, ready, free, K, N,
-                            G, NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BAND, True)),
-            (_load_rows, (lhs_desc, dy_desc, table, num_tiles, a_smem, b_smem, full, empty,
-                          NUM_M, NUM_N, NUM_PROGRAMS, BM, BN, BK, BAND, STAGES)),
-        ],
-        [4, 2, 1],  # warps of the roles after the first
-        [200, 88, 88],  # and their registers
-    )  # fmt: skip
-
-
-@gluon.jit
 def _staging(dtype: gl.constexpr, BM: gl.constexpr, PIECE: gl.constexpr):
     """Shared memory for PIECE columns of the results of both roles that multiply."""
     part: gl.constexpr = [BM // 2, PIECE]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
     return gl.allocate_shared_memory(dtype, [2] + part, layout)
-
-
-@gluon.jit
-def _table(G_POW2: gl.constexpr):
-    return gl.allocate_shared_memory(gl.int32, [4, G_POW2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,6 +263,55 @@ class RowTiles:
     registers: tuple[int, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """How a kernel of weight gradients in CUDA C++ runs.
+
+    Attributes:
+      stages: steps of the contraction under way at most.
+      least: and at least.
+      slot: bytes of shared memory of each.
+      staged: where results begin in shared memory.
+      handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
+      band: tiles, of 256 columns of lhs, that run together.
+      registers: of the role that loads, and of those that multiply.
+    """
+
+    stages: int
+    least: int
+    slot: int
+    staged: int
+    handed: int
+    band: int
+    registers: tuple[int, int]
+
+    def handed_of(self, out_dtype) -> int:
+        """The parts of a result of this type that a role stages at once."""
+        return self.handed if jnp.dtype(out_dtype).itemsize == 2 else 1
+
+    def slots(self, out_dtype) -> int:
+        """Where the first step is in shared memory."""
+        part = 64 * 128 * jnp.dtype(out_dtype).itemsize
+        return self.staged + 2 * self.handed_of(out_dtype) * part
+
+    def fit(self, G: int, out_dtype) -> "WeightTiles":
+        """What results and the table of groups take of shared memory is not there for steps."""
+        stages = (SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
+        return dataclasses.replace(self, stages=min(self.stages, stages))
+
+    def source(self, file: str, out_dtype, **lines: str) -> str:
+        """The kernel in `file`, in CUDA C++, for results of this type; `lines` as in `source_text`."""
+        out_dtype = jnp.dtype(out_dtype)
+        defined: dict[str, object] = dict(
+            WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=self.stages,
+            SLOT=self.slot, SLOTS=self.slots(out_dtype), STAGED=self.staged,
+            HANDED=self.handed_of(out_dtype), BAND=self.band, SHARED=SHARED_BYTES,
+            REGISTERS_LESS=self.registers[0], REGISTERS_MORE=self.registers[1],
+        )  # fmt: skip
+        return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
+
+
+SHARED_BYTES = 227 * 1024  # of one program
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
@@ -524,8 +320,10 @@ SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128),
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
-WEIGHTS_HOPPER = Tiles(m=128, n=256, k=64, warps=4, stages=4, group_m=8)
-SHARED_BYTES = 227 * 1024  # of one program
+WEIGHTS_HOPPER = WeightTiles(
+    stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
+)
+STEP = 64  # rows of a step of it
 BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
@@ -571,9 +369,12 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     del num_experts
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
+    tiles = WEIGHTS_HOPPER.fit(group_sizes.shape[1], out_dtype)
     # wgmma is Hopper's alone, and its windows need as many rows as a step.
-    hopper = _capability() == 90 and C >= WEIGHTS_HOPPER.k
-    launch = launch_weights_hopper if hopper else launch_weights
+    hopper = _capability() == 90 and nvrtc() is not None and C >= STEP
+    launch = launch_weights
+    if hopper and tiles.stages >= tiles.least:
+        launch = partial(launch_weights_hopper, tiles=tiles)
     out = launch(lhs[0], dy.reshape(C, N), group_sizes[0], out_dtype=out_dtype)
     return out.reshape(-1, K, *dy.shape[2:])
 
@@ -675,42 +476,49 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
     )  # fmt: skip
 
 
-def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS_HOPPER):
-    K, N, G = lhs.shape[1], dy.shape[1], group_sizes.shape[0]
-    tiles = _fit_hopper(tiles, N, G, out_dtype)
-    programs = _num_programs(_num_steps((tiles.m, tiles.n, tiles.k), K, N, lhs.shape[0]))
-    return gluon_call(
-        _windows(lhs, tiles.k, tiles.m), _windows(dy, tiles.k, tiles.n // 2), group_sizes,
-        kernel=_weights_hopper_kernel,
-        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
-        programs=programs, NUM_PROGRAMS=programs, capability=_capability(),
-        K=K, N=N, G=G, G_POW2=_table_width(G), PIECE=tiles.n // 2,
-        BM=tiles.m, BN=tiles.n, BK=tiles.k, BAND=tiles.group_m, STAGES=tiles.stages,
+def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: WeightTiles):
+    return call_weights(
+        _windows(lhs), _windows(dy), group_sizes,
+        source=weights_source(lhs.dtype, out_dtype, tiles), name="grouped_gemm_weights", step=STEP,
+        contraction=lhs.shape[0], widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
     )  # fmt: skip
+
+
+def call_weights(
+    *operands, source: str, name: str, step: int, contraction: int, widths: tuple[int, int], out_dtype,
+):  # fmt: skip
+    """[G, *widths] by a kernel of weight gradients in CUDA C++; the last of its `operands` are the groups' sizes."""
+    *others, group_sizes = operands
+    G, out_dtype = group_sizes.shape[0], jnp.dtype(out_dtype)
+    num_steps = _num_steps((128, 256, step), *widths, contraction)
+    return cuda_call(
+        *others, group_sizes.astype(jnp.int32),
+        source=source, name=name, scalars=(*widths, G),
+        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, 32, 128 // out_dtype.itemsize),
+        programs=_num_programs(num_steps) // 2 * 2, warps=12, shared=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def weights_source(dtype, out_dtype, tiles: WeightTiles) -> str:
+    """The kernel of weight gradients in CUDA C++ for operands of this type."""
+    kind = WGMMA_TYPES[jnp.dtype(dtype).name]
+    function = "template <> __device__ __forceinline__ void multiply<{}>"
+    # Both operands lie along their columns, not along the contraction.
+    instructions = "".join(
+        wgmma(function.format(n), f"m64n{n}k16.f32.{kind}.{kind}", n // 2, "1, 1, 1, 1")
+        for n in (128, 256)
+    )
+    return tiles.source("grouped_gemm_weights.cu", out_dtype, INSTRUCTIONS=instructions)
 
 
 def _table_width(G: int) -> int:
     return max(32, triton.next_power_of_2(G))
 
 
-def _fit_hopper(tiles: Tiles, width: int, G: int, out_dtype) -> Tiles:
-    """Narrow outputs take narrow tiles; what results and groups take of shared memory is not there for loads."""
-    if width <= 128:
-        tiles = dataclasses.replace(tiles, n=128)
-    staged = tiles.m * tiles.n // 2 * jnp.dtype(out_dtype).itemsize + 16 * _table_width(G)
-    stages = (SHARED_BYTES - BARRIER_BYTES - staged) // ((tiles.m + tiles.n) * tiles.k * 2)
-    return dataclasses.replace(tiles, stages=min(tiles.stages, stages))
-
-
-def _windows(x, rows: int, columns: int):
-    """`x` [C, N] as a window of `rows` rows from each row on: TMA loads no row beyond the window."""
-    C, N = x.shape
-    block = (1, rows, columns)
-    dtype = gl.float16 if x.dtype == jnp.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
-    import jax_triton
-
-    return jax_triton.TensorDescriptor(x, (C - rows + 1, rows, N), (N, N, 1), block, layout)
+def _windows(x):
+    """`x` [C, W] as a window of `STEP` rows from each row on: TMA loads no row beyond the window."""
+    C, W = x.shape
+    return launcher.TensorMap(x, x.dtype, (C - STEP + 1, STEP, W), (W, W, 1), (1, STEP, 64))
 
 
 _descriptor = launcher.TensorMap.of

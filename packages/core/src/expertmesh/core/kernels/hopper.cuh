@@ -67,6 +67,14 @@ __device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 ba
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)3), "l"(KEEP) : "memory");
 }
 
+// One of three.
+__device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((u16)3), "l"(KEEP) : "memory");
+}
+
 __device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
@@ -140,9 +148,10 @@ __device__ __forceinline__ float product_of_scales(float a, float b) {
   return product > LARGEST ? LARGEST : product;
 }
 
-// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+// A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes. Where the
+// contraction runs from row to row, an operand may have several tiles side by side, `next` bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)(next >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
 // Until no more than so many groups of products are under way.

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels import launcher, quantize
 from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as sm100
-from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, cuda_call, nvrtc, source_text, wgmma
+from expertmesh.core.kernels.cuda_call import WGMMA_TYPES, nvrtc, wgmma
 from expertmesh.core.kernels.gluon_call import gluon_call
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
@@ -244,50 +244,13 @@ class Tiles:
     registers: tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightTiles:
-    """How a kernel in CUDA C++ runs.
-
-    Attributes:
-      stages: steps of 128 rows under way at most.
-      least: and at least.
-      slot: bytes of shared memory of each.
-      staged: where results begin in shared memory.
-      handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
-      band: tiles, of 256 columns of lhs, that run together.
-      registers: of the role that loads, and of those that multiply.
-    """
-
-    stages: int
-    least: int
-    slot: int
-    staged: int
-    handed: int
-    band: int
-    registers: tuple[int, int]
-
-    def handed_of(self, out_dtype) -> int:
-        """The parts of a result of this type that a role stages at once."""
-        return self.handed if jnp.dtype(out_dtype).itemsize == 2 else 1
-
-    def slots(self, out_dtype) -> int:
-        """Where the first step is in shared memory."""
-        part = 64 * 128 * jnp.dtype(out_dtype).itemsize
-        return self.staged + 2 * self.handed_of(out_dtype) * part
-
-    def fit(self, G: int, out_dtype) -> "WeightTiles":
-        """What results and the table of groups take of shared memory is not there for steps."""
-        stages = (plain.SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
-        return dataclasses.replace(self, stages=min(self.stages, stages))
-
-
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS_BLOCKS = Tiles(m=128, n=256, k=128, stages=4, band=16, registers=(224, 56))
 # NVIDIA H200, 2026-11-23: likewise.
-WEIGHTS_BLOCKS = WeightTiles(
+WEIGHTS_BLOCKS = plain.WeightTiles(
     stages=3, least=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
 )
-WEIGHTS_WHOLE = WeightTiles(
+WEIGHTS_WHOLE = plain.WeightTiles(
     stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
 )
 PIECE = 128  # columns of a result that are staged in shared memory at once
@@ -378,7 +341,9 @@ def launch_rows(lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, 
     )  # fmt: skip
 
 
-def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: WeightTiles):
+def launch_weights(
+    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: plain.WeightTiles
+):
     """[C, K] with scales [G] and [C, N] likewise -> [G, K, N]."""
     source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=False)
     box = launcher.TensorMap.of
@@ -388,7 +353,7 @@ def launch_weights(lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, ti
 
 
 def launch_weights_blocks(
-    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: WeightTiles
+    lhs, lhs_scales, dy, dy_scales, group_sizes, *, out_dtype, tiles: plain.WeightTiles
 ):
     """[C, K] with scales [C / 128, K] and [C, N] likewise -> [G, K, N]."""
     source = weights_source(lhs.dtype, dy.dtype, out_dtype, tiles, blocks=True)
@@ -403,26 +368,17 @@ def _launch_weights(
     lhs, lhs_scales, dy, dy_scales, group_sizes, source, num_rows, widths, out_dtype
 ):
     """[G, *widths] of descriptors of the turned operands, and scales as the kernel takes them."""
-    G = group_sizes.shape[0]
-    num_steps = plain._num_steps((128, 256, 128), widths[0], widths[1], num_rows)
-    return cuda_call(
-        lhs, lhs_scales, dy, dy_scales, group_sizes.astype(jnp.int32),
-        source=source, name="quantized_grouped_gemm_weights", scalars=(*widths, G),
-        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, 32, 128 // jnp.dtype(out_dtype).itemsize),
-        programs=plain._num_programs(num_steps) // 2 * 2, warps=12, shared=plain.SHARED_BYTES,
+    return plain.call_weights(
+        lhs, lhs_scales, dy, dy_scales, group_sizes,
+        source=source, name="quantized_grouped_gemm_weights", step=BLOCK, contraction=num_rows, widths=widths,
+        out_dtype=out_dtype,
     )  # fmt: skip
 
 
-def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks: bool) -> str:
+def weights_source(
+    lhs_dtype, dy_dtype, out_dtype, tiles: plain.WeightTiles, *, blocks: bool
+) -> str:
     """A kernel in CUDA C++ for operands of these types, with scales of blocks or of groups."""
-    out_dtype = jnp.dtype(out_dtype)
-    less, more = tiles.registers
-    defined: dict[str, object] = dict(
-        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        SLOT=tiles.slot, SLOTS=tiles.slots(out_dtype), STAGED=tiles.staged,
-        HANDED=tiles.handed_of(out_dtype), BAND=tiles.band, SHARED=plain.SHARED_BYTES,
-        REGISTERS_LESS=less, REGISTERS_MORE=more,
-    )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))
     width = 128 if blocks else 256
     multiply = wgmma(
@@ -432,8 +388,7 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks
         "1, 1",
     )
     file = "quantized_grouped_gemm.cu" if blocks else "quantized_grouped_gemm_whole.cu"
-    files = "hopper.cuh", "weight_gradients.cuh", file
-    return source_text(*files, defined=defined, INSTRUCTION=multiply)
+    return tiles.source(file, out_dtype, INSTRUCTION=multiply)
 
 
 def constants(tiles: Tiles, G: int, num_steps: int = 0) -> dict:

@@ -35,70 +35,6 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
     }
 }
 
-// A tile's result of a role, on its way out.
-struct Sender {
-  Result result;
-  Done to;
-#if WIDE
-  __device__ __forceinline__ void send_some() {}
-  __device__ __forceinline__ void send_rest() {}
-
-  // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Done tile) {
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      stage_sums(result.stage(part), sums + part * SUMS, factor);
-      result.leave<0, PART_N>(part, tile);
-    }
-  }
-#else
-  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
-  static_assert(STAGED_BYTES == 2 * STRIP, "as they are staged");
-  int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
-  u32 packed[PIECES * PACKED];
-
-  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Done tile) {
-#pragma unroll
-    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
-    to = tile, piece = 0;
-  }
-
-  template <int P>
-  __device__ __forceinline__ void stage() const {
-    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
-  }
-
-  // Stages the next piece and stores the one before, which all have staged.
-  __device__ __forceinline__ void send_piece() {
-    const bool first = threadIdx.x % 128 == 0;
-    if (first) wait_for_stores();
-    result.meet();
-    if (first && piece > 0) {
-      const int before = piece - 1;
-      const u32 from = result.staged + before % 2 * STRIP;
-      for (int line = 0; line < PART_M; line += LINES)
-        store_box(result.out, from + line * 128, to.n + before * 64, to.m + line, to.group);
-      end_stores();
-    }
-    switch (piece++) {
-      case 0: stage<0>(); break;
-      case 1: stage<1>(); break;
-      case 2: stage<2>(); break;
-      case 3: stage<3>(); break;
-    }
-    fence_shared();
-  }
-
-  __device__ __forceinline__ void send_some() {
-    if (piece <= PIECES) send_piece();
-  }
-
-  __device__ __forceinline__ void send_rest() {
-    while (piece <= PIECES) send_piece();
-  }
-#endif
-};
-
 __device__ __forceinline__ u32 clean(const Ring& ring) { return ring.smem + CLEAN + 8 * ring.slot; }
 
 // Zeros in a slice's rows of other groups, before `first` and from `end` on, whatever they are.
@@ -139,7 +75,7 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
 // A step, of which half is under way in the end, and meanwhile a piece of the tile before leaves.
 template <bool FIRST>
 __device__ __forceinline__ void step(
-    float (&sums)[PARTS * SUMS], const Ring& ring, int first, int end, Sender& sender) {
+    float (&sums)[PARTS * SUMS], const Ring& ring, int first, int end, Sender<Done>& sender) {
   const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.role * PART_M * BLOCK;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);
   const bool all = end >= BLOCK;
@@ -161,7 +97,7 @@ __device__ __forceinline__ void step(
 }
 
 __device__ __forceinline__ void multiply_tiles(
-    const float* lhs_scale, const float* dy_scale, Tiles tiles, Ring ring, Sender sender) {
+    const float* lhs_scale, const float* dy_scale, Tiles tiles, Ring ring, Sender<Done> sender) {
   float sums[PARTS * SUMS];
   bool more = tiles.next();
   while (more) {
@@ -211,7 +147,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
       store_zeros(&out, smem + SLOTS + stages * SLOT, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Sender sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
+    const Sender<Done> sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
     multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, SLOTS, SLOT, stages, 0}, sender);
   }
   __syncwarp();

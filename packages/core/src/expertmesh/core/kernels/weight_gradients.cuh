@@ -1,5 +1,5 @@
-// What the kernels of 8-bit weight gradients share: tiles of 256 columns of lhs and 256 of dy for a cluster of two
-// blocks, which have half of the former each and share the latter; groups in order; results that leave by TMA.
+// What the kernels of weight gradients share: tiles of 256 columns of lhs and 256 of dy for a cluster of two blocks,
+// which have half of the former each and share the latter; groups in order; results that leave by TMA.
 //
 // Compiled at run time after `hopper.cuh`, before a kernel's own text. Macros that come before both: WIDE (float32
 // results) or HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), STAGED (where
@@ -8,12 +8,12 @@
 
 constexpr int ROLES = 2;               // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
-constexpr int BLOCK = 128;             // rows of a step, and bytes of a line of an operand
+constexpr int BLOCK = 128;             // of 8 bits: rows of a step, and bytes of a line of an operand
 constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
 constexpr int PART_M = 64, PART_N = 128;  // of a role's result
 constexpr int PARTS = 2;
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
-constexpr int SLICE = 32;              // rows of one instruction
+constexpr int SLICE = 32;              // of 8 bits: rows of one instruction
 static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, slots for operands; and at its
@@ -72,12 +72,22 @@ struct Tiles {
     if (item >= items) return false;
     first += clusters, place = clusters - 1 - place;
     const int each = num_m * num_n, within = item % each;
-    const int4 of = get(table + 16 * (item / each));
+    begin(item / each);
+    locate(within);
+    return true;
+  }
+
+  // A group, by its place in the table.
+  __device__ __forceinline__ void begin(int index) {
+    const int4 of = get(table + 16 * index);
     start = of.x, end = of.y, group = of.z;
+  }
+
+  // Columns of the group's tile of this number.
+  __device__ __forceinline__ void locate(int within) {
     const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
     m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
     n = inner / high * TILE_N;
-    return true;
   }
 };
 
@@ -148,6 +158,7 @@ __device__ __forceinline__ void store_zeros(
 // A tile whose sums are complete.
 struct Done {
   int group = -1, m, n;
+  static constexpr int columns = TILE_N;  // of dy
 };
 
 // The way out of a role's results: parts are staged in shared memory, from where TMA stores them.
@@ -184,4 +195,73 @@ struct Result {
     }
     end_stores();
   }
+};
+
+// A tile's result of a role, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
+// step of the next tile. `Tile`: `Done`, or one with fewer columns.
+template <class Tile>
+struct Sender {
+  Result result;
+  Tile to;
+#if WIDE
+  __device__ __forceinline__ void send_some() {}
+  __device__ __forceinline__ void send_rest() {}
+
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      if (part * PART_N >= tile.columns) break;
+      stage_sums(result.stage(part), sums + part * SUMS, factor);
+      result.leave<0, PART_N>(part, tile);
+    }
+  }
+#else
+  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
+  static_assert(STAGED_BYTES >= 2 * STRIP, "as they are staged");
+  int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
+  u32 packed[PIECES * PACKED];
+
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
+#pragma unroll
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
+    to = tile, piece = 0;
+  }
+
+  template <int P>
+  __device__ __forceinline__ void stage() const {
+    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
+  }
+
+  // Stages the next piece and stores the one before, which all have staged.
+  __device__ __forceinline__ void send_piece() {
+    const bool first = threadIdx.x % 128 == 0;
+    if (first) wait_for_stores();
+    result.meet();
+    if (first && piece > 0) {
+      const int before = piece - 1;
+      const u32 from = result.staged + before % 2 * STRIP;
+      for (int line = 0; line < PART_M; line += LINES)
+        store_box(result.out, from + line * 128, to.n + before * 64, to.m + line, to.group);
+      end_stores();
+    }
+    switch (piece++) {
+      case 0: stage<0>(); break;
+      case 1: stage<1>(); break;
+      case 2: if (to.columns > PART_N) stage<2>(); break;
+      case 3: stage<3>(); break;
+    }
+    fence_shared();
+  }
+
+  __device__ __forceinline__ bool sends() const { return piece <= to.columns / 64; }
+
+  __device__ __forceinline__ void send_some() {
+    if (piece <= to.columns / 64) send_piece();
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (piece <= to.columns / 64) send_piece();
+  }
+#endif
 };
