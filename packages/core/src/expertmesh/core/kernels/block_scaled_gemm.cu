@@ -97,8 +97,8 @@ struct Tiles {
   }
 };
 
-// A tile's first slot says which tile it is: its first row (-1 for none, at the end), and where the scales of its left
-// and of its right columns are.
+// A tile's first slot says which tile it is: its first row, and where the scales of its left columns (-1 for no tile, at
+// the end) and of its right columns are.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
 
 __device__ __forceinline__ void load_tiles(
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_tiles(
     }
   }
   wait_barrier(ring.empty(), ring.parity);
-  if (one) put(which(ring), make_int4(-1, 0, 0, 0)), arrive(ring.full());
+  if (one) put(which(ring), make_int4(0, -1, 0, 0)), arrive(ring.full());
 }
 
 // The way out of a role's results: parts of 64 x 128 are staged in shared memory, from where a warp stores them.
@@ -136,7 +136,9 @@ struct Result {
 
   // In strips of 128 bytes of a part's lines, units of 16 bytes turned by the line's number. A role.
   __device__ __forceinline__ void hand_over(const float (&sums)[SUMS]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew, so that no address is kept in a register till then
+    const u32 lane = thread % 32, warp = thread % 128 / 32;
     wait_barrier(free, parity);
     parity ^= 1;
 #if WIDE
@@ -292,18 +294,17 @@ struct RowScales {
 // Where a thread's scales of a tile are: of its two rows, and of the weight's columns on the left and on the right.
 struct Scales {
   const float *rows, *weights;
-  int num_rows, steps;
+  int line, num_rows, steps;  // line: of a tile's, this thread's first
   u32 upper, lower;
-  const float *left, *right;
+  int left, right;
 
   // To the tile of this slot, if there is one. What lies beyond the last row is not stored: any scale will do.
-  __device__ __forceinline__ bool move(const Ring& ring, int role) {
+  __device__ __forceinline__ void move(const Ring& ring) {
     const int4 tile = get(which(ring));
-    const int row = tile.x + role * PART_M + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int row = tile.x + line;
     upper = min(row, num_rows - 1) * steps, lower = min(row + 8, num_rows - 1) * steps;
     // Shuffled, so that the compiler knows them to be the same in a warp.
-    left = weights + __shfl_sync(~0u, tile.y, 0), right = weights + __shfl_sync(~0u, tile.z, 0);
-    return __shfl_sync(~0u, tile.x, 0) >= 0;
+    left = __shfl_sync(~0u, tile.y, 0), right = __shfl_sync(~0u, tile.z, 0);
   }
 };
 
@@ -313,29 +314,29 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   Rows rows;
   const u32 mine = role * PART_M * BLOCK;
   wait_barrier(ring.full(), ring.parity);
-  if (!scales.move(ring, role)) return;
+  scales.move(ring);
+  if (scales.left < 0) return;
   upper.read(scales.rows + scales.upper), lower.read(scales.rows + scales.lower);
   if (ROWS_IN_REGISTERS) rows.read(ring.at() + mine);
   if (role == 1) let_turn(0);
   clear(left), clear(right);
-  bool more = true, anew = true;
-  int step = 0;
+  int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
 #pragma unroll 1
-  while (more) {
+  while (scales.left >= 0) {
     const u32 columns = ring.at() + OF_RHS;
     if (!ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity), rows.read(ring.at() + mine);
     begin(product, rows, columns, role);
-    const float of_left = read_scale(scales.left + step);
+    const float of_left = read_scale(scales.weights + (u32)(scales.left + step));
     end_turn(role);
     if (DEFER && step == 0) {
-      if (!anew) result.hand_over(right), clear(right);
-      anew = false;
+      if (tiles > 0) result.hand_over(right), clear(right);
+      tiles++;
     }
     const float upper_left = upper.of[0] * of_left, lower_left = lower.of[0] * of_left;
     finish(product);
     add(left, product, upper_left, lower_left);
     begin(product, rows, columns + PART_N * BLOCK, role);
-    const float of_right = read_scale(scales.right + step);
+    const float of_right = read_scale(scales.weights + (u32)(scales.right + step));
     end_turn(role);
     const float upper_right = upper.of[0] * of_right, lower_right = lower.of[0] * of_right;
     const Ring here = ring;
@@ -344,10 +345,10 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
       step = 0;
       if (DEFER) result.hand_over(left), clear(left);
       wait_barrier(ring.full(), ring.parity);
-      more = scales.move(ring, role);
+      scales.move(ring);
     }
     if (step % AHEAD == 0)
-      upper.read(scales.rows + scales.upper + step), lower.read(scales.rows + scales.lower + step);
+      upper.read(scales.rows + (scales.upper + step)), lower.read(scales.rows + (scales.lower + step));
     else
       upper.next(), lower.next();
     if (ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity);
@@ -401,7 +402,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    multiply_tiles(Scales{row_scales, weight_scales, num_rows, steps}, role, ring, Result(smem, role, 1));
+    const int line = role * PART_M + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const Scales scales{row_scales, weight_scales, line, num_rows, steps};
+    multiply_tiles(scales, role, ring, Result(smem, role, 1));
     store_zeros(get_word(table + 8 * num_groups + 4), out, zeros_end, width);
   }
 }

@@ -30,7 +30,7 @@ MX_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTiles:
+class BlockTiles:
     """How the kernel in CUDA C++ for rows of blocks runs.
 
     Attributes:
@@ -57,7 +57,7 @@ class RowTiles:
     pass_by: bool
     registers: tuple[int, int]
 
-    def fit(self, G: int, out_dtype) -> "RowTiles":
+    def fit(self, G: int, out_dtype) -> "BlockTiles":
         """What results, barriers and the table of groups take of shared memory is not there for steps."""
         staged = 128 * 128 * jnp.dtype(out_dtype).itemsize
         stages = (plain.SHARED_BYTES - staged - 288 - 8 * (G + 1)) // (48 * 1024)
@@ -101,7 +101,7 @@ class WeightTiles:
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
-ROWS_BLOCKS = RowTiles(
+ROWS_BLOCKS = BlockTiles(
     stages=4, least=2, band=16, ahead=1, defer=False, by_warp=False, turns=False, in_registers=False, pass_by=False,
     registers=(56, 224),
 )  # fmt: skip
@@ -186,7 +186,7 @@ def _along(blocks) -> int:
 
 
 def launch_rows(
-    lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, zero_rest=True, tiles: RowTiles = ROWS_BLOCKS
+    lhs, row_scales, rhs, weight_scales, group_sizes, *, out_dtype, zero_rest=True, tiles: BlockTiles = ROWS_BLOCKS
 ):  # fmt: skip
     """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
     (C, D), (G, W, _) = lhs.shape, rhs.shape
@@ -203,7 +203,7 @@ def launch_rows(
     )  # fmt: skip
 
 
-def rows_source(lhs_dtype, rhs_dtype, out_dtype, steps: int, tiles: RowTiles) -> str:
+def rows_source(lhs_dtype, rhs_dtype, out_dtype, steps: int, tiles: BlockTiles) -> str:
     """The kernel in CUDA C++ for rows of blocks of these types; `steps`: blocks of the contraction."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
@@ -285,4 +285,3 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks
 def _turned(x):
     """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `kernels/quantize.py` leaves it."""
     return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))).T
-
