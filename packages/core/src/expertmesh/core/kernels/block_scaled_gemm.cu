@@ -3,11 +3,11 @@
 //
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
-// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. Left
-// results are staged while the last right product of a tile is under way, right ones while the first left product of
-// the next tile is, so that the tensor cores do not wait for an end. Blocks do not share operands in clusters: shared
-// memory is busiest, with 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, for which
-// the tensor cores take 1024; multicast would save neither, and its slots wait for both blocks.
+// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. If results
+// are deferred, left ones are staged while the last right product of a tile is under way, right ones while the first
+// left product of the next tile is. Blocks do not share operands in clusters: shared memory is busiest, with 96 KB read
+// by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024; multicast
+// would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
 // HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), AHEAD (scales of a row that are read
@@ -31,6 +31,7 @@ constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
 constexpr int BARRIERS = SLOTS + STAGES * SLOT, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
+static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
 static_assert(STAGES <= 8, "as many barriers as `Ring` has");
 
 INSTRUCTION
@@ -45,7 +46,8 @@ __device__ __forceinline__ void put_pair(u32 to, int x, int y) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
 
-__device__ __forceinline__ int sum_before(int x) {
+// Of the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) {
@@ -63,7 +65,7 @@ __device__ __forceinline__ void count_tiles(const int* sizes, int num_groups, u3
   put_pair(table, 0, 0);
   for (int first = 0; first < num_groups; first += 32) {
     const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
-    const int last_tile = tiles + sum_before((size + TILE_M - 1) / TILE_M), end = rows + sum_before(size);
+    const int last_tile = tiles + sum_up_to((size + TILE_M - 1) / TILE_M), end = rows + sum_up_to(size);
     if (g < num_groups) put_pair(table + 8 * (g + 1), last_tile, end);
     tiles = __shfl_sync(~0u, last_tile, 31), rows = __shfl_sync(~0u, end, 31);
   }
@@ -107,7 +109,8 @@ __device__ __forceinline__ void load_tiles(
   const int parts = (width + PART_N - 1) / PART_N;
   while (tiles.next()) {
     const int left = tiles.n * 2, right = min(left + 1, parts - 1);  // what lies beyond the width is not stored
-    const int4 tile = make_int4(tiles.row, (tiles.group * parts + left) * steps, (tiles.group * parts + right) * steps, 0);
+    const int first = tiles.group * parts;
+    const int4 tile = make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
       const u32 at = ring.at(), ready = ring.full();

@@ -35,7 +35,6 @@ class BlockTiles:
 
     Attributes:
       stages: steps of 128 of the contraction under way at most.
-      least: and at least.
       band: tiles of 128 rows that run together.
       ahead: scales of a row that are read at once, at most.
       defer: results are staged beside products, not after a tile.
@@ -47,7 +46,6 @@ class BlockTiles:
     """
 
     stages: int
-    least: int
     band: int
     ahead: int
     defer: bool
@@ -102,7 +100,7 @@ class WeightTiles:
 
 
 ROWS_BLOCKS = BlockTiles(
-    stages=4, least=2, band=16, ahead=1, defer=False, by_warp=False, turns=False, in_registers=False, pass_by=False,
+    stages=4, band=16, ahead=1, defer=False, by_warp=False, turns=False, in_registers=False, pass_by=False,
     registers=(56, 224),
 )  # fmt: skip
 # NVIDIA H200, 2026-11-23: likewise.
