@@ -22,7 +22,7 @@ constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / ROLES, PART_N = BLOC
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;                  // of the contraction, of one instruction
 constexpr int SLICES = BLOCK / SLICE;
-constexpr int BURST = REGISTERS_LESS < 56 ? 4 : 8;  // of 16 bytes, that a thread stores at once
+constexpr int BURST = REGISTERS_LESS < 40 ? 2 : REGISTERS_LESS < 56 ? 4 : 8;  // of 16 bytes, that a thread stores at once
 static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory: results, slots for operands, barriers, and the table of groups.
@@ -128,6 +128,13 @@ __device__ __forceinline__ void load_tiles(
   if (one) put(which(ring), make_int4(0, -1, 0, 0)), arrive(ring.full());
 }
 
+// Read anew, so that nothing which follows from it is kept in registers, of which the sums leave few.
+__device__ __forceinline__ u32 thread_of_role() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % 128;
+}
+
 // The way out of a role's results: parts of 64 x 128 are staged in shared memory, from where a warp stores them.
 struct Result {
   u32 staged, ready, free;
@@ -139,9 +146,7 @@ struct Result {
 
   // In strips of 128 bytes of a part's lines, units of 16 bytes turned by the line's number. A role.
   __device__ __forceinline__ void hand_over(const float (&sums)[SUMS]) {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew, so that no address is kept in a register till then
-    const u32 lane = thread % 32, warp = thread % 128 / 32;
+    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
     wait_barrier(free, parity);
     parity ^= 1;
 #if WIDE
@@ -221,7 +226,7 @@ struct Rows {
   u32 words[SLICES][4];
 
   __device__ __forceinline__ void read(u32 at) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
     const u32 line = at + (warp * 16 + lane % 16) * BLOCK, turned = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
     for (int k = 0; k < SLICES; k++)
@@ -297,14 +302,15 @@ struct RowScales {
 // Where a thread's scales of a tile are: of its two rows, and of the weight's columns on the left and on the right.
 struct Scales {
   const float *rows, *weights;
-  int line, num_rows, steps;  // line: of a tile's, this thread's first
+  int role, num_rows, steps;
   u32 upper, lower;
   int left, right;
 
   // To the tile of this slot, if there is one. What lies beyond the last row is not stored: any scale will do.
   __device__ __forceinline__ void move(const Ring& ring) {
     const int4 tile = get(which(ring));
-    const int row = tile.x + line;
+    const u32 thread = thread_of_role();
+    const int row = tile.x + role * PART_M + thread / 32 * 16 + thread % 32 / 4;
     upper = min(row, num_rows - 1) * steps, lower = min(row + 8, num_rows - 1) * steps;
     // Shuffled, so that the compiler knows them to be the same in a warp.
     left = __shfl_sync(~0u, tile.y, 0), right = __shfl_sync(~0u, tile.z, 0);
@@ -405,8 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const int line = role * PART_M + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const Scales scales{row_scales, weight_scales, line, num_rows, steps};
+    const Scales scales{row_scales, weight_scales, role, num_rows, steps};
     multiply_tiles(scales, role, ring, Result(smem, role, 1));
     store_zeros(get_word(table + 8 * num_groups + 4), out, zeros_end, width);
   }
