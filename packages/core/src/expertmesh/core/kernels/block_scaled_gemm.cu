@@ -22,7 +22,8 @@ constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / ROLES, PART_N = BLOC
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;                  // of the contraction, of one instruction
 constexpr int SLICES = BLOCK / SLICE;
-constexpr int BURST = REGISTERS_LESS < 40 ? 2 : REGISTERS_LESS < 56 ? 4 : 8;  // of 16 bytes, that a thread stores at once
+// Of 16 bytes, that a thread stores at once.
+constexpr int BURST = REGISTERS_LESS < 40 ? 2 : REGISTERS_LESS < 56 ? 4 : 8;
 static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory: results, slots for operands, barriers, and the table of groups.
@@ -99,8 +100,8 @@ struct Tiles {
   }
 };
 
-// A tile's first slot says which tile it is: its first row, and where the scales of its left columns (-1 for no tile, at
-// the end) and of its right columns are.
+// A tile's first slot says which tile it is: its first row, and where the scales of its left columns (-1 for no tile,
+// at the end) and of its right columns are.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
 
 __device__ __forceinline__ void load_tiles(
