@@ -416,7 +416,10 @@ def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
 
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
-    (r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows", ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1")),
+    (
+        r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows|^block_scaled_gemm",
+        ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1"),
+    ),
     (r"^_weights", ("GEMM 2", "GEMM 1")),
     (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation",)),
     (r"^_blocks_kernel|^_both_kernel|^_dequantize|^_requantize|^grouped_requantize", ("quantize",)),

@@ -1,6 +1,6 @@
 """Bodies of Triton kernels on a CPU, by Triton's interpreter: the tests of few rows that a GPU runs.
 
-Not Hopper's products, which are Gluon and CUDA C++, nor what writes 8 bits, by machine instructions or in types that
+Not Hopper's products, which are CUDA C++, nor what writes 8 bits, by machine instructions or in types that
 NumPy lacks.
 """
 

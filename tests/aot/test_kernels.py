@@ -222,36 +222,52 @@ def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold(monke
     assert gradient(64, 8) == "Triton"
 
 
-def _descriptor(dtype, block):
-    from triton.experimental.gluon import language as gl
-
-    layouts = {
-        "fp8e4nv": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv),
-        "fp8e5": gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e5),
-    }
-    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layouts[dtype]!r}>"
-
-
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 # The rows of the input gradient may be e5m2.
-@pytest.mark.parametrize("dy", ["fp8e4nv", "fp8e5"])
-@pytest.mark.parametrize(
-    "out, width",
-    [("bf16", 4096), ("bf16", 7168), ("bf16", 1536), ("fp32", 4096), ("fp32", 272)],
-)
-def test_rows_of_blocks_on_hopper(out, width, dy):
+@pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("groups", [32, 1024])
+def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
-    from expertmesh.core.kernels.gluon_call import compile_gluon
 
-    tiles = kernels.fit(kernels.ROWS_BLOCKS, 32, jnp.float32 if out == "fp32" else jnp.bfloat16)
-    # At other widths a role keeps an address or two in memory, outside of its loop over the contraction.
-    sizes = {"C": 32768, "ZEROS_END": 32768, "W": width, "STEPS": 56}
-    constants = kernels.constants(tiles, 32) | sizes
-    rows, weight = (
-        _descriptor(dy, (tiles.m, tiles.k)),
-        _descriptor("fp8e4nv", (1, tiles.n, tiles.k)),
+    tiles = kernels.ROWS_BLOCKS.fit(groups, out)
+    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, 56, tiles), tmp_path)
+    assert "serialized" not in said, "every product waits for itself"
+    # Two products of four in a step.
+    instruction = f"m64n128k32.f32.{lhs[7:11]}.{rhs[7:11]}"
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 8
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("width", [272, 1536, 4096, 7168])
+@pytest.mark.parametrize("groups", [1, 32, 1024])
+def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, out, monkeypatch):
+    """What a launch says that it takes is what the kernel's text takes; one text for each contraction."""
+    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+
+    launches = []
+
+    def record(*operands, out_type, **launch):
+        launches.append((operands, launch))
+        return jnp.zeros(out_type.shape, out_type.dtype)
+
+    monkeypatch.setattr(kernels, "cuda_call", record)
+    shape, rows = jax.ShapeDtypeStruct, 1000
+    operands = (
+        shape((rows, 384), E4M3), shape((rows, 3), jnp.float32),
+        shape((groups, width, 384), E4M3), shape((groups, -(-width // 128), 3), jnp.float32),
+        shape((groups,), jnp.int32),
+    )  # fmt: skip
+    jax.eval_shape(
+        lambda *z: kernels.launch_rows(*z, out_dtype=jnp.dtype(out), zero_rest=False), *operands
     )
-    types = [rows, "*fp32", weight, "*fp32", "*i32", f"*{out}"]
-    _check(compile_gluon(kernels._rows_kernel, types, constants, 90), 90)
+    (((lhs, _, rhs, _, _), launch),) = launches
+    assert (lhs.block_shape, rhs.block_shape) == ((128, 128), (1, 256, 128))
+    assert launch["scalars"] == (rows, 0, 3, width, groups)
+    stages = int(re.search(r"#define STAGES (\d+)", launch["source"])[1])
+    staged = 2 * 64 * 128 * jnp.dtype(out).itemsize
+    taken = staged + stages * (128 + 256) * 128 + 288 + 8 * (groups + 1)
+    assert taken <= launch["shared"] == SHARED_LIMIT
+    assert stages == (3 if out == "float32" or groups == 1024 else 4)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
@@ -290,12 +306,12 @@ def _taken_on_hopper(monkeypatch, launches, shape):
     return taken
 
 
-def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypatch):
+def test_quantized_rows_take_the_kernel_that_has_room(monkeypatch):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
     launches = {
-        "CUDA": (kernels.plain, "launch_rows_hopper"),
-        "Gluon": (kernels, "launch_rows"),
+        "CUDA, blocks": (kernels, "launch_rows"),
+        "CUDA, groups": (kernels.plain, "launch_rows_hopper"),
         "Triton": (kernels.sm100, "rows"),
         "Triton, gradient": (kernels.sm100, "rows_dgrad"),
     }
@@ -313,13 +329,16 @@ def test_rows_with_a_scale_of_each_group_take_the_kernel_that_has_room(monkeypat
         return taken.pop()
 
     monkeypatch.setattr(kernels.plain, "nvrtc", lambda: "libnvrtc.so")
-    assert multiply(kernels.rows, 1024) == multiply(kernels.rows_dgrad, 1024) == "CUDA"
-    assert multiply(kernels.rows, 1025) == "Triton"
-    assert multiply(kernels.rows_dgrad, 1025) == "Triton, gradient"
-    assert multiply(kernels.rows, 8, along=128) == "Gluon"
+    for along, kernel in ((0, "CUDA, groups"), (128, "CUDA, blocks")):
+        for groups in (8, 1024):
+            assert multiply(kernels.rows, groups, along) == kernel
+            assert multiply(kernels.rows_dgrad, groups, along) == kernel
+        assert multiply(kernels.rows, 1025, along) == "Triton"
+        assert multiply(kernels.rows_dgrad, 1025, along) == "Triton, gradient"
     monkeypatch.setattr(kernels.plain, "nvrtc", lambda: None)
-    assert multiply(kernels.rows, 8) == "Triton"
-    assert multiply(kernels.rows_dgrad, 8, along=128) == "Gluon"
+    for along in (0, 128):
+        assert multiply(kernels.rows, 8, along) == "Triton"
+        assert multiply(kernels.rows_dgrad, 8, along) == "Triton, gradient"
 
 
 def test_quantized_weight_gradients_take_the_kernel_that_has_room(monkeypatch):

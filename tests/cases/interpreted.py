@@ -72,7 +72,9 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
     def expertmesh_core_launch_by_interpreter(*arrays):  # a name that programs show
         return jax.pure_callback(run, out_type, *arrays)
 
-    return jax.jit(expertmesh_core_launch_by_interpreter)(*(getattr(x, "base", x) for x in operands))
+    return jax.jit(expertmesh_core_launch_by_interpreter)(
+        *(getattr(x, "base", x) for x in operands)
+    )
 
 
 def _operand(array: np.ndarray, block: tuple[int, ...] | None):

@@ -1,5 +1,5 @@
-"""Kernels, one file per op with the op's basename: in Triton, in Gluon, and some for Hopper in CUDA C++.
+"""Kernels, one file per op with the op's basename: in Triton, and some for Hopper in CUDA C++.
 
-Of the last, `.cu` is one op's, `.cuh` is what several share, and `cuda_call.py` compiles and launches them. Imported
-when a kernel is launched, never before.
+Of the latter, `.cu` is one op's and `.cuh` is what several share; `cuda_call.py` compiles them. `launcher.py` launches
+the kernels of both languages. Imported when a kernel is launched, never before.
 """

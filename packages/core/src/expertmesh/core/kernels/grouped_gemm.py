@@ -17,9 +17,6 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
@@ -170,77 +167,6 @@ def _weights_kernel(
         tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """For slots that are full and empty, and for results that are ready and room for them that is free."""
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    ready = mbarrier.allocate_mbarrier(batch=2)
-    free = mbarrier.allocate_mbarrier(batch=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    return full, empty, ready, free
-
-
-@gluon.jit
-def _in_two(x):
-    """The halves of the columns."""
-    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _hand_over(count, x, out_smem, ready, free):
-    """Columns of a result to the role that stores, in pieces that fit into `out_smem`; `count` were handed over.
-
-    Returns how many then are.
-    """
-    if x.shape[1] == out_smem.shape[1]:
-        mbarrier.wait(free, (count & 1) ^ 1)
-        out_smem.store(x.to(out_smem.dtype))
-        mbarrier.arrive(ready)
-        return count + 1
-    else:
-        left, right = _in_two(x)
-        count = _hand_over(count, left, out_smem, ready, free)
-        return _hand_over(count, right, out_smem, ready, free)
-
-
-@gluon.jit
-def _store_piece(
-    turn, staged, ready, free, out, row, end, column, W: gl.constexpr, ROWS: gl.constexpr
-):
-    """What the two roles hand over in turn to its place in [C, W], but for the rows from `end` on."""
-    HEIGHT: gl.constexpr = staged.shape[1]
-    WIDTH: gl.constexpr = staged.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [2, 1], [1, 0])
-    role = turn % 2
-    row += role * HEIGHT
-    here = out + row.to(gl.int64) * W + column
-    lines = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    inside = (columns < W - column)[None, :]
-    where = lines[:, None] * W + columns[None, :]
-    smem = staged.index(role)
-    mbarrier.wait(ready.index(role), turn // 2 & 1)
-    for first in gl.static_range(0, HEIGHT, ROWS):
-        values = smem.slice(first, ROWS).load(layout)
-        live = (lines < end - row - first)[:, None]
-        gl.store(here + (where + first * W), values, mask=live & inside)
-    mbarrier.arrive(free.index(role))
-
-
-@gluon.jit
-def _staging(dtype: gl.constexpr, BM: gl.constexpr, PIECE: gl.constexpr):
-    """Shared memory for PIECE columns of the results of both roles that multiply."""
-    part: gl.constexpr = [BM // 2, PIECE]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(part, dtype)
-    return gl.allocate_shared_memory(dtype, [2] + part, layout)
-
-
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
     """How the kernel in CUDA C++ runs.
@@ -324,7 +250,6 @@ WEIGHTS_HOPPER = WeightTiles(
     stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
 )
 STEP = 64  # rows of a step of it
-BARRIER_BYTES = 1024  # at most, of Gluon's kernels
 MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_PARTS = 2  # of a tile of the last round
@@ -509,10 +434,6 @@ def weights_source(dtype, out_dtype, tiles: WeightTiles) -> str:
         for n in (128, 256)
     )
     return tiles.source("grouped_gemm_weights.cu", out_dtype, INSTRUCTIONS=instructions)
-
-
-def _table_width(G: int) -> int:
-    return max(32, triton.next_power_of_2(G))
 
 
 def _windows(x):

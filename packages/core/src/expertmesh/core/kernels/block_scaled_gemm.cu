@@ -1,0 +1,419 @@
+// Grouped GEMM of 8-bit operands in blocks of 128, for Hopper: out[r] = sum over the blocks b of the contraction of
+// (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros after the last group.
+//
+// A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
+// of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
+// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. If results
+// are deferred, left ones are staged while the last right product of a tile is under way, right ones while the first
+// left product of the next tile is. Blocks do not share operands in clusters: shared memory is busiest, with 96 KB read
+// by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024; multicast
+// would save neither, and its slots wait for both blocks.
+//
+// Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
+// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), AHEAD (scales of a row that are read
+// at once), DEFER (results are staged beside products), RELEASE_BY_WARP (else by role), TURNS (the roles begin products
+// in turn), ROWS_IN_REGISTERS, PASS_BY (results leave L2 first), REGISTERS_LESS and REGISTERS_MORE. What stands alone
+// on a line is replaced: INSTRUCTION (`multiply`).
+
+constexpr int ROLES = 2;                   // that multiply
+constexpr int THREADS = 128 + ROLES * 128;
+constexpr int BLOCK = 128;                 // of the contraction, and columns of a weight, that share a scale
+constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / ROLES, PART_N = BLOCK;
+constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
+constexpr int SLICE = 32;                  // of the contraction, of one instruction
+constexpr int SLICES = BLOCK / SLICE;
+// Of 16 bytes, that a thread stores at once.
+constexpr int BURST = REGISTERS_LESS < 40 ? 2 : REGISTERS_LESS < 56 ? 4 : 8;
+static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
+
+// Shared memory: results, slots for operands, barriers, and the table of groups.
+constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
+constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
+constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
+constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
+constexpr int BARRIERS = SLOTS + STAGES * SLOT, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
+static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
+static_assert(STAGES <= 8, "as many barriers as `Ring` has");
+
+INSTRUCTION
+
+__device__ __forceinline__ int2 get_pair(u32 from) {
+  int2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void put_pair(u32 to, int x, int y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
+}
+
+// Of the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int before = __shfl_up_sync(~0u, x, i);
+    if (lane >= i) x += before;
+  }
+  return x;
+}
+
+// Writes to the table, 8 bytes each, of each group how many tiles of rows and how many rows come before it, and at last
+// those of all. One warp.
+__device__ __forceinline__ void count_tiles(const int* sizes, int num_groups, u32 table) {
+  const int lane = threadIdx.x % 32;
+  int tiles = 0, rows = 0;
+  put_pair(table, 0, 0);
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
+    const int last_tile = tiles + sum_up_to((size + TILE_M - 1) / TILE_M), end = rows + sum_up_to(size);
+    if (g < num_groups) put_pair(table + 8 * (g + 1), last_tile, end);
+    tiles = __shfl_sync(~0u, last_tile, 31), rows = __shfl_sync(~0u, end, 31);
+  }
+}
+
+// The tiles of a block, one after the other. All of a warp.
+struct Tiles {
+  u32 table;
+  int num_groups, num_n;
+  int item = blockIdx.x;
+  int group, row, end, n;  // end: of the group's rows; n: of tiles of columns
+
+  __device__ __forceinline__ bool next() {
+    const int num_m = get_word(table + 8 * num_groups);
+    if (item >= num_m * num_n) return false;
+    // Tiles that run together share rows and columns, so that both stay in L2.
+    const int band = item / (BAND * num_n), inner = item % (BAND * num_n), high = min(num_m - band * BAND, BAND);
+    const int m = band * BAND + inner % high;
+    n = inner / high;
+    item += gridDim.x;
+    group = 0;
+    for (int first = 1; first <= num_groups; first += 32) {
+      const int g = first + threadIdx.x % 32;
+      const u32 before = __ballot_sync(~0u, g <= num_groups && get_word(table + 8 * g) <= m);
+      group += __popc(before);
+      if (before != ~0u) break;
+    }
+    const int2 here = get_pair(table + 8 * group);
+    row = here.y + (m - here.x) * TILE_M, end = get_word(table + 8 * group + 12);
+    return true;
+  }
+};
+
+// A tile's first slot says which tile it is: its first row, and where the scales of its left columns (-1 for no tile,
+// at the end) and of its right columns are.
+__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
+
+__device__ __forceinline__ void load_tiles(
+    const TensorMap* lhs, const TensorMap* rhs, Tiles tiles, int steps, int width, Ring ring) {
+  const bool one = threadIdx.x % 32 == 0;
+  const int parts = (width + PART_N - 1) / PART_N;
+  while (tiles.next()) {
+    const int left = tiles.n * 2, right = min(left + 1, parts - 1);  // what lies beyond the width is not stored
+    const int first = tiles.group * parts;
+    const int4 tile = make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      const u32 at = ring.at(), ready = ring.full();
+      wait_barrier(ring.empty(), ring.parity);
+      if (one) {
+        if (step == 0) put(which(ring), tile);
+        expect_bytes(ready, SLOT);
+        load(lhs, at, ready, step * BLOCK, tiles.row);
+        load(rhs, at + OF_RHS, ready, step * BLOCK, left * PART_N, tiles.group);
+      }
+      ring.next();
+    }
+  }
+  wait_barrier(ring.empty(), ring.parity);
+  if (one) put(which(ring), make_int4(0, -1, 0, 0)), arrive(ring.full());
+}
+
+// Read anew, so that nothing which follows from it is kept in registers, of which the sums leave few.
+__device__ __forceinline__ u32 thread_of_role() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % 128;
+}
+
+// The way out of a role's results: parts of 64 x 128 are staged in shared memory, from where a warp stores them.
+struct Result {
+  u32 staged, ready, free;
+  u32 parity;
+
+  __device__ __forceinline__ Result(u32 smem, int role, u32 parity)
+      : staged(smem + role * STAGED_BYTES), ready(smem + BARRIERS + READY + 8 * role),
+        free(smem + BARRIERS + FREE + 8 * role), parity(parity) {}
+
+  // In strips of 128 bytes of a part's lines, units of 16 bytes turned by the line's number. A role.
+  __device__ __forceinline__ void hand_over(const float (&sums)[SUMS]) {
+    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
+    wait_barrier(free, parity);
+    parity ^= 1;
+#if WIDE
+    const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+      const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
+      put_pair(here, __float_as_int(sums[4 * j]), __float_as_int(sums[4 * j + 1]));
+      put_pair(here + 8 * 128, __float_as_int(sums[4 * j + 2]), __float_as_int(sums[4 * j + 3]));
+    }
+#else
+    const u32 at = staged + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+    for (int j = 0; j < SUMS; j += 8)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                   ::"r"(at + j / 32 * STRIP + (j % 32 * 4 ^ turned)), "r"(pack(sums[j], sums[j + 1])),
+                   "r"(pack(sums[j + 2], sums[j + 3])), "r"(pack(sums[j + 4], sums[j + 5])),
+                   "r"(pack(sums[j + 6], sums[j + 7])) : "memory");
+#endif
+    __syncwarp();
+    if (lane == 0) arrive(ready);
+  }
+
+  // Stores a part to `to`, but for lines and bytes of them beyond so many. A warp.
+  __device__ __forceinline__ void store_part(u8* to, u32 pitch, int lines, int bytes) {
+    constexpr int UNITS = STRIPS * 8, AT_ONCE = 32 / UNITS;  // of a line; lines
+    const int lane = threadIdx.x % 32, unit = lane % UNITS, line = lane / UNITS;
+    const u32 from = staged + unit / 8 * STRIP + line * 128;
+    const int live = unit * 16 < bytes ? lines - line : 0;
+    to += (u64)line * pitch + unit * 16;
+    wait_barrier(ready, parity);
+    parity ^= 1;
+#pragma unroll 1
+    for (int first = 0; first < PART_M; first += BURST * AT_ONCE) {
+      int4 v[BURST];
+#pragma unroll
+      for (int i = 0; i < BURST; i++) {
+        const int here = first + i * AT_ONCE;
+        v[i] = get(from + here * 128 + (unit % 8 ^ (line + here) % 8) * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < BURST; i++, to += AT_ONCE * pitch)
+        if (first + i * AT_ONCE < live) {
+          if (PASS_BY) store(to, v[i]);
+          else asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                            ::"l"(to), "r"(v[i].x), "r"(v[i].y), "r"(v[i].z), "r"(v[i].w) : "memory");
+        }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(free);
+  }
+};
+
+__device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result, int width, u8* out) {
+  constexpr int SIZE = WIDE ? 4 : 2;
+  const u32 pitch = width * SIZE;
+  while (tiles.next()) {
+    const int row = tiles.row + role * PART_M;
+#pragma unroll 1
+    for (int column = tiles.n * TILE_N; column < (tiles.n + 1) * TILE_N; column += PART_N)
+      result.store_part(out + (u64)row * pitch + column * SIZE, pitch, tiles.end - row, (width - column) * SIZE);
+  }
+}
+
+// The roles multiply in turn. A turn ends while the last instruction of a product is under way.
+__device__ __forceinline__ void take_turn(int role) {
+  if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(role + 3) : "memory");
+}
+
+__device__ __forceinline__ void let_turn(int role) {
+  if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory");
+}
+
+// A step's rows of a role, as the tensor cores take them.
+struct Rows {
+#if ROWS_IN_REGISTERS
+  u32 words[SLICES][4];
+
+  __device__ __forceinline__ void read(u32 at) {
+    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
+    const u32 line = at + (warp * 16 + lane % 16) * BLOCK, turned = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+    for (int k = 0; k < SLICES; k++)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[k][0]), "=r"(words[k][1]), "=r"(words[k][2]), "=r"(words[k][3])
+                   : "r"(line + (k * SLICE ^ turned)) : "memory");
+  }
+
+  __device__ __forceinline__ const u32* slice(int k) const { return words[k]; }
+#else
+  u64 first;
+
+  __device__ __forceinline__ void read(u32 at) { first = descriptor(at); }
+  __device__ __forceinline__ u64 slice(int k) const { return first + k * SLICE / 16; }
+#endif
+};
+
+// Begins the product of a role's rows and of 128 columns.
+__device__ __forceinline__ void begin(float (&product)[SUMS], const Rows& rows, u32 columns, int role) {
+  const u64 of_columns = descriptor(columns);
+  take_turn(role);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < SLICES; k++) {
+    multiply(product, rows.slice(k), of_columns + k * SLICE / 16, k > 0);
+    if (k == SLICES - 1 || (TURNS && k == SLICES - 2)) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+}
+
+__device__ __forceinline__ void end_turn(int role) {
+  if (TURNS) wait_products<1>();
+  let_turn(1 - role);
+}
+
+__device__ __forceinline__ void finish(float (&product)[SUMS]) {
+  wait_products<0>();
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(product[i])::"memory");  // nothing reads it before
+}
+
+__device__ __forceinline__ void add(
+    float (&sums)[SUMS], const float (&product)[SUMS], float of_upper, float of_lower) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) sums[i] = fmaf(product[i], i % 4 < 2 ? of_upper : of_lower, sums[i]);
+}
+
+__device__ __forceinline__ void clear(float (&sums)[SUMS]) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) sums[i] = 0;
+}
+
+// Scales of rows, AHEAD steps of one at once.
+struct RowScales {
+  float of[AHEAD];
+
+  __device__ __forceinline__ void next() {
+#pragma unroll
+    for (int i = 1; i < AHEAD; i++) of[i - 1] = of[i];
+  }
+
+  __device__ __forceinline__ void read(const float* from) {
+#if AHEAD == 4
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(of[0]), "=f"(of[1]), "=f"(of[2]), "=f"(of[3]) : "l"(from));
+#elif AHEAD == 2
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(of[0]), "=f"(of[1]) : "l"(from));
+#else
+    of[0] = read_scale(from);
+#endif
+  }
+};
+
+// Where a thread's scales of a tile are: of its two rows, and of the weight's columns on the left and on the right.
+struct Scales {
+  const float *rows, *weights;
+  int role, num_rows, steps;
+  u32 upper, lower;
+  int left, right;
+
+  // To the tile of this slot, if there is one. What lies beyond the last row is not stored: any scale will do.
+  __device__ __forceinline__ void move(const Ring& ring) {
+    const int4 tile = get(which(ring));
+    const u32 thread = thread_of_role();
+    const int row = tile.x + role * PART_M + thread / 32 * 16 + thread % 32 / 4;
+    upper = min(row, num_rows - 1) * steps, lower = min(row + 8, num_rows - 1) * steps;
+    // Shuffled, so that the compiler knows them to be the same in a warp.
+    left = __shfl_sync(~0u, tile.y, 0), right = __shfl_sync(~0u, tile.z, 0);
+  }
+};
+
+__device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring ring, Result result) {
+  float left[SUMS], right[SUMS], product[SUMS];
+  RowScales upper, lower;
+  Rows rows;
+  const u32 mine = role * PART_M * BLOCK;
+  wait_barrier(ring.full(), ring.parity);
+  scales.move(ring);
+  if (scales.left < 0) return;
+  upper.read(scales.rows + scales.upper), lower.read(scales.rows + scales.lower);
+  if (ROWS_IN_REGISTERS) rows.read(ring.at() + mine);
+  if (role == 1) let_turn(0);
+  clear(left), clear(right);
+  int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
+#pragma unroll 1
+  while (scales.left >= 0) {
+    const u32 columns = ring.at() + OF_RHS;
+    if (!ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity), rows.read(ring.at() + mine);
+    begin(product, rows, columns, role);
+    const float of_left = read_scale(scales.weights + (u32)(scales.left + step));
+    end_turn(role);
+    if (DEFER && step == 0) {
+      if (tiles > 0) result.hand_over(right), clear(right);
+      tiles++;
+    }
+    const float upper_left = upper.of[0] * of_left, lower_left = lower.of[0] * of_left;
+    finish(product);
+    add(left, product, upper_left, lower_left);
+    begin(product, rows, columns + PART_N * BLOCK, role);
+    const float of_right = read_scale(scales.weights + (u32)(scales.right + step));
+    end_turn(role);
+    const float upper_right = upper.of[0] * of_right, lower_right = lower.of[0] * of_right;
+    const Ring here = ring;
+    ring.next(), step++;
+    if (step == scales.steps) {
+      step = 0;
+      if (DEFER) result.hand_over(left), clear(left);
+      wait_barrier(ring.full(), ring.parity);
+      scales.move(ring);
+    }
+    if (step % AHEAD == 0)
+      upper.read(scales.rows + (scales.upper + step)), lower.read(scales.rows + (scales.lower + step));
+    else
+      upper.next(), lower.next();
+    if (ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity);
+    finish(product);
+    if (!RELEASE_BY_WARP) asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
+    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(here.empty());
+    if (ROWS_IN_REGISTERS) rows.read(ring.at() + mine);
+    add(right, product, upper_right, lower_right);
+    if (!DEFER && step == 0) {
+      result.hand_over(left), clear(left);
+      result.hand_over(right), clear(right);
+    }
+  }
+  if (role == 0) take_turn(0);  // of both the last one is taken
+  if (DEFER) result.hand_over(right);
+}
+
+// The rows after the last group, up to `end`.
+__device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
+  const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
+  for (u64 i = live * per_row + blockIdx.x * ROLES * 128 + threadIdx.x - 128; i < last; i += gridDim.x * ROLES * 128)
+    ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
+    const __grid_constant__ TensorMap lhs, const float* row_scales, const __grid_constant__ TensorMap rhs,
+    const float* weight_scales, const int* sizes, int num_rows, int zeros_end, int steps, int width, int num_groups,
+    u8* out) {
+  extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
+  const u32 smem = (u32)__cvta_generic_to_shared(shared), table = smem + TABLE;
+  const int role = role_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  if (threadIdx.x == 32) {
+    prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
+    for (int i = 0; i < STAGES; i++) {
+      init_barrier(smem + BARRIERS + FULL + 8 * i, 1);
+      init_barrier(smem + BARRIERS + EMPTY + 8 * i, ROLES * (RELEASE_BY_WARP ? 4 : 1));
+    }
+    for (int i = 0; i < ROLES; i++) {
+      init_barrier(smem + BARRIERS + READY + 8 * i, 4);
+      init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (warp == 0) count_tiles(sizes, num_groups, table);
+  __syncthreads();
+  const Tiles tiles{table, num_groups, (width + TILE_N - 1) / TILE_N};
+  Ring ring{smem + BARRIERS, SLOTS - BARRIERS, SLOT, STAGES, role < 0};
+  if (role < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
+    if (warp == 0) load_tiles(&lhs, &rhs, tiles, steps, width, ring);
+    if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
+    const Scales scales{row_scales, weight_scales, role, num_rows, steps};
+    multiply_tiles(scales, role, ring, Result(smem, role, 1));
+    store_zeros(get_word(table + 8 * num_groups + 4), out, zeros_end, width);
+  }
+}
