@@ -213,6 +213,26 @@ TABLE = [
         *("'fsdp'", "('dp', 'ep')"),
     ),
     row(
+        "operands on two meshes",
+        lambda: gemm(on_mesh(X, "dp"), on_mesh(X.T, "ep", sizes=(4, 2))),
+        ValueError,
+        *("gemm", "on one mesh", "'dp': 2", "'dp': 4", "device_put"),
+    ),
+    row(
+        "operands on an Explicit and on an Auto mesh",
+        lambda: gemm(on_mesh(X, "dp"), on_mesh(X.T, "ep", kind=AxisType.Auto)),
+        ValueError,
+        *("gemm", "on one mesh", "Explicit", "Auto"),
+    ),
+    row(
+        "parameters of the block on another mesh",
+        lambda: jax.jit(lambda p, x: moe(p, x, CONFIG))(
+            {name: on_mesh(p, "ep", sizes=(4, 2)) for name, p in params().items()}, on_mesh(X, "dp")
+        ),
+        ValueError,
+        *("on one mesh", "'dp': 2", "'dp': 4"),
+    ),
+    row(
         "EP axis of the resource not in the mesh",
         lambda: under(
             MeshResource(ep_resource="expert"),

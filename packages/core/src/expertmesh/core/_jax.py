@@ -31,13 +31,21 @@ def _vary(x, axes):
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def operand_mesh(operands) -> AbstractMesh:
-    """The mesh in the operands' types, else the mesh in context; empty where there is none."""
-    for x in operands:
-        mesh = jax.typeof(x).sharding.mesh
-        if not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+def operand_mesh(operands, name: str = "operand_mesh") -> AbstractMesh:
+    """The mesh in the operands' types, else the mesh in context; empty where there is none.
+
+    Raises:
+      ValueError: in the name of `name`, for operands on two meshes that are not both all Auto, as JAX's own ops do.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in operands]
+    meshes = [mesh for mesh in meshes if not mesh.empty]
+    for mesh in meshes[1:]:
+        if mesh != meshes[0] and not (mesh.are_all_axes_auto and meshes[0].are_all_axes_auto):
+            raise ValueError(
+                f"{name}: the operands must be on one mesh; got {meshes[0]} and {mesh}; jax.device_put those of one "
+                "mesh to the other"
+            )
+    return meshes[0] if meshes else jax.sharding.get_abstract_mesh()
 
 
 def platform(operands) -> str:

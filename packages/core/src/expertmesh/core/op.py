@@ -158,8 +158,9 @@ class Op:
           options: passed to the reference; hashable.
 
         Raises:
-          ValueError: unknown implementation, ranks that do not fit the rule; given specs with axes that are not in the
-            mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit ones.
+          ValueError: unknown implementation, ranks that do not fit the rule, operands on two meshes; given specs with
+            axes that are not in the mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit
+            ones.
           ImportError: the named kernel's package is missing.
           NotImplementedError: Auto axes inside a partly Manual region without a MeshResource; a derivative of the
             op, which only `expertmesh.core.differentiable` can give one.
@@ -322,7 +323,7 @@ def _without_derivative(name: str, function):
 
 
 def _dispatch(call: _Call, operands):
-    mesh = _jax.operand_mesh(operands)
+    mesh = _jax.operand_mesh(operands, call.op.name)
     kinds = {
         kind: frozenset(axes_of_type(mesh, kind))
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
