@@ -34,6 +34,7 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
     grouped_gemm,
+    with_participant,
 )
 from expertmesh.core.ops.grouped_quantize import (
     check_starts,
@@ -143,11 +144,9 @@ def grouped_dense(
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
+        x_spec, out_spec = with_participant(x_spec), with_participant(out_spec)
     if debug:
         check_starts("grouped_dense", group_sizes, alignment_of(recipe))
-        x_spec, out_spec = (
-            None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
-        )
     given = x_spec, w_spec, out_spec
     layer = Layer(
         recipe=recipe,

@@ -472,9 +472,9 @@ def grouped_gemm(
         out_dtype=jnp.dtype(out_dtype or lhs.dtype),
         reduce_dtype=check_reduce_dtype("grouped_gemm", reduce_dtype),
         rhs_dtype=rhs.dtype,
-        lhs_spec=_with_participant(lhs_spec) if flat else lhs_spec,
+        lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
-        out_spec=_with_participant(out_spec) if flat else out_spec,
+        out_spec=with_participant(out_spec) if flat else out_spec,
         zero_rest=zero_rest,
     )
     return out[0] if flat else out
@@ -518,7 +518,8 @@ def _check_data(name, lhs, group_sizes):
     )
 
 
-def _with_participant(spec):
+def with_participant(spec):
+    """Of rows [C, ...] that become those of one participant."""
     return None if spec is None else PartitionSpec(None, *spec)
 
 
