@@ -88,6 +88,14 @@ def eight_bits(format, axis=1):
     return QuantizedArray(data, scale, tensor, block=block, format=format, dtype=dtype)
 
 
+def eight_bit_groups():
+    """Ones: rows [1, 32, 32] and weights [2, 32, 32]."""
+    return (
+        quantize(jnp.ones((1, 32, 32)), MX.x, axis=2),
+        quantize(jnp.ones((2, 32, 32)), MX.kernel, axis=1, batch_dims=1),
+    )
+
+
 def handle():
     return prepare(IDX, EpConfig(num_experts=4))
 
@@ -396,6 +404,24 @@ TABLE = [
         "float32",
     ),
     row(
+        "dtype of sums over devices",
+        lambda: gemm(eight_bits(E4M3), eight_bits(E4M3), reduce_dtype="int8"),
+        ValueError,
+        *("gemm", "reduce_dtype=int8"),
+    ),
+    row(
+        "dtype of sums over devices of quantized groups",
+        lambda: grouped_gemm(*eight_bit_groups(), SIZES[None], reduce_dtype="int8"),
+        ValueError,
+        *("grouped_gemm", "reduce_dtype=int8"),
+    ),
+    row(
+        "quantized rows without participants",
+        lambda: grouped_gemm(eight_bits(MX.x), eight_bit_groups()[1], SIZES),
+        ValueError,
+        *("grouped_gemm", "[P, C, K]", "(32, 32)"),
+    ),
+    row(
         "scales of an operand of another shape",
         lambda: gemm(
             dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
@@ -579,7 +605,15 @@ TABLE = [
             lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES + 1
         ),
         checkify.JaxRuntimeError,
-        *("grouped_gemm", "group_sizes", "6", "4"),
+        *("grouped_gemm", "group_sizes must add up to at most 4, the rows; got a sum of 6"),
+    ),
+    row(
+        "more rows in groups of quantized rows than there are",
+        lambda: checked(
+            lambda s: grouped_gemm(*eight_bit_groups(), s, debug=True), SIZES[None] * 9
+        ),
+        checkify.JaxRuntimeError,
+        *("grouped_gemm", "add up to at most 32", "got a sum of 36"),
     ),
     row(
         "a negative group",
@@ -587,7 +621,7 @@ TABLE = [
             lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES * -1
         ),
         checkify.JaxRuntimeError,
-        *("grouped_gemm", "group_sizes", "-2"),
+        *("grouped_gemm", "group_sizes must be at least 0; got a size of -2"),
     ),
     row(
         "expert ids beyond the experts",

@@ -128,6 +128,7 @@ def gemm(
             "reshape it"
         )
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    reduce_dtype = check_reduce_dtype("gemm", reduce_dtype)
     if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
         return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)
     return _gemm(
@@ -135,7 +136,7 @@ def gemm(
         w,
         bias,
         out_dtype=out_dtype,
-        reduce_dtype=check_reduce_dtype("gemm", reduce_dtype),
+        reduce_dtype=reduce_dtype,
         w_dtype=w.dtype,
         x_spec=x_spec,
         w_spec=w_spec,

@@ -457,10 +457,11 @@ def grouped_gemm(
     is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
     shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
+    reduce_dtype = check_reduce_dtype("grouped_gemm", reduce_dtype)
+    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
         specs = lhs_spec, rhs_spec, out_spec
         return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
-    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -470,7 +471,7 @@ def grouped_gemm(
         group_sizes,
         bias,
         out_dtype=jnp.dtype(out_dtype or lhs.dtype),
-        reduce_dtype=check_reduce_dtype("grouped_gemm", reduce_dtype),
+        reduce_dtype=reduce_dtype,
         rhs_dtype=rhs.dtype,
         lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
@@ -487,7 +488,11 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
 
     lhs_spec, rhs_spec, out_spec = specs
     lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
-    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
+    if lhs.ndim == 2:
+        raise ValueError(
+            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
+            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
+        )
     out = quantized_grouped_gemm(
         lhs,
         rhs,
@@ -508,12 +513,16 @@ def _check_data(name, lhs, group_sizes):
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
-        (least >= 0) & (most <= lhs.shape[-2]),
-        name
-        + ": group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
-        "sum of {most}; count the rows again",
-        rows=jnp.int32(lhs.shape[-2]),
+        least >= 0,
+        name + ": group_sizes must be at least 0; got a size of {least}; count the rows again",
         least=least,
+    )
+    checkify.debug_check(
+        most <= lhs.shape[-2],
+        name
+        + ": group_sizes must add up to at most {rows}, the rows; got a sum of {most}; count the rows again, or make "
+        "room for more",
+        rows=jnp.int32(lhs.shape[-2]),
         most=most,
     )
 
