@@ -139,6 +139,7 @@ MISSING_KERNEL = Op(
     "... -> ...",
     kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
+RUNS = Op("double", lambda x: 2 * x, "... -> ...", kernels=(Kernel("fast", "cpu", jnp.sin),))
 NATIVE = Op(
     "native",
     lambda x: 2 * x,
@@ -492,6 +493,18 @@ TABLE = [
         lambda: NATIVE(X, implementation="elsewhere"),
         ValueError,
         *("'elsewhere'", "it runs on tpu", "implementation='auto'"),
+    ),
+    row(
+        "kernel under vmap",
+        lambda: jax.vmap(lambda x: RUNS(x, implementation="fast"))(X),
+        ValueError,
+        *("double: ", "vmap", "implementation='fast'", "'auto'", "jax.lax.map"),
+    ),
+    row(
+        "dtype of sums over devices of an op",
+        lambda: RUNS(X, reduce_dtype="int8"),
+        ValueError,
+        *("double: ", "reduce_dtype=int8", "float32"),
     ),
     row(
         "recipe that the kernel asked for does not take on this device",

@@ -150,7 +150,7 @@ class Op:
 
         Args:
           operands: arrays.
-          implementation: "auto", "reference" or the name of a kernel.
+          implementation: "auto", "reference" or the name of a kernel; under vmap an op runs its reference.
           operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
             result is wanted, if types and roles do not say so.
           reduce_dtype: of an op with the option `out_dtype`: what each device's part of a sum over mesh axes is rounded
@@ -158,9 +158,9 @@ class Op:
           options: passed to the reference; hashable.
 
         Raises:
-          ValueError: unknown implementation, ranks that do not fit the rule, operands on two meshes; given specs with
-            axes that are not in the mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit
-            ones.
+          ValueError: unknown implementation, or a kernel's name under vmap; unknown reduce_dtype; ranks that do not fit
+            the rule, operands on two meshes; given specs with axes that are not in the mesh, an axis twice, or Auto
+            axes on a dimension that the type splits over Explicit ones.
           ImportError: the named kernel's package is missing.
           NotImplementedError: Auto axes inside a partly Manual region without a MeshResource; a derivative of the
             op, which only `expertmesh.core.differentiable` can give one.
@@ -175,7 +175,7 @@ class Op:
             implementation,
             None if operand_specs is None else tuple(operand_specs),
             None if result_specs is None else tuple(result_specs),
-            jnp.dtype(reduce_dtype),
+            check_reduce_dtype(self.name, reduce_dtype),
             tuple(sorted(options.items())),
         )
         return _run(call, *operands)
@@ -283,6 +283,11 @@ def _run(call: _Call, *operands):
     @run.def_vmap
     def run_batched(axis_size, in_batched, *operands):
         del axis_size
+        if call.implementation not in ("auto", "reference"):
+            raise ValueError(
+                f"{call.op.name}: under vmap, where an op runs its reference, implementation must be 'auto' or "
+                f"'reference'; got implementation={call.implementation!r}; use 'auto', or jax.lax.map for vmap"
+            )
         in_batched = tuple(in_batched)
 
         def lead(specs, batched):
@@ -293,7 +298,7 @@ def _run(call: _Call, *operands):
 
         batched_call = _Call(
             op=call.op.batched(in_batched),
-            implementation="auto",
+            implementation=call.implementation,
             operand_specs=lead(call.operand_specs, in_batched),
             result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
             reduce_dtype=call.reduce_dtype,
