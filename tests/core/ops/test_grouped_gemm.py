@@ -117,5 +117,7 @@ def test_errors(shapes, words):
 
 
 def test_group_sizes_are_integers():
-    with pytest.raises(TypeError, match="group_sizes must be integers; got dtype float32"):
+    with pytest.raises(
+        TypeError, match="group_sizes must be an array of integers; got dtype=float32"
+    ):
         grouped_gemm(jnp.zeros((4, 5)), jnp.zeros((2, 5, 6)), jnp.zeros(2))

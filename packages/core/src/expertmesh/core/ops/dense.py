@@ -27,6 +27,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.delayed_scaling import quantize_delayed
 from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
 from expertmesh.core.ops.quantize import quantize
@@ -91,6 +92,7 @@ def dense(
       ValueError: other contracting dimensions, shapes that do not fit; state or key missing, or a history of another
         length; operands that the recipe's GEMMs do not take, such as a contraction that is no multiple of 16 (32 in
         blocks of 32, or in four bits); blocks that a shard would straddle.
+      TypeError: an operand is no array of floats.
 
     Differentiable in `x`, `kernel` and `bias`. Kept for the backward: `x` quantized along the tokens, and `kernel`
     quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_kernel". Gradients are
@@ -101,6 +103,8 @@ def dense(
     """
     recipe = recipe_of(recipe) or current_recipe()
     extra = Extra(state, key, kernel_quantized)
+    check_arrays("dense", FLOATS, x=x, kernel=kernel)
+    check_arrays("dense", FLOATS, optional=True, bias=bias)
     count = num_contracted("dense", x, kernel, contracting_dims, 0)
     if count > 1:
         x, kernel = (

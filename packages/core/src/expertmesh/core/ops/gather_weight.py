@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.operands import check_arrays
 from expertmesh.core.specs import (
     axes_of_type,
     axis_size,
@@ -40,6 +41,7 @@ def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array
     Differentiable: the gradient is summed over the axes in the dtype of `w` and reduce-scattered. So the devices of
     the axes must hold different tokens.
     """
+    check_arrays("gather_weight", w=w)
     mesh = _jax.operand_mesh((w,))
     if mesh.empty:
         return w

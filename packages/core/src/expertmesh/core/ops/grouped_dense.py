@@ -27,6 +27,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
@@ -108,7 +109,7 @@ def grouped_dense(
 
     Raises:
       ValueError: as `grouped_gemm` and `dense`.
-      TypeError: `group_sizes` are not integers.
+      TypeError: as `grouped_gemm`.
 
     Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, rows after the last group
     too. Kept for the backward as by `dense`.
@@ -119,6 +120,9 @@ def grouped_dense(
     """
     recipe = recipe_of(recipe) or current_recipe()
     extra = Extra(state, key, kernel_quantized)
+    check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
+    check_arrays("grouped_dense", FLOATS, optional=True, bias=bias)
+    check_arrays("grouped_dense", INTEGERS, group_sizes=group_sizes)
     if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
         raise ValueError(
             f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "

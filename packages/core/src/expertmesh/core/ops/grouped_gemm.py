@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
@@ -444,7 +445,7 @@ def grouped_gemm(
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
       NotImplementedError: quantized operands are differentiated.
-      TypeError: `group_sizes` are not integers.
+      TypeError: an operand is no array of floats; `group_sizes` are not integers.
 
     Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
     weight gradients, rows after the last group zero input gradients.
@@ -540,15 +541,14 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
             shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
             raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
 
+    check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
+    check_arrays(name, FLOATS, optional=True, bias=bias)
+    check_arrays(name, INTEGERS, group_sizes=group_sizes)
     require(
         (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
         "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
         "reshape the operand that has another rank",
     )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"{name}: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
-        )
     require(
         lhs.shape[-1] == rhs.shape[1],
         "the last dimension of lhs must equal rhs' second",
