@@ -93,7 +93,7 @@ def replaced(call, operand, value):
     return call.func(*bound.args, **bound.kwargs)
 
 
-@pytest.mark.parametrize("call, operand, optional", arguments())
+@pytest.mark.parametrize("call, operand, optional", list(arguments()))
 def test_what_is_no_array_is_named(call, operand, optional):
     name = call.func.__name__
     given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments[operand]
@@ -126,3 +126,39 @@ def test_the_calls_are_valid_and_of_every_function_that_takes_an_array():
 
 def test_arrays_of_numpy_are_arrays():
     np.testing.assert_array_equal(core.gemm(np.asarray(X), np.asarray(W[0])), core.gemm(X, W[0]))
+
+
+F8, INT = jnp.float8_e4m3fn, jnp.int32
+
+
+@pytest.mark.parametrize("dtype", [F8, INT], ids=["float8", "int32"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda dtype: core.dense(X, W[0], out_dtype=dtype),
+        lambda dtype: core.dense(X, W[0], recipe="fp8_current", out_dtype=dtype),
+        lambda dtype: core.gemm(X, W[0], out_dtype=dtype),
+        lambda dtype: core.grouped_dense(X, W, SIZES, recipe="fp8_current", out_dtype=dtype),
+        lambda dtype: core.grouped_gemm(X, W, SIZES, out_dtype=dtype),
+        lambda dtype: core.quantize_dbias(X, FORMAT, dbias_dtype=dtype),
+    ],
+)
+def test_a_result_has_floats_of_sixteen_bits_at_least(call, dtype):
+    with pytest.raises(
+        ValueError, match=rf"floats of at least 16 bits; got \w+={dtype.dtype.name}; "
+    ):
+        call(dtype)
+
+
+def test_a_product_of_eight_bits_says_that_they_must_be_quantized():
+    """The dtype of the result is then that of the operand."""
+    x, plan = X.astype(F8), PLAN
+    for call in (lambda: core.gemm(x, W[0]), lambda: core.gathered_gemm(x, W, plan)):
+        with pytest.raises(ValueError, match="gemm: .*got out_dtype=float8_e4m3fn; .*quantize"):
+            call()
+    assert core.gemm(x, W[0].astype(F8), out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_a_weight_of_floats_is_gathered_in_floats():
+    with pytest.raises(ValueError, match="gather_weight: .*floats.*got dtype=int8"):
+        core.gather_weight(W, core.specs.PartitionSpec(), dtype="int8")

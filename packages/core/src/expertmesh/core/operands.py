@@ -1,4 +1,4 @@
-"""What public functions demand of their operands before anything else: arrays, of one kind of numbers."""
+"""What public functions demand of operands and results: arrays, of one kind of numbers."""
 
 import dataclasses
 
@@ -52,3 +52,18 @@ def check_arrays(name: str, kind: Kind = NUMBERS, *, optional: bool = False, **o
             raise TypeError(
                 f"{name}: {operand} must be an array of {kind.words}; got dtype={x.dtype}; {kind.remedy}"
             )
+
+
+def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
+    """The dtype of a sum's result, given or that of an operand.
+
+    Raises:
+      ValueError: in the name of `name`, for integers and for floats of less than 16 bits, whose range is too small.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(
+            f"{name}: the result must be of floats of at least 16 bits; got {option}={dtype.name}; take bfloat16, and "
+            "quantize for less"
+        )
+    return dtype

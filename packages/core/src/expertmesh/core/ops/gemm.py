@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op, check_reduce_dtype
-from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.vjp import at_rest, differentiable
@@ -89,7 +89,7 @@ def gemm(
       w: float[K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own. With a quantized
         `x`, `quantize(..., axis=0)`.
       bias: float[*N] or None.
-      out_dtype: dtype of the result; None: that of `x` (of what it was quantized from).
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x` (of what it was quantized from).
       reduce_dtype: in which devices add their parts of the gradient of `w`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `w` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep), `w`
         over fsdp along K.
@@ -131,7 +131,7 @@ def gemm(
             f"gemm: bias must have the shape of w without its first dimension, {w.shape[1:]}; got bias {bias.shape}; "
             "reshape it"
         )
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    out_dtype = check_out_dtype("gemm", out_dtype or x.dtype)
     reduce_dtype = check_reduce_dtype("gemm", reduce_dtype)
     if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
         return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)

@@ -11,7 +11,6 @@ contraction, N output dimensions (any number), E experts, G groups per participa
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import (
@@ -27,7 +26,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
 from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
@@ -94,7 +93,7 @@ def grouped_dense(
       key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
       kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
         is that of `kernel` either way.
-      out_dtype: dtype of the result; None: that of `x`.
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
       reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
@@ -154,7 +153,7 @@ def grouped_dense(
     given = x_spec, w_spec, out_spec
     layer = Layer(
         recipe=recipe,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=check_out_dtype("grouped_dense", out_dtype or x.dtype),
         reduce_dtype=check_reduce_dtype("grouped_dense", reduce_dtype),
         given=given,
         used=used_specs(kernel.ndim, *given),

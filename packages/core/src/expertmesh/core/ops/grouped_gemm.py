@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
 from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
@@ -426,7 +426,7 @@ def grouped_gemm(
       group_sizes: int32[P, G], rows of each group, sum at most C; E is a multiple of G and P of E / G: participant p
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
-      out_dtype: dtype of the result; None: that of `lhs` (of what it was quantized from).
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
       reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
@@ -460,6 +460,7 @@ def grouped_gemm(
     """
     reduce_dtype = check_reduce_dtype("grouped_gemm", reduce_dtype)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
+    out_dtype = check_out_dtype("grouped_gemm", out_dtype or lhs.dtype)
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
         specs = lhs_spec, rhs_spec, out_spec
         return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
@@ -471,7 +472,7 @@ def grouped_gemm(
         rhs,
         group_sizes,
         bias,
-        out_dtype=jnp.dtype(out_dtype or lhs.dtype),
+        out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
         rhs_dtype=rhs.dtype,
         lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
@@ -498,7 +499,7 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
         lhs,
         rhs,
         group_sizes,
-        out_dtype=out_dtype or lhs.dtype,
+        out_dtype=out_dtype,
         specs=(lhs_spec, rhs_spec),
         out_spec=out_spec,
         zero_rest=zero_rest,

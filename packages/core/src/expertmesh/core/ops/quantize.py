@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax, numerics
 from expertmesh.core.op import Kernel, Op, Plan, Query
-from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
@@ -483,7 +483,7 @@ def quantize_dbias(
         roles=rule_of(roles, None, roles[rows:]),
     )
     x = not_differentiable(x, "quantize_dbias: use dense or grouped_dense")
-    dtype = jnp.dtype(dbias_dtype or x.dtype)
+    dtype = check_out_dtype("quantize_dbias", dbias_dtype or x.dtype, "dbias_dtype")
     return q, op(x, operand_specs=(spec,), feature_dims=features, out_dtype=dtype)
 
 
