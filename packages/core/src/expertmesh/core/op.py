@@ -163,7 +163,8 @@ class Op:
             axes on a dimension that the type splits over Explicit ones.
           ImportError: the named kernel's package is missing.
           NotImplementedError: Auto axes inside a partly Manual region without a MeshResource; a derivative of the
-            op, which only `expertmesh.core.differentiable` can give one.
+            op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
+            reference needs numbers.
         """
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
         if implementation not in names:
@@ -178,7 +179,13 @@ class Op:
             check_reduce_dtype(self.name, reduce_dtype),
             tuple(sorted(options.items())),
         )
-        return _run(call, *operands)
+        try:
+            return _run(call, *operands)
+        except jax.errors.InconclusiveDimensionOperation as error:
+            raise NotImplementedError(
+                f"{self.name}: the op needs sizes that are known when it is traced; got operands "
+                f"{[x.shape for x in operands]}; export one program for each size"
+            ) from error
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import export
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +68,8 @@ def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
             "quantize for less"
         )
     return dtype
+
+
+def exceeds(size: int, limit: int) -> bool:
+    """`size > limit`; False for a size that `jax.export` knows by a symbol only, whatever it will be."""
+    return not export.is_symbolic_dim(size) and size > limit

@@ -13,6 +13,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
@@ -38,6 +39,8 @@ _MAX_BLOCK = 128
 
 def _block_rows(num_rows: int, num_groups: int) -> int:
     """Rows per step of the reference: near the mean group, so that few rows of a step belong to no group."""
+    if export.is_symbolic_dim(num_rows):
+        return _MAX_BLOCK
     mean = max(num_rows // max(num_groups, 1), 8)
     return min(1 << (mean - 1).bit_length(), _MAX_BLOCK)
 

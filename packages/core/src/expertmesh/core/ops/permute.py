@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
@@ -408,7 +408,7 @@ def check_rows(function, num_rows, worst, num_choices, drop) -> int:
             f"{function}: num_rows must be at least {worst}, which any routing fits into; got num_rows={num_rows}; "
             "leave it out, or pass drop=True to drop the last rows"
         )
-    if max(worst, num_rows, num_choices) >= 2**31:
+    if any(exceeds(count, 2**31 - 1) for count in (worst, num_rows, num_choices)):
         raise ValueError(
             f"{function}: rows must be countable in int32; got {num_choices} choices, num_rows={num_rows}, "
             f"of which any routing needs {worst}; split the tokens into groups P"

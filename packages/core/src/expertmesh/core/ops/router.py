@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
@@ -116,7 +116,7 @@ def _choose_biased(logits, expert_bias, token_mask=None, *, config):
 
 
 def _select(logits, expert_bias, *, config):
-    if logits.size > MAX_ELEMENTS:
+    if exceeds(logits.size, MAX_ELEMENTS):
         raise ValueError(
             f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
             "shard the tokens further"
