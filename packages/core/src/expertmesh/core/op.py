@@ -66,7 +66,9 @@ class Kernel:
     Attributes:
       name: what `implementation=` calls it.
       platform: "cuda" or "cpu": JAX's platform name at lowering.
-      launch: same signature and results as the op's reference; imports its optional package when called.
+      launch: same signature as the op's reference; imports its optional package when called. Same results up to the
+        rounding of sums, but for what nobody may read, such as rows after the last group without `zero_rest`: there
+        the reference has zeros, and a kernel may leave what was in memory.
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
