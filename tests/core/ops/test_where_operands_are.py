@@ -4,7 +4,6 @@ import functools
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
