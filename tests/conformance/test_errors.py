@@ -228,6 +228,14 @@ TABLE = [
         *("gemm", "on one mesh", "'dp': 2", "'dp': 4", "device_put"),
     ),
     row(
+        "operands of a recipe on two meshes",
+        lambda: dense(
+            on_mesh(X, "dp"), on_mesh(jnp.ones((16, 16)), sizes=(4, 2)), recipe="fp8_current"
+        ),
+        ValueError,
+        *("quantized_gemm: ", "on one mesh", "'dp': 2", "'dp': 4"),
+    ),
+    row(
         "operands on an Explicit and on an Auto mesh",
         lambda: gemm(on_mesh(X, "dp"), on_mesh(X.T, "ep", kind=AxisType.Auto)),
         ValueError,

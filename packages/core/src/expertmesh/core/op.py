@@ -337,7 +337,7 @@ def _without_derivative(name: str, function):
 
 
 def _dispatch(call: _Call, operands):
-    mesh = _jax.operand_mesh(operands, call.op.name)
+    mesh = _jax.operand_mesh(call.op.name, operands)
     kinds = {
         kind: frozenset(axes_of_type(mesh, kind))
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)

@@ -48,7 +48,7 @@ def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array
             f"gather_weight: a weight of floats must be gathered in floats; got dtype={dtype.name}; pass for example "
             "'bfloat16'"
         )
-    mesh = _jax.operand_mesh((w,))
+    mesh = _jax.operand_mesh("gather_weight", (w,))
     if mesh.empty:
         return w
     axis_size(mesh.shape, spec_axes(spec))
