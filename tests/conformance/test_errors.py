@@ -88,6 +88,14 @@ def eight_bits(format, axis=1):
     return QuantizedArray(data, scale, tensor, block=block, format=format, dtype=dtype)
 
 
+def eight_bit_groups():
+    """Ones: rows [1, 32, 32] and weights [2, 32, 32]."""
+    return (
+        quantize(jnp.ones((1, 32, 32)), MX.x, axis=2),
+        quantize(jnp.ones((2, 32, 32)), MX.kernel, axis=1, batch_dims=1),
+    )
+
+
 def handle():
     return prepare(IDX, EpConfig(num_experts=4))
 
@@ -131,6 +139,7 @@ MISSING_KERNEL = Op(
     "... -> ...",
     kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
 )
+RUNS = Op("double", lambda x: 2 * x, "... -> ...", kernels=(Kernel("fast", "cpu", jnp.sin),))
 NATIVE = Op(
     "native",
     lambda x: 2 * x,
@@ -211,6 +220,34 @@ TABLE = [
         lambda: specs.constrain(on_mesh(X), PartitionSpec("fsdp")),
         ValueError,
         *("'fsdp'", "('dp', 'ep')"),
+    ),
+    row(
+        "operands on two meshes",
+        lambda: gemm(on_mesh(X, "dp"), on_mesh(X.T, "ep", sizes=(4, 2))),
+        ValueError,
+        *("gemm", "on one mesh", "'dp': 2", "'dp': 4", "device_put"),
+    ),
+    row(
+        "operands of a recipe on two meshes",
+        lambda: dense(
+            on_mesh(X, "dp"), on_mesh(jnp.ones((16, 16)), sizes=(4, 2)), recipe="fp8_current"
+        ),
+        ValueError,
+        *("quantized_gemm: ", "on one mesh", "'dp': 2", "'dp': 4"),
+    ),
+    row(
+        "operands on an Explicit and on an Auto mesh",
+        lambda: gemm(on_mesh(X, "dp"), on_mesh(X.T, "ep", kind=AxisType.Auto)),
+        ValueError,
+        *("gemm", "on one mesh", "Explicit", "Auto"),
+    ),
+    row(
+        "parameters of the block on another mesh",
+        lambda: jax.jit(lambda p, x: moe(p, x, CONFIG))(
+            {name: on_mesh(p, "ep", sizes=(4, 2)) for name, p in params().items()}, on_mesh(X, "dp")
+        ),
+        ValueError,
+        *("on one mesh", "'dp': 2", "'dp': 4"),
     ),
     row(
         "EP axis of the resource not in the mesh",
@@ -376,6 +413,24 @@ TABLE = [
         "float32",
     ),
     row(
+        "dtype of sums over devices",
+        lambda: gemm(eight_bits(E4M3), eight_bits(E4M3), reduce_dtype="int8"),
+        ValueError,
+        *("gemm", "reduce_dtype=int8"),
+    ),
+    row(
+        "dtype of sums over devices of quantized groups",
+        lambda: grouped_gemm(*eight_bit_groups(), SIZES[None], reduce_dtype="int8"),
+        ValueError,
+        *("grouped_gemm", "reduce_dtype=int8"),
+    ),
+    row(
+        "quantized rows without participants",
+        lambda: grouped_gemm(eight_bits(MX.x), eight_bit_groups()[1], SIZES),
+        ValueError,
+        *("grouped_gemm", "[P, C, K]", "(32, 32)"),
+    ),
+    row(
         "scales of an operand of another shape",
         lambda: gemm(
             dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
@@ -446,6 +501,18 @@ TABLE = [
         lambda: NATIVE(X, implementation="elsewhere"),
         ValueError,
         *("'elsewhere'", "it runs on tpu", "implementation='auto'"),
+    ),
+    row(
+        "kernel under vmap",
+        lambda: jax.vmap(lambda x: RUNS(x, implementation="fast"))(X),
+        ValueError,
+        *("double: ", "vmap", "implementation='fast'", "'auto'", "jax.lax.map"),
+    ),
+    row(
+        "dtype of sums over devices of an op",
+        lambda: RUNS(X, reduce_dtype="int8"),
+        ValueError,
+        *("double: ", "reduce_dtype=int8", "float32"),
     ),
     row(
         "recipe that the kernel asked for does not take on this device",
@@ -559,7 +626,15 @@ TABLE = [
             lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES + 1
         ),
         checkify.JaxRuntimeError,
-        *("grouped_gemm", "group_sizes", "6", "4"),
+        *("grouped_gemm", "group_sizes must add up to at most 4, the rows; got a sum of 6"),
+    ),
+    row(
+        "more rows in groups of quantized rows than there are",
+        lambda: checked(
+            lambda s: grouped_gemm(*eight_bit_groups(), s, debug=True), SIZES[None] * 9
+        ),
+        checkify.JaxRuntimeError,
+        *("grouped_gemm", "add up to at most 32", "got a sum of 36"),
     ),
     row(
         "a negative group",
@@ -567,7 +642,7 @@ TABLE = [
             lambda s: grouped_gemm(X[:4], jnp.ones((2, 16, 5)), s, debug=True), SIZES * -1
         ),
         checkify.JaxRuntimeError,
-        *("grouped_gemm", "group_sizes", "-2"),
+        *("grouped_gemm", "group_sizes must be at least 0; got a size of -2"),
     ),
     row(
         "expert ids beyond the experts",

@@ -91,6 +91,15 @@ def test_nested_vmap_of_a_summed_op():
     np.testing.assert_allclose(out, np.einsum("abtk,atk->abk", x, y[:, 0]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_vmap_runs_the_reference_unless_a_kernel_is_named(implementation):
+    np.testing.assert_array_equal(
+        jax.vmap(lambda x: _op()(x, implementation=implementation))(X[:, None]), _double(X[:, None])
+    )
+    with pytest.raises(ValueError, match="double: .*vmap.*implementation='fast'"):
+        jax.vmap(jax.vmap(lambda x: _op()(x, implementation="fast")))(X[:, None])
+
+
 def test_auto_axes_in_a_partly_manual_region_need_a_resource():
     mesh = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))

@@ -180,8 +180,9 @@ def test_statistics_of_certainty_and_of_nothing():
     logits = jnp.array([[200.0, -200.0, 0.0]])
     sure = router_statistics(logits, jnp.array([[0]]))
     assert float(sure.entropy) == 0 and float(sure.max_over_mean_load) == 3
-    nothing = router_statistics(logits, jnp.array([[-1]]))
-    assert [float(x) for x in nothing[1:]] == [0, 0, 1]
+    for outside in (-1, 3, 4):
+        nothing = router_statistics(logits, jnp.array([[outside]]))
+        assert [float(x) for x in nothing[1:]] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def on_one_device(recipe):
     return jax.jit(functools.partial(value_and_gradients, dict(recipe=recipe)))(*data())
 
 
-@covering("layout", LAYOUTS, covers=["tp rows"])
+@covering("layout", LAYOUTS, covers=["tp rows", "tp columns"])
 def test_dense(layout):
     recipe, kind, specs, expected = LAYOUTS[layout]
     mesh = mesh_of(kind)
@@ -150,6 +150,32 @@ def test_dense(layout):
         assert relative_error(result, want) < 1e-6
         assert result.sharding.is_equivalent_to(primal.sharding, primal.ndim)
     assert crossing(text) == Counter(expected)
+
+
+def test_specs_of_several_contracted_dimensions():
+    """Of K in two dimensions the first is sharded: what crosses is what crosses where K is one dimension."""
+    mesh, (x, kernel, _, dy) = mesh_of(AUTO), data()
+
+    def compiled(shape, *specs):
+        count = len(shape)
+        options = dict(x_spec=specs[0], w_spec=specs[1], out_spec=specs[2], recipe="mxfp8")
+        dims = tuple(range(2, 2 + count)), tuple(range(count))
+
+        def both(x, kernel, dy):
+            y, pull = jax.vjp(lambda x, w: dense(x, w, contracting_dims=dims, **options), x, kernel)
+            return y, *pull(dy)
+
+        operands = x.reshape(*x.shape[:2], *shape), kernel.reshape(*shape, -1), dy
+        placed = [put(mesh, a, spec) for a, spec in zip(operands, specs, strict=True)]
+        with global_shard_guard(RESOURCE):
+            program, text = compile_partitioned(jax.jit(both).lower(*placed))
+        return crossing(text), program(*placed)
+
+    one = compiled((128,), P(TOKENS, None, "tp"), P("tp", "fsdp"), P(TOKENS))
+    two = compiled((2, 64), P(TOKENS, None, "tp"), P("tp", None, "fsdp"), P(TOKENS))
+    assert one[0] == two[0], (one[0] - two[0], two[0] - one[0])
+    for got, want in zip(two[1], one[1], strict=True):
+        np.testing.assert_array_equal(got, want.reshape(got.shape))
 
 
 @pytest.mark.parametrize("mode", ["explicit", "resource", "auto"])

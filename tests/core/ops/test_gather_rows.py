@@ -169,6 +169,23 @@ def test_sharding_changes_no_value_and_adds_no_collective(specs, mode):
         assert not collectives(compiled.as_text())
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_source_rows_on_several_devices_are_gathered(mode, weighted):
+    """An index is one of all rows, wherever they lie."""
+    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
+    operands = exact_data(2, 8, 10, 3, 8)[: 3 if weighted else 2]
+    specs = PartitionSpec("dp", "tp"), PartitionSpec("dp"), PartitionSpec("dp")
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=False)
+    ]
+    roles = MeshResource(dp_resource="dp", cp_resource="tp") if mode == "resource" else None
+    with global_shard_guard(roles):
+        np.testing.assert_array_equal(jax.jit(gather_rows)(*placed), gather_rows(*operands))
+
+
 def test_manual():
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
     operands = exact_data(8, 6, 10, 3, 8)

@@ -291,6 +291,28 @@ def grouped_data():
     return lhs, rhs, sizes, bias, dy
 
 
+@KINDS
+def test_a_float32_weight_of_experts_is_gathered_in_the_dtype_of_the_rows(kind):
+    """As that of a dense product."""
+    mesh, (lhs, rhs, sizes, *_) = mesh_of(kind), grouped_data()
+    at_rest = P("ep", "fsdp")
+    operands = (lhs.astype(np.float16), P(TOKENS)), (rhs, at_rest), (sizes, P(TOKENS))
+    placed = [put(mesh, a, spec) for a, spec in operands]
+
+    def loss(lhs, rhs, sizes):
+        return jnp.sum(grouped_gemm(lhs, rhs, sizes, rhs_spec=at_rest).astype(jnp.float32))
+
+    with global_shard_guard(RESOURCE if kind == AxisType.Auto else None):
+        text = jax.jit(jax.grad(loss, argnums=1)).lower(*placed).compile().as_text()
+        narrow = jax.jit(grouped_gemm).lower(*placed).compile().as_text()
+    for found in (text, narrow):
+        gathered = {shape for kind, _, shape in crossing(found) if kind == "all-gather"}
+        assert all(shape.startswith("f16[") for shape in gathered), gathered
+    assert gathered
+    scattered = {shape for kind, _, shape in crossing(text) if kind == "reduce-scatter"}
+    assert scattered and all(shape.startswith("f32[") for shape in scattered), scattered
+
+
 @functools.cache
 def grouped_oracle():
     """Each row with its own weight."""

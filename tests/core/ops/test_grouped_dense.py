@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
 from core.ops import dense_oracle
@@ -14,8 +15,10 @@ from expertmesh.core import (
     DelayedScaling,
     Float8CurrentScaling,
     Format,
+    MeshResource,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    global_shard_guard,
     grouped_dense,
     grouped_gemm,
     init_dense_state,
@@ -146,6 +149,32 @@ def test_debug_checks_the_sizes(sizes, words):
     )
     error, _ = jax.jit(checked)(jnp.array([sizes, [0, 160]]))
     assert all(word in error.get() for word in ["grouped_dense: group", *words]), error.get()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("lead", [(), (None,)], ids=["[C, K]", "[P, C, K]"])
+def test_a_spec_is_of_the_operand_as_given(lead, debug):
+    """Whether it has P or not, and with debug as without: sums over tp are scattered to where they are wanted."""
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    x, kernel, *_ = data()
+    x, sizes = (x[:1], SIZES[:1]) if lead else (x[0], SIZES[0])
+    spec = PartitionSpec(*lead, None, None, "tp")
+    specs = dict(
+        x_spec=PartitionSpec(*lead, None, "tp"), w_spec=PartitionSpec(None, "tp"), out_spec=spec
+    )
+
+    def layer(x, kernel):
+        return grouped_dense(x, kernel, sizes, recipe="fp8_current", debug=debug, **specs)
+
+    with global_shard_guard(MeshResource(tp_resource="tp")):
+        _, y = jax.jit(checkify.checkify(layer))(*place(mesh, (x, kernel[:2])))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim), y.sharding
+    want = grouped_dense(x, kernel[:2], sizes, recipe="fp8_current")
+    assert relative_error(y, want) < 2e-6
+
+
+def place(mesh, operands):
+    return jax.device_put(operands, NamedSharding(mesh, PartitionSpec()))
 
 
 def struct(*sizes, dtype="float32"):

@@ -96,6 +96,21 @@ def test_gradients_of_float32_weights_are_not_rounded():
     np.testing.assert_array_equal(gradient, np.full((1, 2, 3), 257))
 
 
+def test_products_of_nothing():
+    """A contraction of length 0 is zeros, or the bias of each row's group; so are gradients of no rows."""
+    lhs, rhs, sizes, bias, dy = data([[3, 0, 4]], 10, 3, k=0)
+    for got, want in zip(
+        value_and_gradients(lhs, rhs, sizes, bias, dy),
+        oracle(lhs, rhs, sizes, bias, dy),
+        strict=True,
+    ):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    no_rows = data([[0, 0, 0]], 0, 3)
+    for got, want in zip(value_and_gradients(*no_rows), oracle(*no_rows), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     "shapes, words",
     [
@@ -117,5 +132,7 @@ def test_errors(shapes, words):
 
 
 def test_group_sizes_are_integers():
-    with pytest.raises(TypeError, match="group_sizes must be integers; got dtype float32"):
+    with pytest.raises(
+        TypeError, match="group_sizes must be an array of integers; got dtype=float32"
+    ):
         grouped_gemm(jnp.zeros((4, 5)), jnp.zeros((2, 5, 6)), jnp.zeros(2))

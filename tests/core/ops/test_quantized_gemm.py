@@ -160,5 +160,7 @@ def test_experts_have_a_scale_each(scale, words):
 
 def test_results_have_sixteen_bits_at_least():
     q = operand(E4M3), operand(E4M3, (64, 32), 0)
-    with pytest.raises(ValueError, match="at least 16 bits; got out_dtype=float8_e5m2"):
+    with pytest.raises(
+        ValueError, match="of floats of at least 16 bits; got out_dtype=float8_e5m2"
+    ):
         gemm(*q, out_dtype=jnp.float8_e5m2)

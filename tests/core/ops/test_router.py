@@ -68,6 +68,20 @@ def test_gradient_has_the_dtype_of_the_logits():
     assert gradient.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(
+    "options", [dict(use_pre_softmax=True), *(dict(score_function=f) for f in SCORE_FUNCTIONS)]
+)
+def test_gradient_of_narrow_logits_is_computed_in_float32(options):
+    """Rounded once, to the dtype of the logits."""
+    logits = jnp.asarray(distinct_logits(3, jnp.bfloat16))
+    g = np.random.default_rng(3).normal(size=(*logits.shape[:-1], 3)).astype(np.float32)
+    narrow, wide = (
+        jax.vjp(lambda x: route(x, RouterConfig(top_k=3, **options)).topk_weights, x)[1](g)[0]
+        for x in (logits, logits.astype(jnp.float32))
+    )
+    np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
+
+
 @BOTH
 def test_ties_go_to_the_lower_expert(use_pre_softmax):
     """Equal scores, zeros of both signs, and equal scores around the cut between the K-th and the next."""

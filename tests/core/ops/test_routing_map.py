@@ -79,7 +79,11 @@ def test_more_experts_than_choices_and_unused_bits():
         (lambda: to_routing_map(jnp.zeros((2, 2), int), 4, "csr"), ValueError, ["'csr'", "bitmap"]),
         (lambda: to_routing_map(jnp.zeros((2, 2)), 4), TypeError, ["topk_idx", "float32"]),
         (lambda: to_routing_map(jnp.zeros((), int), 4), ValueError, ["()", "[..., K]"]),
-        (lambda: from_routing_map(jnp.zeros((2, 4)), 4, 1), TypeError, ["bytemap", "float32"]),
+        (
+            lambda: from_routing_map(jnp.zeros((2, 4)), 4, 1),
+            TypeError,
+            ["routing_map", "bools or integers", "float32"],
+        ),
         (lambda: from_routing_map(jnp.zeros((2, 4), bool), 4, 1, "bits"), ValueError, ["'bits'"]),
         (lambda: from_routing_map(jnp.zeros((2, 5), bool), 4, 1), ValueError, ["(2, 5)", "4"]),
         (lambda: from_routing_map(jnp.zeros((2, 4), bool), 4, 5), ValueError, ["top_k=5"]),

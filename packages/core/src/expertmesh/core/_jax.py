@@ -40,18 +40,31 @@ def _vary(x, axes):
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def operand_mesh(operands) -> AbstractMesh:
-    """The mesh in the operands' types, else the mesh in context; empty where there is none."""
-    for x in operands:
-        mesh = jax.typeof(x).sharding.mesh
-        if not mesh.empty:
-            return mesh
-    return jax.sharding.get_abstract_mesh()
+def _meshes(operands) -> list[AbstractMesh]:
+    """The meshes in the operands' types, else the mesh in context; empty ones only where there is no other."""
+    found = [jax.typeof(x).sharding.mesh for x in operands]
+    return [mesh for mesh in found if not mesh.empty] or [jax.sharding.get_abstract_mesh()]
+
+
+def operand_mesh(name: str, operands) -> AbstractMesh:
+    """The mesh in the operands' types, else the mesh in context; empty where there is none.
+
+    Raises:
+      ValueError: in the name of `name`, for operands on two meshes that are not both all Auto, as JAX's own ops do.
+    """
+    first, *others = _meshes(operands)
+    for mesh in others:
+        if mesh != first and not (mesh.are_all_axes_auto and first.are_all_axes_auto):
+            raise ValueError(
+                f"{name}: the operands must be on one mesh; got {first} and {mesh}; jax.device_put those of one mesh "
+                "to the other"
+            )
+    return first
 
 
 def platform(operands) -> str:
     """JAX's lowering platform of the devices that the operands' mesh consists of, else of the default ones."""
-    device = operand_mesh(operands).abstract_device
+    device = _meshes(operands)[0].abstract_device
     name = device.platform if device is not None else jax.default_backend()
     return "cuda" if name == "gpu" else name
 

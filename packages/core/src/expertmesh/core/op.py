@@ -73,7 +73,9 @@ class Kernel:
     Attributes:
       name: what `implementation=` calls it.
       platform: "cuda" or "cpu": JAX's platform name at lowering.
-      launch: same signature and results as the op's reference; imports its optional package when called.
+      launch: same signature as the op's reference; imports its optional package when called. Same results up to the
+        rounding of sums, but for what nobody may read, such as rows after the last group without `zero_rest`: there
+        the reference has zeros, and a kernel may leave what was in memory.
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
@@ -165,7 +167,7 @@ class Op:
 
         Args:
           operands: arrays.
-          implementation: "auto", "reference" or the name of a kernel.
+          implementation: "auto", "reference" or the name of a kernel; under vmap an op runs its reference.
           operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
             result is wanted, if types and roles do not say so.
           reduce_dtype: of an op with the option `out_dtype`: what each device's part of a sum over mesh axes is rounded
@@ -173,11 +175,13 @@ class Op:
           options: passed to the reference; hashable.
 
         Raises:
-          ValueError: unknown implementation, ranks that do not fit the rule; given specs with axes that are not in the
-            mesh, an axis twice, or Auto axes on a dimension that the type splits over Explicit ones.
+          ValueError: unknown implementation, or a kernel's name under vmap; unknown reduce_dtype; ranks that do not fit
+            the rule, operands on two meshes; given specs with axes that are not in the mesh, an axis twice, or Auto
+            axes on a dimension that the type splits over Explicit ones.
           ImportError: the named kernel's package is missing.
           NotImplementedError: Auto axes inside a partly Manual region without a MeshResource; a derivative of the
-            op, which only `expertmesh.core.differentiable` can give one.
+            op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
+            reference needs numbers.
         """
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
         if implementation not in names:
@@ -189,10 +193,16 @@ class Op:
             implementation,
             None if operand_specs is None else tuple(operand_specs),
             None if result_specs is None else tuple(result_specs),
-            jnp.dtype(reduce_dtype),
+            check_reduce_dtype(self.name, reduce_dtype),
             tuple(sorted(options.items())),
         )
-        return _run(call, *operands)
+        try:
+            return _run(call, *operands)
+        except jax.errors.InconclusiveDimensionOperation as error:
+            raise NotImplementedError(
+                f"{self.name}: the op needs sizes that are known when it is traced; got operands "
+                f"{[x.shape for x in operands]}; export one program for each size"
+            ) from error
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""
@@ -297,6 +307,11 @@ def _run(call: _Call, *operands):
     @run.def_vmap
     def run_batched(axis_size, in_batched, *operands):
         del axis_size
+        if call.implementation not in ("auto", "reference"):
+            raise ValueError(
+                f"{call.op.name}: under vmap, where an op runs its reference, implementation must be 'auto' or "
+                f"'reference'; got implementation={call.implementation!r}; use 'auto', or jax.lax.map for vmap"
+            )
         in_batched = tuple(in_batched)
 
         def lead(specs, batched):
@@ -307,7 +322,7 @@ def _run(call: _Call, *operands):
 
         batched_call = _Call(
             op=call.op.batched(in_batched),
-            implementation="auto",
+            implementation=call.implementation,
             operand_specs=lead(call.operand_specs, in_batched),
             result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
             reduce_dtype=call.reduce_dtype,
@@ -337,7 +352,7 @@ def _without_derivative(name: str, function):
 
 
 def _dispatch(call: _Call, operands):
-    mesh = _jax.operand_mesh(operands)
+    mesh = _jax.operand_mesh(call.op.name, operands)
     kinds = {
         kind: frozenset(axes_of_type(mesh, kind))
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)

@@ -83,7 +83,8 @@ _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 def grouped_requantize(
     data, scale, group_sizes, *, format, blocks, dtype, zero_rest=True, amax_axes=(), origin=()
 ):
-    """As the reference of `ops/grouped_requantize.py`, for one participant."""
+    """As the reference of `ops/grouped_requantize.py`, for one participant; without `zero_rest` rows after the last
+    group may be unwritten."""
     del blocks, amax_axes, origin  # a block lies within a shard
     _, C, K = data.shape
     # Where nothing turns the two are as fast.

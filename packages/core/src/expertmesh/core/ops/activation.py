@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
@@ -122,6 +123,7 @@ def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
     check_activation("activate", activation)
     activation = Activation.of(activation)
     if not activation.gated:
+        check_arrays("activate", FLOATS, h=h)
         return _plain(h, function=activation.function)
     _check_pair("activate", h)
     return _gated(h, activation=activation)
@@ -180,6 +182,7 @@ def _check_function(name, field, function):
 
 
 def _check_pair(name, h):
+    check_arrays(name, FLOATS, h=h)
     if h.ndim < 2 or h.shape[-2] != 2:
         raise ValueError(
             f"{name}: h must have shape [..., 2, F]; got h.shape={h.shape}; "

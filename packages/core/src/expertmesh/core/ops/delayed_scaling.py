@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import numerics
 from expertmesh.core.op import Op
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.grouped_quantize import grouped_quantize_with_amax
 from expertmesh.core.ops.quantize import quantize_with_amax
 from expertmesh.core.quantized import QuantizedArray
@@ -96,6 +97,7 @@ def quantize_delayed(
 
     The amax is maximised over the axes that shard `x`; the state is the same on all devices.
     """
+    check_arrays("quantize_delayed", FLOATS, x=x)
     _check_state("quantize_delayed", state, recipe)
     q, amax = quantize_with_amax(
         x, recipe.formats().x, state.multiplier, batch_dims=state.multiplier.ndim, spec=spec
@@ -135,6 +137,8 @@ def grouped_quantize_delayed_both(
     x, group_sizes, state: DelayedState, recipe: DelayedScaling, *, spec=None, twice: bool = True
 ) -> tuple[QuantizedArray, QuantizedArray, DelayedState]:
     """(q as of `grouped_quantize_delayed`, if `twice` the same as the weight's gradient reads it, the state)."""
+    check_arrays("grouped_quantize_delayed", FLOATS, x=x)
+    check_arrays("grouped_quantize_delayed", INTEGERS, group_sizes=group_sizes)
     _check_state("grouped_quantize_delayed", state, recipe)
     if state.multiplier.ndim:
         raise ValueError(

@@ -11,7 +11,6 @@ Dimension key: t token dimensions (any number), k contraction, n output dimensio
 from collections.abc import Sequence
 from math import prod
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import (
@@ -27,6 +26,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.delayed_scaling import quantize_delayed
 from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
 from expertmesh.core.ops.quantize import quantize
@@ -78,7 +78,7 @@ def dense(
       key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
       kernel_quantized: `quantize_kernel(kernel, recipe)`; else `kernel` is quantized here. The gradient is that of
         `kernel` either way.
-      out_dtype: dtype of the result; None: that of `x`.
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
       reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep),
         `kernel` over fsdp along K.
@@ -91,6 +91,7 @@ def dense(
       ValueError: other contracting dimensions, shapes that do not fit; state or key missing, or a history of another
         length; operands that the recipe's GEMMs do not take, such as a contraction that is no multiple of 16 (32 in
         blocks of 32, or in four bits); blocks that a shard would straddle.
+      TypeError: an operand is no array of floats.
 
     Differentiable in `x`, `kernel` and `bias`. Kept for the backward: `x` quantized along the tokens, and `kernel`
     quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_kernel". Gradients are
@@ -101,6 +102,8 @@ def dense(
     """
     recipe = recipe_of(recipe) or current_recipe()
     extra = Extra(state, key, kernel_quantized)
+    check_arrays("dense", FLOATS, x=x, kernel=kernel)
+    check_arrays("dense", FLOATS, optional=True, bias=bias)
     count = num_contracted("dense", x, kernel, contracting_dims, 0)
     if count > 1:
         x, kernel = (
@@ -135,7 +138,7 @@ def dense(
     given = x_spec, w_spec, out_spec
     layer = Layer(
         recipe=recipe,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=check_out_dtype("dense", out_dtype or x.dtype),
         reduce_dtype=check_reduce_dtype("dense", reduce_dtype),
         given=given,
         used=_used(x.ndim, kernel.ndim, *given),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import pointwise_scores
 from expertmesh.core.ops.token_mask import check_token_mask, masked
@@ -39,6 +40,7 @@ def update_expert_bias(
     (arXiv:2408.15664).
     """
     _check_bias("update_expert_bias", expert_bias)
+    check_arrays("update_expert_bias", tokens_per_expert=tokens_per_expert)
     if tokens_per_expert.shape != expert_bias.shape:
         raise ValueError(
             "update_expert_bias: tokens_per_expert must be shaped like the bias; "
@@ -127,6 +129,7 @@ def quantile_expert_bias(
     """
     _check_bias("quantile_expert_bias", expert_bias)
     _check_range("quantile_expert_bias", bias_range)
+    check_arrays("quantile_expert_bias", histogram=histogram)
     if histogram.ndim != 2 or histogram.shape[0] != expert_bias.shape[0] or not histogram.shape[1]:
         raise ValueError(
             "quantile_expert_bias: histogram must be [E, B]; "
@@ -149,10 +152,7 @@ def quantile_expert_bias(
 
 
 def _check_bias(function, expert_bias):
-    if not jnp.issubdtype(expert_bias.dtype, jnp.floating):
-        raise TypeError(
-            f"{function}: expert_bias must be floating point; got dtype={expert_bias.dtype}; cast it to float32"
-        )
+    check_arrays(function, FLOATS, expert_bias=expert_bias)
     if expert_bias.ndim != 1:
         raise ValueError(
             f"{function}: expert_bias must be [E]; got expert_bias.shape={expert_bias.shape}; "
@@ -170,10 +170,7 @@ def _check_range(function, bias_range):
 
 def _check_histogram(logits, expert_bias, config, num_bins, bias_range):
     name = "required_bias_histogram"
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"{name}: logits must be floating point; got dtype={logits.dtype}; cast them to float32"
-        )
+    check_arrays(name, FLOATS, logits=logits, expert_bias=expert_bias)
     config.check_bias(name, expert_bias, logits.shape[-1])
     _check_range(name, bias_range)
     if config.num_groups is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.operands import check_arrays
 from expertmesh.core.specs import (
     axes_of_type,
     axis_size,
@@ -35,19 +36,26 @@ def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array
       without further rounding.
 
     Raises:
-      ValueError: an axis that is not in the mesh; more entries than dimensions.
+      ValueError: an axis that is not in the mesh; more entries than dimensions; a dtype of integers for floats.
 
     Differentiable: the gradient is summed over the axes in the dtype of `w` and reduce-scattered. So the devices of
     the axes must hold different tokens.
     """
-    mesh = _jax.operand_mesh((w,))
+    check_arrays("gather_weight", w=w)
+    dtype = jnp.dtype(dtype or w.dtype)
+    if jnp.issubdtype(w.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"gather_weight: a weight of floats must be gathered in floats; got dtype={dtype.name}; pass for example "
+            "'bfloat16'"
+        )
+    mesh = _jax.operand_mesh("gather_weight", (w,))
     if mesh.empty:
         return w
     axis_size(mesh.shape, spec_axes(spec))
     gathered = filter_axes(pad_spec(spec, w.ndim), axes_of_type(mesh, AxisType.Manual))
     if not spec_axes(gathered):
         return w
-    return _gather(w, spec=gathered, dtype=jnp.dtype(dtype or w.dtype))
+    return _gather(w, spec=gathered, dtype=dtype)
 
 
 def _fwd(w, *, spec, dtype):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import narrow_at_rest
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.gather_rows import gather_rows, select_rows
 from expertmesh.core.ops.grouped_gemm import (
     check_operands,
@@ -48,6 +49,7 @@ def gathered_gemm(
     Sharded as `grouped_gemm`, with the tokens of a participant held whole. On a GPU the forward reads each row where it
     is, once for each tile of 256 columns; the reference permutes first.
     """
+    check_arrays("gathered_gemm", FLOATS, x=x, rhs=rhs)
     flat = x.ndim == 2
     if x.shape[:-1] != plan.row.shape[:-1]:
         raise ValueError(
@@ -55,6 +57,7 @@ def gathered_gemm(
             f"got x {x.shape}, plan.row {plan.row.shape}; use the plan that was made for it"
         )
     check_operands("gathered_gemm", x, rhs, plan.group_sizes, None)
+    check_out_dtype("gathered_gemm", x.dtype)
     operands = [x, plan.token, plan.row, plan.source, plan.group_sizes]
     if flat:
         operands = [a[None] for a in operands]

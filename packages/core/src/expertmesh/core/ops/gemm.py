@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op, check_reduce_dtype
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.vjp import at_rest, differentiable
@@ -88,7 +89,7 @@ def gemm(
       w: float[K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own. With a quantized
         `x`, `quantize(..., axis=0)`.
       bias: float[*N] or None.
-      out_dtype: dtype of the result; None: that of `x` (of what it was quantized from).
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x` (of what it was quantized from).
       reduce_dtype: in which devices add their parts of the gradient of `w`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `w` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep), `w`
         over fsdp along K.
@@ -101,6 +102,7 @@ def gemm(
       ValueError: K of `x` and `w` or the shapes of `w` and `bias` differ; a spec with an axis twice or not in the mesh;
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      TypeError: an operand is no array of floats.
       NotImplementedError: quantized operands are differentiated.
 
     Differentiable in `x`, `w` and `bias`, unless they are quantized (see `dense`). Under sharding the weight is
@@ -118,6 +120,8 @@ def gemm(
     gradient is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype`: in bfloat16 half the
     bytes travel, each of n devices' parts is rounded, and each of the n - 1 sums, by at most 2^-9 of it.
     """
+    check_arrays("gemm", FLOATS, x=x, w=w)
+    check_arrays("gemm", FLOATS, optional=True, bias=bias)
     if x.ndim < 1 or w.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(
             f"gemm: the last dimension of x must equal the first of w; got x {x.shape}, w {w.shape}; transpose w"
@@ -127,7 +131,8 @@ def gemm(
             f"gemm: bias must have the shape of w without its first dimension, {w.shape[1:]}; got bias {bias.shape}; "
             "reshape it"
         )
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    out_dtype = check_out_dtype("gemm", out_dtype or x.dtype)
+    reduce_dtype = check_reduce_dtype("gemm", reduce_dtype)
     if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
         return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)
     return _gemm(
@@ -135,7 +140,7 @@ def gemm(
         w,
         bias,
         out_dtype=out_dtype,
-        reduce_dtype=check_reduce_dtype("gemm", reduce_dtype),
+        reduce_dtype=reduce_dtype,
         w_dtype=w.dtype,
         x_spec=x_spec,
         w_spec=w_spec,

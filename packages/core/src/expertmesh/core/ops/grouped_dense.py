@@ -11,7 +11,6 @@ contraction, N output dimensions (any number), E experts, G groups per participa
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import (
@@ -27,6 +26,7 @@ from expertmesh.core.layer import (
 )
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
 from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
@@ -34,6 +34,7 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
     grouped_gemm,
+    with_participant,
 )
 from expertmesh.core.ops.grouped_quantize import (
     check_starts,
@@ -92,7 +93,7 @@ def grouped_dense(
       key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
       kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
         is that of `kernel` either way.
-      out_dtype: dtype of the result; None: that of `x`.
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
       reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
@@ -107,7 +108,7 @@ def grouped_dense(
 
     Raises:
       ValueError: as `grouped_gemm` and `dense`.
-      TypeError: `group_sizes` are not integers.
+      TypeError: as `grouped_gemm`.
 
     Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, rows after the last group
     too. Kept for the backward as by `dense`.
@@ -118,6 +119,9 @@ def grouped_dense(
     """
     recipe = recipe_of(recipe) or current_recipe()
     extra = Extra(state, key, kernel_quantized)
+    check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
+    check_arrays("grouped_dense", FLOATS, optional=True, bias=bias)
+    check_arrays("grouped_dense", INTEGERS, group_sizes=group_sizes)
     if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
         raise ValueError(
             f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "
@@ -143,15 +147,13 @@ def grouped_dense(
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
+        x_spec, out_spec = with_participant(x_spec), with_participant(out_spec)
     if debug:
         check_starts("grouped_dense", group_sizes, alignment_of(recipe))
-        x_spec, out_spec = (
-            None if spec is None else PartitionSpec(None, *spec) for spec in (x_spec, out_spec)
-        )
     given = x_spec, w_spec, out_spec
     layer = Layer(
         recipe=recipe,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=check_out_dtype("grouped_dense", out_dtype or x.dtype),
         reduce_dtype=check_reduce_dtype("grouped_dense", reduce_dtype),
         given=given,
         used=used_specs(kernel.ndim, *given),

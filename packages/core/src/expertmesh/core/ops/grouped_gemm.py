@@ -13,12 +13,14 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
 from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
 from expertmesh.core.quantized import QuantizedArray
@@ -37,6 +39,8 @@ _MAX_BLOCK = 128
 
 def _block_rows(num_rows: int, num_groups: int) -> int:
     """Rows per step of the reference: near the mean group, so that few rows of a step belong to no group."""
+    if export.is_symbolic_dim(num_rows):
+        return _MAX_BLOCK
     mean = max(num_rows // max(num_groups, 1), 8)
     return min(1 << (mean - 1).bit_length(), _MAX_BLOCK)
 
@@ -425,7 +429,7 @@ def grouped_gemm(
       group_sizes: int32[P, G], rows of each group, sum at most C; E is a multiple of G and P of E / G: participant p
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
-      out_dtype: dtype of the result; None: that of `lhs` (of what it was quantized from).
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
       reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
@@ -444,7 +448,7 @@ def grouped_gemm(
         one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
         lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
       NotImplementedError: quantized operands are differentiated.
-      TypeError: `group_sizes` are not integers.
+      TypeError: an operand is no array of floats; `group_sizes` are not integers.
 
     Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
     weight gradients, rows after the last group zero input gradients.
@@ -457,10 +461,12 @@ def grouped_gemm(
     is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
     shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
+    reduce_dtype = check_reduce_dtype("grouped_gemm", reduce_dtype)
+    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
+    out_dtype = check_out_dtype("grouped_gemm", out_dtype or lhs.dtype)
     if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
         specs = lhs_spec, rhs_spec, out_spec
         return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
-    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
     flat = lhs.ndim == 2
     if flat:
         lhs, group_sizes = lhs[None], group_sizes[None]
@@ -469,12 +475,12 @@ def grouped_gemm(
         rhs,
         group_sizes,
         bias,
-        out_dtype=jnp.dtype(out_dtype or lhs.dtype),
-        reduce_dtype=check_reduce_dtype("grouped_gemm", reduce_dtype),
+        out_dtype=out_dtype,
+        reduce_dtype=reduce_dtype,
         rhs_dtype=rhs.dtype,
-        lhs_spec=_with_participant(lhs_spec) if flat else lhs_spec,
+        lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
         rhs_spec=rhs_spec,
-        out_spec=_with_participant(out_spec) if flat else out_spec,
+        out_spec=with_participant(out_spec) if flat else out_spec,
         zero_rest=zero_rest,
     )
     return out[0] if flat else out
@@ -487,12 +493,16 @@ def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
 
     lhs_spec, rhs_spec, out_spec = specs
     lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
-    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias)
+    if lhs.ndim == 2:
+        raise ValueError(
+            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
+            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
+        )
     out = quantized_grouped_gemm(
         lhs,
         rhs,
         group_sizes,
-        out_dtype=out_dtype or lhs.dtype,
+        out_dtype=out_dtype,
         specs=(lhs_spec, rhs_spec),
         out_spec=out_spec,
         zero_rest=zero_rest,
@@ -508,17 +518,22 @@ def _check_data(name, lhs, group_sizes):
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
-        (least >= 0) & (most <= lhs.shape[-2]),
-        name
-        + ": group_sizes must be at least 0 and add up to at most {rows}, the rows; got a size of {least}, a "
-        "sum of {most}; count the rows again",
-        rows=jnp.int32(lhs.shape[-2]),
+        least >= 0,
+        name + ": group_sizes must be at least 0; got a size of {least}; count the rows again",
         least=least,
+    )
+    checkify.debug_check(
+        most <= lhs.shape[-2],
+        name
+        + ": group_sizes must add up to at most {rows}, the rows; got a sum of {most}; count the rows again, or make "
+        "room for more",
+        rows=jnp.int32(lhs.shape[-2]),
         most=most,
     )
 
 
-def _with_participant(spec):
+def with_participant(spec):
+    """Of rows [C, ...] that become those of one participant."""
     return None if spec is None else PartitionSpec(None, *spec)
 
 
@@ -530,15 +545,14 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
             shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
             raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
 
+    check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
+    check_arrays(name, FLOATS, optional=True, bias=bias)
+    check_arrays(name, INTEGERS, group_sizes=group_sizes)
     require(
         (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
         "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
         "reshape the operand that has another rank",
     )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"{name}: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
-        )
     require(
         lhs.shape[-1] == rhs.shape[1],
         "the last dimension of lhs must equal rhs' second",

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import numerics
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.quantize import (
     block_shape,
     check_blocks,
@@ -306,14 +307,11 @@ def _quantize(
 
 
 def check_groups(name: str, x, group_sizes) -> None:
+    check_arrays(name, INTEGERS, group_sizes=group_sizes)
     if x.ndim < 2 or group_sizes.ndim != 2 or x.shape[0] != group_sizes.shape[0]:
         raise ValueError(
             f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {x.shape}, "
             f"group_sizes {group_sizes.shape}; add the dimension P, 1 where nothing is sharded"
-        )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"{name}: group_sizes must be integers; got dtype {group_sizes.dtype}; cast them to int32"
         )
 
 

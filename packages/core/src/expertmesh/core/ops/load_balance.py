@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
 from expertmesh.core.ops.token_mask import check_token_mask, count_tokens, masked
@@ -56,6 +57,7 @@ def load_balance_loss(
     tokens alone. The loss is that of Switch Transformers (arXiv:2101.03961, eq. 4-6), extended to K choices.
     """
     check_balance_operands("load_balance_loss", logits, topk_idx, score_function, token_mask)
+    check_arrays("load_balance_loss", optional=True, tokens_per_expert=tokens_per_expert)
     if tokens_per_expert is not None and tokens_per_expert.shape != logits.shape[-1:]:
         raise ValueError(
             "load_balance_loss: tokens_per_expert must be [E]; "
@@ -93,7 +95,7 @@ def router_z_loss(
     your own `shard_map` the result is that of the shard's tokens alone. The loss is that of ST-MoE (arXiv:2202.08906,
     eq. 5).
     """
-    _check_logits("router_z_loss", logits)
+    check_arrays("router_z_loss", FLOATS, logits=logits)
     check_token_mask("router_z_loss", token_mask, logits.shape[:-1])
     return _z_loss(logits, token_mask, coeff=float(coeff))
 
@@ -113,14 +115,14 @@ def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
 
     Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
-    _check_indices("expert_counts", topk_idx)
+    check_arrays("expert_counts", INTEGERS, topk_idx=topk_idx)
     return _counts_op(topk_idx, num_experts=num_experts)
 
 
 def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -> None:
     """What every balance loss refuses."""
-    _check_logits(name, logits)
-    _check_indices(name, topk_idx)
+    check_arrays(name, FLOATS, logits=logits)
+    check_arrays(name, INTEGERS, topk_idx=topk_idx)
     check_score_function(name, score_function)
     if logits.shape[:-1] != topk_idx.shape[:-1]:
         raise ValueError(
@@ -128,20 +130,6 @@ def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -
             f"got logits.shape={logits.shape}, topk_idx.shape={topk_idx.shape}; pass those of the same tokens"
         )
     check_token_mask(name, token_mask, logits.shape[:-1])
-
-
-def _check_logits(name, logits):
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"{name}: logits must be floating point; got dtype={logits.dtype}; cast them to float32"
-        )
-
-
-def _check_indices(name, topk_idx):
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"{name}: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
-        )
 
 
 def _counts(topk_idx, token_mask=None, *, num_experts):

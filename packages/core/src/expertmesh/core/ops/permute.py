@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
@@ -407,7 +408,7 @@ def check_rows(function, num_rows, worst, num_choices, drop) -> int:
             f"{function}: num_rows must be at least {worst}, which any routing fits into; got num_rows={num_rows}; "
             "leave it out, or pass drop=True to drop the last rows"
         )
-    if max(worst, num_rows, num_choices) >= 2**31:
+    if any(exceeds(count, 2**31 - 1) for count in (worst, num_rows, num_choices)):
         raise ValueError(
             f"{function}: rows must be countable in int32; got {num_choices} choices, num_rows={num_rows}, "
             f"of which any routing needs {worst}; split the tokens into groups P"
@@ -481,6 +482,7 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
     if topk_weights is None:
         out_PTD = _unpermute(y_PND, *_maps(plan))
     else:
+        check_arrays("unpermute", FLOATS, topk_weights=topk_weights)
         _check_choices("unpermute", topk_weights, plan)
         out_PTD = _unpermute_weighted(y_PND, _as_group(topk_weights, 3), *_maps(plan))
     return out_PTD if y.ndim == 3 else out_PTD[0]
@@ -498,7 +500,8 @@ def choices_to_rows(values: jax.Array, plan: PermutePlan) -> jax.Array:
 
     Costs no communication when P is sharded; T and K are held whole.
     """
-    _check_choices("choices_to_rows", values, plan, floating=False)
+    check_arrays("choices_to_rows", values=values)
+    _check_choices("choices_to_rows", values, plan)
     row, source = _maps(plan)
     out_PN = _choices_to_rows(_as_group(values, 3), row, source)
     return out_PN if values.ndim == 3 else out_PN[0]
@@ -516,6 +519,7 @@ def rows_to_choices(values: jax.Array, plan: PermutePlan) -> jax.Array:
 
     Costs no communication when P is sharded; N is held whole.
     """
+    check_arrays("rows_to_choices", values=values)
     if values.shape != plan.source.shape:
         raise ValueError(
             "rows_to_choices: values must have the shape of plan.source; got "
@@ -574,11 +578,7 @@ def _maps(plan: PermutePlan):
 
 
 def _check_topk_idx(function, topk_idx):
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: topk_idx must be integers; got dtype={topk_idx.dtype}; "
-            "pass expert ids, not scores or a mask"
-        )
+    check_arrays(function, INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim not in (2, 3):
         raise ValueError(
             f"{function}: topk_idx must be [P, T, K] or [T, K]; got shape={topk_idx.shape}; "
@@ -588,6 +588,7 @@ def _check_topk_idx(function, topk_idx):
 
 def _check_fit(function, name, x, like, plan):
     """x is [*like's leading dims, D], where like is plan.row without K, or plan.source."""
+    check_arrays(function, **{name: x})
     leading = plan.source.shape if like is plan.source else plan.row.shape[:-1]
     if x.ndim != len(leading) + 1 or x.shape[:-1] != leading:
         raise ValueError(
@@ -596,13 +597,9 @@ def _check_fit(function, name, x, like, plan):
         )
 
 
-def _check_choices(function, values, plan, floating=True):
+def _check_choices(function, values, plan):
     if values.shape != plan.row.shape:
         raise ValueError(
             f"{function}: one value per choice must be given; got shape={values.shape}, "
             f"plan.row.shape={plan.row.shape}; use the plan made from the same topk_idx"
-        )
-    if floating and not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(
-            f"{function}: topk_weights must be floating; got dtype={values.dtype}; cast them to float32"
         )

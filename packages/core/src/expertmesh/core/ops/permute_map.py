@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import FLAGS, check_arrays
 from expertmesh.core.ops.permute import (
     PermutePlan,
     check_rows,
@@ -114,11 +115,7 @@ _plan = Op(
 
 
 def _check_map(routing_map):
-    if not (routing_map.dtype == jnp.bool_ or jnp.issubdtype(routing_map.dtype, jnp.integer)):
-        raise TypeError(
-            f"plan_permute_map: routing_map must be of bools or integers; got dtype={routing_map.dtype}; "
-            "pass which experts are chosen, and probabilities to unpermute"
-        )
+    check_arrays("plan_permute_map", FLAGS, routing_map=routing_map)
     if routing_map.ndim not in (2, 3):
         raise ValueError(
             f"plan_permute_map: routing_map must be [P, T, E] or [T, E]; got shape={routing_map.shape}; "

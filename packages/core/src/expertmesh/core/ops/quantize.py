@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax, numerics
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.rule import Names, parse_rule, plan_by_rule
@@ -464,6 +465,7 @@ def quantize_dbias(
 
     Besides the communication of `quantize`, sums cross the axes that shard the other dimensions, and no others.
     """
+    check_source("quantize_dbias", x, format)
     if not 0 <= feature_dims <= x.ndim:
         raise ValueError(
             f"quantize_dbias: feature_dims must be 0 .. {x.ndim}, the rank of x; got feature_dims={feature_dims}, "
@@ -481,11 +483,12 @@ def quantize_dbias(
         roles=rule_of(roles, None, roles[rows:]),
     )
     x = not_differentiable(x, "quantize_dbias: use dense or grouped_dense")
-    dtype = jnp.dtype(dbias_dtype or x.dtype)
+    dtype = check_out_dtype("quantize_dbias", dbias_dtype or x.dtype, "dbias_dtype")
     return q, op(x, operand_specs=(spec,), feature_dims=features, out_dtype=dtype)
 
 
 def check_source(name: str, x, format) -> None:
+    check_arrays(name, FLOATS, x=x)
     if not isinstance(format, TensorFormat):
         raise TypeError(
             f"{name}: format must be a TensorFormat; got {format!r}; take it from recipe.formats()"

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import current_resource
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.delayed_scaling import DelayedState, quantize_delayed
 from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.quantized import QuantizedArray
@@ -58,6 +59,7 @@ def quantize_kernel(
     Not differentiable: the layer gives the gradient to its `kernel`. Each device quantizes its shard; scales of a whole
     tensor are reduced over the axes that shard it, nothing else crosses devices.
     """
+    check_arrays("quantize_kernel", FLOATS, kernel=kernel)
     recipe = recipe_of(recipe) or current_recipe()
     if recipe is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
@@ -297,15 +298,6 @@ def _check_one_tensor(q: QuantizedArray) -> None:
             f"gemm: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; quantize it "
             "with batch_dims=0, or use grouped_gemm"
         )
-
-
-def check_out_dtype(name: str, dtype):
-    dtype = jnp.dtype(dtype)
-    if dtype.itemsize < 2:
-        raise ValueError(
-            f"{name}: the result must have at least 16 bits; got out_dtype={dtype.name}; quantize the result instead"
-        )
-    return dtype
 
 
 def check_pair(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.grouped_gemm import (
     accumulate_weights,
     empty_result,
@@ -28,7 +29,6 @@ from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.ops.quantized_gemm import (
     SCALINGS,
     arrays,
-    check_out_dtype,
     check_pair,
     halves,
     per_array,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks
 
 __all__ = [
@@ -104,6 +105,7 @@ def local_permute_after_a2a(
     Raises:
       TypeError, ValueError: as `ragged_params`, or x is not [N, D].
     """
+    check_arrays("local_permute_after_a2a", x=x)
     plan = _local_plan("local_permute_after_a2a", x, counts, shard_id)
     return move_chunks(x, plan), jnp.sum(_mine(counts, shard_id), axis=0, dtype=jnp.int32)
 
@@ -123,6 +125,7 @@ def local_unpermute_before_a2a(
     Raises:
       TypeError, ValueError: as `local_permute_after_a2a`.
     """
+    check_arrays("local_unpermute_before_a2a", y=y)
     return move_chunks(y, _local_plan("local_unpermute_before_a2a", y, counts, shard_id).inverse)
 
 
@@ -156,10 +159,7 @@ def _sends(function, counts_RE):
 
 
 def _check_counts(function, counts):
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: counts must be of integers; got dtype={counts.dtype}; cast it to int32"
-        )
+    check_arrays(function, INTEGERS, counts=counts)
     if counts.ndim != 2 or counts.shape[0] < 1 or counts.shape[1] % counts.shape[0]:
         raise ValueError(
             f"{function}: counts must be [R, E] with E divisible by R; got counts.shape={counts.shape}; "

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from expertmesh.core.operands import BOOLS, FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.router import RouterConfig, route
 from expertmesh.core.ops.routing_map import check_format, to_routing_map
 from expertmesh.core.ops.topk_weights import topk_weights_to_probs
@@ -57,6 +58,10 @@ def route_map(
     Differentiable in `logits`. No communication, however tokens are sharded; a sharded expert dimension is gathered.
     """
     check_format("route_map", format)
+    check_arrays("route_map", FLOATS, logits=logits)
+    check_arrays("route_map", FLOATS, optional=True, expert_bias=expert_bias)
+    check_arrays("route_map", BOOLS, optional=True, token_mask=token_mask)
+    check_arrays("route_map", INTEGERS, optional=True, topk_idx=topk_idx)
     routing = route(
         logits, config, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )

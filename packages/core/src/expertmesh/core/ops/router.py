@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
@@ -81,10 +82,7 @@ def route(
 
 
 def _check_logits(logits, config):
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"route: logits must be floating point; got dtype={logits.dtype}; cast them to float32"
-        )
+    check_arrays("route", FLOATS, logits=logits)
     if logits.ndim < 1 or config.top_k > logits.shape[-1]:
         raise ValueError(
             "route: top_k must be at most the number of experts, the last dimension of the logits; "
@@ -96,13 +94,8 @@ def _check_logits(logits, config):
 def _check_operands(logits, config, expert_bias, topk_idx):
     if expert_bias is not None:
         config.check_bias("route", expert_bias, logits.shape[-1])
-    if topk_idx is None:
-        return
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"route: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
-        )
-    if topk_idx.shape != (*logits.shape[:-1], config.top_k):
+    check_arrays("route", INTEGERS, optional=True, topk_idx=topk_idx)
+    if topk_idx is not None and topk_idx.shape != (*logits.shape[:-1], config.top_k):
         raise ValueError(
             "route: topk_idx must be [..., K] for the tokens of the logits and K = top_k; "
             f"got topk_idx.shape={topk_idx.shape}, logits.shape={logits.shape}, top_k={config.top_k}; "
@@ -123,7 +116,7 @@ def _choose_biased(logits, expert_bias, token_mask=None, *, config):
 
 
 def _select(logits, expert_bias, *, config):
-    if logits.size > MAX_ELEMENTS:
+    if exceeds(logits.size, MAX_ELEMENTS):
         raise ValueError(
             f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
             "shard the tokens further"

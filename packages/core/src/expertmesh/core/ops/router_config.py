@@ -3,8 +3,7 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
-
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.scores import check_score_function
 
 __all__ = ["RouterConfig"]
@@ -97,10 +96,7 @@ class RouterConfig:
                 f"{function}: expert_bias needs score_function 'sigmoid' or 'sqrtsoftplus'; "
                 "got score_function='softmax'; leave the bias out"
             )
-        if not jnp.issubdtype(expert_bias.dtype, jnp.floating):
-            raise TypeError(
-                f"{function}: expert_bias must be floating point; got dtype={expert_bias.dtype}; cast it to float32"
-            )
+        check_arrays(function, FLOATS, expert_bias=expert_bias)
         if expert_bias.shape != (num_experts,):
             raise ValueError(
                 f"{function}: expert_bias must be [E]; got expert_bias.shape={expert_bias.shape}, "

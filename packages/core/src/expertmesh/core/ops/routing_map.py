@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import FLAGS, INTEGERS, check_arrays
 from expertmesh.core.ops.choices import wide_ids
 
 __all__ = ["ROUTING_MAP_FORMATS", "from_routing_map", "to_routing_map"]
@@ -35,10 +36,7 @@ def to_routing_map(topk_idx: jax.Array, num_experts: int, format: str = "bytemap
     No communication, however tokens are sharded.
     """
     check_format("to_routing_map", format)
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"to_routing_map: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass int32 expert indices"
-        )
+    check_arrays("to_routing_map", INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim < 1:
         raise ValueError(
             f"to_routing_map: topk_idx must be [..., K]; got topk_idx.shape={topk_idx.shape}; add topk_idx[None]"
@@ -68,13 +66,13 @@ def from_routing_map(
     No communication, however tokens are sharded.
     """
     check_format("from_routing_map", format)
+    check_arrays("from_routing_map", FLAGS, routing_map=routing_map)
     packed = format == "bitmap"
     width = -(-num_experts // 8) if packed else num_experts
-    flags = routing_map.dtype == jnp.bool_ or jnp.issubdtype(routing_map.dtype, jnp.integer)
-    if not (routing_map.dtype == jnp.uint8 if packed else flags):
+    if packed and routing_map.dtype != jnp.uint8:
         raise TypeError(
-            f"from_routing_map: a {format} must be of {'uint8' if packed else 'bools or integers'}; "
-            f"got dtype={routing_map.dtype}; format must be one of {', '.join(ROUTING_MAP_FORMATS)}"
+            f"from_routing_map: a bitmap must be of uint8; got dtype={routing_map.dtype}; format must be one of "
+            f"{', '.join(ROUTING_MAP_FORMATS)}"
         )
     if routing_map.shape[-1:] != (width,):
         raise ValueError(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.vjp import differentiable
 
@@ -54,11 +55,7 @@ def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> C
 
     Costs no communication when P is sharded; chunks are held whole.
     """
-    for name, x in (("split_sizes", split_sizes), ("order", order)):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(
-                f"plan_chunks: {name} must be of integers; got dtype={x.dtype}; cast it to int32"
-            )
+    check_arrays("plan_chunks", INTEGERS, split_sizes=split_sizes, order=order)
     if split_sizes.shape != order.shape or split_sizes.ndim not in (1, 2):
         raise ValueError(
             "plan_chunks: split_sizes and order must both be [c] or [P, c]; got "
@@ -90,6 +87,7 @@ def move_chunks(x: jax.Array, plan: ChunkPlan) -> jax.Array:
 
     Costs no communication when P or D is sharded; N is held whole: gathered where it is sharded.
     """
+    check_arrays("move_chunks", x=x)
     if x.ndim != plan.source.ndim + 1 or x.shape[:-1] != plan.source.shape:
         raise ValueError(
             f"move_chunks: x must have the rows of its plan, and features; got x.shape={x.shape}, "
@@ -115,6 +113,8 @@ def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.A
 
     Costs no communication when P or D is sharded; N is held whole.
     """
+    check_arrays("sort_chunks", x=x)
+    check_arrays("sort_chunks", INTEGERS, split_sizes=split_sizes, order=order)
     if x.ndim < 2:
         raise ValueError(
             f"sort_chunks: x must be [P, N, D] or [N, D]; got x.shape={x.shape}; add the missing dimension"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import BOOLS, check_arrays
 
 __all__: list[str] = []
 
@@ -20,13 +21,8 @@ def check_token_mask(function: str, token_mask: jax.Array | None, tokens: tuple[
       TypeError: not bool.
       ValueError: another shape.
     """
-    if token_mask is None:
-        return
-    if token_mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"{function}: token_mask must be bool; got dtype={token_mask.dtype}; compare it with 0"
-        )
-    if token_mask.shape != tokens:
+    check_arrays(function, BOOLS, optional=True, token_mask=token_mask)
+    if token_mask is not None and token_mask.shape != tokens:
         raise ValueError(
             f"{function}: token_mask must have one value per token; got token_mask.shape={token_mask.shape}, "
             f"tokens {tokens}; pass the mask of these tokens"

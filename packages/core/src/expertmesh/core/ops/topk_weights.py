@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.core.vjp import differentiable
@@ -125,10 +126,7 @@ def _check_experts(function, num_experts) -> int:
 
 
 def _check_idx(function, topk_idx):
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: topk_idx must be of integers; got dtype={topk_idx.dtype}; pass expert ids"
-        )
+    check_arrays(function, INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim < 1:
         raise ValueError(
             f"{function}: topk_idx must have a dimension of choices; got shape={topk_idx.shape}; add one"
@@ -137,10 +135,7 @@ def _check_idx(function, topk_idx):
 
 def _check_values(function, name, values, topk_idx):
     _check_idx(function, topk_idx)
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(
-            f"{function}: {name} must be floating; got dtype={values.dtype}; cast to float32"
-        )
+    check_arrays(function, FLOATS, **{name: values})
     if values.ndim < 1 or values.shape[:-1] != topk_idx.shape[:-1]:
         raise ValueError(
             f"{function}: {name} and topk_idx must have equal leading dimensions; got {name}.shape={values.shape}, "

@@ -1,0 +1,75 @@
+"""What public functions demand of operands and results: arrays, of one kind of numbers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import export
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Numbers that an operand may consist of.
+
+    Attributes:
+      words: what they are called.
+      dtypes: of which theirs must be a subtype; () for any.
+      remedy: what to do with other numbers.
+    """
+
+    words: str
+    dtypes: tuple[type, ...]
+    remedy: str
+
+
+NUMBERS = Kind("numbers", (), "")
+FLOATS = Kind("floats", (jnp.floating,), "cast it to float32 or bfloat16")
+INTEGERS = Kind("integers", (jnp.integer,), "cast it to int32")
+BOOLS = Kind("bools", (jnp.bool_,), "compare it with 0")
+FLAGS = Kind("bools or integers", (jnp.bool_, jnp.integer), "compare it with 0")
+
+
+def check_arrays(name: str, kind: Kind = NUMBERS, *, optional: bool = False, **operands) -> None:
+    """Raises in the name of `name` unless each operand is an array of such numbers.
+
+    An array is what has a shape and a dtype, so of NumPy and a QuantizedArray too; lists and Python numbers are none.
+
+    Args:
+      optional: whether None passes.
+      operands: by the names that `name` has for them.
+
+    Raises:
+      TypeError: not an array, or of other numbers.
+    """
+    for operand, x in operands.items():
+        if x is None and optional:
+            continue
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            got = "None" if x is None else f"a {type(x).__name__}"
+            raise TypeError(
+                f"{name}: {operand} must be an array of {kind.words}; got {got}; pass a jax.Array, as by "
+                "jax.numpy.asarray"
+            )
+        if kind.dtypes and not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
+            raise TypeError(
+                f"{name}: {operand} must be an array of {kind.words}; got dtype={x.dtype}; {kind.remedy}"
+            )
+
+
+def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
+    """The dtype of a sum's result, given or that of an operand.
+
+    Raises:
+      ValueError: in the name of `name`, for integers and for floats of less than 16 bits, whose range is too small.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(
+            f"{name}: the result must be of floats of at least 16 bits; got {option}={dtype.name}; take bfloat16, and "
+            "quantize for less"
+        )
+    return dtype
+
+
+def exceeds(size: int, limit: int) -> bool:
+    """`size > limit`; False for a size that `jax.export` knows by a symbol only, whatever it will be."""
+    return not export.is_symbolic_dim(size) and size > limit
