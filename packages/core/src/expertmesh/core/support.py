@@ -103,7 +103,10 @@ def no_launcher() -> str | None:
 
 def tested_versions() -> str:
     """What the extras of this package allow: the versions that it was tested with."""
-    needs = importlib.metadata.requires("expertmesh-core") or ()
+    try:
+        needs = importlib.metadata.requires("expertmesh-core") or ()
+    except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "what pyproject.toml names"
     extra = [need.split(";")[0].strip() for need in needs if "cuda13" in need.partition(";")[2]]
     return ", ".join(extra)
 

@@ -262,7 +262,8 @@ def type_name(x) -> str:
 
 def capability() -> int:
     """The compute capability that kernels are compiled for, times ten; an H100's where there is no GPU."""
-    return round((_jax.compute_capability() or 9.0) * 10)
+    gpu = _jax.local_gpu()
+    return round(float(gpu.compute_capability) * 10) if gpu else 90
 
 
 def divisor(size: int, most: int, least: int = 128) -> int:
