@@ -249,7 +249,7 @@ def test_emulation_on_a_gpu_is_said_once(monkeypatch):
         support.warn_if_emulated(MXFP8BlockScaling(), x)
     monkeypatch.setattr(support._jax, "platform", lambda operands: "cuda")
     monkeypatch.setattr(support.jax, "devices", lambda *_: [Gpu("9.0")])
-    support._warn_once.cache_clear()
+    support.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="mxfp8 runs emulated.*the numbers are the same"):
         support.warn_if_emulated(MXFP8BlockScaling(), x)
     with warnings.catch_warnings():
@@ -257,4 +257,4 @@ def test_emulation_on_a_gpu_is_said_once(monkeypatch):
         support.warn_if_emulated(MXFP8BlockScaling(), x)
     with pytest.warns(UserWarning, match="nvfp4"):
         support.warn_if_emulated(NVFP4BlockScaling(), x)
-    support._warn_once.cache_clear()
+    support.warn_once.cache_clear()
