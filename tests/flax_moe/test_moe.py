@@ -410,6 +410,33 @@ def test_a_guard_inside_the_differentiated_function(wrap, changes):
         assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
 
 
+def test_the_config_may_be_an_argument_of_any_transformation():
+    """It holds no arrays and is a value: equal ones are traced once, others anew."""
+    config = make_config(use_bias=False)
+    data, traced = jax.tree.map(jnp.asarray, make_data(config)), []
+
+    def loss(params, x, config):
+        traced.append(config)
+        return jnp.sum(moe(params, x, config).y * data.dy)
+
+    operands = data.params, data.x
+    want = jax.grad(loss)(*operands, config)
+    jitted = jax.jit(jax.grad(loss))
+    traced.clear()
+    for function in (jitted, jitted, jax.grad(jax.checkpoint(loss))):
+        got = function(*operands, dataclasses.replace(config))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert relative_error(a, b) < 1e-6
+    assert traced == [config] * 2
+    more = dataclasses.replace(config, top_k=3)
+    assert relative_error(jitted(*operands, more)["wi"], want["wi"]) > 1e-2
+    y = jax.vmap(jax.jit(moe), (None, 0, None))(*operands, config).y
+    assert relative_error(y, moe(*operands, config).y) < 1e-6
+    carried, ys = jax.lax.scan(lambda c, x: (c, moe(data.params, x, c).y), config, data.x)
+    assert carried == config and relative_error(ys, y) < 1e-6
+    assert jax.tree.leaves(config) == []
+
+
 def test_same_bits_from_run_to_run():
     config = make_config()
     with setting("explicit", (2, 4)) as mesh:

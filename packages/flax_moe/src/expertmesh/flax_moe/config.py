@@ -17,9 +17,10 @@ from expertmesh.flax_moe.remat import REMAT_POLICIES
 __all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """One MoE block. A hashable value: pass it as a static argument, or close over it.
+    """One MoE block. A hashable value and a pytree without leaves: pass it to any transformation, or close over it.
 
     Attributes:
       num_experts: E, over all devices.
