@@ -227,7 +227,7 @@ def test_expert_bias_mask_and_replay():
         assert_equal_trees(of_linen, want)
         assert_equal_trees(of_nnx, want)
     masked, replayed = outputs(data.x)
-    unbiased = moe(data.params, data.x, config, token_mask=mask)
+    unbiased = moe(data.params, data.x, config, expert_bias=0 * bias, token_mask=mask)
     assert (masked[0].topk_idx != unbiased.topk_idx).any()
     assert (np.asarray(masked[0].topk_idx) == -1).any(-1).sum() == (~mask).sum()
     np.testing.assert_array_equal(replayed[0].topk_idx, forced)

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
@@ -58,7 +59,14 @@ from expertmesh.ep import (
 )
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
-from expertmesh.flax_moe.params import LogicalAxes, Params, check_params, param_specs
+from expertmesh.flax_moe.params import (
+    LogicalAxes,
+    Params,
+    check_array,
+    check_names,
+    check_params,
+    param_specs,
+)
 from expertmesh.flax_moe.quantization import check_quantization, output_and_state, placed_like
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.quantized_experts import dispatch_experts, takes_experts
@@ -108,11 +116,12 @@ def moe(
     Raises:
       ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
         `config.num_chunks` does not divide; an EP axis that the mesh lacks; a bias, mask or choices that `route`
-        refuses.
-      TypeError: x is not floating point; a bias, mask or choices of a dtype that `route` refuses.
+        refuses; no bias under `config.use_expert_bias`, unless choices are given; a symbolic size.
+      TypeError: x or a parameter is no array, or not floating point; a bias, mask or choices of a dtype that `route`
+        refuses; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
 
-    Differentiable in x and every parameter; `expert_bias` gets gradient 0. What the backward keeps is said by
-    `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+    Differentiable in x and every parameter, in reverse mode and once; `expert_bias` gets gradient 0. What the backward
+    keeps is said by `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
     own `shard_map` over all axes, where x and the expert weights are shards.
@@ -120,12 +129,8 @@ def moe(
     Costs two exchanges of T K rows over the EP axis, one gather of the expert weights over fsdp, all-reduces of [E]
     vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"moe: x must be floating point; got dtype={x.dtype}; cast it to config.dtype"
-        )
-    if x.ndim < 2:
-        raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
+    _check_tokens(x)
+    check_names("moe", params, config)
     config = config.under(current_recipe())
     given = check_quantization("moe", config, quant_state, kernels_quantized, key)
     ep_axis = _ep_axis(params, config)
@@ -135,6 +140,11 @@ def moe(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
 
+    if config.use_expert_bias and expert_bias is None and topk_idx is None:
+        raise ValueError(
+            "moe: expert_bias must be given under use_expert_bias; got expert_bias=None; start with jnp.zeros(E), or "
+            "leave use_expert_bias out"
+        )
     if config.debug and topk_idx is not None:
         debug_check_ids("moe", topk_idx, config.num_experts)
 
@@ -168,6 +178,21 @@ def moe(
     )
 
 
+def _check_tokens(x):
+    check_array("moe", "x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"moe: x must be floating point; got dtype={x.dtype}; cast it to config.dtype"
+        )
+    if x.ndim < 2:
+        raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
+    if any(map(is_symbolic_dim, x.shape)):
+        raise ValueError(
+            f"moe: sizes must be numbers, by which tokens are divided over devices; got x.shape={x.shape}; export it "
+            "once for each size, and pad"
+        )
+
+
 def _laid_out_like(x, y, spreading, ep_axis):
     """y over the Explicit axes that x is over; the exchange spreads tokens over the EP axis if they are not yet."""
     got = jax.typeof(y).sharding
@@ -187,7 +212,7 @@ def _laid_out_like(x, y, spreading, ep_axis):
 
 def _spreading_axes(experts, config, ep_axis) -> tuple[str, ...]:
     """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
-    axes = {}
+    axes: dict[str, None] = {}
     for name in ("wi", "wo"):
         sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)
         entries = pad_spec(sharding.spec, experts[name].ndim)
