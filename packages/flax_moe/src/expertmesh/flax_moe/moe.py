@@ -131,6 +131,11 @@ def moe(
     """
     _check_tokens(x)
     check_names("moe", params, config)
+    if config.use_expert_bias and expert_bias is None and topk_idx is None:
+        raise ValueError(
+            "moe: expert_bias must be given under use_expert_bias; got expert_bias=None; start with jnp.zeros(E), or "
+            "leave use_expert_bias out"
+        )
     config = config.under(current_recipe())
     given = check_quantization("moe", config, quant_state, kernels_quantized, key)
     ep_axis = _ep_axis(params, config)
@@ -140,11 +145,6 @@ def moe(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
 
-    if config.use_expert_bias and expert_bias is None and topk_idx is None:
-        raise ValueError(
-            "moe: expert_bias must be given under use_expert_bias; got expert_bias=None; start with jnp.zeros(E), or "
-            "leave use_expert_bias out"
-        )
     if config.debug and topk_idx is not None:
         debug_check_ids("moe", topk_idx, config.num_experts)
 
