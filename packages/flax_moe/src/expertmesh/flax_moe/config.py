@@ -110,7 +110,7 @@ class MoEConfig:
     remat: str = "save_all"
     overflow: str = "drop"
     debug: bool = False
-    recipe: Recipe | None = None
+    recipe: Recipe | Any | None = None  # given as whatever `recipe_of` takes, kept as a Recipe
     quantize_backward_combine: bool = False
     reduce_dtype: Any = jnp.float32
     shard_exp_on_fsdp: bool = False
