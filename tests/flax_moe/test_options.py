@@ -500,6 +500,38 @@ def test_parts_where_the_layout_is_not_known():
         jax.eval_shape(lambda params, x: moe(params, x, config), params, x[:, :3])
 
 
+@pytest.mark.parametrize(
+    "sizes, tokens",
+    [((8, 1), ("fsdp", "ep")), full((1, 8), ("ep", "fsdp")), full((1, 8), ("fsdp", "ep"))],
+    ids=str,
+)
+def test_a_shard_of_as_many_tokens_as_parts(sizes, tokens):
+    """An axis of one device, which divides anything, stays with the tokens."""
+    config = make_config(num_chunks=2)
+    data, mesh = make_data(config, (16, 3, 16)), make_mesh(sizes, EXPLICIT)
+    placed = place(data, config, mesh)
+    layout = NamedSharding(mesh, PartitionSpec(tokens))
+    placed = placed._replace(x=jax.device_put(data.x, layout), dy=jax.device_put(data.dy, layout))
+    (_, output), gradients = jax.jit(value_and_gradients(moe, config))(*placed)
+    assert_result(output, gradients, run(data, config))
+    assert output.y.sharding.spec == PartitionSpec(tokens, None, None)
+
+
+def test_parts_of_a_shard():
+    """Inside the user's `shard_map` the tokens are one shard's: no axis of the mesh divides them further."""
+    config = make_config(num_chunks=2, use_bias=False, ep_axis="ep")
+    data, mesh = make_data(config, (16, 3, 16)), make_mesh((2, 4), AUTO)
+    specs = param_specs(config)
+    tokens = PartitionSpec(("fsdp", "ep"))
+    block = jax.shard_map(
+        lambda params, x: moe(params, x, config).y,
+        mesh=mesh,
+        in_specs=(specs, tokens),
+        out_specs=tokens,
+    )
+    assert relative_error(jax.jit(block)(data.params, data.x), run(data, config).y) < 1e-5
+
+
 def test_no_tokens_in_parts():
     config = make_config(**ALL)
     data = make_data(config, (0, 4, 16))
