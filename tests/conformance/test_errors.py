@@ -187,6 +187,12 @@ TABLE = [
         *("moe: x must be an array", "list", "jnp.asarray(x)"),
     ),
     row(
+        "a derivative of the block in forward mode",
+        lambda: jax.jvp(lambda x: moe(params(), x, CONFIG).y, (X,), (X,)),
+        TypeError,
+        *("forward-mode", "jvp"),
+    ),
+    row(
         "a symbolic number of tokens",
         lambda: jax.eval_shape(
             lambda x: moe(params(), x, CONFIG),
