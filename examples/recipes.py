@@ -38,9 +38,14 @@ MAXTEXT_PROJECTIONS = ("wi_0", "wi_1", "wo")
 
 
 class RoutedMoE(nnx.Module):
-    """`output, lb_loss, bias_updates = block(inputs)`, as MaxText's decoder layers call theirs."""
+    """`output, lb_loss, bias_updates = block(inputs)`, as MaxText's decoder layers call theirs.
 
-    def __init__(self, emb_dim: int, config: MoEConfig, *, bias_update_rate: float, rngs: nnx.Rngs):
+    Without a rate the third is the counts [E], which MaxText adds over microbatches before it makes an update of them.
+    """
+
+    def __init__(
+        self, emb_dim: int, config: MoEConfig, *, bias_update_rate: float | None, rngs: nnx.Rngs
+    ):
         self.moe = MoEBlock(emb_dim, config, rngs=rngs, logical_axes=MAXTEXT_NAMES)
         self.bias_update_rate = bias_update_rate
 
@@ -48,6 +53,8 @@ class RoutedMoE(nnx.Module):
         out = self.moe(inputs)
         if not self.moe.config.use_expert_bias:
             return out.y, out.aux_loss, None
+        if self.bias_update_rate is None:
+            return out.y, out.aux_loss, out.tokens_per_expert
         bias = self.moe.expert_bias[...]
         moved = update_expert_bias(bias, out.tokens_per_expert, self.bias_update_rate)
         return out.y, out.aux_loss, moved - bias

@@ -1,6 +1,6 @@
 """A native Flax MoE block replaced by ours inside a model; docs/tutorial.md goes through it.
 
-    python examples/tutorial.py              on all GPUs, or on 4 virtual devices of the CPU
+    python examples/tutorial.py              on all GPUs, or on 4 virtual devices of the CPU (JAX_NUM_CPU_DEVICES)
     srun python examples/tutorial.py         on those of a Slurm job, a process for each (examples/slurm.sbatch)
 
 Prints how far the blocks differ, what a step of each takes, and what crosses the devices.
@@ -55,6 +55,13 @@ class Shape:
     F: int
     E: int = 8
     K: int = 2
+
+    def on(self, mesh) -> "Shape":
+        """As large at least, where the mesh divides the batch, and fsdp D into the 128-wide blocks of `fp8_block`."""
+        batch, block = mesh.size, 128 * mesh.shape["fsdp"]
+        return dataclasses.replace(
+            self, batch=-(-self.batch // batch) * batch, D=-(-self.D // block) * block
+        )
 
     def config(self, **options) -> MoEConfig:
         sizes = dict(num_experts=self.E, top_k=self.K, expert_dim=self.F)
@@ -175,8 +182,8 @@ def main(devices=None) -> dict[str, dict[str, float]]:
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
     on_gpu = jax.default_backend() == "gpu"
-    shape = ON_GPU if on_gpu else ON_CPU
     mesh = make_mesh(devices or jax.devices())
+    shape = (ON_GPU if on_gpu else ON_CPU).on(mesh)
     describe(shape, mesh)
     operands = make_operands(shape, mesh)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import checkify
+from jax.export import symbolic_shape
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
@@ -54,6 +55,7 @@ from expertmesh.flax_moe import MoEConfig, init_params, merge_wi, moe
 
 IDX, X = jnp.zeros((8, 2), jnp.int32), jnp.ones((8, 16))
 CONFIG = MoEConfig(num_experts=8, top_k=2, expert_dim=4, use_bias=True)
+BIASED = dataclasses.replace(CONFIG, score_function="sigmoid", use_expert_bias=True)
 SIZES = jnp.array([2, 2])
 
 
@@ -156,6 +158,76 @@ TABLE = [
     # Parameters
     row("only wi_bias", lambda: moe(params("wo_bias"), X, CONFIG), ValueError, "missing wo_bias"),
     row("only wo_bias", lambda: moe(params("wi_bias"), X, CONFIG), ValueError, "missing wi_bias"),
+    row(
+        "no biases under use_bias",
+        lambda: moe(params("wi_bias", "wo_bias"), X, CONFIG),
+        ValueError,
+        *("missing wi_bias, wo_bias", "use_bias=False"),
+    ),
+    row(
+        "no bias under use_expert_bias",
+        lambda: moe(params(), X, BIASED),
+        ValueError,
+        *("expert_bias=None", "use_expert_bias", "zeros"),
+    ),
+    row(
+        "an integer parameter",
+        lambda: jax.eval_shape(moe, params() | {"wo": jnp.ones((8, 4, 16), jnp.int32)}, X, CONFIG),
+        TypeError,
+        *("moe: wo", "floating point", "int32"),
+    ),
+    row(
+        "a parameter of 8 bits",
+        lambda: moe(params() | {"wo": jnp.ones((8, 4, 16), F8)}, X, CONFIG),
+        TypeError,
+        *("moe: wo", "16 bits", "float8_e4m3fn", "recipe"),
+    ),
+    row("no tree", lambda: moe(None, X, CONFIG), TypeError, "params", "mapping", "NoneType"),
+    row(
+        "a list among the parameters",
+        lambda: moe(params() | {"wi": [1.0]}, X, CONFIG),
+        TypeError,
+        *("moe: wi must be an array", "list", "jnp.asarray(wi)"),
+    ),
+    row(
+        "a list of tokens",
+        lambda: moe(params(), [[1.0] * 16], CONFIG),
+        TypeError,
+        *("moe: x must be an array", "list", "jnp.asarray(x)"),
+    ),
+    row(
+        "a derivative of the block in forward mode",
+        lambda: jax.jvp(lambda x: moe(params(), x, CONFIG).y, (X,), (X,)),
+        TypeError,
+        *("forward-mode", "jvp"),
+    ),
+    row(
+        "a symbolic number of tokens",
+        lambda: jax.eval_shape(
+            lambda x: moe(params(), x, CONFIG),
+            jax.ShapeDtypeStruct((*symbolic_shape("b"), 16), jnp.float32),
+        ),
+        ValueError,
+        *("x.shape=(b, 16)", "export"),
+    ),
+    row(
+        "experts in 8 bits without a recipe",
+        lambda: dataclasses.replace(CONFIG, dtype="float8_e4m3fn"),
+        ValueError,
+        *("dtype=float8_e4m3fn", "bfloat16", "recipe"),
+    ),
+    row(
+        "experts in 64 bits",
+        lambda: dataclasses.replace(CONFIG, dtype="float64"),
+        ValueError,
+        *("dtype=float64", "float32"),
+    ),
+    row(
+        "parameters in 8 bits",
+        lambda: dataclasses.replace(CONFIG, param_dtype="float8_e4m3fn"),
+        ValueError,
+        *("param_dtype=float8_e4m3fn", "float32"),
+    ),
     row(
         "only one split bias",
         lambda: merge_wi(dict(wi_0=X, wi_1=X, wi_0_bias=X)),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from expertmesh.core import MeshResource, current_resource, global_shard_guard
+from expertmesh.core import MeshResource, current_resource, differentiable, global_shard_guard
 
 
 def test_roles_of_dimensions():
@@ -65,3 +65,30 @@ def test_the_resource_is_part_of_the_jit_key():
         with global_shard_guard(resource):
             f(jnp.ones(2))
     assert seen == [None, MeshResource(dp_resource="a")]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_a_backward_runs_under_the_resource_of_its_forward(wrap):
+    """Whichever is in context when it is traced, and also where the forward is computed again."""
+    seen = []
+
+    def forward(x):
+        seen.append(("forward", current_resource()))
+        return 2 * x, None
+
+    def backward(_, cotangent):
+        seen.append(("backward", current_resource()))
+        return (2 * cotangent,)
+
+    double, inner = differentiable(forward, backward), MeshResource(dp_resource="a")
+
+    @wrap
+    def guarded(x):
+        with global_shard_guard(inner):
+            return double(x)
+
+    _, pull = jax.vjp(guarded, jnp.ones(2))
+    with global_shard_guard(MeshResource(dp_resource="b")):
+        pull(jnp.ones(2))
+    assert {resource for _, resource in seen} == {inner}
+    assert {rule for rule, _ in seen} == {"forward", "backward"}

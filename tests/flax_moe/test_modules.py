@@ -9,9 +9,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from expertmesh.core import update_expert_bias
+from expertmesh.core import global_shard_guard, update_expert_bias
 from expertmesh.flax_moe import LogicalAxes, NativeMoEBlock, linen, moe, nnx, param_shapes
-from flax_moe.moe_oracle import make_config, make_data, make_mesh
+from flax_moe.moe_oracle import RESOURCE, make_config, make_data, make_mesh, place
 
 NAMES = {
     "gate_kernel": P(None, None),
@@ -227,7 +227,7 @@ def test_expert_bias_mask_and_replay():
         assert_equal_trees(of_linen, want)
         assert_equal_trees(of_nnx, want)
     masked, replayed = outputs(data.x)
-    unbiased = moe(data.params, data.x, config, token_mask=mask)
+    unbiased = moe(data.params, data.x, config, expert_bias=0 * bias, token_mask=mask)
     assert (masked[0].topk_idx != unbiased.topk_idx).any()
     assert (np.asarray(masked[0].topk_idx) == -1).any(-1).sum() == (~mask).sum()
     np.testing.assert_array_equal(replayed[0].topk_idx, forced)
@@ -246,3 +246,45 @@ def test_the_bias_balances():
         block.expert_bias[...] = update_expert_bias(block.expert_bias[...], counts, 0.01)
     mean = counts.sum() / 8
     assert first.max() > 1.5 * mean and counts.max() < 1.25 * mean, (first, counts)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_guard_inside_a_layer(library, remat):
+    """The layer's `__call__` enters it; the gradients of two layers are those of a guard around the step."""
+    config = make_config(use_bias=False)
+    data = place(make_data(config), config, make_mesh((2, 4), AxisType.Auto))
+    blocks = [nnx_with(data.params, config) for _ in range(2)]
+
+    class LinenLayer(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            with global_shard_guard(RESOURCE):
+                return x + linen.MoEBlock(config, None, name="moe")(x).y
+
+    def nnx_layer(block, x):
+        with global_shard_guard(RESOURCE):
+            return x + block(x).y
+
+    def two_of_linen(params, x):
+        layer = flax.linen.remat(LinenLayer) if remat else LinenLayer
+        for i in range(2):
+            x = layer().apply({"params": {"moe": params[i]}}, x)
+        return jnp.sum(x * data.dy)
+
+    def two_of_nnx(blocks, x):
+        layer = flax_nnx.remat(nnx_layer) if remat else nnx_layer
+        for block in blocks:
+            x = layer(block, x)
+        return jnp.sum(x * data.dy)
+
+    def gradient(x):
+        if library == "linen":
+            return jax.jit(jax.grad(two_of_linen))([data.params] * 2, x)
+        return flax_nnx.jit(flax_nnx.grad(two_of_nnx))(blocks, x)
+
+    got = gradient(data.x)
+    with global_shard_guard(RESOURCE):
+        want = gradient(data.x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())

@@ -381,6 +381,62 @@ def test_scan_over_layers(remat):
     assert relative_error(d_x, sum(want.d_x for want in wants)) < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, dict(remat="recompute", num_chunks=2)], ids=str)
+@pytest.mark.parametrize("wrap", ["", "jit", "remat", full("scan"), "remat scan"])
+def test_a_guard_inside_the_differentiated_function(wrap, changes):
+    """Gradients are those of the guard around all of it, eagerly, under remat and of scanned layers."""
+    config = make_config(**changes)
+    placed = place(make_data(config, (16, 5, 16)), config, make_mesh((2, 4), AUTO))
+
+    def loss(params, x, dy, resource):
+        def layer(carry, _):
+            with global_shard_guard(resource):
+                out = moe(params, x, config)
+            return carry + jnp.sum(out.y * dy) + out.aux_loss + out.z_loss, None
+
+        layer = jax.checkpoint(layer) if "remat" in wrap else layer
+        if "scan" in wrap:
+            return jax.lax.scan(layer, jnp.float32(0), length=2)[0]
+        return layer(jnp.float32(0), None)[0]
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    if "jit" in wrap or "scan" in wrap:
+        gradient = jax.jit(gradient, static_argnums=3)
+    got = gradient(*placed, RESOURCE)
+    with global_shard_guard(RESOURCE):
+        want = gradient(*placed, RESOURCE)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+        assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
+
+
+def test_the_config_may_be_an_argument_of_any_transformation():
+    """It holds no arrays and is a value: equal ones are traced once, others anew."""
+    config = make_config(use_bias=False)
+    data, traced = jax.tree.map(jnp.asarray, make_data(config)), []
+
+    def loss(params, x, config):
+        traced.append(config)
+        return jnp.sum(moe(params, x, config).y * data.dy)
+
+    operands = data.params, data.x
+    want = jax.grad(loss)(*operands, config)
+    jitted = jax.jit(jax.grad(loss))
+    traced.clear()
+    for function in (jitted, jitted, jax.grad(jax.checkpoint(loss))):
+        got = function(*operands, dataclasses.replace(config))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert relative_error(a, b) < 1e-6
+    assert traced == [config] * 2
+    more = dataclasses.replace(config, top_k=3)
+    assert relative_error(jitted(*operands, more)["wi"], want["wi"]) > 1e-2
+    y = jax.vmap(jax.jit(moe), (None, 0, None))(*operands, config).y
+    assert relative_error(y, moe(*operands, config).y) < 1e-6
+    carried, ys = jax.lax.scan(lambda c, x: (c, moe(data.params, x, c).y), config, data.x)
+    assert carried == config and relative_error(ys, y) < 1e-6
+    assert jax.tree.leaves(config) == []
+
+
 def test_same_bits_from_run_to_run():
     config = make_config()
     with setting("explicit", (2, 4)) as mesh:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def test_all_options_on_three_axes(kind, tokens):
         if kind == AUTO:
             stack.enter_context(global_shard_guard(resource))
         else:
-            words = r"sharded over the EP axis, as P\(\('fsdp', 'ep'\).*got x as P\('fsdp'"
+            words = r"tokens should be .* as P\(\('fsdp', 'ep'\).*got x as P\('fsdp'"
             stack.enter_context(pytest.warns(UserWarning, match=words))
         program = jax.jit(value_and_gradients(moe, config)).lower(params, x, dy).compile()
     (_, output), gradients = program(params, x, dy)
@@ -93,6 +94,56 @@ def test_all_options_on_three_axes(kind, tokens):
         like.append((gradients[0][name], params[name]))
     for got, want in like:
         assert got.sharding.is_equivalent_to(want.sharding, want.ndim), (got.sharding, want)
+
+
+ADVISED = PartitionSpec(("fsdp", "ep"), None, None)
+
+
+SPLIT = dict(shard_exp_on_fsdp=True, ep_axis="ep")
+
+
+@pytest.mark.parametrize(
+    "sizes, batch, tokens, advised, changes",
+    [
+        ((2, 4), 16, ("ep",), ADVISED, {}),
+        ((2, 4), 16, ("ep",), ADVISED, SPLIT),
+        ((2, 4), 16, (), ADVISED, {}),
+        ((2, 4), 16, None, ADVISED, {}),
+        full((2, 4), 16, (None, None, "fsdp"), ADVISED, {}),
+        ((2, 4), 16, (None, "ep"), PartitionSpec(None, ("fsdp", "ep"), None), {}),
+        ((2, 4), 4, ("ep",), PartitionSpec("ep", "fsdp", None), {}),
+        full((8, 1), 16, ("ep",), ADVISED, {}),
+        ((8, 1), 16, ("fsdp",), None, {}),
+        ((1, 8), 16, ("ep",), None, {}),
+        ((2, 4), 16, (("fsdp", "ep"),), None, {}),
+        ((2, 4), 16, ("ep", None, "fsdp"), None, {}),
+        full((2, 4), 16, ("ep", None, "fsdp"), ADVISED, SPLIT),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:grouped_gemm. axis 'fsdp':RuntimeWarning")
+def test_advice_leaves_no_axis_idle(sizes, batch, tokens, advised, changes):
+    """x laid out as advised is warned of no more; y is like x, which is replicated if it has no layout (None)."""
+    config = make_config(use_bias=False, **changes)
+    x, mesh = make_data(config, (batch, 8, 16)).x, make_mesh(sizes, EXPLICIT)
+    params = place(make_data(config), config, mesh).params
+
+    def at(*spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def warned(x):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            y = moe(params, x, config).y
+        assert y.sharding.mesh == mesh
+        return y, [str(w.message) for w in caught if w.category is UserWarning]
+
+    y, messages = warned(x if tokens is None else at(*tokens))
+    assert y.sharding.is_equivalent_to(at(*tokens or ()).sharding, 3)
+    assert bool(messages) == (advised is not None), messages
+    assert all(f"as {advised}; got x as" in message for message in messages), messages
+    if advised is not None:
+        assert not warned(at(*advised))[1]
 
 
 def chunk_of(t, seq, num_chunks):
@@ -447,6 +498,38 @@ def test_parts_where_the_layout_is_not_known():
     assert relative_error(y, run(data, config).y) < 1e-5
     with pytest.raises(ValueError, match=r"num_chunks=2, tokens \(2, 3\) over \[2, 2\] shards"):
         jax.eval_shape(lambda params, x: moe(params, x, config), params, x[:, :3])
+
+
+@pytest.mark.parametrize(
+    "sizes, tokens",
+    [((8, 1), ("fsdp", "ep")), full((1, 8), ("ep", "fsdp")), full((1, 8), ("fsdp", "ep"))],
+    ids=str,
+)
+def test_a_shard_of_as_many_tokens_as_parts(sizes, tokens):
+    """An axis of one device, which divides anything, stays with the tokens."""
+    config = make_config(num_chunks=2)
+    data, mesh = make_data(config, (16, 3, 16)), make_mesh(sizes, EXPLICIT)
+    placed = place(data, config, mesh)
+    layout = NamedSharding(mesh, PartitionSpec(tokens))
+    placed = placed._replace(x=jax.device_put(data.x, layout), dy=jax.device_put(data.dy, layout))
+    (_, output), gradients = jax.jit(value_and_gradients(moe, config))(*placed)
+    assert_result(output, gradients, run(data, config))
+    assert output.y.sharding.spec == PartitionSpec(tokens, None, None)
+
+
+def test_parts_of_a_shard():
+    """Inside the user's `shard_map` the tokens are one shard's: no axis of the mesh divides them further."""
+    config = make_config(num_chunks=2, use_bias=False, ep_axis="ep")
+    data, mesh = make_data(config, (16, 3, 16)), make_mesh((2, 4), AUTO)
+    specs = param_specs(config)
+    tokens = PartitionSpec(("fsdp", "ep"))
+    block = jax.shard_map(
+        lambda params, x: moe(params, x, config).y,
+        mesh=mesh,
+        in_specs=(specs, tokens),
+        out_specs=tokens,
+    )
+    assert relative_error(jax.jit(block)(data.params, data.x), run(data, config).y) < 1e-5
 
 
 def test_no_tokens_in_parts():

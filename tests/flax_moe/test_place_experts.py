@@ -45,6 +45,11 @@ def test_what_gains_nothing_stays(ranks):
     np.testing.assert_array_equal(place_experts(np.zeros(8), ranks), np.arange(8))
 
 
+def test_one_expert():
+    np.testing.assert_array_equal(place_experts(np.ones(1), 1), [0])
+    np.testing.assert_array_equal(place_experts(np.ones(1), 1, num_groups=1), [0])
+
+
 @pytest.mark.parametrize("ranks, groups", [(2, 4), (4, 4), (4, 2), (8, 2)])
 def test_groups_stay_groups(ranks, groups):
     loads = np.random.default_rng(0).permutation(2.0 ** np.arange(8))
@@ -60,6 +65,7 @@ def test_groups_stay_groups(ranks, groups):
     [
         (np.ones(8), 3, None, "8 experts, ranks=3"),
         (np.ones(12), 6, 4, "ranks=6, num_groups=4"),
+        (np.ones(0), 1, None, "got 0 experts, ranks=1"),
         (np.ones((2, 4)), 2, None, r"\[E\] finite"),
         (np.array([1, np.nan]), 2, None, "nan"),
         (np.array([1, -1]), 2, None, "at least 0"),

@@ -56,6 +56,26 @@ def test_maxtext(recipes):
             assert array.sharding.is_equivalent_to(layout, array.ndim), name
 
 
+def test_maxtext_accumulates_counts(recipes):
+    """Without a rate a layer returns counts; those of microbatches add up to the batch's, updates do not."""
+    config = moe_oracle.make_config(
+        score_function="sigmoid", use_expert_bias=True, use_bias=False, num_experts=4
+    )
+    data = moe_oracle.make_data(config, (8, 4, 16))
+    blocks = {
+        rate: recipes.RoutedMoE(16, config, bias_update_rate=rate, rngs=nnx.Rngs(0))
+        for rate in (None, 1e-3)
+    }
+    parts = [blocks[None](x)[2] for x in (data.x[:3], data.x[3:])]
+    gate = np.asarray(blocks[None].moe.gate_kernel[...])
+    want = np.zeros(4, int)
+    for logits in data.x.reshape(-1, 16) @ gate:
+        want[np.argsort(-logits)[:2]] += 1
+    np.testing.assert_array_equal(sum(parts), want)
+    update = 1e-3 * np.sign(want.mean() - want)  # as MaxText finalizes them
+    np.testing.assert_allclose(blocks[1e-3](data.x)[2], update, rtol=1e-6)
+
+
 def test_maxtext_names(recipes):
     """There and back, for one layer and for scanned ones, whose layers are dimension 1."""
     config = hf.moe_config(DEEPSEEK)

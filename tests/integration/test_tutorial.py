@@ -7,6 +7,7 @@ import subprocess
 import jax
 import pytest
 
+from cases.covering import full
 from integration import tutorial_case
 
 pytestmark = pytest.mark.default_jax
@@ -34,6 +35,14 @@ def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
     bfloat16, _, quantized = said.partition("fp8_block: ")
     assert len(shown) == 15 and set(shown[12:]) <= set(re.findall(r"\d x .*", quantized))
     assert sorted(shown[:12]) == sorted(re.findall(r"\d x .*", bfloat16.partition("bfloat16: ")[2]))
+
+
+@pytest.mark.parametrize("devices", [full(1), full(2), full(3), 8])
+def test_on_any_number_of_devices(tutorial, devices, capsys):
+    """The model grows where the devices do not divide it; a quantizer's blocks stay on one device."""
+    errors = tutorial.main(jax.devices()[:devices])
+    assert max(errors["bfloat16"].values()) < 1e-2 and 1e-3 < errors["fp8_block"]["y"] < 0.1
+    assert f"{devices} x cpu" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

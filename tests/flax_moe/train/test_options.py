@@ -1,5 +1,7 @@
 """Bad options: exit code 2 and one line on stderr with the value, the rule and the remedy."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,16 @@ def test_one_line_and_exit_code_2(arguments, says, capsys):
     assert captured.out == ""
     assert captured.err.startswith("train: error: ") and captured.err.count("\n") == 1
     assert says in captured.err
+
+
+def test_without_its_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # an import of it fails
+    for module in ("job", "recorder"):
+        monkeypatch.delitem(sys.modules, f"{job.__package__}.{module}")
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train: error: tqdm must be installed") and said.count("\n") == 1
+    assert "pip install 'expertmesh-flax-moe[train]'" in said
 
 
 def test_every_default_is_what_its_option_reads():

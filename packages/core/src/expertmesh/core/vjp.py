@@ -1,19 +1,42 @@
 """Custom VJPs whose cotangents always have the dtype and the sharding of their primals."""
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import _jax
+from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.specs import axes_of_type, merge_known
 
 
 @jax.tree_util.register_static
 class _Types(tuple):
     """Types of the primals: a static leaf of the residuals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The static half of a call: JAX traces the rules when it pleases, and not always where the call is.
+
+    Attributes:
+      options: name and value of each.
+      resource: in context at the call.
+    """
+
+    options: tuple[tuple[str, object], ...]
+    resource: MeshResource | None
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[dict[str, Any]]:
+        """The options, under the resource."""
+        with global_shard_guard(self.resource):
+            yield dict(self.options)
 
 
 def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) -> Callable:
@@ -28,31 +51,35 @@ def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) 
     Returns:
       `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
       keyword-only. A repeated call with equal types and options is not traced again. Cotangents are cast to the
-      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Not differentiable twice:
-      a NotImplementedError names the op.
+      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Both rules run under the MeshResource
+      that is in context at the call. Not differentiable twice: a NotImplementedError names the op.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def call(options, *operands):
-        if value is not None:
-            return value(*operands, **dict(options))
-        return fwd(*operands, **dict(options))[0]
+    def call(given, *operands):
+        with given.context() as options:
+            if value is not None:
+                return value(*operands, **options)
+            return fwd(*operands, **options)[0]
 
-    def call_fwd(options, *operands):
-        out, residuals = fwd(*operands, **dict(options))
+    def call_fwd(given, *operands):
+        with given.context() as options:
+            out, residuals = fwd(*operands, **options)
         return out, (residuals, _Types(map(_jax.operand_types, operands)))
 
-    def call_bwd(options, carried, cotangent):
+    def call_bwd(given, carried, cotangent):
         residuals, types = carried
-        cotangents = bwd(residuals, cotangent, **dict(options))
+        with given.context() as options:
+            cotangents = bwd(residuals, cotangent, **options)
         return tuple(_like_primal(*pair) for pair in zip(cotangents, types, strict=True))
 
     call.defvjp(call_fwd, call_bwd)
     jitted = jax.jit(call, static_argnums=0)
 
     def public(*operands, **options):
+        given = _Given(tuple(sorted(options.items())), current_resource())
         # Outside the custom VJP, so that the cast's transpose sums the cotangent of a replicated operand.
-        return jitted(tuple(sorted(options.items())), *_jax.match_varying(operands))
+        return jitted(given, *_jax.match_varying(operands))
 
     return public
 

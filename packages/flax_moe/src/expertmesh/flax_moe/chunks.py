@@ -11,7 +11,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of, pad_spec
@@ -51,12 +51,23 @@ def split_chunks(
 def merge_chunks(parts: jax.Array, dim: int) -> jax.Array:
     """The inverse of `split_chunks` for one array of parts [n, ...]."""
     x = jnp.moveaxis(parts, 0, dim + 1)
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    shape = (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return _reshaped(x, shape, lambda spec: (*spec[: dim + 1], *spec[dim + 2 :]))
 
 
 def _split(x, dim, num_chunks):
     shape = (*x.shape[:dim], x.shape[dim] // num_chunks, num_chunks, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x.reshape(shape), dim + 1, 0)
+    x = _reshaped(x, shape, lambda spec: (*spec[: dim + 1], None, *spec[dim + 1 :]))
+    return jnp.moveaxis(x, dim + 1, 0)
+
+
+def _reshaped(x, shape, move):
+    """`x.reshape(shape)` with the entries `move(spec)` of its type's: JAX may take an axis of size 1 elsewhere."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x.reshape(shape)
+    spec = PartitionSpec(*move(tuple(sharding.spec)))
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _shards(x) -> list[int]:

@@ -16,10 +16,17 @@ from expertmesh.flax_moe.remat import REMAT_POLICIES
 
 __all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
 
+# Sums are float32, so that float64 would promise what they do not keep.
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "param_dtype": ("bfloat16", "float16", "float32", "float64"),
+}
 
+
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """One MoE block. A hashable value: pass it as a static argument, or close over it.
+    """One MoE block. A hashable value and a pytree without leaves: pass it to any transformation, or close over it.
 
     Attributes:
       num_experts: E, over all devices.
@@ -27,7 +34,7 @@ class MoEConfig:
       expert_dim: F, width of an expert's hidden layer.
       activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
         `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
-      use_bias: whether `init_params` and the modules make the biases `wi_bias` and `wo_bias`.
+      use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
       score_function, use_pre_softmax: see `expertmesh.core.ops.router.RouterConfig`.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
@@ -38,12 +45,14 @@ class MoEConfig:
       transport: how tokens reach their experts; one of `expertmesh.ep`'s transports or "auto".
       ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
         there is one, else read from the types of the arrays.
-      dtype: of the experts' computation and of what is sent between devices. The router computes in float32.
-      param_dtype: of the parameters.
+      dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
+        computes in float32.
+      param_dtype: of the parameters: one of those, or float64.
       num_groups, group_topk, scaling_factor: see `expertmesh.core.ops.router.RouterConfig`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
-      use_expert_bias: whether the modules hold an `expert_bias` [E], which steers the choice and is never trained.
+      use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
+        hold it, and `moe` takes it.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
       apply_topk_weights_early: multiply with the routing weight before the second GEMM instead of after it: equal up
         to rounding, and what is kept for the backward is F wide instead of D. Without biases and recipe it is always
@@ -101,7 +110,7 @@ class MoEConfig:
     remat: str = "save_all"
     overflow: str = "drop"
     debug: bool = False
-    recipe: Recipe | None = None
+    recipe: Recipe | Any | None = None  # given as whatever `recipe_of` takes, kept as a Recipe
     quantize_backward_combine: bool = False
     reduce_dtype: Any = jnp.float32
     shard_exp_on_fsdp: bool = False
@@ -311,8 +320,9 @@ def _check_ep_axis(value):
 
 def _float_dtype(name, value):
     dtype = jnp.dtype(value)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype.name not in _DTYPES[name]:
         raise ValueError(
-            f"MoEConfig: {name} must be a floating dtype; got {name}={value!r}; use jnp.bfloat16 or jnp.float32"
+            f"MoEConfig: {name} must be one of {', '.join(_DTYPES[name])}, a floating dtype; got {name}={dtype.name}; "
+            "use jnp.bfloat16 or jnp.float32, and a recipe for 8 bits"
         )
     return dtype

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
@@ -38,7 +39,15 @@ from expertmesh.core.ops.router_statistics import router_statistics
 from expertmesh.core.ops.sequence_balance import sequence_balance_loss
 from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.recipe import current_recipe
-from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
+from expertmesh.core.specs import (
+    axes_of_type,
+    entry_axes,
+    make_entry,
+    mesh_of,
+    pad_spec,
+    spec_axes,
+    strip_axes,
+)
 from expertmesh.ep import (
     Handle,
     combine,
@@ -50,7 +59,14 @@ from expertmesh.ep import (
 )
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput, dispatches_quantized
-from expertmesh.flax_moe.params import Params, check_params, param_specs
+from expertmesh.flax_moe.params import (
+    LogicalAxes,
+    Params,
+    check_array,
+    check_names,
+    check_params,
+    param_specs,
+)
 from expertmesh.flax_moe.quantization import check_quantization, output_and_state, placed_like
 from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
 from expertmesh.flax_moe.quantized_experts import dispatch_experts, takes_experts
@@ -94,17 +110,18 @@ def moe(
       MoEOutput. Logits, routing weights and both losses are float32, the experts compute in `config.dtype`.
 
     Warns:
-      UserWarning: over Explicit axes, x is not sharded over the EP axis: the block spreads its tokens, and gathers y so
-        that it is laid out like x.
+      UserWarning: over Explicit axes, x is not sharded over the EP axis, or not over another that splits the experts
+        or their D: the block spreads its tokens over the EP axis, and gathers y so that it is laid out like x.
 
     Raises:
       ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
         `config.num_chunks` does not divide; an EP axis that the mesh lacks; a bias, mask or choices that `route`
-        refuses.
-      TypeError: x is not floating point; a bias, mask or choices of a dtype that `route` refuses.
+        refuses; no bias under `config.use_expert_bias`, unless choices are given; a symbolic size.
+      TypeError: x or a parameter is no array, or not floating point; a bias, mask or choices of a dtype that `route`
+        refuses; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
 
-    Differentiable in x and every parameter; `expert_bias` gets gradient 0. What the backward keeps is said by
-    `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+    Differentiable in x and every parameter, in reverse mode and once; `expert_bias` gets gradient 0. What the backward
+    keeps is said by `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
     own `shard_map` over all axes, where x and the expert weights are shards.
@@ -112,12 +129,13 @@ def moe(
     Costs two exchanges of T K rows over the EP axis, one gather of the expert weights over fsdp, all-reduces of [E]
     vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"moe: x must be floating point; got dtype={x.dtype}; cast it to config.dtype"
+    _check_tokens(x)
+    check_names("moe", params, config)
+    if config.use_expert_bias and expert_bias is None and topk_idx is None:
+        raise ValueError(
+            "moe: expert_bias must be given under use_expert_bias; got expert_bias=None; start with jnp.zeros(E), or "
+            "leave use_expert_bias out"
         )
-    if x.ndim < 2:
-        raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
     config = config.under(current_recipe())
     given = check_quantization("moe", config, quant_state, kernels_quantized, key)
     ep_axis = _ep_axis(params, config)
@@ -141,7 +159,7 @@ def moe(
     y, num_dropped, overflow, state = _routed_in_chunks(
         config, ep_axis, experts, given.of(experts), x, topk_idx, topk_weights
     )
-    y = _laid_out_like(x, y)
+    y = _laid_out_like(x, y, _spreading_axes(experts, config, ep_axis), ep_axis)
     if config.shared_expert_dim is not None:
         shared, more = _shared(params, x.astype(config.dtype), config, specs, given)
         y, state = y + shared, state and {**state, **more}
@@ -160,17 +178,67 @@ def moe(
     )
 
 
-def _laid_out_like(x, y):
+def _check_tokens(x):
+    check_array("moe", "x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"moe: x must be floating point; got dtype={x.dtype}; cast it to config.dtype"
+        )
+    if x.ndim < 2:
+        raise ValueError(f"moe: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]")
+    if any(map(is_symbolic_dim, x.shape)):
+        raise ValueError(
+            f"moe: sizes must be numbers, by which tokens are divided over devices; got x.shape={x.shape}; export it "
+            "once for each size, and pad"
+        )
+
+
+def _laid_out_like(x, y, spreading, ep_axis):
     """y over the Explicit axes that x is over; the exchange spreads tokens over the EP axis if they are not yet."""
-    got, want = jax.typeof(y).sharding, jax.typeof(x).sharding
-    if AxisType.Explicit not in want.mesh.axis_types or got.spec == want.spec:
+    got = jax.typeof(y).sharding
+    if AxisType.Explicit not in got.mesh.axis_types:
         return y
-    warnings.warn(
-        f"moe: tokens should be sharded over the EP axis, as {got.spec}; got x as {want.spec}; y is gathered to be "
-        "like x; shard x over the EP axis too",
-        stacklevel=3,
-    )
-    return jax.sharding.reshard(y, NamedSharding(want.mesh, want.spec))
+    want = pad_spec(jax.typeof(x).sharding.spec, x.ndim)
+    advised = _spread(got.spec, x.shape, got.mesh.shape, spreading, ep_axis)
+    made, cut, best = (_cuts(spec, got.mesh.shape) for spec in (got.spec, want, advised))
+    if best != cut and (made != cut or not set(spreading) <= set(spec_axes(got.spec))):
+        warnings.warn(
+            f"moe: tokens should be sharded over every axis that splits the experts or their D, as {advised}; got x "
+            f"as {want}; left so, devices do the same work, or y is gathered to be like x; shard x so",
+            stacklevel=3,
+        )
+    return y if got.spec == want else jax.sharding.reshard(y, NamedSharding(got.mesh, want))
+
+
+def _spreading_axes(experts, config, ep_axis) -> tuple[str, ...]:
+    """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
+    axes: dict[str, None] = {}
+    for name in ("wi", "wo"):
+        sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)
+        entries = pad_spec(sharding.spec, experts[name].ndim)
+        for dim, entry in zip(dims.of(name, gated=config.act.gated), entries, strict=True):
+            axes |= dict.fromkeys(entry_axes(entry) if dim else ())
+    return tuple(axis for axis in axes if axis not in ep_axis)
+
+
+def _spread(spec, sizes, mesh_shape, axes, ep_axis):
+    """The spec with `axes` on tokens, outside of the EP axes, if they cut a dimension into equal shards."""
+    *tokens, features = map(entry_axes, spec)
+    idle = tuple(axis for axis in axes if axis not in sum(tokens, ()))
+    for dim in sorted(range(len(tokens)), key=lambda dim: not set(tokens[dim]) & set(ep_axis)):
+        outer = tuple(axis for axis in tokens[dim] if axis not in ep_axis)
+        wanted = (*outer, *idle, *(axis for axis in tokens[dim] if axis in ep_axis))
+        if sizes[dim] % prod(mesh_shape[axis] for axis in wanted) == 0:
+            rest = tuple(axis for axis in features if axis not in idle)
+            return PartitionSpec(
+                *map(make_entry, (*tokens[:dim], wanted, *tokens[dim + 1 :], rest))
+            )
+    return spec
+
+
+def _cuts(spec, mesh_shape):
+    """The spec without the axes of one device, which cut nothing."""
+    return strip_axes(spec, [axis for axis, size in mesh_shape.items() if size == 1])
 
 
 def _specs(config):

@@ -25,6 +25,8 @@ from expertmesh.flax_moe.config import MoEConfig
 __all__ = [
     "LogicalAxes",
     "Params",
+    "check_array",
+    "check_names",
     "check_params",
     "init_params",
     "initializers",
@@ -241,22 +243,12 @@ def _require(function, params, names, remedy):
 def check_params(
     function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
 ) -> None:
-    """Raises a ValueError in the name of `function` unless names and shapes are those of the tree.
+    """Raises in the name of `function` unless names, dtypes and shapes are those of the tree.
 
     Args:
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
-    kernels = _KERNELS + _SHARED * (config.shared_expert_dim is not None)
-    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
-    unknown = [name for name in params if name not in kernels + _BIASES]
-    if unknown:
-        raise ValueError(
-            f"{function}: params must have the names {', '.join(kernels + _BIASES)}; got also "
-            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
-            "or use merge_wi for split projections"
-        )
-    if any(name in params for name in _BIASES):
-        _require(function, params, _BIASES, "pass all biases or none")
+    check_names(function, params, config)
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
@@ -267,3 +259,38 @@ def check_params(
                 f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}; "
                 "change the config or the array"
             )
+
+
+def check_names(function: str, params: Params, config: MoEConfig) -> None:
+    """Raises in the name of `function` unless there are the parameters of the tree, each an array of floats."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
+        )
+    kernels = _KERNELS + _SHARED * (config.shared_expert_dim is not None)
+    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
+    unknown = [name for name in params if name not in kernels + _BIASES]
+    if unknown:
+        raise ValueError(
+            f"{function}: params must have the names {', '.join(kernels + _BIASES)}; got also "
+            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
+            "or use merge_wi for split projections"
+        )
+    if config.use_bias or any(name in params for name in _BIASES):
+        remedy = "pass all biases or none, and where there are none use_bias=False"
+        _require(function, params, _BIASES, remedy)
+    for name, array in params.items():
+        check_array(function, name, array)
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+            raise TypeError(
+                f"{function}: {name} must be floating point of 16 bits or more; got dtype={array.dtype}; cast it to "
+                "config.param_dtype, and quantize by config.recipe"
+            )
+
+
+def check_array(function: str, name: str, value: Any) -> None:
+    """TypeError in the name of `function` unless `value` is an array."""
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        raise TypeError(
+            f"{function}: {name} must be an array; got {type(value).__name__}; pass jnp.asarray({name})"
+        )

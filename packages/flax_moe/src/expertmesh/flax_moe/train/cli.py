@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from expertmesh.flax_moe.support import is_supported
 from expertmesh.flax_moe.train.options import Options, TrainingError, UsageError
 
 PROGRAM = "python -m expertmesh.flax_moe.train"
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (`sys.argv[1:]` when None), trains, and returns the exit code."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
+        supported, reason = is_supported("train")
+        if not supported:
+            raise UsageError(reason)
         from expertmesh.flax_moe.train.job import run  # after the options: it imports everything
 
         return run(options)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from expertmesh.core import global_shard_guard, recipe_of
+from expertmesh.core import global_shard_guard
 from expertmesh.ep import EpConfig, raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
@@ -150,7 +150,7 @@ def model_config(options: ModelOptions) -> ModelConfig:
             z_loss_coeff=options.z_loss,
             capacity_factor=options.capacity_factor,
             transport=options.transport,
-            recipe=recipe_of(options.recipe),
+            recipe=options.recipe,
             dtype=jnp.dtype(options.dtype),
             param_dtype=jnp.float32,
         )
