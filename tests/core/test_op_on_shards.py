@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Kernel, MeshResource, Op, Plan, differentiable, gemm, global_shard_guard
+from expertmesh.core.mesh import current_resource
 
 SUM = Op("sum", lambda x: jnp.sum(x, axis=0), "t k -> k", summed=("t",), roles="tokens . -> .")
 
@@ -71,3 +72,23 @@ def test_a_constant_cotangent_varies_like_its_primal():
     f = differentiable(lambda x: (jnp.sum(x), None), lambda _, ct: (jnp.full(2, 5.0),))
     gradient = in_shard_map(jax.grad(f), P("a"), out=P("a"))
     np.testing.assert_array_equal(gradient(np.ones(16, np.float32)), np.full(16, 5))
+
+
+def test_a_resource_is_that_of_the_call_however_often_it_is_traced():
+    seen, resource = [], MeshResource(dp_resource="dp")
+
+    def reference(x):
+        seen.append(current_resource())
+        return jnp.sum(x, axis=0)
+
+    op = Op("sum", reference, "t k -> k", summed=("t",), roles="tokens . -> .")
+
+    @jax.jit
+    def inside(x):
+        with global_shard_guard(resource):
+            return op(x)
+
+    x = np.arange(2 * 16 * 4, dtype=np.float32).reshape(2, 16, 4)
+    batched = jax.vmap(inside)(on_mesh(AxisType.Auto, x, None, "dp"))
+    np.testing.assert_array_equal(batched, x.sum(1))
+    assert set(seen) == {resource}

@@ -24,7 +24,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.mesh import current_resource
+from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
 from expertmesh.core.specs import (
     axes_of_type,
@@ -195,6 +195,7 @@ class Op:
             None if result_specs is None else tuple(result_specs),
             check_reduce_dtype(self.name, reduce_dtype),
             tuple(sorted(options.items())),
+            current_resource(),
         )
         try:
             return _run(call, *operands)
@@ -296,13 +297,16 @@ class _Call:
     result_specs: tuple[PartitionSpec | None, ...] | None
     reduce_dtype: jnp.dtype
     options: tuple[tuple[str, object], ...]
+    resource: MeshResource | None
 
 
 @partial(jax.jit, static_argnums=0)
 def _run(call: _Call, *operands):
     @custom_vmap
     def run(*operands):
-        return _dispatch(call, operands)
+        # JAX traces this again when it batches or differentiates, and not always where the call is.
+        with global_shard_guard(call.resource):
+            return _dispatch(call, operands)
 
     @run.def_vmap
     def run_batched(axis_size, in_batched, *operands):
@@ -327,6 +331,7 @@ def _run(call: _Call, *operands):
             result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
             reduce_dtype=call.reduce_dtype,
             options=call.options,
+            resource=call.resource,
         )
         out = _run(batched_call, *operands)
         return out, jax.tree.map(lambda _: True, out)
