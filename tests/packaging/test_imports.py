@@ -56,6 +56,27 @@ def private_attributes(tree):
                     yield node.lineno, f"{aliases[node.value.id]}.{node.attr}"
 
 
+# Of others, what they do not document: their private modules and names, and those that move from release to release.
+# `core/_jax.py` alone may use such, and says why.
+OTHERS = {"jax", "jaxlib", "triton", "jax_triton"}
+MOVING = {
+    "jax_triton.triton_lib", "triton.experimental", "triton.runtime", "triton.compiler", "triton.backends", "jaxlib",
+}  # fmt: skip
+VERSIONS = "_jax.py"
+
+
+def undocumented(path, text):
+    if path.name == VERSIONS:
+        return
+    tree = ast.parse(text)
+    chains = ((n.lineno, ast.unparse(n)) for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    for line, name in [*imported(tree, []), *chains]:
+        root, *rest = name.split(".")
+        private = any(part.startswith("_") and not part.startswith("__") for part in rest)
+        if root in OTHERS and (private or starts_with(name, MOVING)):
+            yield f"{path.name}:{line} uses {name}"
+
+
 def starts_with(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
@@ -95,6 +116,28 @@ def test_no_import_goes_against_the_arrows(package):
 )
 def test_such_an_import_is_found(package, text):
     assert list(violations(package, source(package) / "planted.py", text))
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_undocumented_names_are_used_in_one_file(package):
+    files = sorted(source(package).rglob("*.py"))
+    assert [v for path in files for v in undocumented(path, path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from jax._src import core",
+        "import jaxlib",
+        "from triton.experimental import gluon",
+        "from jax_triton.triton_lib import get_type_id",
+        "def f():\n    from triton.runtime.cache import get_cache_manager",
+        "import triton\ntriton.backends.nvidia",
+        "import jax\njax.interpreters._private()",
+    ],
+)
+def test_such_a_name_is_found(text):
+    assert list(undocumented(source("core") / "planted.py", text))
 
 
 @pytest.mark.parametrize("package", NOT_LOADED)
