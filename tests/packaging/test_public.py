@@ -8,7 +8,7 @@ import pytest
 
 PUBLIC = {
     "expertmesh.core": """ACTIVATIONS Activation ChunkPlan DelayedScaling DelayedState DenseRouting DenseState
-        Float8BlockScaling Float8CurrentScaling Format Kernel LayerFormats MXFP8BlockScaling MeshResource
+        Float8BlockScaling Float8CurrentScaling Format Kernel KernelError LayerFormats MXFP8BlockScaling MeshResource
         NVFP4BlockScaling Op PermutePlan Plan QuantizedArray QuantizedKernel Query RECIPES
         ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics Routing SCORE_FUNCTIONS
         TensorFormat accumulate_gradient activate alignment_of autocast choices_to_rows current_recipe

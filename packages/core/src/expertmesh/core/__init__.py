@@ -80,7 +80,7 @@ from expertmesh.core.recipe import (
     current_recipe,
     recipe_of,
 )
-from expertmesh.core.support import is_supported
+from expertmesh.core.support import KernelError, is_supported
 from expertmesh.core.vjp import differentiable
 
 __all__ = [
@@ -95,6 +95,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Format",
     "Kernel",
+    "KernelError",
     "LayerFormats",
     "MXFP8BlockScaling",
     "MeshResource",
