@@ -261,7 +261,7 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
         lambda *z: kernels.launch_rows(*z, out_dtype=jnp.dtype(out), zero_rest=False), *operands
     )
     (((lhs, _, rhs, _, _), launch),) = launches
-    assert (lhs.block_shape, rhs.block_shape) == ((128, 128), (1, 256, 128))
+    assert (lhs.box, rhs.box) == ((128, 128), (1, 256, 128))
     assert launch["scalars"] == (rows, 0, 3, width, groups)
     stages = int(re.search(r"#define STAGES (\d+)", launch["source"])[1])
     staged = 2 * 64 * 128 * jnp.dtype(out).itemsize
@@ -385,7 +385,8 @@ def test_quantized_grouped_gemm_of_later_gpus(which, along, out):
     """Blocks of 32 by the instruction that multiplies them by their scales; operands as they lie, e5m2 times e4m3."""
     from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as kernels
 
-    tiles = kernels._tiles(along, 4096, jnp.float32 if out == "fp32" else jnp.bfloat16)
+    fit = kernels._tiles if which == "weights" else kernels._rows_tiles
+    tiles = fit(along, 4096, jnp.float32 if out == "fp32" else jnp.bfloat16)
     scale = "*u8" if along == 32 else "*fp32"
     constants = {"G": 32, "G_POW2": 32, "ALONG": along, "NUM_PROGRAMS": 148}
     constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "LHS_FORMAT": "e5m2"}

@@ -208,7 +208,8 @@ def launch(h, d_out, sizes, *, activation, format, out_type, tiles: Tiles | None
     tiles = tiles or _tiles(BLOCK, d_out is not None)
     TN = max(BLOCK, launcher.divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
-    measured = (_jax.compute_capability() or 9.0) == 9.0  # elsewhere the compiler decides
+    # Elsewhere, and of float32, the compiler decides.
+    measured = (_jax.compute_capability() or 9.0) == 9.0 and h.dtype.itemsize == 2
     return launcher.triton_call(
         h, d_out, sizes,
         kernel=_kernel, out_type=out_type, num_warps=tiles.warps,

@@ -61,7 +61,7 @@ def _rows_kernel(
     )
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=ALONG != 128):
         tile_m, tile_n = plain._banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = plain._group_of_tile(
             tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM
@@ -212,9 +212,11 @@ def _scales_of_rows(
         return tl.load(scale + at, mask=inside, other=0)
 
 
-# Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold half as many columns.
+# Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
+# of rows, whose scales change along the contraction, half as much again.
 TILES = plain.Tiles(m=128, n=256, k=128, warps=8, stages=4)
 TILES_OF_128 = dataclasses.replace(TILES, n=128)
+ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
 
 
 def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
@@ -259,7 +261,7 @@ def launch_rows(
     (C, D), G = lhs.shape, group_sizes.shape[0]
     W = rhs.shape[1] if transposed else rhs.shape[2]
     along, across = block
-    tiles = _tiles(along, W, out_dtype)
+    tiles = _rows_tiles(along, W, out_dtype)
     programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), C, W, D))
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
@@ -289,6 +291,13 @@ def launch_weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, along: int, out
         LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
         NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip
+
+
+def _rows_tiles(along: int, width: int, out_dtype) -> plain.Tiles:
+    tiles = plain._fit(ROWS_OF_128 if along == 128 else TILES, width, out_dtype)
+    # Without blocks a warp has registers for twice as many float32 results.
+    wide = along == 0 and jnp.dtype(out_dtype).itemsize == 4
+    return dataclasses.replace(tiles, warps=4) if wide else tiles
 
 
 def _tiles(along: int, width: int, out_dtype) -> plain.Tiles:
