@@ -9,6 +9,7 @@ An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of
 
 import dataclasses
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -343,7 +344,8 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
         out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
     if turned:
         out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
-    absent = {name: None for name in ("data", "amax", "data_rows") if name not in out}
+    names = "data", "amax", "data_rows"
+    absent: dict[str, Any] = {name: None for name in names if name not in out}
     results = launcher.triton_call(
         x, multiplier, sizes,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
