@@ -1,5 +1,6 @@
 """Op and differentiable: choice of implementation, errors, retraces, cotangents."""
 
+import dataclasses
 import re
 import warnings
 
@@ -209,3 +210,90 @@ def test_integers_carry_their_empty_tangents_through_an_op():
         return jnp.sum(y * j * scaled)
 
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(2)), [4, 12])
+
+
+def _weighted(x, weight, bias):
+    y = x if weight is None else x * weight[..., None]
+    return jnp.sum(y, axis=-2) if bias is None else jnp.sum(y, axis=-2) + bias
+
+
+class TestAnAbsentOperand:
+    """None stands for it in the reference and in kernels; rule, roles and specs are those of the others."""
+
+    OP = Op(
+        "weighted_sum",
+        _weighted,
+        "b t d, b t, d -> b d",
+        summed=("t",),
+        roles="tokens sequence ., tokens sequence, . -> tokens .",
+        parameter=2,
+    )
+
+    @staticmethod
+    def operands(weight, bias):
+        rng = np.random.default_rng(0)
+        x = rng.integers(-9, 9, (8, 4, 3)).astype(np.float32)
+        w = rng.integers(-9, 9, (8, 4)).astype(np.float32) if weight else None
+        return x, w, rng.integers(-9, 9, 3).astype(np.float32) if bias else None
+
+    @staticmethod
+    def want(x, w, b):
+        return np.einsum("btd,bt->bd", x, np.ones(x.shape[:2]) if w is None else w) + (
+            0 if b is None else b
+        )
+
+    @pytest.mark.parametrize("weight", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("kind", [None, "Explicit", "Auto"])
+    def test_on_meshes(self, kind, weight, bias):
+        x, w, b = self.operands(
+            weight, bias and kind is None
+        )  # a bias is no part of a sum over shards
+        if kind is not None:
+            mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
+            x = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+        got = jax.jit(lambda *given: self.OP(*given))(x, w, b)
+        np.testing.assert_array_equal(got, self.want(np.asarray(x), w, b))
+
+    def test_under_vmap_and_with_specs(self):
+        x, w, b = self.operands(True, False)
+        batched = jax.vmap(lambda x, w: self.OP(x, w, None, operand_specs=(None, None, None)))
+        np.testing.assert_array_equal(
+            batched(np.stack([x, 2 * x]), np.stack([w, w])),
+            np.stack([self.want(x, w, b), 2 * self.want(x, w, b)]),
+        )
+
+    def test_the_parameters_place(self):
+        assert self.OP.without((True, False, True)).parameter == 1
+        assert self.OP.without((True, True, False)).parameter is None
+        assert self.OP.without((True, True, False)).sharding.replace(" ", "") == "btd,bt->bd"
+
+    def test_a_kernel_gets_none(self):
+        seen = []
+
+        def launch(x, weight, bias):
+            seen.append((weight, bias))
+            return _weighted(x, weight, bias)
+
+        def supports(x, weight, bias):
+            return None if weight is None and bias is not None else "planted"
+
+        kernel = Kernel("planted", jax.default_backend(), launch, supports=supports)
+        op = dataclasses.replace(self.OP, kernels=(kernel,))
+        x, _, b = self.operands(False, True)
+        np.testing.assert_array_equal(op(x, None, b), self.want(x, None, b))
+        assert len(seen) == 1 and seen[0][0] is None
+        with pytest.raises(ValueError, match="planted"):
+            op(x, None, None, implementation="planted")
+
+    def test_it_is_traced_once(self):
+        traced = []
+
+        def reference(x, weight):
+            traced.append(x.shape)
+            return x
+
+        op = Op("traced", reference, "a, a -> a")
+        for _ in range(3):
+            op(jnp.ones(3), None)
+        assert len(traced) == 1

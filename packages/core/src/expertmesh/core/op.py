@@ -166,7 +166,7 @@ class Op:
         """Applies the op to global arrays, or to shards inside `shard_map`.
 
         Args:
-          operands: arrays.
+          operands: arrays; None for one that is absent, which the reference and the kernels then get as None.
           implementation: "auto", "reference" or the name of a kernel; under vmap an op runs its reference.
           operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
             result is wanted, if types and roles do not say so.
@@ -183,6 +183,13 @@ class Op:
             op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
             reference needs numbers.
         """
+        present = tuple(x is not None for x in operands)
+        if not all(present):
+            specs = operand_specs and _kept(tuple(operand_specs), present)
+            return self.without(present)(
+                *_kept(operands, present), implementation=implementation, operand_specs=specs,
+                result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
+            )  # fmt: skip
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
         if implementation not in names:
             raise ValueError(
@@ -213,6 +220,32 @@ class Op:
         whole, summed = rule.expand(self.whole), rule.expand(self.summed)
         return plan_by_rule(query, rule, whole, summed, self.parameter)
 
+    def without(self, present: tuple[bool, ...]) -> "Op":
+        """The op whose operands are those for which `present` holds, the others being None."""
+
+        def drop(text: str) -> str:
+            left, arrow, right = text.partition("->")
+            return ",".join(_kept(left.split(","), present)) + arrow + right
+
+        at = self.parameter
+        if at is not None:
+            at = None if at < len(present) and not present[at] else at - present[:at].count(False)
+        return dataclasses.replace(
+            self,
+            reference=_WithAbsent(self.reference, present),
+            sharding=drop(self.sharding),
+            roles=self.roles and drop(self.roles),
+            parameter=at,
+            kernels=tuple(
+                dataclasses.replace(
+                    kernel,
+                    launch=_WithAbsent(kernel.launch, present),
+                    supports=kernel.supports and _WithAbsent(kernel.supports, present),
+                )
+                for kernel in self.kernels
+            ),
+        )
+
     def batched(self, in_batched: tuple[bool, ...]) -> "Op":
         """The op over one more leading dimension of the operands for which `in_batched` holds, and of all results."""
 
@@ -240,6 +273,23 @@ def _fresh(sharding: str) -> str:
     """A factor name that the rule does not use; vmap may be nested."""
     used = {name for side in sharding.split("->") for term in parse_terms(side) for name in term}
     return next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
+
+
+def _kept(values, present: tuple[bool, ...]) -> tuple:
+    return tuple(x for x, kept in zip(values, present, strict=True) if kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithAbsent:
+    """A function of all operands as one of those that are present; equal for equal arguments, so that no op is traced
+    twice."""
+
+    function: Callable
+    present: tuple[bool, ...]
+
+    def __call__(self, *operands, **options):
+        given = iter(operands)
+        return self.function(*(next(given) if kept else None for kept in self.present), **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,13 +203,8 @@ def _grad_kernel(
 TOKENS = 4  # of a program, one warp; fewer where they have more than 256 experts
 
 
-def choose(logits, mask=None, *, config):
-    """[..., E] -> int32 and float32 [..., K]."""
-    return choose_biased(logits, None, mask, config=config)
-
-
-def choose_biased(logits, bias, mask=None, *, config):
-    """The same with a bias, float[E], or None."""
+def choose(logits, bias, mask, *, config):
+    """[..., E] -> int32 and float32 [..., K]; bias: float[E] or None, mask: bool[...] or None."""
     *leading, E = logits.shape
     T, K, constants = logits.size // E, config.top_k, _constants(E, config)
     idx, weights = launcher.triton_call(

@@ -14,7 +14,7 @@ from expertmesh.core.op import Op
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import pointwise_scores
-from expertmesh.core.ops.token_mask import check_token_mask, masked
+from expertmesh.core.ops.token_mask import check_token_mask
 
 __all__ = ["quantile_expert_bias", "required_bias_histogram", "update_expert_bias"]
 
@@ -92,9 +92,7 @@ def required_bias_histogram(
     check_token_mask("required_bias_histogram", token_mask, logits.shape[:-1])
     operands = (jax.lax.stop_gradient(logits), jax.lax.stop_gradient(expert_bias))
     options = dict(config=config, num_bins=num_bins, bias_range=tuple(map(float, bias_range)))
-    if token_mask is None:
-        return _histogram_op(*operands, **options)
-    return _masked_histogram_op(*operands, token_mask, **options)
+    return _histogram_op(*operands, token_mask, **options)
 
 
 def quantile_expert_bias(
@@ -205,9 +203,8 @@ def _histogram(logits, expert_bias, token_mask=None, *, config, num_bins, bias_r
 _histogram_op = Op(
     "required_bias_histogram",
     _histogram,
-    "... e, e -> e b",
+    "... e, e, ... -> e b",
     summed=("...",),
     whole=("e", "b"),
-    roles="tokens ., . -> . .",
+    roles="tokens ., ., tokens -> . .",
 )
-_masked_histogram_op = masked(_histogram_op)

@@ -33,14 +33,9 @@ def _zeros_like(x):
 
 
 @jax.vmap
-def _reference(src_SD, index_NK):
-    if index_NK.shape[1] == 1:  # a copy, for every dtype
+def _reference(src_SD, index_NK, weight_NK):
+    if index_NK.shape[1] == 1 and weight_NK is None:  # a copy, for every dtype
         return select_rows(src_SD, index_NK[:, 0])
-    return sum_rows(src_SD, index_NK, None)
-
-
-@jax.vmap
-def _weighted_reference(src_SD, index_NK, weight_NK):
     return sum_rows(src_SD, index_NK, weight_NK)
 
 
@@ -118,15 +113,13 @@ def why_no_sum(x, index) -> str | None:
 
 SHORT_ROW = 512  # bytes; a program of a kernel has a row to itself
 MOST_TERMS = 32
-_KERNELS = (Kernel.triton("expertmesh.core.kernels.gather_rows", "gather", _why_not),)
 
-_gather = Op("gather_rows", _reference, "p s d, p n k -> p n d", whole=("s", "k"), kernels=_KERNELS)
-_gather_weighted = Op(
+_gather = Op(
     "gather_rows",
-    _weighted_reference,
+    _reference,
     "p s d, p n k, p n k -> p n d",
     whole=("s", "k"),
-    kernels=_KERNELS,
+    kernels=(Kernel.triton("expertmesh.core.kernels.gather_rows", "gather", _why_not),),
 )
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 
@@ -150,9 +143,7 @@ def gather_rows(src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array 
     `permute` and `unpermute` do. Costs no communication when P, N or D is sharded; S and K are held whole.
     """
     _check_fit(src_PSD, index_PNK, weight_PNK)
-    if weight_PNK is None:
-        return _gather(src_PSD, index_PNK)
-    return _gather_weighted(src_PSD, index_PNK, weight_PNK)
+    return _gather(src_PSD, index_PNK, weight_PNK)
 
 
 def gather_values(values: jax.Array, index: jax.Array):

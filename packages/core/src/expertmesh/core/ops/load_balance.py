@@ -18,7 +18,7 @@ from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
-from expertmesh.core.ops.token_mask import check_token_mask, count_tokens, masked
+from expertmesh.core.ops.token_mask import check_token_mask, count_tokens
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["expert_counts", "load_balance_loss", "router_z_loss"]
@@ -116,7 +116,7 @@ def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
     Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
     check_arrays("expert_counts", INTEGERS, topk_idx=topk_idx)
-    return _counts_op(topk_idx, num_experts=num_experts)
+    return _counts_op(topk_idx, None, num_experts=num_experts)
 
 
 def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -> None:
@@ -195,82 +195,67 @@ MOST_EXPERTS = 2048
 _counts_op = Op(
     "expert_counts",
     _counts,
-    "... k -> e",
+    "... k, ... -> e",
     summed=("...",),
     whole=("k", "e"),
-    roles="tokens . -> .",
+    roles="tokens ., tokens -> .",
     kernels=_triton("counts", _why_no_counts),
 )
 _prob_sums_op = Op(
     "load_balance_sums",
     _prob_sums,
-    "... e -> e",
+    "... e, ... -> e",
     summed=("...",),
     whole=("e",),
-    roles="tokens . -> .",
+    roles="tokens ., tokens -> .",
     kernels=_triton("prob_sums", _why_no_sums),
 )
 _prob_sums_grad_op = Op(
     "load_balance_grad",
     _prob_sums_grad,
-    "... e, e -> ... e",
+    "... e, e, ... -> ... e",
     whole=("e",),
-    roles="tokens ., . -> tokens .",
+    roles="tokens ., ., tokens -> tokens .",
 )
 _z_sum_op = Op(
     "z_loss_sum",
     _z_sum,
-    "... e -> ()",
+    "... e, ... -> ()",
     summed=("...",),
     whole=("e",),
-    roles="tokens . -> ()",
+    roles="tokens ., tokens -> ()",
     kernels=_triton("z_sum", _why_no_sums),
 )
 _z_sum_grad_op = Op(
-    "z_loss_grad", _z_sum_grad, "... e, () -> ... e", whole=("e",), roles="tokens ., () -> tokens ."
+    "z_loss_grad",
+    _z_sum_grad,
+    "... e, (), ... -> ... e",
+    whole=("e",),
+    roles="tokens ., (), tokens -> tokens .",
 )
-_masked_counts_op = masked(_counts_op)
-_masked_prob_sums_op = masked(_prob_sums_op)
-_masked_prob_sums_grad_op = masked(_prob_sums_grad_op)
-_masked_z_sum_op = masked(_z_sum_op)
-_masked_z_sum_grad_op = masked(_z_sum_grad_op)
 
 
 def _load_balance_fwd(logits, topk_idx, token_mask, count_E, *, coeff, score_function):
     num_experts, top_k = logits.shape[-1], max(topk_idx.shape[-1], 1)
-    if token_mask is None:
-        prob_E = _prob_sums_op(logits, score_function=score_function)
-    else:
-        prob_E = _masked_prob_sums_op(logits, token_mask, score_function=score_function)
+    prob_E = _prob_sums_op(logits, token_mask, score_function=score_function)
     if count_E is None:
-        count_E = _count(topk_idx, token_mask, num_experts)
+        count_E = _counts_op(topk_idx, token_mask, num_experts=num_experts)
     num_tokens = _num_tokens(logits, token_mask)
     # One division at a time: T^2 and its product with K may exceed what float32 holds exactly.
     weight_E = coeff * num_experts / top_k * count_E.astype(jnp.float32) / num_tokens / num_tokens
     return jnp.sum(prob_E * weight_E), (logits, token_mask, weight_E)
 
 
-def _count(topk_idx, token_mask, num_experts):
-    if token_mask is None:
-        return _counts_op(topk_idx, num_experts=num_experts)
-    return _masked_counts_op(topk_idx, token_mask, num_experts=num_experts)
-
-
 def _load_balance_bwd(residuals, cotangent, *, coeff, score_function):
     del coeff
     logits, token_mask, weight_E = residuals
     d_sums_E = cotangent * weight_E
-    if token_mask is None:
-        d_logits = _prob_sums_grad_op(logits, d_sums_E, score_function=score_function)
-    else:
-        d_logits = _masked_prob_sums_grad_op(
-            logits, d_sums_E, token_mask, score_function=score_function
-        )
+    d_logits = _prob_sums_grad_op(logits, d_sums_E, token_mask, score_function=score_function)
     return d_logits, None, None, None
 
 
 def _z_loss_fwd(logits, token_mask, *, coeff):
-    total = _z_sum_op(logits) if token_mask is None else _masked_z_sum_op(logits, token_mask)
+    total = _z_sum_op(logits, token_mask)
     scale = coeff / _num_tokens(logits, token_mask)
     return scale * total, (logits, token_mask, scale)
 
@@ -278,9 +263,7 @@ def _z_loss_fwd(logits, token_mask, *, coeff):
 def _z_loss_bwd(residuals, cotangent, *, coeff):
     del coeff
     logits, token_mask, scale = residuals
-    if token_mask is None:
-        return _z_sum_grad_op(logits, scale * cotangent), None
-    return _masked_z_sum_grad_op(logits, scale * cotangent, token_mask), None
+    return _z_sum_grad_op(logits, scale * cotangent, token_mask), None
 
 
 def _num_tokens(logits, token_mask):

@@ -20,7 +20,7 @@ from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.router_config import RouterConfig
 from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
 from expertmesh.core.ops.select_experts import select_experts
-from expertmesh.core.ops.token_mask import check_token_mask, masked
+from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["SCORE_FUNCTIONS", "RouterConfig", "Routing", "route"]
@@ -103,12 +103,8 @@ def _check_operands(logits, config, expert_bias, topk_idx):
         )
 
 
-def _choose(logits, token_mask=None, *, config):
+def _choose(logits, expert_bias, token_mask, *, config):
     """The choices and their weights before scaling."""
-    return _choose_biased(logits, None, token_mask, config=config)
-
-
-def _choose_biased(logits, expert_bias, token_mask=None, *, config):
     topk_idx = _select(logits, expert_bias, config=config)
     if token_mask is not None:
         topk_idx = _keep(topk_idx, token_mask, num_experts=logits.shape[-1])
@@ -139,7 +135,7 @@ def _scores(x, config):
     return jax.nn.softmax(x) if config.use_pre_softmax else x
 
 
-def _keep(topk_idx, token_mask=None, *, num_experts):
+def _keep(topk_idx, token_mask, *, num_experts):
     """int32 with -1 for what is not routed."""
     topk_idx = wide_ids(topk_idx)
     routed = _is_routed(topk_idx, num_experts)
@@ -227,22 +223,18 @@ def _why_not(logits, *rest, config) -> str | None:
 _choose_op = Op(
     "route_choose",
     _choose,
-    "... e -> ... k, ... k",
+    "... e, e, ... -> ... k, ... k",
     whole=("e", "k"),
-    roles="tokens . -> tokens ., tokens .",
+    roles="tokens ., ., tokens -> tokens ., tokens .",
     kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose", _why_not),),
 )
-_choose_biased_op = Op(
-    "route_choose_biased",
-    _choose_biased,
-    "... e, e -> ... k, ... k",
-    whole=("e", "k"),
-    roles="tokens ., . -> tokens ., tokens .",
-    kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose_biased", _why_not),),
+_keep_op = Op(
+    "route_keep",
+    _keep,
+    "... k, ... -> ... k",
+    whole=("k",),
+    roles="tokens ., tokens -> tokens .",
 )
-_choose_masked_op, _choose_biased_masked_op = map(masked, (_choose_op, _choose_biased_op))
-_keep_op = Op("route_keep", _keep, "... k -> ... k", whole=("k",), roles="tokens . -> tokens .")
-_keep_masked_op = masked(_keep_op)
 _weigh_op = Op("route_weigh", _weigh, "... e, ... k -> ... k", whole=("e", "k"))
 _weigh_grad_op = Op(
     "route_grad",
@@ -257,23 +249,13 @@ def _route_fwd(logits, expert_bias, token_mask, topk_idx, *, config):
     if topk_idx is not None:
         topk_idx, weights = _replay(logits, token_mask, topk_idx, config)
     else:
-        biased, masked_too = expert_bias is not None, token_mask is not None
-        op = {
-            (False, False): _choose_op,
-            (False, True): _choose_masked_op,
-            (True, False): _choose_biased_op,
-            (True, True): _choose_biased_masked_op,
-        }[biased, masked_too]
-        given = (x for x in (expert_bias, token_mask) if x is not None)
-        topk_idx, weights = op(logits, *given, config=config)
+        topk_idx, weights = _choose_op(logits, expert_bias, token_mask, config=config)
     return Routing(topk_idx, weights * config.scaling_factor), (logits, topk_idx, weights)
 
 
 def _replay(logits, token_mask, topk_idx, config):
     """Given choices and their weights before scaling."""
-    topk_idx = _keep_op(topk_idx, num_experts=logits.shape[-1])
-    if token_mask is not None:
-        topk_idx = _keep_masked_op(topk_idx, token_mask, num_experts=logits.shape[-1])
+    topk_idx = _keep_op(topk_idx, token_mask, num_experts=logits.shape[-1])
     return topk_idx, _weigh_op(logits, topk_idx, config=config)
 
 

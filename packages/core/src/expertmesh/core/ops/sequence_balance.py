@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.ops.load_balance import check_balance_operands
 from expertmesh.core.ops.scores import expert_scores, expert_scores_grad
-from expertmesh.core.ops.token_mask import masked
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["sequence_balance_loss"]
@@ -85,25 +84,25 @@ def _counts(topk_idx, token_mask=None, *, num_experts):
 _sums_op = Op(
     "sequence_balance_sums",
     _sums,
-    "... t e -> ... e",
+    "... t e, ... t -> ... e",
     summed=("t",),
     whole=("e",),
-    roles="tokens sequence . -> tokens .",
+    roles="tokens sequence ., tokens sequence -> tokens .",
 )
 _sums_grad_op = Op(
     "sequence_balance_grad",
     _sums_grad,
-    "... t e, ... e -> ... t e",
+    "... t e, ... e, ... t -> ... t e",
     whole=("e",),
-    roles="tokens sequence ., tokens . -> tokens sequence .",
+    roles="tokens sequence ., tokens ., tokens sequence -> tokens sequence .",
 )
 _counts_op = Op(
     "sequence_counts",
     _counts,
-    "... t k -> ... e, ...",
+    "... t k, ... t -> ... e, ...",
     summed=("t",),
     whole=("k", "e"),
-    roles="tokens sequence . -> tokens ., tokens",
+    roles="tokens sequence ., tokens sequence -> tokens ., tokens",
 )
 _dot_op = Op(
     "sequence_balance_dot",
@@ -113,19 +112,12 @@ _dot_op = Op(
     whole=("e",),
     roles="tokens ., tokens . -> ()",
 )
-_masked_sums_op = masked(_sums_op, "... t", "tokens sequence")
-_masked_sums_grad_op = masked(_sums_grad_op, "... t", "tokens sequence")
-_masked_counts_op = masked(_counts_op, "... t", "tokens sequence")
 
 
 def _sequence_balance_fwd(logits, topk_idx, token_mask, *, coeff, score_function):
     num_experts, top_k = logits.shape[-1], max(topk_idx.shape[-1], 1)
-    if token_mask is None:
-        prob = _sums_op(logits, score_function=score_function)
-        count, tokens = _counts_op(topk_idx, num_experts=num_experts)
-    else:
-        prob = _masked_sums_op(logits, token_mask, score_function=score_function)
-        count, tokens = _masked_counts_op(topk_idx, token_mask, num_experts=num_experts)
+    prob = _sums_op(logits, token_mask, score_function=score_function)
+    count, tokens = _counts_op(topk_idx, token_mask, num_experts=num_experts)
     scale = coeff * num_experts / (top_k * max(prod(logits.shape[:-2]), 1))
     tokens = jnp.maximum(tokens, 1).astype(jnp.float32)[..., None]
     weight = scale * count.astype(jnp.float32) / tokens / tokens
@@ -136,9 +128,7 @@ def _sequence_balance_bwd(residuals, cotangent, *, coeff, score_function):
     del coeff
     logits, token_mask, weight = residuals
     d_sums = cotangent * weight
-    if token_mask is None:
-        return _sums_grad_op(logits, d_sums, score_function=score_function), None, None
-    d_logits = _masked_sums_grad_op(logits, d_sums, token_mask, score_function=score_function)
+    d_logits = _sums_grad_op(logits, d_sums, token_mask, score_function=score_function)
     return d_logits, None, None
 
 

@@ -3,8 +3,6 @@
 Dimension key: `...` tokens.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -27,21 +25,6 @@ def check_token_mask(function: str, token_mask: jax.Array | None, tokens: tuple[
             f"{function}: token_mask must have one value per token; got token_mask.shape={token_mask.shape}, "
             f"tokens {tokens}; pass the mask of these tokens"
         )
-
-
-def masked(op: Op, term: str = "...", roles: str = "tokens") -> Op:
-    """The op with a token mask as one more operand."""
-
-    def extend(text, more):
-        left, right = text.split("->")
-        return f"{left.strip()}, {more} -> {right.strip()}"
-
-    return dataclasses.replace(
-        op,
-        name=f"{op.name}_masked",
-        sharding=extend(op.sharding, term),
-        roles=extend(op.roles, roles),
-    )
 
 
 def _num_tokens(token_mask):
