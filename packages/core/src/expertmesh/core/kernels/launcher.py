@@ -43,16 +43,26 @@ class Binary:
     shared: int
     cluster: tuple[int, int, int] = (1, 1, 1)
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """Of all that loading depends on."""
-        return hashlib.sha256(f"{self.name} {self.shared} ".encode() + self.code).hexdigest()
+        return _digest(self)
 
-    @functools.cached_property
+    @property
     def image(self) -> str:
         """The code as text; `_native/unpack.h` has the way back."""
-        packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-        return base64.b64encode(packer.compress(self.code) + packer.flush()).decode()
+        return _image(self.code)
+
+
+@functools.cache
+def _digest(binary: Binary) -> str:
+    return hashlib.sha256(f"{binary.name} {binary.shared} ".encode() + binary.code).hexdigest()
+
+
+@functools.cache
+def _image(code: bytes) -> str:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return base64.b64encode(packer.compress(code) + packer.flush()).decode()
 
 
 class Result(NamedTuple):
