@@ -202,6 +202,9 @@ class WeightTiles:
       band: tiles, of 256 columns of lhs, that run together.
       registers: of the role that loads, and of those that multiply.
       passing: results leave L2 first, which operands then keep.
+      rows: of a step, if `slot` does not say it: of 16 bits.
+      strips: of 64 lines of 128 bytes of a result that a role has under way, if each of its warps sends its own lines
+        (of 16 bits alone), in place of parts.
     """
 
     stages: int
@@ -212,6 +215,8 @@ class WeightTiles:
     band: int
     registers: tuple[int, int]
     passing: bool = False
+    rows: int = 64
+    strips: int = 0
 
     def handed_of(self, out_dtype) -> int:
         """The parts of a result of this type that a role stages at once."""
@@ -220,7 +225,12 @@ class WeightTiles:
     def slots(self, out_dtype) -> int:
         """Where the first step is in shared memory."""
         part = 64 * 128 * jnp.dtype(out_dtype).itemsize
-        return self.staged + 2 * self.handed_of(out_dtype) * part
+        return self.staged + 2 * (self.strips * STRIP or self.handed_of(out_dtype) * part)
+
+    @property
+    def box(self) -> int:
+        """The lines of a result that leave at once."""
+        return 16 if self.strips else 32
 
     def fit(self, G: int, out_dtype) -> "WeightTiles":
         """What results and the table of groups take of shared memory is not there for steps."""
@@ -236,7 +246,8 @@ class WeightTiles:
         defined: dict[str, object] = dict(
             WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=self.stages,
             SLOT=self.slot, SLOTS=self.slots(out_dtype), STAGED=self.staged,
-            HANDED=self.handed_of(out_dtype), BAND=self.band, PASSING=int(self.passing), SHARED=SHARED_BYTES,
+            HANDED=self.handed_of(out_dtype), OWN=self.strips, STEP=self.rows, BAND=self.band,
+            PASSING=int(self.passing), SHARED=SHARED_BYTES,
             REGISTERS_LESS=self.registers[0], REGISTERS_MORE=self.registers[1], **_defined_places(places),
         )  # fmt: skip
         return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
@@ -247,6 +258,7 @@ def _defined_places(places: tuple[int, ...]) -> dict[str, object]:
 
 
 SHARED_BYTES = 227 * 1024  # of one program
+STRIP = 64 * 128  # bytes that a role stages, of a result
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
@@ -259,7 +271,7 @@ WEIGHTS_HOPPER = WeightTiles(
     stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
 )  # fmt: skip
-STEP = 64  # rows of a step of it
+STEP = 64  # rows, that `LEAST_STEPS` counts
 MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_PARTS = 2  # of a tile of the last round
@@ -306,7 +318,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
     tiles = WEIGHTS_HOPPER.fit(group_sizes.shape[1], out_dtype)
     # wgmma is Hopper's alone, and its windows need as many rows as a step.
-    hopper = _capability() == 90 and nvrtc() is not None and C >= STEP
+    hopper = _capability() == 90 and nvrtc() is not None and C >= tiles.rows
     launch = launch_weights
     if hopper and tiles.stages >= tiles.least:
         launch = partial(launch_weights_hopper, tiles=tiles)
@@ -413,9 +425,9 @@ def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: WeightTiles
     (C, K), N = lhs.shape, dy.shape[1]
     places = _places(weight_programs(STEP, C, (K, N)))
     return call_weights(
-        _windows(lhs), _windows(dy), group_sizes,
+        _windows(lhs, tiles.rows), _windows(dy, tiles.rows), group_sizes,
         source=weights_source(lhs.dtype, out_dtype, tiles, places), name="grouped_gemm_weights", step=STEP,
-        contraction=C, widths=(K, N), out_dtype=out_dtype,
+        contraction=C, widths=(K, N), out_dtype=out_dtype, box=tiles.box,
     )  # fmt: skip
 
 
@@ -431,14 +443,18 @@ def _places(programs: int) -> tuple[int, ...]:
 
 def call_weights(
     *operands, source: str, name: str, step: int, contraction: int, widths: tuple[int, int], out_dtype,
+    box: int = 32,
 ):  # fmt: skip
-    """[G, *widths] by a kernel of weight gradients in CUDA C++; the last of its `operands` are the groups' sizes."""
+    """[G, *widths] by a kernel of weight gradients in CUDA C++; the last of its `operands` are the groups' sizes.
+
+    `box`: lines of the result that leave at once.
+    """
     *others, group_sizes = operands
     G, out_dtype = group_sizes.shape[0], jnp.dtype(out_dtype)
     return cuda_call(
         *others, group_sizes.astype(jnp.int32),
         source=source, name=name, scalars=(*widths, G),
-        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, 32, 128 // out_dtype.itemsize),
+        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, box, 128 // out_dtype.itemsize),
         programs=weight_programs(step, contraction, widths), warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
@@ -455,10 +471,10 @@ def weights_source(dtype, out_dtype, tiles: WeightTiles, places: tuple[int, ...]
     return tiles.source("grouped_gemm_weights.cu", out_dtype, places, INSTRUCTIONS=instructions)
 
 
-def _windows(x):
-    """`x` [C, W] as a window of `STEP` rows from each row on: TMA loads no row beyond the window."""
+def _windows(x, rows: int):
+    """`x` [C, W] as a window of so many rows from each row on: TMA loads no row beyond the window."""
     C, W = x.shape
-    return launcher.TensorMap(x, x.dtype, (C - STEP + 1, STEP, W), (W, W, 1), (1, STEP, 64))
+    return launcher.TensorMap(x, x.dtype, (C - rows + 1, rows, W), (W, W, 1), (1, rows, 64))
 
 
 _descriptor = launcher.TensorMap.of
