@@ -196,6 +196,28 @@ def test_weight_gradients_on_hopper(groups, out, operands, tmp_path):
     assert sorted(products) == ["128"] * 10 + ["256"] * 10
 
 
+@pytest.mark.parametrize(
+    "rows, out, strips",
+    [
+        (32, "bfloat16", 2),
+        (64, "bfloat16", 2),
+        (32, "float32", 2),
+        (32, "float32", 4),
+        (64, "float32", 4),
+    ],
+)
+def test_weight_gradients_that_each_warp_sends(rows, out, strips, tmp_path):
+    from expertmesh.core.kernels import grouped_gemm as kernels
+
+    few = dict(stages=8, slot=rows * 768, registers=(56, 224), rows=rows, strips=strips)
+    tiles = dataclasses.replace(kernels.WEIGHTS_HOPPER, **few).fit(256, out)
+    ptx, said = _assemble_cuda(kernels.weights_source("bfloat16", out, tiles), tmp_path)
+    assert "serialized" not in said, "every product waits for itself"
+    assert f"cp.async.bulk.wait_group.read {strips - 1};" in ptx
+    whole = rows // 16
+    assert len(re.findall("m64n256k16", ptx)) == 2 * (whole + 1)
+
+
 def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold(monkeypatch):
     from expertmesh.core.kernels import grouped_gemm as kernels
 

@@ -2,16 +2,16 @@
 // group without rows.
 //
 // Operands are taken as they lie, [rows, columns]: of 16 bits the tensor cores read contiguous columns too. TMA has
-// them as windows of 64 rows, one from each row on, and what lies beyond a window is zeros: the last step of a group
-// is a part of the window that ends where the group ends. In a block one warp loads, and two roles of four warps
+// them as windows of a step's rows, one from each row on, and what lies beyond a window is zeros: the last step of a
+// group is a part of the window that ends where the group ends. In a block one warp loads, and two roles of four warps
 // multiply 64 columns of lhs by 256 of dy each: at their own pace, so that one multiplies while the other ends a
 // tile. A role keeps a result in registers, rounded, of which a piece leaves in each step of the next tile. Products
 // and loads have all of the 128 bytes that shared memory gives in a clock.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
-// replaced: INSTRUCTIONS (`multiply` for both widths).
+// replaced: INSTRUCTIONS (`multiply` for both widths). One macro more: STEP (rows).
 
-constexpr int ROWS = 64;               // of a step, and of a window
+constexpr int ROWS = STEP;             // of a step, and of a window
 constexpr int DEPTH = 16;              // rows of one instruction
 constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
 constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a slot
@@ -27,6 +27,96 @@ INSTRUCTIONS
 struct Cut : Done {
   int columns = TILE_N;
 };
+
+#if OWN
+// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are turned by their number. Odd lines take other
+// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A role.
+__device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, line = lane / 4;
+  const bool odd = line % 2;
+  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, turned = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {  // 8 columns and their next but one; both lines
+    const float *x = sums + i, *y = x + 8;
+    const u32 to = at + i % 4 / 2 * 8 * 128, c = i / 4 * 32;
+    put_pair(to + (c ^ turned), odd ? y[0] : x[0], odd ? y[1] : x[1]);
+    put_pair(to + (c + 64 ^ turned), odd ? x[0] : y[0], odd ? x[1] : y[1]);
+  }
+}
+
+// A tile's result of a role on its way out, of which each warp sends its 16 lines: pieces of 128 bytes of them, as many
+// under way as there are strips. No warp waits for another.
+struct Sending {
+  static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
+  static_assert(STRIPS % OWN == 0, "a tile, of which there may be half, begins with the first strip");
+  Result result;
+  Cut to;
+
+  // Where a piece is staged: the one before has left.
+  __device__ __forceinline__ u32 room(int piece) const {
+    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OWN - 1) : "memory");
+    __syncwarp();
+    return result.staged + piece % OWN * STRIP;
+  }
+
+  // A piece is staged.
+  __device__ __forceinline__ void leave(int piece, const Cut& to) const {
+    const int line = threadIdx.x % 128 / 32 * LINES;
+    fence_shared();
+    __syncwarp();
+    if (threadIdx.x % 32) return;
+    const u32 staged = result.staged + piece % OWN * STRIP + line * 128;
+    store_box(result.out, staged, to.n + piece * WIDTH, to.m + line, to.group);
+    end_stores();
+  }
+
+#if WIDE
+  __device__ __forceinline__ void send_some() {}
+  __device__ __forceinline__ void send_rest() {}
+
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) const {
+#pragma unroll
+    for (int piece = 0; piece < PARTS * STRIPS; piece++) {
+      if (piece * WIDTH >= tile.columns) break;
+      stage_strip(room(piece), sums + piece * WIDTH / 2);
+      leave(piece, tile);
+    }
+  }
+#else
+  static constexpr int PIECES = PARTS * STRIPS;
+  int piece = PIECES;  // to send next
+  u32 packed[PIECES * PACKED];
+
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
+#pragma unroll
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i], sums[2 * i + 1]);
+    to = tile, piece = 0;
+  }
+
+  __device__ __forceinline__ void send_piece() {
+    const u32 at = room(piece);
+    switch (piece) {
+      case 0: stage_packed(at, packed); break;
+      case 1: stage_packed(at, packed + PACKED); break;
+      case 2: stage_packed(at, packed + 2 * PACKED); break;
+      default: stage_packed(at, packed + 3 * PACKED); break;
+    }
+    leave(piece++, to);
+  }
+
+  __device__ __forceinline__ void send_some() {
+    if (piece < to.columns / WIDTH) send_piece();
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (piece < to.columns / WIDTH) send_piece();
+  }
+#endif
+};
+#else
+using Sending = Sender<Cut>;
+#endif
 
 // Tiles, of which those left for a last round are halved where that round has room. One of whose columns half are
 // beyond dy is a half, too. Where no more than 128 columns of lhs are left for both blocks, these share them, and
@@ -114,7 +204,7 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
 // the group; `mixed`: the window has rows of the next group, too.
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
-    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sender<Cut>& sender) {
+    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender) {
   const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.role * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
   const bool all = rows >= ROWS;
@@ -145,7 +235,7 @@ __device__ __forceinline__ void step(
 // Begins the products of a tile, the last ones of which are under way then.
 template <int WIDTH>
 __device__ __forceinline__ void multiply_rows(
-    float (&sums)[PARTS * SUMS], Ring& ring, int start, int end, Sender<Cut>& sender) {
+    float (&sums)[PARTS * SUMS], Ring& ring, int start, int end, Sending& sender) {
   int rows = end - start;
   step<WIDTH, true>(sums, ring, rows, end < ROWS, sender);
 #pragma unroll 1
@@ -155,7 +245,7 @@ __device__ __forceinline__ void multiply_rows(
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sender<Cut> sender) {
+__device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sending sender) {
   float sums[PARTS * SUMS];
   bool more = tiles.next();
   while (more) {
@@ -199,7 +289,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
       store_zeros(&out, smem + SLOTS + stages * SLOT, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Sender<Cut> sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
+    const Sending sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
     multiply_tiles(tiles, Ring{smem, SLOTS, SLOT, stages, 0}, sender);
   }
   __syncwarp();

@@ -3,8 +3,9 @@
 //
 // Compiled at run time after `hopper.cuh`, before a kernel's own text. Macros that come before both: WIDE (float32
 // results) or HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), STAGED (where
-// results are staged), HANDED (parts of a role's that there is room for), BAND (of tiles of columns of lhs that run
-// together), SHARED (bytes), REGISTERS_LESS and REGISTERS_MORE.
+// results are staged), HANDED (parts of a role's that there is room for) or OWN (strips of 128 bytes of them, else 0),
+// BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2), SHARED (bytes),
+// REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES.
 
 constexpr int ROLES = 2;               // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -18,11 +19,11 @@ static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, slots for operands; and at its
 // end the table of groups.
-constexpr int LINES = 32, BOX = LINES * 128;        // what leaves at once: lines of 128 bytes of a result
+constexpr int LINES = OWN ? 16 : 32, BOX = LINES * 128;  // what leaves at once: lines of 128 bytes of a result
 constexpr int LIVE = 128;                           // how many groups have rows
 constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
 constexpr int STRIP = PART_M * 128;
-constexpr int STAGED_BYTES = HANDED * STRIPS * STRIP;  // of a role
+constexpr int STAGED_BYTES = (OWN ? OWN : HANDED * STRIPS) * STRIP;  // of a role
 static_assert(SLOTS == STAGED + ROLES * STAGED_BYTES && SLOT % 1024 == 0, "as launched");
 
 __device__ __forceinline__ void put_pair(u32 to, float x, float y) {
@@ -31,9 +32,15 @@ __device__ __forceinline__ void put_pair(u32 to, float x, float y) {
 
 // Of a result; what lies beyond it is left out.
 __device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
+#if PASSING
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
+      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "l"(PASS) : "memory");
+#else
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
       ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
