@@ -220,9 +220,8 @@ __device__ __forceinline__ void let_turn(int role) {
   if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory");
 }
 
-// Begins the product of a role's rows and of 128 columns.
-__device__ __forceinline__ void begin(float (&product)[SUMS], u32 rows, u32 columns, int role) {
-  const u64 of_rows = descriptor(rows), of_columns = descriptor(columns);
+// Begins the product of a role's rows and of 128 columns, which these descriptors say.
+__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns, int role) {
   take_turn(role);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -310,42 +309,50 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   if (role == 1) let_turn(0);
   clear(left), clear(right);
   int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
+  const int mine = role * PART_M * BLOCK;
+  u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+  float4 factors = scales.of(0), next;
 #pragma unroll 1
-  while (live) {
-    const u32 rows = ring.at() + role * PART_M * BLOCK, columns = ring.at() + OF_RHS;
-    wait_barrier(ring.full(), ring.parity);
-    begin(product, rows, columns, role);
-    const float4 factors = scales.of(step);
-    scales.read(step + 1);
+  while (true) {
+    if (!WAIT) wait_barrier(ring.full(), ring.parity);
+    begin(product, of_rows, of_columns, role);
     end_turn(role);
-    if (DEFER && step == 0) {
+    if (DEFER > 1 && step == 0) {
       if (tiles > 0) result.hand_over(right), clear(right);
       tiles++;
     }
     finish(product);
     add(left, product, factors.x, factors.y);
-    begin(product, rows, columns + PART_N * BLOCK, role);
+    begin(product, of_rows, of_columns + PART_N * BLOCK / 16, role);
     end_turn(role);
-    const Ring here = ring;
+    const u32 empty = ring.empty();
     ring.next(), step++;
-    if (step == scales.steps) {
+    of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+    if (DEFER > 0 && step == scales.steps) result.hand_over(left), clear(left);
+    if (WAIT) wait_barrier(ring.full(), ring.parity);
+    if (step < scales.steps) {
+      next = scales.of(step);
+      scales.read(step + 1);
+    } else {
       step = 0;
-      if (DEFER) result.hand_over(left), clear(left);
-      wait_barrier(ring.full(), ring.parity);
+      if (!WAIT) wait_barrier(ring.full(), ring.parity);
       live = scales.move(ring);
       if (live) scales.read(0);
     }
     finish(product);
     if (!RELEASE_BY_WARP) asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
-    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(here.empty());
+    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(empty);
     add(right, product, factors.z, factors.w);
-    if (!DEFER && step == 0) {
-      result.hand_over(left), clear(left);
-      result.hand_over(right), clear(right);
+    if (step == 0) {
+      if (DEFER == 0) result.hand_over(left), clear(left);
+      if (DEFER < 2) result.hand_over(right), clear(right);
+      if (!live) break;
+      next = scales.of(0);
     }
+    factors = next;
   }
   if (role == 0) take_turn(0);  // of both the last one is taken
-  if (DEFER) result.hand_over(right);
+  if (DEFER > 1) result.hand_over(right);
 }
 
 // The rows after the last group, up to `end`.

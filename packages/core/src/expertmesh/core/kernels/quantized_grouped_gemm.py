@@ -43,7 +43,8 @@ class BlockTiles:
 
     stages: int
     band: int
-    defer: bool
+    defer: int
+    wait: int
     by_warp: bool
     turns: bool
     pass_by: bool
@@ -57,7 +58,7 @@ class BlockTiles:
 
 
 ROWS_BLOCKS = BlockTiles(
-    stages=4, band=16, defer=False, by_warp=False, turns=False, pass_by=False,
+    stages=4, band=16, defer=0, wait=0, by_warp=False, turns=False, pass_by=False,
     registers=(56, 224),
 )  # fmt: skip
 # NVIDIA H200, 2026-11-23: likewise.
@@ -164,7 +165,7 @@ def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        BAND=tiles.band, DEFER=int(tiles.defer), RELEASE_BY_WARP=int(tiles.by_warp),
+        BAND=tiles.band, DEFER=tiles.defer, WAIT=tiles.wait, RELEASE_BY_WARP=int(tiles.by_warp),
         TURNS=int(tiles.turns),
         PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES, REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
