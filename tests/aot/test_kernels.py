@@ -241,7 +241,7 @@ def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
 @pytest.mark.parametrize("width", [272, 1536, 4096, 7168])
 @pytest.mark.parametrize("groups", [1, 32, 1024])
 def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, out, monkeypatch):
-    """What a launch says that it takes is what the kernel's text takes; one text for each contraction."""
+    """What a launch says that it takes is what the kernel's text takes."""
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
     launches = []
@@ -261,7 +261,7 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
         lambda *z: kernels.launch_rows(*z, out_dtype=jnp.dtype(out), zero_rest=False), *operands
     )
     (((lhs, _, rhs, _, _), launch),) = launches
-    assert (lhs.block_shape, rhs.block_shape) == ((128, 128), (1, 256, 128))
+    assert (lhs.box, rhs.box) == ((128, 128), (1, 256, 128))
     assert launch["scalars"] == (rows, 0, 3, width, groups)
     stages = int(re.search(r"#define STAGES (\d+)", launch["source"])[1])
     staged = 2 * 64 * 128 * jnp.dtype(out).itemsize

@@ -3,16 +3,18 @@
 //
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
-// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. If results
-// are deferred, left ones are staged while the last right product of a tile is under way, right ones while the first
-// left product of the next tile is. Blocks do not share operands in clusters: shared memory is busiest, with 96 KB read
-// by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024; multicast
-// would save neither, and its slots wait for both blocks.
+// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
+// product is under way, what the next one needs is computed, read or waited for, so that it begins right after the sums.
+// Of a tile's results the left ones are staged while its last product is under way (DEFER 1), and perhaps the right ones
+// while the first product of the next tile is (DEFER 2). Blocks do not share operands in clusters: shared memory is
+// busiest, with 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor
+// cores take 1024; multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER (results are staged beside
-// products), RELEASE_BY_WARP (else by role), TURNS (the roles begin products in turn), PASS_BY (results leave L2 first),
-// REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
+// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER, EARLY (a slot is waited for
+// while the product before is under way), RELEASE_BY_WARP (else by role), TURNS (the roles begin products in turn),
+// PASS_BY (results leave L2 first), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
+// INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;                   // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -314,7 +316,7 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   float4 factors = scales.of(0), next;
 #pragma unroll 1
   while (true) {
-    if (!WAIT) wait_barrier(ring.full(), ring.parity);
+    if (!EARLY) wait_barrier(ring.full(), ring.parity);
     begin(product, of_rows, of_columns, role);
     end_turn(role);
     if (DEFER > 1 && step == 0) {
@@ -328,14 +330,15 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
     const u32 empty = ring.empty();
     ring.next(), step++;
     of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+    asm volatile("" : "+l"(of_rows), "+l"(of_columns));  // computed here, while a product is under way
     if (DEFER > 0 && step == scales.steps) result.hand_over(left), clear(left);
-    if (WAIT) wait_barrier(ring.full(), ring.parity);
+    if (EARLY) wait_barrier(ring.full(), ring.parity);
     if (step < scales.steps) {
       next = scales.of(step);
       scales.read(step + 1);
     } else {
       step = 0;
-      if (!WAIT) wait_barrier(ring.full(), ring.parity);
+      if (!EARLY) wait_barrier(ring.full(), ring.parity);
       live = scales.move(ring);
       if (live) scales.read(0);
     }

@@ -34,7 +34,8 @@ class BlockTiles:
     Attributes:
       stages: steps of 128 of the contraction under way at most.
       band: tiles of 128 rows that run together.
-      defer: results are staged beside products, not after a tile.
+      defer: parts of a result, of two, that are staged beside products, not after a tile.
+      early: a slot is waited for while the product before is under way.
       by_warp: a warp that has read a slot says so, not a role.
       turns: the roles begin products in turn.
       pass_by: results are the first to leave L2.
@@ -44,7 +45,7 @@ class BlockTiles:
     stages: int
     band: int
     defer: int
-    wait: int
+    early: bool
     by_warp: bool
     turns: bool
     pass_by: bool
@@ -58,8 +59,7 @@ class BlockTiles:
 
 
 ROWS_BLOCKS = BlockTiles(
-    stages=4, band=16, defer=0, wait=0, by_warp=False, turns=False, pass_by=False,
-    registers=(56, 224),
+    stages=4, band=16, defer=1, early=True, by_warp=True, turns=False, pass_by=False, registers=(56, 224)
 )  # fmt: skip
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = plain.WeightTiles(
@@ -165,9 +165,9 @@ def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        BAND=tiles.band, DEFER=tiles.defer, WAIT=tiles.wait, RELEASE_BY_WARP=int(tiles.by_warp),
-        TURNS=int(tiles.turns),
-        PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES, REGISTERS_LESS=less, REGISTERS_MORE=more,
+        BAND=tiles.band, DEFER=tiles.defer, EARLY=int(tiles.early), RELEASE_BY_WARP=int(tiles.by_warp),
+        TURNS=int(tiles.turns), PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES,
+        REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
     multiply = wgmma(
