@@ -4,11 +4,11 @@
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
 // all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
-// product is under way, what the next one needs is computed, read or waited for, so that it begins right after the sums.
-// Of a tile's results the left ones are staged while its last product is under way (DEFER 1), and perhaps the right ones
-// while the first product of the next tile is (DEFER 2). Blocks do not share operands in clusters: shared memory is
-// busiest, with 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor
-// cores take 1024; multicast would save neither, and its slots wait for both blocks.
+// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of a
+// tile's results left ones are staged while its last product is under way (DEFER 1), and perhaps right ones while the
+// first product of the next tile is (DEFER 2). Blocks do not share operands in clusters: shared memory is busiest, with
+// 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024;
+// multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
 // HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER, EARLY (a slot is waited for
