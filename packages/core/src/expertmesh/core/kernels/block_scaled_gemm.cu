@@ -6,8 +6,8 @@
 // all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
 // product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of a
 // tile's results left ones are staged while its last product is under way (DEFER 1), and perhaps right ones while the
-// first product of the next tile is (DEFER 2). Blocks do not share operands in clusters: shared memory is busiest, with
-// 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024;
+// first product of the next tile is (DEFER 2). Blocks share no operands in clusters: shared memory is busiest, with
+// 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024;
 // multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
@@ -294,7 +294,7 @@ struct Scales {
   }
 
   // What a step's products are multiplied by, at first on the left.
-  __device__ __forceinline__ float4 of(int step) const {
+  __device__ __forceinline__ float4 of(u32 step) const {
     const u32 here = threadIdx.x & 28 | step % OF_ROW;
     const float of_upper = from_lane(upper, here), of_lower = from_lane(lower, here);
     const float left = from_lane(weight, step % OF_WEIGHT), right = from_lane(weight, OF_WEIGHT + step % OF_WEIGHT);
