@@ -32,9 +32,9 @@ constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
 constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = SLOTS + STAGES * SLOT, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
+constexpr int BARRIERS = SLOTS + STAGES * SLOT, TURN = 112, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
 static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
-static_assert(STAGES <= 8, "as many barriers as `Ring` has");
+static_assert(STAGES <= 6, "those of turns lie after the slots' barriers");
 
 INSTRUCTION
 
@@ -213,29 +213,36 @@ __device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result
   }
 }
 
-// The roles multiply in turn. A turn ends while the last instruction of a product is under way.
-__device__ __forceinline__ void take_turn(int role) {
-  if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(role + 3) : "memory");
-}
+// The roles multiply in turn. A turn ends while the last instruction of a product is under way. Barriers in shared
+// memory, for the assembler moves sums to behind a named one, out of the other role's turn.
+struct Turn {
+  u32 mine, other;
+  u32 parity = 0;
 
-__device__ __forceinline__ void let_turn(int role) {
-  if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory");
-}
+  __device__ __forceinline__ Turn(u32 smem, int role)
+      : mine(smem + BARRIERS + TURN + 8 * role), other(smem + BARRIERS + TURN + 8 * (1 - role)) {
+    if (TURNS && role == 1) let();
+  }
+  __device__ __forceinline__ void take() {
+    if (TURNS) wait_barrier(mine, parity), parity ^= 1;
+  }
+  __device__ __forceinline__ void let() const {
+    if (TURNS && threadIdx.x % 32 == 0) arrive(other);
+  }
+  __device__ __forceinline__ void end() const {
+    if (TURNS) wait_products<1>(), let();
+  }
+};
 
 // Begins the product of a role's rows and of 128 columns, which these descriptors say.
-__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns, int role) {
-  take_turn(role);
+__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns, Turn& turn) {
+  turn.take();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = 0; k < SLICES; k++) {
     multiply(product, of_rows + k * SLICE / 16, of_columns + k * SLICE / 16, k > 0);
     if (k == SLICES - 1 || (TURNS && k == SLICES - 2)) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
-}
-
-__device__ __forceinline__ void end_turn(int role) {
-  if (TURNS) wait_products<1>();
-  let_turn(1 - role);
 }
 
 __device__ __forceinline__ void finish(float (&product)[SUMS]) {
@@ -308,7 +315,7 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   bool live = scales.move(ring);
   if (!live) return;
   scales.read(0);
-  if (role == 1) let_turn(0);
+  Turn turn(ring.smem - BARRIERS, role);
   clear(left), clear(right);
   int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
   const int mine = role * PART_M * BLOCK;
@@ -317,16 +324,16 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
 #pragma unroll 1
   while (true) {
     if (!EARLY) wait_barrier(ring.full(), ring.parity);
-    begin(product, of_rows, of_columns, role);
-    end_turn(role);
+    begin(product, of_rows, of_columns, turn);
+    turn.end();
     if (DEFER > 1 && step == 0) {
       if (tiles > 0) result.hand_over(right), clear(right);
       tiles++;
     }
     finish(product);
     add(left, product, factors.x, factors.y);
-    begin(product, of_rows, of_columns + PART_N * BLOCK / 16, role);
-    end_turn(role);
+    begin(product, of_rows, of_columns + PART_N * BLOCK / 16, turn);
+    turn.end();
     const u32 empty = ring.empty();
     ring.next(), step++;
     of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
@@ -354,7 +361,6 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
     }
     factors = next;
   }
-  if (role == 0) take_turn(0);  // of both the last one is taken
   if (DEFER > 1) result.hand_over(right);
 }
 
@@ -381,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     for (int i = 0; i < ROLES; i++) {
       init_barrier(smem + BARRIERS + READY + 8 * i, 4);
       init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
+      if (TURNS) init_barrier(smem + BARRIERS + TURN + 8 * i, 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
