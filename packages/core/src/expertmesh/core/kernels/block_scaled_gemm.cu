@@ -32,7 +32,8 @@ constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
 constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = SLOTS + STAGES * SLOT, TURN = 112, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
+constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 288;
+constexpr int TURN = 112, READY = 128, FREE = 144, WHICH = 160;  // among the barriers
 static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
 static_assert(STAGES <= 6, "those of turns lie after the slots' barriers");
 
