@@ -252,7 +252,7 @@ def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
     tiles = kernels.ROWS_BLOCKS.fit(groups, out)
-    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, 56, tiles), tmp_path)
+    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     # Two products of four in a step.
     instruction = f"m64n128k32.f32.{lhs[7:11]}.{rhs[7:11]}"
@@ -263,7 +263,7 @@ def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
 @pytest.mark.parametrize("width", [272, 1536, 4096, 7168])
 @pytest.mark.parametrize("groups", [1, 32, 1024])
 def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, out, monkeypatch):
-    """What a launch says that it takes is what the kernel's text takes; one text for each contraction."""
+    """What a launch says that it takes is what the kernel's text takes."""
     from expertmesh.core.kernels import quantized_grouped_gemm as kernels
 
     launches = []

@@ -3,17 +3,18 @@
 //
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
-// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. If results
-// are deferred, left ones are staged while the last right product of a tile is under way, right ones while the first
-// left product of the next tile is. Blocks do not share operands in clusters: shared memory is busiest, with 96 KB read
-// by products and 48 KB written by loads in a step, 1152 of its clocks, for which the tensor cores take 1024; multicast
-// would save neither, and its slots wait for both blocks.
+// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
+// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of a
+// tile's results left ones are staged while its last product is under way (DEFER 1), and perhaps right ones while the
+// first product of the next tile is (DEFER 2). Blocks share no operands in clusters: shared memory is busiest, with
+// 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024;
+// multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), AHEAD (scales of a row that are read
-// at once), DEFER (results are staged beside products), RELEASE_BY_WARP (else by role), TURNS (the roles begin products
-// in turn), ROWS_IN_REGISTERS, PASS_BY (results leave L2 first), REGISTERS_LESS and REGISTERS_MORE. What stands alone
-// on a line is replaced: INSTRUCTION (`multiply`).
+// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER, EARLY (a slot is waited for
+// while the product before is under way), RELEASE_BY_WARP (else by role), TURNS (the roles begin products in turn),
+// PASS_BY (results leave L2 first), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
+// INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;                   // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -31,9 +32,10 @@ constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
 constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = SLOTS + STAGES * SLOT, READY = 128, FREE = 144, WHICH = 160, TABLE = BARRIERS + 288;
+constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 288;
+constexpr int TURN = 112, READY = 128, FREE = 144, WHICH = 160;  // among the barriers
 static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
-static_assert(STAGES <= 8, "as many barriers as `Ring` has");
+static_assert(STAGES <= 6, "those of turns lie after the slots' barriers");
 
 INSTRUCTION
 
@@ -212,54 +214,36 @@ __device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result
   }
 }
 
-// The roles multiply in turn. A turn ends while the last instruction of a product is under way.
-__device__ __forceinline__ void take_turn(int role) {
-  if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(role + 3) : "memory");
-}
+// The roles multiply in turn. A turn ends while the last instruction of a product is under way. Barriers in shared
+// memory, for the assembler moves sums to behind a named one, out of the other role's turn.
+struct Turn {
+  u32 mine, other;
+  u32 parity = 0;
 
-__device__ __forceinline__ void let_turn(int role) {
-  if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory");
-}
-
-// A step's rows of a role, as the tensor cores take them.
-struct Rows {
-#if ROWS_IN_REGISTERS
-  u32 words[SLICES][4];
-
-  __device__ __forceinline__ void read(u32 at) {
-    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
-    const u32 line = at + (warp * 16 + lane % 16) * BLOCK, turned = (lane % 8 ^ lane / 16) * 16;
-#pragma unroll
-    for (int k = 0; k < SLICES; k++)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[k][0]), "=r"(words[k][1]), "=r"(words[k][2]), "=r"(words[k][3])
-                   : "r"(line + (k * SLICE ^ turned)) : "memory");
+  __device__ __forceinline__ Turn(u32 smem, int role)
+      : mine(smem + BARRIERS + TURN + 8 * role), other(smem + BARRIERS + TURN + 8 * (1 - role)) {
+    if (TURNS && role == 1) let();
   }
-
-  __device__ __forceinline__ const u32* slice(int k) const { return words[k]; }
-#else
-  u64 first;
-
-  __device__ __forceinline__ void read(u32 at) { first = descriptor(at); }
-  __device__ __forceinline__ u64 slice(int k) const { return first + k * SLICE / 16; }
-#endif
+  __device__ __forceinline__ void take() {
+    if (TURNS) wait_barrier(mine, parity), parity ^= 1;
+  }
+  __device__ __forceinline__ void let() const {
+    if (TURNS && threadIdx.x % 32 == 0) arrive(other);
+  }
+  __device__ __forceinline__ void end() const {
+    if (TURNS) wait_products<1>(), let();
+  }
 };
 
-// Begins the product of a role's rows and of 128 columns.
-__device__ __forceinline__ void begin(float (&product)[SUMS], const Rows& rows, u32 columns, int role) {
-  const u64 of_columns = descriptor(columns);
-  take_turn(role);
+// Begins the product of a role's rows and of 128 columns, which these descriptors say.
+__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns, Turn& turn) {
+  turn.take();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = 0; k < SLICES; k++) {
-    multiply(product, rows.slice(k), of_columns + k * SLICE / 16, k > 0);
+    multiply(product, of_rows + k * SLICE / 16, of_columns + k * SLICE / 16, k > 0);
     if (k == SLICES - 1 || (TURNS && k == SLICES - 2)) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
-}
-
-__device__ __forceinline__ void end_turn(int role) {
-  if (TURNS) wait_products<1>();
-  let_turn(1 - role);
 }
 
 __device__ __forceinline__ void finish(float (&product)[SUMS]) {
@@ -279,101 +263,106 @@ __device__ __forceinline__ void clear(float (&sums)[SUMS]) {
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
 }
 
-// Scales of rows, AHEAD steps of one at once.
-struct RowScales {
-  float of[AHEAD];
+// `x` of another lane.
+__device__ __forceinline__ float from_lane(float x, u32 lane) {
+  float of_lane;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, 0xFFFFFFFF;" : "=f"(of_lane) : "f"(x), "r"(lane));
+  return of_lane;
+}
 
-  __device__ __forceinline__ void next() {
-#pragma unroll
-    for (int i = 1; i < AHEAD; i++) of[i - 1] = of[i];
-  }
-
-  __device__ __forceinline__ void read(const float* from) {
-#if AHEAD == 4
-    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(of[0]), "=f"(of[1]), "=f"(of[2]), "=f"(of[3]) : "l"(from));
-#elif AHEAD == 2
-    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(of[0]), "=f"(of[1]) : "l"(from));
-#else
-    of[0] = read_scale(from);
-#endif
-  }
-};
-
-// Where a thread's scales of a tile are: of its two rows, and of the weight's columns on the left and on the right.
+// A thread's scales of a tile: of its two rows, and of the weight's columns on the left and on the right. A row's four
+// lanes hold those of four steps, half a warp those of 16 of the weight. The next ones are read while the step before
+// them is multiplied: a read takes longer than a product.
 struct Scales {
+  static constexpr int OF_ROW = 4, OF_WEIGHT = 16;
   const float *rows, *weights;
   int role, num_rows, steps;
-  u32 upper, lower;
-  int left, right;
+  u32 upper_at, lower_at, weight_at;  // where a lane's first scales of the tile are
+  float upper, lower, weight;
 
-  // To the tile of this slot, if there is one. What lies beyond the last row is not stored: any scale will do.
-  __device__ __forceinline__ void move(const Ring& ring) {
+  // To the tile of this slot; whether there is one. What lies beyond the last row is not stored: any scale will do.
+  __device__ __forceinline__ bool move(const Ring& ring) {
     const int4 tile = get(which(ring));
-    const u32 thread = thread_of_role();
-    const int row = tile.x + role * PART_M + thread / 32 * 16 + thread % 32 / 4;
-    upper = min(row, num_rows - 1) * steps, lower = min(row + 8, num_rows - 1) * steps;
-    // Shuffled, so that the compiler knows them to be the same in a warp.
-    left = __shfl_sync(~0u, tile.y, 0), right = __shfl_sync(~0u, tile.z, 0);
+    const u32 thread = thread_of_role(), lane = thread % 32;
+    const int row = tile.x + role * PART_M + thread / 32 * 16 + lane / 4;
+    upper_at = min(row, num_rows - 1) * steps + lane % OF_ROW;
+    lower_at = min(row + 8, num_rows - 1) * steps + lane % OF_ROW;
+    weight_at = (lane < OF_WEIGHT ? tile.y : tile.z) + lane % OF_WEIGHT;
+    // Shuffled, so that the compiler knows it to be the same in a warp.
+    return __shfl_sync(~0u, tile.y, 0) >= 0;
+  }
+
+  // Those from this step on, if they are not there.
+  __device__ __forceinline__ void read(int step) {
+    if (step % OF_ROW != 0 || step >= steps) return;
+    const int left = steps - step, lane = thread_of_role() % 32;
+    if (lane % OF_ROW < left)
+      upper = read_scale(rows + (upper_at + step)), lower = read_scale(rows + (lower_at + step));
+    if (step % OF_WEIGHT == 0 && lane % OF_WEIGHT < left) weight = read_scale(weights + (weight_at + step));
+  }
+
+  // What a step's products are multiplied by, at first on the left.
+  __device__ __forceinline__ float4 of(u32 step) const {
+    const u32 here = threadIdx.x & 28 | step % OF_ROW;
+    const float of_upper = from_lane(upper, here), of_lower = from_lane(lower, here);
+    const float left = from_lane(weight, step % OF_WEIGHT), right = from_lane(weight, OF_WEIGHT + step % OF_WEIGHT);
+    return make_float4(of_upper * left, of_lower * left, of_upper * right, of_lower * right);
   }
 };
 
 __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring ring, Result result) {
   float left[SUMS], right[SUMS], product[SUMS];
-  RowScales upper, lower;
-  Rows rows;
-  const u32 mine = role * PART_M * BLOCK;
   wait_barrier(ring.full(), ring.parity);
-  scales.move(ring);
-  if (scales.left < 0) return;
-  upper.read(scales.rows + scales.upper), lower.read(scales.rows + scales.lower);
-  if (ROWS_IN_REGISTERS) rows.read(ring.at() + mine);
-  if (role == 1) let_turn(0);
+  bool live = scales.move(ring);
+  if (!live) return;
+  scales.read(0);
+  Turn turn(ring.smem - BARRIERS, role);
   clear(left), clear(right);
   int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
+  const int mine = role * PART_M * BLOCK;
+  u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+  float4 factors = scales.of(0), next;
 #pragma unroll 1
-  while (scales.left >= 0) {
-    const u32 columns = ring.at() + OF_RHS;
-    if (!ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity), rows.read(ring.at() + mine);
-    begin(product, rows, columns, role);
-    const float of_left = read_scale(scales.weights + (u32)(scales.left + step));
-    end_turn(role);
-    if (DEFER && step == 0) {
+  while (true) {
+    if (!EARLY) wait_barrier(ring.full(), ring.parity);
+    begin(product, of_rows, of_columns, turn);
+    turn.end();
+    if (DEFER > 1 && step == 0) {
       if (tiles > 0) result.hand_over(right), clear(right);
       tiles++;
     }
-    const float upper_left = upper.of[0] * of_left, lower_left = lower.of[0] * of_left;
     finish(product);
-    add(left, product, upper_left, lower_left);
-    begin(product, rows, columns + PART_N * BLOCK, role);
-    const float of_right = read_scale(scales.weights + (u32)(scales.right + step));
-    end_turn(role);
-    const float upper_right = upper.of[0] * of_right, lower_right = lower.of[0] * of_right;
-    const Ring here = ring;
+    add(left, product, factors.x, factors.y);
+    begin(product, of_rows, of_columns + PART_N * BLOCK / 16, turn);
+    turn.end();
+    const u32 empty = ring.empty();
     ring.next(), step++;
-    if (step == scales.steps) {
+    of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+    asm volatile("" : "+l"(of_rows), "+l"(of_columns));  // computed here, while a product is under way
+    if (DEFER > 0 && step == scales.steps) result.hand_over(left), clear(left);
+    if (EARLY) wait_barrier(ring.full(), ring.parity);
+    if (step < scales.steps) {
+      next = scales.of(step);
+      scales.read(step + 1);
+    } else {
       step = 0;
-      if (DEFER) result.hand_over(left), clear(left);
-      wait_barrier(ring.full(), ring.parity);
-      scales.move(ring);
+      if (!EARLY) wait_barrier(ring.full(), ring.parity);
+      live = scales.move(ring);
+      if (live) scales.read(0);
     }
-    if (step % AHEAD == 0)
-      upper.read(scales.rows + (scales.upper + step)), lower.read(scales.rows + (scales.lower + step));
-    else
-      upper.next(), lower.next();
-    if (ROWS_IN_REGISTERS) wait_barrier(ring.full(), ring.parity);
     finish(product);
     if (!RELEASE_BY_WARP) asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
-    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(here.empty());
-    if (ROWS_IN_REGISTERS) rows.read(ring.at() + mine);
-    add(right, product, upper_right, lower_right);
-    if (!DEFER && step == 0) {
-      result.hand_over(left), clear(left);
-      result.hand_over(right), clear(right);
+    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(empty);
+    add(right, product, factors.z, factors.w);
+    if (step == 0) {
+      if (DEFER == 0) result.hand_over(left), clear(left);
+      if (DEFER < 2) result.hand_over(right), clear(right);
+      if (!live) break;
+      next = scales.of(0);
     }
+    factors = next;
   }
-  if (role == 0) take_turn(0);  // of both the last one is taken
-  if (DEFER) result.hand_over(right);
+  if (DEFER > 1) result.hand_over(right);
 }
 
 // The rows after the last group, up to `end`.
@@ -399,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     for (int i = 0; i < ROLES; i++) {
       init_barrier(smem + BARRIERS + READY + 8 * i, 4);
       init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
+      if (TURNS) init_barrier(smem + BARRIERS + TURN + 8 * i, 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -63,7 +63,7 @@ def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text
 
 
-def wgmma(function: str, instruction: str, sums: int, flags: str, words: int = 0) -> str:
+def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
     """A function in CUDA C++ that begins d = a b, or d += a b if `accumulate`.
 
     Args:
@@ -71,19 +71,14 @@ def wgmma(function: str, instruction: str, sums: int, flags: str, words: int = 0
       instruction: as in PTX after "aligned.": the shape, and the types of the sums and of both operands.
       sums: of a thread.
       flags: what follows the predicate.
-      words: of a thread, if a is in registers; else a descriptor says where it is.
     """
     registers = ", ".join(f"%{i}" for i in range(sums))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
-    b, last = sums + (words or 1), sums + (words or 1) + 1
-    a = "{" + ", ".join(f"%{i}" for i in range(sums, b)) + "}" if words else f"%{sums}"
-    inputs = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"l"(a)'
-    kind = "const u32*" if words else "u64"
     return f"""
-{function}(float* d, {kind} a, u64 b, int accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.{instruction} {{{registers}}}, {a}, %{b}, p, {flags};\\n}}"
-               : {outputs} : {inputs}, "l"(b), "r"(accumulate));
+{function}(float* d, u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.{instruction} {{{registers}}}, %{sums}, %{sums + 1}, p, {flags};\\n}}"
+               : {outputs} : "l"(a), "l"(b), "r"(accumulate));
 }}
 """
 

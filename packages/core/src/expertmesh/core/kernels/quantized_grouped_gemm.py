@@ -13,7 +13,6 @@ whose products have a scale for each number (`quantized_grouped_gemm.cu`), and w
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +34,20 @@ class BlockTiles:
     Attributes:
       stages: steps of 128 of the contraction under way at most.
       band: tiles of 128 rows that run together.
-      ahead: scales of a row that are read at once, at most.
-      defer: results are staged beside products, not after a tile.
+      defer: parts of a result, of two, that are staged beside products, not after a tile.
+      early: a slot is waited for while the product before is under way.
       by_warp: a warp that has read a slot says so, not a role.
       turns: the roles begin products in turn.
-      in_registers: rows are multiplied from registers, not from shared memory.
       pass_by: results are the first to leave L2.
       registers: of the role that loads and stores, and of those that multiply.
     """
 
     stages: int
     band: int
-    ahead: int
-    defer: bool
+    defer: int
+    early: bool
     by_warp: bool
     turns: bool
-    in_registers: bool
     pass_by: bool
     registers: tuple[int, int]
 
@@ -62,8 +59,7 @@ class BlockTiles:
 
 
 ROWS_BLOCKS = BlockTiles(
-    stages=4, band=16, ahead=1, defer=False, by_warp=False, turns=False, in_registers=False, pass_by=False,
-    registers=(56, 224),
+    stages=4, band=16, defer=1, early=True, by_warp=True, turns=False, pass_by=False, registers=(56, 224)
 )  # fmt: skip
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = plain.WeightTiles(
@@ -156,30 +152,26 @@ def launch_rows(
     return cuda_call(
         box(lhs, (128, BLOCK)), row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
         group_sizes.astype(jnp.int32),
-        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, steps, tiles), name="block_scaled_gemm",
+        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, tiles), name="block_scaled_gemm",
         scalars=(C, C * zero_rest, steps, W, G),
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=plain._num_programs(num_steps), warps=12, shared=plain.SHARED_BYTES,
     )  # fmt: skip
 
 
-def rows_source(lhs_dtype, rhs_dtype, out_dtype, steps: int, tiles: BlockTiles) -> str:
-    """The kernel in CUDA C++ for rows of blocks of these types; `steps`: blocks of the contraction."""
+def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
+    """The kernel in CUDA C++ for rows of blocks of these types."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        BAND=tiles.band, AHEAD=math.gcd(steps, tiles.ahead), DEFER=int(tiles.defer),
-        RELEASE_BY_WARP=int(tiles.by_warp), TURNS=int(tiles.turns), ROWS_IN_REGISTERS=int(tiles.in_registers),
-        PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES, REGISTERS_LESS=less, REGISTERS_MORE=more,
+        BAND=tiles.band, DEFER=tiles.defer, EARLY=int(tiles.early), RELEASE_BY_WARP=int(tiles.by_warp),
+        TURNS=int(tiles.turns), PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES,
+        REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
     multiply = wgmma(
-        "__device__ __forceinline__ void multiply",
-        f"m64n128k32.f32.{kinds}",
-        64,
-        "1, 1",
-        4 * tiles.in_registers,
+        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{kinds}", 64, "1, 1"
     )
     return source_text("hopper.cuh", "block_scaled_gemm.cu", defined=defined, INSTRUCTION=multiply)
 
