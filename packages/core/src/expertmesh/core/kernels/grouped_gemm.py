@@ -202,7 +202,6 @@ class WeightTiles:
       band: tiles, of 256 columns of lhs, that run together.
       registers: of the role that loads, and of those that multiply.
       passing: results leave L2 first, which operands then keep.
-      rows: of a step, if `slot` does not say it: of 16 bits.
       strips: of 64 lines of 128 bytes of a result that a role has under way, if each of its warps sends its own lines
         (of 16 bits alone), in place of parts.
     """
@@ -215,7 +214,6 @@ class WeightTiles:
     band: int
     registers: tuple[int, int]
     passing: bool = False
-    rows: int = 64
     strips: int = 0
 
     def handed_of(self, out_dtype) -> int:
@@ -237,24 +235,17 @@ class WeightTiles:
         stages = (SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
-    def source(self, file: str, out_dtype, places: tuple[int, ...] = (), **lines: str) -> str:
-        """The kernel in `file`, in CUDA C++, for results of this type; `lines` as in `source_text`.
-
-        `places`: of its clusters, else as they are launched.
-        """
+    def source(self, file: str, out_dtype, **lines: str) -> str:
+        """The kernel in `file`, in CUDA C++, for results of this type; `lines` as in `source_text`."""
         out_dtype = jnp.dtype(out_dtype)
         defined: dict[str, object] = dict(
             WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=self.stages,
             SLOT=self.slot, SLOTS=self.slots(out_dtype), STAGED=self.staged,
-            HANDED=self.handed_of(out_dtype), OWN=self.strips, STEP=self.rows, BAND=self.band,
+            HANDED=self.handed_of(out_dtype), OWN=self.strips, BAND=self.band,
             PASSING=int(self.passing), SHARED=SHARED_BYTES,
-            REGISTERS_LESS=self.registers[0], REGISTERS_MORE=self.registers[1], **_defined_places(places),
+            REGISTERS_LESS=self.registers[0], REGISTERS_MORE=self.registers[1],
         )  # fmt: skip
         return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
-
-
-def _defined_places(places: tuple[int, ...]) -> dict[str, object]:
-    return {"PLACES": ", ".join(map(str, places))} if places else {}
 
 
 SHARED_BYTES = 227 * 1024  # of one program
@@ -271,7 +262,9 @@ WEIGHTS_HOPPER = WeightTiles(
     stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
 )  # fmt: skip
-STEP = 64  # rows, that `LEAST_STEPS` counts
+# Float32 results wait in no registers: each warp sends its own.
+WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4, registers=(56, 224))
+STEP = 64  # rows
 MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 MOST_PARTS = 2  # of a tile of the last round
@@ -316,9 +309,10 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     del num_experts
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
-    tiles = WEIGHTS_HOPPER.fit(group_sizes.shape[1], out_dtype)
+    wide = jnp.dtype(out_dtype).itemsize == 4
+    tiles = (WEIGHTS_HOPPER_WIDE if wide else WEIGHTS_HOPPER).fit(group_sizes.shape[1], out_dtype)
     # wgmma is Hopper's alone, and its windows need as many rows as a step.
-    hopper = _capability() == 90 and nvrtc() is not None and C >= tiles.rows
+    hopper = _capability() == 90 and nvrtc() is not None and C >= STEP
     launch = launch_weights
     if hopper and tiles.stages >= tiles.least:
         launch = partial(launch_weights_hopper, tiles=tiles)
@@ -356,9 +350,10 @@ def launch_rows_hopper(
     N = rhs.shape[1] if transposed else rhs.shape[2]
     line = 128 // lhs.dtype.itemsize
     programs = _num_programs(_num_steps((128, 256, line), C, N, K)) // 2 * 2
-    # Several programs of a multiprocessor fill each other's last rounds.
-    parts = MOST_PARTS if programs <= _num_programs() else 1
-    places = _places(programs)
+    # Several programs of a multiprocessor fill each other's last rounds, and lie where there is room.
+    alone = programs <= _num_programs()
+    parts = MOST_PARTS if alone else 1
+    places = cluster_order(programs, SHARED_BYTES) if alone else ()
     return cuda_call(
         _descriptor(lhs, (tiles.box, line)), _descriptor(rhs, (1, 64, line)),
         group_sizes.astype(jnp.int32), *scales,
@@ -387,8 +382,9 @@ def rows_source(
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
         BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
         REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
-        **_defined_places(places),
     )  # fmt: skip
+    if places:
+        defined["PLACES"] = ", ".join(map(str, places))
     # The columns of the weight are the rows of the instruction.
     kinds = ".".join(WGMMA_TYPES[dtype.name] for dtype in (rhs, lhs))
     depth, flags = (32, "1, 1") if scaled else (16, f"1, 1, {int(not transposed)}, 0")
@@ -422,23 +418,11 @@ def launch_weights(lhs, dy, group_sizes, *, out_dtype, tiles: Tiles = WEIGHTS):
 
 
 def launch_weights_hopper(lhs, dy, group_sizes, *, out_dtype, tiles: WeightTiles):
-    (C, K), N = lhs.shape, dy.shape[1]
-    places = _places(weight_programs(STEP, C, (K, N)))
     return call_weights(
-        _windows(lhs, tiles.rows), _windows(dy, tiles.rows), group_sizes,
-        source=weights_source(lhs.dtype, out_dtype, tiles, places), name="grouped_gemm_weights", step=STEP,
-        contraction=C, widths=(K, N), out_dtype=out_dtype, box=tiles.box,
+        _windows(lhs), _windows(dy), group_sizes,
+        source=weights_source(lhs.dtype, out_dtype, tiles), name="grouped_gemm_weights", step=STEP,
+        contraction=lhs.shape[0], widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype, box=tiles.box,
     )  # fmt: skip
-
-
-def weight_programs(step: int, contraction: int, widths: tuple[int, int]) -> int:
-    """Of a kernel of weight gradients in CUDA C++: an even number, for clusters of two."""
-    return _num_programs(_num_steps((128, 256, step), *widths, contraction)) // 2 * 2
-
-
-def _places(programs: int) -> tuple[int, ...]:
-    """The places of clusters of two; none if a multiprocessor has several programs, which lie where there is room."""
-    return cluster_order(programs, SHARED_BYTES) if programs <= _num_programs() else ()
 
 
 def call_weights(
@@ -451,16 +435,17 @@ def call_weights(
     """
     *others, group_sizes = operands
     G, out_dtype = group_sizes.shape[0], jnp.dtype(out_dtype)
+    num_steps = _num_steps((128, 256, step), *widths, contraction)
     return cuda_call(
         *others, group_sizes.astype(jnp.int32),
         source=source, name=name, scalars=(*widths, G),
         out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype), out_block=(1, box, 128 // out_dtype.itemsize),
-        programs=weight_programs(step, contraction, widths), warps=12, shared=SHARED_BYTES,
+        programs=_num_programs(num_steps) // 2 * 2, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
-def weights_source(dtype, out_dtype, tiles: WeightTiles, places: tuple[int, ...] = ()) -> str:
-    """The kernel of weight gradients in CUDA C++ for operands of this type; `places` as in `rows_source`."""
+def weights_source(dtype, out_dtype, tiles: WeightTiles) -> str:
+    """The kernel of weight gradients in CUDA C++ for operands of this type."""
     kind = WGMMA_TYPES[jnp.dtype(dtype).name]
     function = "template <> __device__ __forceinline__ void multiply<{}>"
     # Both operands lie along their columns, not along the contraction.
@@ -468,13 +453,13 @@ def weights_source(dtype, out_dtype, tiles: WeightTiles, places: tuple[int, ...]
         wgmma(function.format(n), f"m64n{n}k16.f32.{kind}.{kind}", n // 2, "1, 1, 1, 1")
         for n in (128, 256)
     )
-    return tiles.source("grouped_gemm_weights.cu", out_dtype, places, INSTRUCTIONS=instructions)
+    return tiles.source("grouped_gemm_weights.cu", out_dtype, INSTRUCTIONS=instructions)
 
 
-def _windows(x, rows: int):
-    """`x` [C, W] as a window of so many rows from each row on: TMA loads no row beyond the window."""
+def _windows(x):
+    """`x` [C, W] as a window of `STEP` rows from each row on: TMA loads no row beyond the window."""
     C, W = x.shape
-    return launcher.TensorMap(x, x.dtype, (C - rows + 1, rows, W), (W, W, 1), (1, rows, 64))
+    return launcher.TensorMap(x, x.dtype, (C - STEP + 1, STEP, W), (W, W, 1), (1, STEP, 64))
 
 
 _descriptor = launcher.TensorMap.of

@@ -9,9 +9,9 @@
 // and loads have all of the 128 bytes that shared memory gives in a clock.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
-// replaced: INSTRUCTIONS (`multiply` for both widths). One macro more: STEP (rows).
+// replaced: INSTRUCTIONS (`multiply` for both widths).
 
-constexpr int ROWS = STEP;             // of a step, and of a window
+constexpr int ROWS = 64;               // of a step, and of a window
 constexpr int DEPTH = 16;              // rows of one instruction
 constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
 constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a slot

@@ -59,7 +59,7 @@ class BlockTiles:
 
 
 ROWS_BLOCKS = BlockTiles(
-    stages=4, band=16, defer=1, early=True, by_warp=True, turns=False, pass_by=False, registers=(56, 224)
+    stages=4, band=16, defer=1, early=True, by_warp=True, turns=False, pass_by=True, registers=(56, 224)
 )  # fmt: skip
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = plain.WeightTiles(
