@@ -36,15 +36,16 @@ def test_sums(shape, dtype, score_function, masked):
     live = mask if masked else np.ones_like(mask)
     x = np.asarray(logits, np.float64)[live]
     given = (
-        (jnp.where(mask[..., None], logits, jnp.nan), jnp.asarray(mask)) if masked else (logits,)
+        (jnp.where(mask[..., None], logits, jnp.nan), jnp.asarray(mask))
+        if masked
+        else (logits, None)
     )
-    sums_op = ops._masked_prob_sums_op if masked else ops._prob_sums_op
-    z_op = ops._masked_z_sum_op if masked else ops._z_sum_op
 
     @jax.jit
     def run(*given):
         options = {"implementation": "triton"}
-        return sums_op(*given, score_function=score_function, **options), z_op(*given, **options)
+        sums = ops._prob_sums_op(*given, score_function=score_function, **options)
+        return sums, ops._z_sum_op(*given, **options)
 
     most = x.max(-1, keepdims=True, initial=-np.inf)
     e = np.exp(x - most)
@@ -67,9 +68,8 @@ def test_counts(tokens, experts, dtype, masked):
     rng = np.random.default_rng(experts)
     idx = rng.integers(-2, experts + 2, (tokens, 4)).astype(dtype)
     mask = rng.random(tokens) < 0.5
-    op = ops._masked_counts_op if masked else ops._counts_op
-    given = (idx, mask) if masked else (idx,)
-    got = jax.jit(lambda *x: op(*x, num_experts=experts, implementation="triton"))(*given)
+    options = {"num_experts": experts, "implementation": "triton"}
+    got = jax.jit(lambda *x: ops._counts_op(*x, **options))(idx, mask if masked else None)
     kept = idx[mask] if masked else idx
     want = np.bincount(kept[(kept >= 0) & (kept < experts)].astype(int), minlength=experts)
     np.testing.assert_array_equal(got, want)

@@ -88,7 +88,9 @@ def test_logits_that_differ_in_their_last_bits():
     last_bits = np.random.default_rng(0).integers(0, 5, (99, 256))
     logits = (1 + last_bits * 2.0**-23).astype(np.float32)
     idx, _ = jax.jit(
-        lambda x: ops._choose_op(x, config=RouterConfig(top_k=8), implementation="triton")
+        lambda x: ops._choose_op(
+            x, None, None, config=RouterConfig(top_k=8), implementation="triton"
+        )
     )(logits)
     np.testing.assert_array_equal(idx, np.argsort(-last_bits, axis=1, kind="stable")[:, :8])
 
