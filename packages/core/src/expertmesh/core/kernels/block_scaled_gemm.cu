@@ -4,16 +4,14 @@
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
 // all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
-// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of a
-// tile's results left ones are staged while its last product is under way (DEFER 1), and perhaps right ones while the
-// first product of the next tile is (DEFER 2). Blocks share no operands in clusters: shared memory is busiest, with
+// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. A
+// tile's left results are staged while its last product is under way. Blocks share no operands in clusters: shared memory is busiest, with
 // 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024;
 // multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER, EARLY (a slot is waited for
-// while the product before is under way), RELEASE_BY_WARP (else by role), TURNS (the roles begin products in turn),
-// PASS_BY (results leave L2 first), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
+// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER (left results are staged early),
+// REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
 // INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;                   // that multiply
@@ -33,9 +31,9 @@ constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
 constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 288;
-constexpr int TURN = 112, READY = 128, FREE = 144, WHICH = 160;  // among the barriers
+constexpr int READY = 128, FREE = 144, WHICH = 160;  // among the barriers
 static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
-static_assert(STAGES <= 6, "those of turns lie after the slots' barriers");
+static_assert(STAGES <= 8, "as many barriers have room");
 
 INSTRUCTION
 
@@ -193,9 +191,7 @@ struct Result {
 #pragma unroll
       for (int i = 0; i < BURST; i++, to += AT_ONCE * pitch)
         if (first + i * AT_ONCE < live) {
-          if (PASS_BY) store(to, v[i]);
-          else asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                            ::"l"(to), "r"(v[i].x), "r"(v[i].y), "r"(v[i].z), "r"(v[i].w) : "memory");
+          store(to, v[i]);
         }
     }
     __syncwarp();
@@ -214,36 +210,13 @@ __device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result
   }
 }
 
-// The roles multiply in turn. A turn ends while the last instruction of a product is under way. Barriers in shared
-// memory, for the assembler moves sums to behind a named one, out of the other role's turn.
-struct Turn {
-  u32 mine, other;
-  u32 parity = 0;
-
-  __device__ __forceinline__ Turn(u32 smem, int role)
-      : mine(smem + BARRIERS + TURN + 8 * role), other(smem + BARRIERS + TURN + 8 * (1 - role)) {
-    if (TURNS && role == 1) let();
-  }
-  __device__ __forceinline__ void take() {
-    if (TURNS) wait_barrier(mine, parity), parity ^= 1;
-  }
-  __device__ __forceinline__ void let() const {
-    if (TURNS && threadIdx.x % 32 == 0) arrive(other);
-  }
-  __device__ __forceinline__ void end() const {
-    if (TURNS) wait_products<1>(), let();
-  }
-};
-
 // Begins the product of a role's rows and of 128 columns, which these descriptors say.
-__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns, Turn& turn) {
-  turn.take();
+__device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int k = 0; k < SLICES; k++) {
+  for (int k = 0; k < SLICES; k++)
     multiply(product, of_rows + k * SLICE / 16, of_columns + k * SLICE / 16, k > 0);
-    if (k == SLICES - 1 || (TURNS && k == SLICES - 2)) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void finish(float (&product)[SUMS]) {
@@ -316,53 +289,42 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   bool live = scales.move(ring);
   if (!live) return;
   scales.read(0);
-  Turn turn(ring.smem - BARRIERS, role);
   clear(left), clear(right);
-  int step = 0, tiles = 0;  // numbers, not flags, for which the compiler takes vector registers
+  int step = 0;
   const int mine = role * PART_M * BLOCK;
   u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
   float4 factors = scales.of(0), next;
 #pragma unroll 1
   while (true) {
-    if (!EARLY) wait_barrier(ring.full(), ring.parity);
-    begin(product, of_rows, of_columns, turn);
-    turn.end();
-    if (DEFER > 1 && step == 0) {
-      if (tiles > 0) result.hand_over(right), clear(right);
-      tiles++;
-    }
+    begin(product, of_rows, of_columns);
     finish(product);
     add(left, product, factors.x, factors.y);
-    begin(product, of_rows, of_columns + PART_N * BLOCK / 16, turn);
-    turn.end();
+    begin(product, of_rows, of_columns + PART_N * BLOCK / 16);
     const u32 empty = ring.empty();
     ring.next(), step++;
     of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
     asm volatile("" : "+l"(of_rows), "+l"(of_columns));  // computed here, while a product is under way
-    if (DEFER > 0 && step == scales.steps) result.hand_over(left), clear(left);
-    if (EARLY) wait_barrier(ring.full(), ring.parity);
+    if (DEFER && step == scales.steps) result.hand_over(left), clear(left);
+    wait_barrier(ring.full(), ring.parity);
     if (step < scales.steps) {
       next = scales.of(step);
       scales.read(step + 1);
     } else {
       step = 0;
-      if (!EARLY) wait_barrier(ring.full(), ring.parity);
       live = scales.move(ring);
       if (live) scales.read(0);
     }
     finish(product);
-    if (!RELEASE_BY_WARP) asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
-    if (threadIdx.x % (RELEASE_BY_WARP ? 32 : 128) == 0) arrive(empty);
+    if (threadIdx.x % 32 == 0) arrive(empty);
     add(right, product, factors.z, factors.w);
     if (step == 0) {
-      if (DEFER == 0) result.hand_over(left), clear(left);
-      if (DEFER < 2) result.hand_over(right), clear(right);
+      if (!DEFER) result.hand_over(left), clear(left);
+      result.hand_over(right), clear(right);
       if (!live) break;
       next = scales.of(0);
     }
     factors = next;
   }
-  if (DEFER > 1) result.hand_over(right);
 }
 
 // The rows after the last group, up to `end`.
@@ -383,12 +345,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
     for (int i = 0; i < STAGES; i++) {
       init_barrier(smem + BARRIERS + FULL + 8 * i, 1);
-      init_barrier(smem + BARRIERS + EMPTY + 8 * i, ROLES * (RELEASE_BY_WARP ? 4 : 1));
+      init_barrier(smem + BARRIERS + EMPTY + 8 * i, ROLES * 4);
     }
     for (int i = 0; i < ROLES; i++) {
       init_barrier(smem + BARRIERS + READY + 8 * i, 4);
       init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
-      if (TURNS) init_barrier(smem + BARRIERS + TURN + 8 * i, 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

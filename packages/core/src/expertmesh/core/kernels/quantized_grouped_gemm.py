@@ -34,21 +34,13 @@ class BlockTiles:
     Attributes:
       stages: steps of 128 of the contraction under way at most.
       band: tiles of 128 rows that run together.
-      defer: parts of a result, of two, that are staged beside products, not after a tile.
-      early: a slot is waited for while the product before is under way.
-      by_warp: a warp that has read a slot says so, not a role.
-      turns: the roles begin products in turn.
-      pass_by: results are the first to leave L2.
+      defer: left results are staged beside a tile's last product, not after it.
       registers: of the role that loads and stores, and of those that multiply.
     """
 
     stages: int
     band: int
-    defer: int
-    early: bool
-    by_warp: bool
-    turns: bool
-    pass_by: bool
+    defer: bool
     registers: tuple[int, int]
 
     def fit(self, G: int, out_dtype) -> "BlockTiles":
@@ -58,9 +50,7 @@ class BlockTiles:
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
-ROWS_BLOCKS = BlockTiles(
-    stages=4, band=16, defer=1, early=True, by_warp=True, turns=False, pass_by=True, registers=(56, 224)
-)  # fmt: skip
+ROWS_BLOCKS = BlockTiles(stages=4, band=16, defer=True, registers=(56, 224))
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = plain.WeightTiles(
     stages=3, least=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
@@ -165,8 +155,7 @@ def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        BAND=tiles.band, DEFER=tiles.defer, EARLY=int(tiles.early), RELEASE_BY_WARP=int(tiles.by_warp),
-        TURNS=int(tiles.turns), PASS_BY=int(tiles.pass_by), SHARED=plain.SHARED_BYTES,
+        BAND=tiles.band, DEFER=int(tiles.defer), SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
