@@ -22,7 +22,7 @@ TINY = (
 
 
 def command(text, out, *arguments):
-    program = [sys.executable, "-m", "expertmesh.flax_moe.train"]
+    program = [sys.executable, "-m", "expertmesh.train"]
     return [*program, *TINY, "--data", str(text), "--out", str(out), *map(str, arguments)]
 
 

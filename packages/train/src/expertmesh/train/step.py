@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from expertmesh.flax_moe.train import model
-from expertmesh.flax_moe.train.mesh import RESOURCE
-from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import TrainingOptions
+from expertmesh.train import model
+from expertmesh.train.mesh import RESOURCE
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import TrainingOptions
 
 # Of the steps. With a shorter one most tokens crowd on two of eight experts for a while.
 WARMUP = 0.2

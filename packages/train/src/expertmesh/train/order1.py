@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.flax_moe.train.data import Bytes
+from expertmesh.train.data import Bytes
 
 SMOOTHING = 0.1
 

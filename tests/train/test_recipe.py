@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
 from expertmesh.core.recipe import RECIPES
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import checkpoint, data, job, options
-from expertmesh.flax_moe.train.mesh import AXES, RESOURCE
-from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import ModelOptions, Options, TrainingOptions, UsageError
-from expertmesh.flax_moe.train.step import (
+from expertmesh.train import checkpoint, data, job, options
+from expertmesh.train.mesh import AXES, RESOURCE
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import ModelOptions, Options, TrainingOptions, UsageError
+from expertmesh.train.step import (
     abstract_state,
     init_state,
     key_of_step,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.flax_moe.params import param_shapes
-from expertmesh.flax_moe.train.model import VOCAB, ModelConfig
+from expertmesh.train.model import VOCAB, ModelConfig
 
 # TFLOP/s of dense bfloat16 products, without sparsity, by NVIDIA's data sheets; the first name that fits counts.
 _PEAKS = (

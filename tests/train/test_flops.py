@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import flops, model
+from expertmesh.train import flops, model
 
 pytestmark = pytest.mark.default_jax
 

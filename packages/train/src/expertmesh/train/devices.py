@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from expertmesh.flax_moe.train.options import DeviceOptions, UsageError
+from expertmesh.train.options import DeviceOptions, UsageError
 
 VIRTUAL_DEVICES = 8
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from expertmesh.flax_moe.train.stop import StopRequest
+from expertmesh.train.stop import StopRequest
 
 pytestmark = pytest.mark.default_jax
 

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from expertmesh.flax_moe.train.checkpoint import write_whole
-from expertmesh.flax_moe.train.options import ModelOptions, TrainingOptions, UsageError
+from expertmesh.train.checkpoint import write_whole
+from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
 
 EXACT = ("steps", "batch_size", "learning_rate", "weight_decay", "clip", "seed")
 

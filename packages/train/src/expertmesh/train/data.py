@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from expertmesh.flax_moe.train.options import UsageError
+from expertmesh.train.options import UsageError
 
 Bytes = npt.NDArray[np.uint8]
 

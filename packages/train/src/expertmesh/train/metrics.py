@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.flax_moe.train.checkpoint import write_whole
-from expertmesh.flax_moe.train.step import StepMetrics
+from expertmesh.train.checkpoint import write_whole
+from expertmesh.train.step import StepMetrics
 
 Row = dict[str, Any]
 

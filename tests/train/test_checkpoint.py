@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from expertmesh.flax_moe.train import checkpoint
-from expertmesh.flax_moe.train.mesh import make_mesh
-from expertmesh.flax_moe.train.options import UsageError
+from expertmesh.train import checkpoint
+from expertmesh.train.mesh import make_mesh
+from expertmesh.train.options import UsageError
 
 pytestmark = pytest.mark.default_jax
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from expertmesh.core import MeshResource
-from expertmesh.flax_moe.train.options import UsageError
+from expertmesh.train.options import UsageError
 
 AXES = ("fsdp", "ep")
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")

@@ -17,9 +17,9 @@ from types import TracebackType
 import jax
 from tqdm import tqdm
 
-from expertmesh.flax_moe.train.metrics import Row, row
-from expertmesh.flax_moe.train.options import TrainingError
-from expertmesh.flax_moe.train.step import StepMetrics
+from expertmesh.train.metrics import Row, row
+from expertmesh.train.options import TrainingError
+from expertmesh.train.step import StepMetrics
 
 MARKS = 5
 # XLA:CPU lets 32 programs wait per device; the dispatch of one more blocks a thread that the first of

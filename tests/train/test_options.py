@@ -5,17 +5,17 @@ import sys
 import numpy as np
 import pytest
 
-from expertmesh.flax_moe.train import cli, job, mesh, rundir
-from expertmesh.flax_moe.train.data import Corpus
-from expertmesh.flax_moe.train.devices import Cluster, detect_cluster, start
-from expertmesh.flax_moe.train.options import (
+from expertmesh.train import cli, job, mesh, rundir
+from expertmesh.train.data import Corpus
+from expertmesh.train.devices import Cluster, detect_cluster, start
+from expertmesh.train.options import (
     DeviceOptions,
     ModelOptions,
     Options,
     TrainingOptions,
     UsageError,
 )
-from expertmesh.flax_moe.train.rundir import RunFolder
+from expertmesh.train.rundir import RunFolder
 
 pytestmark = pytest.mark.default_jax
 
@@ -65,14 +65,14 @@ def test_one_line_and_exit_code_2(arguments, says, capsys):
     assert says in captured.err
 
 
-def test_without_its_extra(capsys, monkeypatch):
+def test_without_a_dependency(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # an import of it fails
     for module in ("job", "recorder"):
         monkeypatch.delitem(sys.modules, f"{job.__package__}.{module}")
     assert cli.main([]) == 2
     said = capsys.readouterr().err
     assert said.startswith("train: error: tqdm must be installed") and said.count("\n") == 1
-    assert "pip install 'expertmesh-flax-moe[train]'" in said
+    assert "pip install expertmesh-train" in said
 
 
 def test_every_default_is_what_its_option_reads():

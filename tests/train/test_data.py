@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.flax_moe.train import data, order1
-from expertmesh.flax_moe.train.options import UsageError
+from expertmesh.train import data, order1
+from expertmesh.train.options import UsageError
 
 pytestmark = pytest.mark.default_jax
 

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import model
-from expertmesh.flax_moe.train.mesh import AXES, RESOURCE, make_mesh
-from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import TrainingOptions
-from expertmesh.flax_moe.train.step import (
+from expertmesh.train import model
+from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import TrainingOptions
+from expertmesh.train.step import (
     init_state,
     make_optimizer,
     make_train_step,

@@ -22,14 +22,14 @@ from expertmesh.core import global_shard_guard
 from expertmesh.ep import EpConfig, raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.flax_moe.train import checkpoint, data, devices, flops, metrics, order1, rundir
-from expertmesh.flax_moe.train.data import Corpus
-from expertmesh.flax_moe.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
-from expertmesh.flax_moe.train.model import ModelConfig
-from expertmesh.flax_moe.train.options import ModelOptions, Options, TrainingError, UsageError
-from expertmesh.flax_moe.train.recorder import Recorder
-from expertmesh.flax_moe.train.rundir import RunFolder
-from expertmesh.flax_moe.train.step import (
+from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
+from expertmesh.train.data import Corpus
+from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import ModelOptions, Options, TrainingError, UsageError
+from expertmesh.train.recorder import Recorder
+from expertmesh.train.rundir import RunFolder
+from expertmesh.train.step import (
     TrainState,
     TrainStep,
     abstract_state,
@@ -39,7 +39,7 @@ from expertmesh.flax_moe.train.step import (
     make_train_step,
     state_shardings,
 )
-from expertmesh.flax_moe.train.stop import StopRequest
+from expertmesh.train.stop import StopRequest
 
 SMALLEST_BATCH = 8
 
@@ -319,7 +319,7 @@ def _flush(recorder: Recorder) -> None:
 
 def _report(job: Job, seconds: float) -> None:
     """Writes the pictures and the summary, and prints the result. For process 0."""
-    from expertmesh.flax_moe.train import plots  # 0.8 s of imports that only this needs
+    from expertmesh.train import plots  # 0.8 s of imports that only this needs
 
     columns = metrics.read_columns(job.folder.metrics)
     E = job.config.moe.num_experts

@@ -9,25 +9,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from expertmesh.flax_moe.support import is_supported
-from expertmesh.flax_moe.train.options import Options, TrainingError, UsageError
+from expertmesh.train.options import Options, TrainingError, UsageError
 
-PROGRAM = "python -m expertmesh.flax_moe.train"
+PROGRAM = "python -m expertmesh.train"
+_DEPENDENCIES = ("optax", "orbax", "matplotlib", "tqdm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (`sys.argv[1:]` when None), trains, and returns the exit code."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
-        supported, reason = is_supported("train")
-        if not supported:
-            raise UsageError(reason)
-        from expertmesh.flax_moe.train.job import run  # after the options: it imports everything
+        _check_dependencies()
+        from expertmesh.train.job import run  # after the options: it imports everything
 
         return run(options)
     except UsageError as error:
@@ -39,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("train: interrupted before the first step", file=sys.stderr)
         return 130
+
+
+def _check_dependencies() -> None:
+    missing = [name for name in _DEPENDENCIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} must be installed (`pip install expertmesh-train`)")
 
 
 def parse(argv: Sequence[str]) -> Options:

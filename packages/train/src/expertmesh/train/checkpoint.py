@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from expertmesh.flax_moe.train.options import UsageError
+from expertmesh.train.options import UsageError
 
 MANIFEST = "manifest.json"
 NONE, CORRUPT = -1, -2  # instead of a step: none was finished; none of the finished ones is good

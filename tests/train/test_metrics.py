@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.flax_moe.train import job, metrics
-from expertmesh.flax_moe.train.options import TrainingError
-from expertmesh.flax_moe.train.recorder import Recorder
-from expertmesh.flax_moe.train.step import StepMetrics
+from expertmesh.train import job, metrics
+from expertmesh.train.options import TrainingError
+from expertmesh.train.recorder import Recorder
+from expertmesh.train.step import StepMetrics
 
 pytestmark = pytest.mark.default_jax
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import MeshResource
 from expertmesh.flax_moe import MoEConfig, init_params, init_quant_state, moe, param_specs
-from expertmesh.flax_moe.train.mesh import place
+from expertmesh.train.mesh import place
 
 VOCAB = 256
 WINDOW = 4
