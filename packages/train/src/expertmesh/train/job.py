@@ -19,10 +19,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard
+from expertmesh.core.support import platform_of
 from expertmesh.ep import EpConfig, raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
+from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
 from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
 from expertmesh.train.model import ModelConfig
@@ -372,8 +374,11 @@ def _transport(job: Job) -> str:
     capacity = recv_capacity(
         moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
     )
-    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform)
+    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform_of())
+
+
+def _attention(job: Job) -> str:
+    return implementation(platform_of(), job.config.moe.dtype, job.config.head_dim)
 
 
 def _describe(job: Job) -> str:
@@ -387,7 +392,8 @@ def _describe(job: Job) -> str:
             f"{model.expert_dim}, top {model.top_k}, {model.dtype}"
             + (f", experts in {model.recipe}" if model.recipe else ""),
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
-            f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}",
+            f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}, attention by "
+            f"{_attention(job)}",
         )
     )
 

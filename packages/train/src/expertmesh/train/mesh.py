@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -58,3 +60,11 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, spec)
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def on_shards(function: Callable[..., jax.Array], *batches: jax.Array) -> jax.Array:
+    """`function` of each device's part of batches that lie on both axes; of all where no mesh is in context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function(*batches)
+    spec = PartitionSpec(AXES)
+    return jax.shard_map(function, in_specs=spec, out_specs=spec)(*batches)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core import MeshResource
 from expertmesh.flax_moe import MoEConfig, init_params, init_quant_state, moe, param_specs
+from expertmesh.train.attention import attend
 from expertmesh.train.mesh import place
 
 VOCAB = 256
@@ -192,10 +193,7 @@ def _attention(layer: Params, x_BSD: jax.Array, config: ModelConfig) -> jax.Arra
     qkv_BS3Hd = jnp.einsum("bsd,dce->bsce", x_BSD, qkv_D3D).reshape(B, S, 3, H, d)
     q_BSHd, k_BSHd, v_BSHd = (qkv_BS3Hd[:, :, i] for i in range(3))
     q_BSHd, k_BSHd = _rotate(_unit(q_BSHd)), _rotate(_unit(k_BSHd))
-    scores_BHST = jnp.einsum("bshd,bthd->bhst", q_BSHd, k_BSHd).astype(jnp.float32) * d**0.5
-    causal_11ST = jnp.tril(jnp.ones((1, 1, S, S), bool))
-    weights_BHST = jax.nn.softmax(jnp.where(causal_11ST, scores_BHST, -1e30)).astype(x_BSD.dtype)
-    y_BSHd = jnp.einsum("bhst,bthd->bshd", weights_BHST, v_BSHd)
+    y_BSHd = attend(q_BSHd, k_BSHd, v_BSHd, scale=d**0.5)
     return y_BSHd.reshape(B, S, D) @ _gather(layer["out"], x_BSD.dtype)
 
 
