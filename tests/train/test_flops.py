@@ -21,10 +21,11 @@ CONFIG = model.ModelConfig(
 
 
 def products(jaxpr):
-    """(operand shapes, FLOPs) of each product in a program, and in those inside of it."""
+    """(operand shapes, FLOPs) of each product in a program, and in those inside of it, as often as they run."""
     for equation in jaxpr.eqns:
+        times = equation.params["length"] if equation.primitive is jax.lax.scan_p else 1
         for inner in jaxprs_in_params(equation.params):
-            yield from products(inner)
+            yield from list(products(inner)) * times
         if equation.primitive is jax.lax.dot_general_p:
             shapes = [v.aval.shape for v in equation.invars]
             (contracting, _), _ = equation.params["dimension_numbers"]
@@ -37,7 +38,7 @@ def test_flops_are_those_of_parameters_and_of_attention():
     active = 0.0
     for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if leaf.ndim > 1 and "bias" not in name and not name.startswith("embed"):
+        if not any(part in name for part in ("norm", "bias", "embed")):
             active += leaf.size * (2 / 8 if name.endswith((".wi", ".wo")) else 1)
     bytes_BS = jax.ShapeDtypeStruct((5, S), jnp.int32)
     forward = jax.make_jaxpr(lambda p, b: model.forward(p, b, CONFIG))(params, bytes_BS)

@@ -1,5 +1,6 @@
 """The decoder against NumPy loops, on one device and on meshes of both axis types."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,12 +10,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard
-from expertmesh.flax_moe import MoEConfig
+from expertmesh.flax_moe import MoEConfig, init_params
 from expertmesh.train import model
 from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import TrainingOptions
 from expertmesh.train.step import (
+    abstract_state,
     init_state,
     make_optimizer,
     make_train_step,
@@ -94,7 +96,7 @@ def test_embedding_adds_the_last_bytes(params, bytes_BS):
 
 
 def test_attention_against_loops(params):
-    layer = jax.tree.map(np.asarray, params["layers"][0])
+    layer = jax.tree.map(lambda w: np.asarray(w[0]), params["layers"])
     x = np.random.default_rng(1).normal(size=(2, S, 16)).astype(np.float32)
     H, d = CONFIG.heads, CONFIG.head_dim
     qkv = np.einsum("bsd,dce->bsce", x, layer["qkv"]).reshape(2, S, 3, H, d)
@@ -113,7 +115,7 @@ def test_attention_against_loops(params):
         weights = np.exp(scores) / np.exp(scores).sum()
         heads[b, s, h] = sum(w * qkv[b, t, 2, h] for t, w in enumerate(weights))
     expected = heads.reshape(2, S, 16) @ layer["out"]
-    got = model._attention(params["layers"][0], jnp.asarray(x), CONFIG)
+    got = model._attention(layer, jnp.asarray(x), CONFIG)
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
 
 
@@ -147,15 +149,67 @@ def test_parameters_do_not_depend_on_the_mesh():
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_each_layer_is_drawn_by_itself():
+    """Bitwise the values of separate layers, whose keys are those after the embedding's."""
+    config, D = dataclasses.replace(CONFIG, layers=3), CONFIG.model_dim
+
+    def one(key):
+        qkv_key, out_key, moe_key = jax.random.split(key, 3)
+        return {
+            "attention_norm": jnp.ones(D),
+            "qkv": jax.random.normal(qkv_key, (D, 3, D)) * D**-0.5,
+            "out": jax.random.normal(out_key, (D, D)) * (D * 2 * 3) ** -0.5,
+            "moe_norm": jnp.ones(D),
+            "moe": init_params(moe_key, D, MOE),
+        }
+
+    keys = jax.random.split(jax.random.key(5), 4)
+    separate = jax.jit(lambda: [one(keys[i]) for i in (1, 2, 3)])()
+    stacked = jax.jit(lambda: model.init(jax.random.key(5), config))()["layers"]
+    assert jax.tree.structure(stacked) == jax.tree.structure(separate[0])
+    for got, *want in zip(*map(jax.tree.leaves, (stacked, *separate)), strict=True):
+        np.testing.assert_array_equal(got, np.stack(want))
+
+
+def test_depth_changes_no_program():
+    """Lines of the step's program; of a loop over layers each layer would add its own."""
+    optimizer = make_optimizer(TrainingOptions())
+
+    def lines(layers):
+        config = dataclasses.replace(CONFIG, layers=layers)
+        mesh = make_mesh(2, 4, "explicit")
+        with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
+            shardings = state_shardings(config, optimizer, mesh)
+            state = abstract_state(config, optimizer, shardings)
+            rows = NamedSharding(mesh, PartitionSpec(AXES, None))
+            batch_BS = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=rows)
+            step = make_train_step(config, optimizer, shardings, mesh)
+            return len(step.lower(state, batch_BS, 0).as_text().splitlines())
+
+    assert lines(2) == lines(7)
+
+
+def test_only_matrices_decay(params):
+    decays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): value
+        for path, value in jax.tree.leaves_with_path(model.is_matrix(params))
+    }
+    assert {name for name, value in decays.items() if not value} == {
+        "norm",
+        "layers.attention_norm",
+        "layers.moe_norm",
+    }
+
+
 def test_dense_weights_rest_in_shards():
     specs = model.specs(CONFIG, RESOURCE)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
     assert jax.tree.structure(specs) == jax.tree.structure(shapes)
-    for (path, shape), spec in zip(
+    for (path, _), spec in zip(
         jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
     ):
         name = jax.tree_util.keystr(path)
-        if shape.ndim > 1 and "gate" not in name:
+        if "norm" not in name and "gate" not in name:
             assert "fsdp" in str(spec), name
 
 

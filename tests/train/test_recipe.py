@@ -1,5 +1,7 @@
 """The main job's steps under recipes: the quantizers' state goes on where it was, random rounding by seed and step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
 from expertmesh.core.recipe import RECIPES
-from expertmesh.flax_moe import MoEConfig
-from expertmesh.train import checkpoint, data, job, options
+from expertmesh.flax_moe import MoEConfig, moe
+from expertmesh.train import checkpoint, data, job, model, options
 from expertmesh.train.mesh import AXES, RESOURCE
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import ModelOptions, Options, TrainingOptions, UsageError
@@ -102,6 +104,48 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     assert np.isfinite(same) and same != other  # it is validated with what it has learned
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8_current"])
+def test_scanned_layers_are_a_loop_over_layers(recipe):
+    """Output, gradient and what quantizers remember of three layers, each with its own state and key."""
+    config = dataclasses.replace(model_of(recipe_of(recipe)), layers=3)
+    params = model.init(jax.random.key(0), config)
+    head = jax.random.normal(jax.random.key(1), params["head"].shape)
+    params, state = params | {"head": head}, model.init_quant_states(config)
+    state = jax.tree.map(lambda s: s * (1 + jnp.arange(3.0).reshape(3, *[1] * (s.ndim - 1))), state)
+    bytes_BS = np.random.default_rng(0).integers(0, 256, (2, S)).astype(np.int32)
+    key = jax.random.key(2)
+
+    def scanned(params):
+        output = model.forward(params, bytes_BS, config, state, key)
+        return jnp.sum(jnp.sin(output.logits)), output
+
+    def looped(params):
+        x = model._embed(params["embed"], bytes_BS, jnp.float32)
+        outputs = []
+        for i in range(3):
+            own, of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], (params["layers"], state))
+            x += model._attention(own, model._rms_norm(x, own["attention_norm"]), config)
+            normed = model._rms_norm(x, own["moe_norm"])
+            number = jax.random.fold_in(key, i)
+            outputs.append(moe(own["moe"], normed, config.moe, quant_state=of_layer, key=number))
+            x += outputs[-1].y
+        logits = model._rms_norm(x, params["norm"]) @ params["head"]
+        return jnp.sum(jnp.sin(logits)), outputs
+
+    (_, got), gradient = jax.jit(jax.value_and_grad(scanned, has_aux=True))(params)
+    (_, outputs), expected = jax.jit(jax.value_and_grad(looped, has_aux=True))(params)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    want = jax.tree.map(lambda *leaves: np.stack(leaves), *(o.quant_state for o in outputs))
+    assert (want is None) == (recipe != "fp8_delayed")
+    for a, b in zip(jax.tree.leaves(got.quant_state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for name in ("tokens_per_expert", "num_dropped", "aux_loss"):
+        each = np.stack([getattr(o, name) for o in outputs])
+        total = each if name == "tokens_per_expert" else each.sum()
+        np.testing.assert_allclose(getattr(got, name), total, rtol=1e-6)
+
+
 @pytest.mark.full
 def test_random_rounding_is_of_the_step():
     """The third step, as another step and as itself; before it there is no gradient to round."""
@@ -135,11 +179,11 @@ def test_each_seed_and_step_has_a_key_of_its_own():
 )
 def test_what_does_not_fit_is_bad_input(changes, words):
     """Blocks of 128 along a width of 128 in 8 shards, stores into memory of GPUs; found before anything is written."""
-    model = ModelOptions(
+    chosen = ModelOptions(
         **changes, layers=1, model_dim=64, heads=2, experts=4, expert_dim=64, seq_len=8
     )
     corpus = data.Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
-    planned = job.plan(Options(model=model), corpus)
+    planned = job.plan(Options(model=chosen), corpus)
     with (
         jax.set_mesh(planned.mesh),
         global_shard_guard(RESOURCE),

@@ -7,6 +7,9 @@
 Dimension key: B sequences, S positions, D model width, H heads, d head width (D = H * d), V = 256 bytes,
 W = WINDOW bytes seen by the embedding, L layers, E experts, F expert width.
 
+All that layers have of their own (parameters, quantizers' state, quantized weights) is stacked along L, and one program
+of a layer is scanned over it: what is compiled does not grow with depth.
+
 The same code runs without a mesh, with Auto axes and with Explicit axes. Activations are split over
 B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
 the expert weights stay where `param_specs` puts them.
@@ -20,15 +23,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import MeshResource
-from expertmesh.flax_moe import MoEConfig, init_params, init_quant_state, moe, param_specs
+from expertmesh.core import DelayedScaling, MeshResource
+from expertmesh.flax_moe import (
+    MoEConfig,
+    init_params,
+    init_quant_state,
+    moe,
+    param_specs,
+    quantize_kernels,
+)
 from expertmesh.train.attention import attend
 from expertmesh.train.mesh import place
 
@@ -41,12 +51,18 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder. `model_dim` is a multiple of `heads`, and each head is of even width."""
+    """The decoder.
+
+    Attributes:
+      model_dim: a multiple of `heads`, such that each head is of even width.
+      remat_layers: keep each layer's input alone for the backward, which computes the layer again.
+    """
 
     layers: int
     model_dim: int
     heads: int
     moe: MoEConfig
+    remat_layers: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -54,29 +70,32 @@ class ModelConfig:
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: `logits` float32[B, S, V]; the other fields follow `MoEOutput`."""
+    """What a forward pass gives; the other fields follow `MoEOutput`."""
 
-    logits: jax.Array
+    logits: jax.Array  # float32[B, S, V]
     aux_loss: jax.Array  # float32[], summed over the layers
     z_loss: jax.Array  # float32[], summed over the layers
     tokens_per_expert: jax.Array  # int32[L, E]
     num_dropped: jax.Array  # int32[], summed over the layers
-    quant_state: list[Any]  # of each layer, for the next call; [] but under DelayedScaling
+    quant_state: Any  # for the next call; see init_quant_states
 
 
 def init(key: jax.Array, config: ModelConfig) -> Params:
-    """Parameters drawn from `key`; matrices have variance 1 / fan-in, the head starts at zero."""
-    embed_key, *layer_keys = jax.random.split(key, 1 + config.layers)
+    """Parameters drawn from `key`; matrices have variance 1 / fan-in, the head starts at zero.
+
+    A layer's values depend on its key alone: they are those of a layer that is drawn by itself.
+    """
+    keys = jax.random.split(key, 1 + config.layers)
     D = config.model_dim
     return {
-        "embed": _normal(embed_key, (WINDOW, VOCAB, D), WINDOW),
-        "layers": [_init_layer(k, config) for k in layer_keys],
+        "embed": _normal(keys[0], (WINDOW, VOCAB, D), WINDOW),
+        "layers": jax.vmap(functools.partial(_init_layer, config))(keys[1:]),
         "norm": jnp.ones(D),
         "head": jnp.zeros((D, VOCAB)),
     }
 
 
-def _init_layer(key: jax.Array, config: ModelConfig) -> Params:
+def _init_layer(config: ModelConfig, key: jax.Array) -> Params:
     qkv_key, out_key, moe_key = jax.random.split(key, 3)
     D = config.model_dim
     return {
@@ -103,52 +122,92 @@ def specs(config: ModelConfig, resource: MeshResource) -> Params:
     }
     return {
         "embed": PartitionSpec(None, None, "fsdp"),
-        "layers": [layer] * config.layers,
+        "layers": jax.tree.map(lambda spec: PartitionSpec(None, *spec), layer),
         "norm": PartitionSpec(),
         "head": PartitionSpec("fsdp", None),
     }
 
 
-def init_quant_states(config: ModelConfig) -> list[Any]:
-    """What each layer's quantizers remember before the first step; [] but under DelayedScaling."""
+def is_matrix(params: Params) -> Params:
+    """Which parameters are of two dimensions or more, in one layer where they are a layer's."""
+    of_layers = {name: int(name == "layers") for name in params}
+    return {
+        name: jax.tree.map(lambda p, stacked=of_layers[name]: p.ndim - stacked > 1, tree)
+        for name, tree in params.items()
+    }
+
+
+def init_quant_states(config: ModelConfig) -> Any:
+    """What the layers' quantizers remember before the first step; None but under DelayedScaling."""
     state = init_quant_state(config.moe)
-    return [] if state is None else [state] * config.layers
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * config.layers), state)
+
+
+def quantize_weights(params: Params, config: ModelConfig) -> Any:
+    """The experts' weights quantized once for several calls; None where nothing is, or each call changes their scales."""
+    if config.moe.recipe is None or isinstance(config.moe.recipe, DelayedScaling):
+        return None
+    return jax.lax.map(lambda p: quantize_kernels(p, config.moe), params["layers"]["moe"])
 
 
 def forward(
     params: Params,
     bytes_BS: jax.Array,
     config: ModelConfig,
-    quant_state: Sequence[Any] = (),
+    quant_state: Any = None,
     key: jax.Array | None = None,
+    weights_quantized: Any = None,
 ) -> Output:
     """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
 
-    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random.
+    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random,
+    `weights_quantized` of `quantize_weights`, where several calls have the same parameters.
     """
     x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
-    outputs = []
-    for i, layer in enumerate(params["layers"]):
-        x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
-        output = moe(
-            layer["moe"],
-            _rms_norm(x_BSD, layer["moe_norm"]),
-            config.moe,
-            quant_state=quant_state[i] if quant_state else None,
-            key=None if key is None else jax.random.fold_in(key, i),
-        )
-        x_BSD += output.y
-        outputs.append(output)
+    layer: Callable[..., Any] = functools.partial(_layer, config, key)
+    if config.remat_layers:
+        layer = jax.checkpoint(layer, prevent_cse=False)  # a scan's body has nothing to share with
+    numbers = jnp.arange(config.layers)
+    x_BSD, of_layers = jax.lax.scan(
+        layer, x_BSD, (numbers, params["layers"], quant_state, weights_quantized)
+    )
     head_DV = _gather(params["head"], x_BSD.dtype)
     logits_BSV = _rms_norm(x_BSD, params["norm"]) @ head_DV
     return Output(
         logits=logits_BSV.astype(jnp.float32),
-        aux_loss=_total(o.aux_loss for o in outputs),
-        z_loss=_total(o.z_loss for o in outputs),
-        tokens_per_expert=jnp.stack([o.tokens_per_expert for o in outputs]),
-        num_dropped=_total(o.num_dropped for o in outputs),
-        quant_state=[o.quant_state for o in outputs if o.quant_state is not None],
+        aux_loss=jnp.sum(of_layers.aux_loss),
+        z_loss=jnp.sum(of_layers.z_loss),
+        tokens_per_expert=of_layers.tokens_per_expert,
+        num_dropped=jnp.sum(of_layers.num_dropped),
+        quant_state=of_layers.quant_state,
     )
+
+
+class _OfLayer(NamedTuple):
+    """What one layer gives besides tokens; fields as in `Output`."""
+
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    tokens_per_expert: jax.Array
+    num_dropped: jax.Array
+    quant_state: Any
+
+
+def _layer(
+    config: ModelConfig, key: jax.Array | None, x_BSD: jax.Array, own: tuple[Any, ...]
+) -> tuple[jax.Array, _OfLayer]:
+    """Attention and experts; `own` is the layer's number and its part of what is stacked."""
+    number, params, quant_state, weights_quantized = own
+    x_BSD += _attention(params, _rms_norm(x_BSD, params["attention_norm"]), config)
+    output = moe(
+        params["moe"],
+        _rms_norm(x_BSD, params["moe_norm"]),
+        config.moe,
+        quant_state=quant_state,
+        kernels_quantized=weights_quantized,
+        key=None if key is None else jax.random.fold_in(key, number),
+    )
+    return x_BSD + output.y, _OfLayer(*(getattr(output, name) for name in _OfLayer._fields))
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

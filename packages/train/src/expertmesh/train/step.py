@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
 
     params: Any
     opt_state: Any
-    quant_state: list[Any]  # see model.init_quant_states
+    quant_state: Any  # see model.init_quant_states
 
 
 class StepMetrics(NamedTuple):
@@ -57,7 +57,7 @@ def make_optimizer(options: TrainingOptions) -> optax.GradientTransformation:
             schedule(options),
             b2=0.95,
             weight_decay=options.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+            mask=model.is_matrix,
         ),
     )
 
@@ -176,7 +176,7 @@ def _cross_entropy(
     config: ModelConfig,
     params: Any,
     batch: jax.Array,
-    quant_state: list[Any],
+    quant_state: Any,
     key: jax.Array | None,
 ) -> tuple[jax.Array, model.Output]:
     output = model.forward(params, batch[:, :-1], config, quant_state, key)
