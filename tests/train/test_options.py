@@ -34,6 +34,8 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--steps 1.5", "got '1.5'; give 1 or more"),
         ("--seed -1", "--seed: must be a whole number of at least 0; got '-1'"),
         ("--batch-size many", "got 'many'"),
+        ("--grad-accum 0", "--grad-accum: must be a whole number of at least 1; got '0'"),
+        ("--remat all", "one of none, save_min, recompute, full; got 'all'; give none"),
         ("--learning-rate 0", "must be a number above 0; got '0'; give a positive number"),
         ("--learning-rate -1", "got '-1'"),
         ("--learning-rate inf", "got 'inf'"),
@@ -153,8 +155,32 @@ def test_models_that_do_not_fit_the_mesh(model, devices, says):
 
 def test_batch_that_does_not_fit_the_devices():
     options = Options(training=TrainingOptions(batch_size=12))
-    with pytest.raises(UsageError, match="batch-size=12 with 8 devices; give --batch-size 16"):
+    says = "got batch-size=12 with 8 devices, grad-accum=1; give --batch-size 16"
+    with pytest.raises(UsageError, match=says):
         job.plan(options, CORPUS)
+
+
+def test_batch_that_does_not_fit_its_microbatches():
+    options = Options(training=TrainingOptions(batch_size=32, grad_accum=3))
+    says = "got batch-size=32 with 8 devices, grad-accum=3; give --batch-size 48"
+    with pytest.raises(UsageError, match=says):
+        job.plan(options, CORPUS)
+    unset = job.plan(Options(training=TrainingOptions(grad_accum=3)), CORPUS)
+    assert unset.options.training.batch_size == 24
+
+
+@pytest.mark.parametrize(
+    ("remat", "of_block", "of_layers"),
+    [
+        ("none", "save_all", False),
+        ("save_min", "save_min", False),
+        ("recompute", "recompute", False),
+        ("full", "save_all", True),
+    ],
+)
+def test_remat_of_block_and_layers(remat, of_block, of_layers):
+    config = job.plan(Options(training=TrainingOptions(remat=remat)), CORPUS).config
+    assert (config.moe.remat, config.remat_layers) == (of_block, of_layers)
 
 
 SLURM = {

@@ -22,7 +22,7 @@ from expertmesh.core import global_shard_guard
 from expertmesh.core.support import platform_of
 from expertmesh.ep import EpConfig, raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
-from expertmesh.flax_moe import MoEConfig
+from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
@@ -111,12 +111,17 @@ def plan(options: Options, corpus: Corpus) -> Job:
         )
     options = _fill(options)
     config = model_config(options.model)
-    moe = dataclasses.replace(config.moe, shard_exp_on_fsdp=by_experts)
+    remat = options.training.remat
+    moe = dataclasses.replace(
+        config.moe,
+        shard_exp_on_fsdp=by_experts,
+        remat=remat if remat in REMAT_POLICIES else config.moe.remat,
+    )
     V, S = _num_windows(options), options.model.seq_len
     valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
     return Job(
         options=options,
-        config=dataclasses.replace(config, moe=moe),
+        config=dataclasses.replace(config, moe=moe, remat_layers=remat == "full"),
         mesh=make_mesh(fsdp, ep, options.devices.axis_types),
         corpus=corpus,
         valid=valid,
@@ -173,14 +178,15 @@ def _check_width(options: ModelOptions, fsdp: int) -> None:
 
 def _fill(options: Options) -> Options:
     """The options with the batch size and the compute dtype decided for the devices at hand."""
-    count, batch_size = jax.device_count(), options.training.batch_size
+    training, count = options.training, jax.device_count()
+    unit, batch_size = count * training.grad_accum, training.batch_size
     if batch_size is None:
-        batch_size = -(-SMALLEST_BATCH // count) * count
-    if batch_size % count:
+        batch_size = -(-SMALLEST_BATCH // unit) * unit
+    if batch_size % unit:
         raise UsageError(
-            "--batch-size must be a multiple of the number of devices; "
-            f"got batch-size={batch_size} with {count} devices; "
-            f"give --batch-size {-(-batch_size // count) * count}"
+            "--batch-size must be a multiple of the number of devices times --grad-accum; "
+            f"got batch-size={batch_size} with {count} devices, grad-accum={training.grad_accum}; "
+            f"give --batch-size {-(-batch_size // unit) * unit}"
         )
     dtype = options.model.dtype
     if dtype == "auto":
@@ -188,7 +194,7 @@ def _fill(options: Options) -> Options:
     return dataclasses.replace(
         options,
         model=dataclasses.replace(options.model, dtype=dtype),
-        training=dataclasses.replace(options.training, batch_size=batch_size),
+        training=dataclasses.replace(training, batch_size=batch_size),
     )
 
 
@@ -253,7 +259,8 @@ def _functions(job: Job) -> Functions:
     eval_step = make_eval_step(job.config, job.mesh)
     valid_starts = data.spread_starts(len(job.valid), len(job.corpus.valid), S)
     valid = [
-        place(job.corpus.valid, starts) for starts in np.split(valid_starts, len(job.valid) // B)
+        place(job.corpus.valid, starts)
+        for starts in np.split(valid_starts, len(job.valid) * training.grad_accum // B)
     ]
 
     def batch(step: int) -> jax.Array:
@@ -263,7 +270,14 @@ def _functions(job: Job) -> Functions:
     def evaluate(state: TrainState) -> float:
         return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
 
-    train_step = make_train_step(job.config, optimizer, shardings, job.mesh, seed=training.seed)
+    train_step = make_train_step(
+        job.config,
+        optimizer,
+        shardings,
+        job.mesh,
+        seed=training.seed,
+        grad_accum=training.grad_accum,
+    )
     abstract = abstract_state(job.config, optimizer, shardings)
     rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
     try:
@@ -370,7 +384,8 @@ def _transport(job: Job) -> str:
     moe, ranks = job.config.moe, job.mesh.shape["ep"]
     if moe.transport != "auto" or ranks == 1:
         return moe.transport if ranks > 1 else "local"
-    tokens = _batch_size(job.options) * job.options.model.seq_len // job.mesh.size
+    microbatch = _batch_size(job.options) // job.options.training.grad_accum
+    tokens = microbatch * job.options.model.seq_len // job.mesh.size
     capacity = recv_capacity(
         moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
     )

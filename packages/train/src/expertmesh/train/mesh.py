@@ -14,6 +14,7 @@ from expertmesh.core import MeshResource
 from expertmesh.train.options import UsageError
 
 AXES = ("fsdp", "ep")
+BATCH = PartitionSpec(AXES)
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 LARGEST_DEFAULT_EP = 4
 
@@ -62,9 +63,19 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def on_shards(function: Callable[..., jax.Array], *batches: jax.Array) -> jax.Array:
+def on_shards(
+    function: Callable[..., jax.Array], *batches: jax.Array, out_spec: PartitionSpec = BATCH
+) -> jax.Array:
     """`function` of each device's part of batches that lie on both axes; of all where no mesh is in context."""
     if jax.sharding.get_abstract_mesh().empty:
         return function(*batches)
-    spec = PartitionSpec(AXES)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec)(*batches)
+    return jax.shard_map(function, in_specs=BATCH, out_specs=out_spec)(*batches)
+
+
+def microbatches(batch: jax.Array, count: int) -> jax.Array:
+    """[B, ...] as [count, B / count, ...]. Each device divides its own rows, so that none moves."""
+
+    def split(rows: jax.Array) -> jax.Array:
+        return rows.reshape(count, -1, *rows.shape[1:])
+
+    return on_shards(split, batch, out_spec=PartitionSpec(None, AXES))

@@ -144,7 +144,7 @@ def init_quant_states(config: ModelConfig) -> Any:
 
 
 def quantize_weights(params: Params, config: ModelConfig) -> Any:
-    """The experts' weights quantized once for several calls; None where nothing is, or each call changes their scales."""
+    """The experts' weights, for several calls; None without a recipe and where each call changes its scales."""
     if config.moe.recipe is None or isinstance(config.moe.recipe, DelayedScaling):
         return None
     return jax.lax.map(lambda p: quantize_kernels(p, config.moe), params["layers"]["moe"])

@@ -15,6 +15,8 @@ from typing import Any
 
 # The names of expertmesh.core.recipe, which is not imported before the options are read.
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+# What is done again in the backward, rising; those between are policies of the block, as expertmesh.flax_moe.remat.
+REMAT = ("none", "save_min", "recompute", "full")
 
 
 class UsageError(ValueError):
@@ -159,7 +161,21 @@ class TrainingOptions:
     )
     steps: int = _option(200, _count, "training steps")
     batch_size: int | None = _option(
-        None, _count, "sequences per step; unset: 8, or the next multiple of the number of devices"
+        None,
+        _count,
+        "sequences per step; unset: 8, or the next multiple of the number of devices times --grad-accum",
+    )
+    grad_accum: int = _option(
+        1,
+        _count,
+        "microbatches of a step, whose gradients are added; each is balanced by itself",
+    )
+    remat: str = _option(
+        "none",
+        _one_of(*REMAT),
+        "what the backward computes again: none; save_min: experts, but no exchange; recompute: experts and "
+        "exchanges; full: layers",
+        "NAME",
     )
     learning_rate: float = _option(3e-3, _positive, "peak learning rate of AdamW", "X")
     weight_decay: float = _option(0.1, _non_negative, "weight decay of matrices", "X")

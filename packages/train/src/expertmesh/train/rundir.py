@@ -11,7 +11,16 @@ from typing import Any
 from expertmesh.train.checkpoint import write_whole
 from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
 
-EXACT = ("steps", "batch_size", "learning_rate", "weight_decay", "clip", "seed")
+EXACT = (
+    "steps",
+    "batch_size",
+    "grad_accum",
+    "remat",
+    "learning_rate",
+    "weight_decay",
+    "clip",
+    "seed",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from expertmesh.core import accumulate_gradient
 from expertmesh.train import model
-from expertmesh.train.mesh import RESOURCE
+from expertmesh.train.mesh import RESOURCE, microbatches
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import TrainingOptions
 
@@ -29,7 +30,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Of one step, before its update; replicated on every device."""
+    """Of one step, before its update; replicated on every device. Losses are means over its microbatches."""
 
     loss: jax.Array  # float32[], cross entropy in nats per byte
     aux_loss: jax.Array  # float32[]
@@ -112,13 +113,15 @@ def make_train_step(
     mesh: Mesh,
     *,
     seed: int = 0,
+    grad_accum: int = 1,
 ) -> TrainStep:
     """(state, int32[B, S + 1], step) -> (next state, metrics), compiled; the state's buffers are reused.
 
-    Random rounding depends on (seed, step) alone.
+    Random rounding depends on (seed, step) alone. With `grad_accum` above 1 the batch is that many microbatches, one
+    after the other: the update is that of their mean gradient, which is added in the parameters' float32.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    step = functools.partial(_train_step, config, optimizer, seed)
+    step = functools.partial(_train_step, config, optimizer, seed, grad_accum)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
@@ -137,25 +140,72 @@ def _train_step(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
     seed: int,
+    grad_accum: int,
     state: TrainState,
     batch: jax.Array,
     step: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
-    loss_and_output = functools.partial(_loss, config)
-    grad, (loss, output) = jax.grad(loss_and_output, has_aux=True)(
-        state.params, batch, state.quant_state, key_of_step(config, seed, step)
-    )
+    key = key_of_step(config, seed, step)
+    gradient = _gradient if grad_accum == 1 else functools.partial(_mean_gradient, grad_accum)
+    grad, quant_state, losses = gradient(config, state.params, batch, state.quant_state, key)
     updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-    metrics = StepMetrics(
-        loss=loss,
-        aux_loss=output.aux_loss,
-        z_loss=output.z_loss,
-        grad_norm=optax.tree_utils.tree_norm(grad),
-        num_dropped=output.num_dropped,
-        tokens_per_expert=output.tokens_per_expert,
-    )
+    metrics = StepMetrics(**losses, grad_norm=optax.tree_utils.tree_norm(grad))
     params = optax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state, output.quant_state), metrics
+    return TrainState(params, opt_state, quant_state), metrics
+
+
+_MEANS = ("loss", "aux_loss", "z_loss")
+_SUMS = ("num_dropped", "tokens_per_expert")
+
+
+def _gradient(
+    config: ModelConfig,
+    params: Any,
+    batch: jax.Array,
+    quant_state: Any,
+    key: jax.Array | None,
+    weights_quantized: Any = None,
+    totals: Any = None,
+    scale: float = 1.0,
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """The gradient of `scale` times all losses, on top of `totals`; quantizers' next state; fields of StepMetrics."""
+
+    def scaled(params: Any) -> tuple[jax.Array, Any]:
+        if totals is not None:
+            params = accumulate_gradient(params, totals)
+        inputs = (batch, quant_state, key, weights_quantized)
+        loss, output = _cross_entropy(config, params, *inputs)
+        return scale * (loss + output.aux_loss + output.z_loss), (loss, output)
+
+    grad, (loss, output) = jax.grad(scaled, has_aux=True)(params)
+    fields = {name: getattr(output, name) for name in (*_MEANS[1:], *_SUMS)}
+    return grad, output.quant_state, {"loss": loss, **fields}
+
+
+def _mean_gradient(
+    count: int,
+    config: ModelConfig,
+    params: Any,
+    batch: jax.Array,
+    quant_state: Any,
+    key: jax.Array | None,
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them."""
+    weights_quantized = model.quantize_weights(params, config)
+
+    def add(carry: tuple[Any, Any], own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        (totals, quant_state), (number, rows) = carry, own
+        own_key = None if key is None else jax.random.fold_in(key, number)
+        inputs = (rows, quant_state, own_key, weights_quantized)
+        grad, quant_state, losses = _gradient(config, params, *inputs, totals, 1 / count)
+        return (grad, quant_state), losses
+
+    start = (jax.tree.map(jnp.zeros_like, params), quant_state)
+    rows = microbatches(batch, count)
+    (grad, quant_state), losses = jax.lax.scan(add, start, (jnp.arange(count), rows))
+    means = {name: jnp.mean(losses[name]) for name in _MEANS}
+    sums = {name: jnp.sum(losses[name], axis=0) for name in _SUMS}
+    return grad, quant_state, means | sums
 
 
 def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
@@ -165,19 +215,13 @@ def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Ar
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
-def _loss(
-    config: ModelConfig, params: Any, *inputs: Any
-) -> tuple[jax.Array, tuple[jax.Array, model.Output]]:
-    loss, output = _cross_entropy(config, params, *inputs)
-    return loss + output.aux_loss + output.z_loss, (loss, output)
-
-
 def _cross_entropy(
     config: ModelConfig,
     params: Any,
     batch: jax.Array,
     quant_state: Any,
     key: jax.Array | None,
+    weights_quantized: Any = None,
 ) -> tuple[jax.Array, model.Output]:
-    output = model.forward(params, batch[:, :-1], config, quant_state, key)
+    output = model.forward(params, batch[:, :-1], config, quant_state, key, weights_quantized)
     return jnp.mean(model.cross_entropy(output.logits, batch[:, 1:])), output
