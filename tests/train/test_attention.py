@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core import hlo
 from expertmesh.train import attention
 from expertmesh.train.mesh import AXES
+from expertmesh.train.step import compiler_options
 
 pytestmark = pytest.mark.default_jax
 
@@ -95,6 +96,25 @@ def test_heads_that_cudnn_lacks_are_left_to_xla(monkeypatch, dtype, width):
     assert attention.implementation("cuda", dtype, width) == "xla"
     assert attention.implementation("cuda", jnp.bfloat16, 64) == "cudnn"
     assert attention.implementation("cpu", jnp.bfloat16, 64) == "xla"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """cuDNN against XLA in float32, forward and backward; under the step's options the same bits each time."""
+    assert attention.implementation("cuda", jnp.bfloat16, 64) == "cudnn"
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in heads(shape=(4, 256, 4, 64))]
+
+    def both(*arrays):
+        y, pull = jax.vjp(attend, *arrays)
+        return y, pull(jnp.cos(y))
+
+    program = jax.jit(both, compiler_options=compiler_options("gpu"))
+    got, again = program(*arrays), program(*arrays)
+    want = jax.jit(both)(*(x.astype(jnp.float32) for x in arrays))
+    for a, b, c in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        error = np.linalg.norm(np.float32(a) - np.float32(c)) / np.linalg.norm(np.float32(c))
+        assert error < 2e-2
 
 
 def with_cudnn(monkeypatch):

@@ -149,6 +149,20 @@ def test_weights_that_are_quantized_once(recipe):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("axis_types", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
+def test_shards_of_weights_are_quantized_once(monkeypatch, axis_types):
+    """A step on a mesh trains as one whose every microbatch quantizes its weights."""
+    config = dataclasses.replace(
+        CONFIG, moe=dataclasses.replace(MOE, recipe=recipe_of("fp8_current"))
+    )
+    calls, quantize = [], model.quantize_weights
+    monkeypatch.setattr(model, "quantize_weights", lambda *a: calls.append(a) or quantize(*a))
+    once = Training(config, axis_types, grad_accum=2).run(steps=2)
+    assert len(calls) == 1  # traced once, outside of the loop over microbatches
+    monkeypatch.setattr(model, "quantize_weights", lambda *a: None)
+    assert_same_training(once, Training(config, axis_types, grad_accum=2).run(steps=2))
+
+
 def test_weights_that_calls_change_are_not_quantized_once():
     for recipe in (None, recipe_of("fp8_delayed")):
         config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=recipe))

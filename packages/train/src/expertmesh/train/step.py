@@ -122,7 +122,20 @@ def make_train_step(
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     step = functools.partial(_train_step, config, optimizer, seed, grad_accum)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, replicated),
+        compiler_options=compiler_options(mesh.devices.flat[0].platform),
+    )
+
+
+def compiler_options(platform: str) -> dict[str, bool] | None:
+    """Of a step on devices of that platform: sums in a fixed order, so that a resumed run has the same bits.
+
+    cuDNN's gradient of attention adds in any order unless XLA asks for a fixed one.
+    """
+    return {"xla_gpu_exclude_nondeterministic_ops": True} if platform == "gpu" else None
 
 
 def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
