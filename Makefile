@@ -16,8 +16,8 @@ WITH :=
 
 BIN := $(VENV)/bin
 UV := $(BIN)/python -m uv pip
-PROJECTS := packages/core packages/ep packages/flax_moe
-EDITABLE := -e packages/core$(EXTRA:%=[%]) -e packages/ep -e packages/flax_moe[train]
+PROJECTS := packages/core packages/ep packages/flax_moe packages/train
+EDITABLE := -e packages/core$(EXTRA:%=[%]) -e packages/ep -e packages/flax_moe -e packages/train
 # What the packages' extensions are built from.
 NATIVE := $(wildcard $(PROJECTS:%=%/setup.py) $(patsubst %,packages/*/src/expertmesh/*/_native/%,build.py *.cc *.h))
 PINS := $(VENV)/constraints.txt
@@ -41,7 +41,7 @@ $(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) $(NATI
 setup: $(DONE)  ## create .venv
 
 train: $(DONE)  ## the main job: train a small byte-level MoE language model
-	$(BIN)/python -m expertmesh.flax_moe.train $(ARGS)
+	$(BIN)/python -m expertmesh.train $(ARGS)
 
 test: $(DONE)  ## run every CPU test
 	@# A file's tests share what is traced and compiled, so one worker has them all.

@@ -25,9 +25,9 @@ import subprocess
 import sys
 import threading
 
-from expertmesh.flax_moe.train.checkpoint import write_whole
-from expertmesh.flax_moe.train.data import load_corpus
-from expertmesh.flax_moe.train.options import RECIPES, ModelOptions
+from expertmesh.train.checkpoint import write_whole
+from expertmesh.train.data import load_corpus
+from expertmesh.train.options import RECIPES, ModelOptions
 
 DOCS = pathlib.Path(__file__).resolve().parent
 BEGIN, END = "<!-- docs/training_curves.py -->", "<!-- end -->"
@@ -166,7 +166,7 @@ def train(run: Run, options: argparse.Namespace, cores, started: list) -> dict:
 
 
 def command(run: Run, folder: pathlib.Path, options: argparse.Namespace, resume: bool) -> list[str]:
-    program = [sys.executable, "-m", "expertmesh.flax_moe.train"]
+    program = [sys.executable, "-m", "expertmesh.train"]
     return [
         *(*program, "--dtype", "bfloat16", "--steps", str(options.steps)),
         *("--seed", str(run.seed), "--out", str(folder)),

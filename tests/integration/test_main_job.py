@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ TINY = (
 
 
 def command(text, out, *arguments):
-    program = [sys.executable, "-m", "expertmesh.flax_moe.train"]
+    program = [sys.executable, "-m", "expertmesh.train"]
     return [*program, *TINY, "--data", str(text), "--out", str(out), *map(str, arguments)]
 
 
@@ -148,6 +149,18 @@ def test_killed_with_a_corrupt_checkpoint_and_resumed(whole, text, tmp_path):
     resumed_at = max(set(finished) - {newest})
     assert f"resuming after step {resumed_at}" in printed, step
     assert rows(out) == rows(whole[0]), step
+
+
+@pytest.mark.default_jax
+def test_microbatches_resumed(text, tmp_path):
+    """Two microbatches of layers that are computed again, quantized with a state: bitwise the run that went on."""
+    out, once = tmp_path / "run", tmp_path / "once"
+    options = "--layers 2 --steps 8 --batch-size 16 --grad-accum 2 --remat full --recipe fp8_delayed".split()
+    assert "step 8/8" in train(text, out, *options)
+    shutil.copytree(out, once)
+    shutil.rmtree(out / "checkpoints" / "8")
+    assert "resuming after step 4" in train(text, out, *options, "--resume")
+    assert rows(out) == rows(once)
 
 
 @pytest.mark.default_jax

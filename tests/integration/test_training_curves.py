@@ -139,7 +139,7 @@ def test_commands(curves):
     assert (
         plain[1:]
         == (
-            "-m expertmesh.flax_moe.train --dtype bfloat16 --steps 7 --seed 2 --out x --cpu-devices 4"
+            "-m expertmesh.train --dtype bfloat16 --steps 7 --seed 2 --out x --cpu-devices 4"
         ).split()
     )
     other = curves.command(curves.Run("mxfp8", 0), Path("x"), options, resume=True)

@@ -47,7 +47,7 @@ def listed(*options):
 def test_names_are_unique_and_short_on_the_default_versions():
     names = matrix("list").stdout.split()
     assert len(names) == len(set(names))
-    packages, kinds = ["core", "ep", "flax_moe"], ["single", "multi"]
+    packages, kinds = ["core", "ep", "flax_moe", "train"], ["single", "multi"]
     for platform in ["cpu", "gpu"]:
         assert {f"{p}-{k}-{platform}" for p in packages for k in kinds} <= set(names)
     assert {"aot", "newest", "core-multi-cpu-jax0.12.0.1"} <= set(names)
@@ -59,7 +59,9 @@ def test_each_pair_of_versions_has_cells_that_compile_and_cells_for_gpus():
     assert len(pairs) == 4 and ("0.12.0.1", "3.9.0") in pairs
     compiling = [cell for cell in cells if cell.get("tests") == ["aot"] and cell["versions"]]
     assert {(cell["jax"], cell["triton"]) for cell in compiling} == pairs and len(compiling) == 4
-    for package, kind in itertools.product(["core", "ep", "flax_moe"], ["single", "multi"]):
+    for package, kind in itertools.product(
+        ["core", "ep", "flax_moe", "train"], ["single", "multi"]
+    ):
         name = f"{package}-{kind}-gpu"
         of = [cell for cell in cells if cell["name"].startswith(name)]
         assert sorted((cell["jax"], cell["triton"]) for cell in of) == sorted(pairs), name
@@ -73,7 +75,7 @@ def test_ci_run_has_the_newest_pair():
     assert [name for name in local if "aot" in name] == ["aot-jax0.12.0.1-triton3.9.0"]
     assert "extras" in local and not [name for name in local if "gpu" in name]
     packages = [name for name in local if "-cpu-" in name]
-    assert len(packages) == 6 and all(name.endswith("-jax0.12.0.1") for name in packages)
+    assert len(packages) == 8 and all(name.endswith("-jax0.12.0.1") for name in packages)
 
 
 def test_json_is_what_actions_expects():
@@ -141,7 +143,7 @@ def admitted(name):
     return bounds(least) | bounds(Requirement(f"x<{major}.{minor + 1}"))
 
 
-@pytest.mark.parametrize("package", ["core", "ep", "flax_moe"])
+@pytest.mark.parametrize("package", ["core", "ep", "flax_moe", "train"])
 def test_the_metadata_admits_what_is_tested(package):
     project = tomllib.loads((ROOT / f"packages/{package}/pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

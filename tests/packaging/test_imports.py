@@ -1,4 +1,4 @@
-"""The arrows flax_moe -> ep -> core -> jax, in the sources and at import time."""
+"""The arrows train -> flax_moe -> ep -> core -> jax, in the sources and at import time."""
 
 import ast
 import os
@@ -11,15 +11,17 @@ import pytest
 PACKAGES = pathlib.Path(__file__).resolve().parents[2] / "packages"
 # What a package must not name anywhere, not even inside a function.
 FORBIDDEN = {
-    "core": {"expertmesh.ep", "expertmesh.flax_moe", "flax", "optax", "orbax"},
-    "ep": {"expertmesh.flax_moe", "flax", "optax", "orbax"},
-    "flax_moe": set(),
+    "core": {"expertmesh.ep", "expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
+    "ep": {"expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
+    "flax_moe": {"expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
+    "train": set(),
 }
-# What importing a package must not import; the last two belong to flax_moe's extra `train`.
+# What importing a package must not import. Of `train`, `--help` and a wrong option answer without waiting for JAX.
 NOT_LOADED = {
     "core": {"expertmesh.ep", "expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
     "ep": {"expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
-    "flax_moe": {"nvidia.nccl"},
+    "flax_moe": {"expertmesh.train", "nvidia.nccl"},
+    "train": {"jax", "expertmesh.core", "optax", "orbax"},
 }
 OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
 
@@ -112,6 +114,9 @@ def test_no_import_goes_against_the_arrows(package):
         ("ep", "from expertmesh.core._jax import varying_axes"),
         ("ep", "from expertmesh.core import specs\nspecs._cut(1)"),
         ("flax_moe", "from expertmesh.ep.dispatch import _combine"),
+        ("flax_moe", "def f():\n    from expertmesh.train import step"),
+        ("flax_moe", "import optax"),
+        ("train", "from expertmesh.flax_moe.moe import _routed"),
     ],
 )
 def test_such_an_import_is_found(package, text):
@@ -157,7 +162,7 @@ assert not loaded, loaded
 
 def test_importing_touches_no_device():
     """With a platform that does not exist, any use of a device fails."""
-    code = "import expertmesh.core, expertmesh.ep, expertmesh.flax_moe"
+    code = "import expertmesh.core, expertmesh.ep, expertmesh.flax_moe, expertmesh.train.job"
     environment = os.environ | {"JAX_PLATFORMS": "none_such"}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment

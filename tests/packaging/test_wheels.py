@@ -1,4 +1,4 @@
-"""The three distributions: one namespace, one wheel each, each complete by itself."""
+"""The four distributions: one namespace, one wheel each, each complete by itself."""
 
 import ast
 import importlib.metadata
@@ -19,8 +19,9 @@ from packaging.utils import canonicalize_name
 from expertmesh.ep import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PACKAGES = ["core", "ep", "flax_moe"]
-NEEDS = {"core": ["core"], "ep": ["core", "ep"], "flax_moe": PACKAGES}
+PACKAGES = ["core", "ep", "flax_moe", "train"]
+NEEDS = {package: PACKAGES[: i + 1] for i, package in enumerate(PACKAGES)}
+TRAINING = {"optax", "orbax-checkpoint", "matplotlib", "tqdm"}
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
 
 
@@ -34,7 +35,7 @@ def version(package):
 
 
 def test_the_namespace_has_no_init():
-    """One expertmesh/__init__.py would hide the other two packages."""
+    """One expertmesh/__init__.py would hide the other packages."""
     assert list(ROOT.glob("packages/**/expertmesh/__init__.py")) == []
     assert list(ROOT.glob("tests/**/expertmesh/__init__.py")) == []
     for package in PACKAGES:
@@ -105,7 +106,7 @@ def test_wheel(wheels, package):
     assert found["Version"] == version(package)
     assert found["Requires-Python"] == ">=3.12"
     extras = set(found.get_all("Provides-Extra"))
-    assert extras == {"cuda12", "cuda13"} | ({"train"} if package == "flax_moe" else set())
+    assert extras == {"cuda12", "cuda13"}
     needs = [Requirement(text) for text in found.get_all("Requires-Dist")]
     siblings = [need for need in needs if need.name.startswith("expertmesh")]
     assert all(str(need.specifier) == "<0.2,>=0.1" for need in siblings), siblings
@@ -114,7 +115,8 @@ def test_wheel(wheels, package):
         NAMES[p] for p in NEEDS[package] if p != package
     }
     assert ("flax" in plain) == (package == "flax_moe")
-    assert not plain & {"optax", "orbax-checkpoint", "matplotlib", "tqdm", "triton", "jax-triton"}
+    assert not plain & {"triton", "jax-triton"}
+    assert plain & TRAINING == (TRAINING if package == "train" else set())
 
 
 def test_the_extension_is_in_the_wheel_of_one_python(wheels):
@@ -163,7 +165,7 @@ def test_install_alone(wheels, package, tmp_path):
     ]
     link_distributions([r for r in requirements if r.name not in NAMES.values()], site)
     absent = [f"expertmesh.{p}" for p in PACKAGES if p not in needed]
-    absent += [] if package == "flax_moe" else ["flax"]
+    absent += [] if "flax_moe" in needed else ["flax"]
     code = f"""
 import importlib.util, pathlib
 import expertmesh.{package} as package

@@ -1,4 +1,4 @@
-"""The MoE block for Flax (function, Linen, NNX), the native baseline, and the trainer."""
+"""The MoE block for Flax (function, Linen, NNX), and the native baseline."""
 
 __version__ = "0.1.0"
 

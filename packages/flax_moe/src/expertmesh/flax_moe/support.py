@@ -1,7 +1,5 @@
 """What this installation and a device can do with the block."""
 
-import importlib.util
-
 import jax
 
 from expertmesh.core.recipe import RECIPES
@@ -10,17 +8,15 @@ from expertmesh.core.support import is_supported as core_is_supported
 
 __all__ = ["FEATURES", "is_supported"]
 
-_TRAIN = ("optax", "orbax.checkpoint", "matplotlib", "tqdm")
-
-FEATURES = ("moe", "native_moe", "native_ragged", "train", *RECIPES)
+FEATURES = ("moe", "native_moe", "native_ragged", *RECIPES)
 
 
 def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
     """Whether a feature of flax_moe can be used on a device, and why not.
 
     Args:
-      feature: "moe" and "native_moe" run everywhere; "native_ragged" is `native_moe(exchange="ragged")`; "train" the
-        trainer; the name of a recipe: as `expertmesh.core.is_supported`.
+      feature: "moe" and "native_moe" run everywhere; "native_ragged" is `native_moe(exchange="ragged")`; the name
+        of a recipe: as `expertmesh.core.is_supported`.
       device: None for the default device.
 
     Returns:
@@ -36,10 +32,4 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
         platform = (jax.devices()[0] if device is None else device).platform
         if platform == "cpu":
             return False, "XLA has no ragged_all_to_all on CPU; use exchange='padded' or 'auto'"
-    if feature == "train":
-        missing = [name for name in _TRAIN if importlib.util.find_spec(name.split(".")[0]) is None]
-        if missing:
-            return False, (
-                f"{', '.join(missing)} must be installed (`pip install 'expertmesh-flax-moe[train]'`)"
-            )
     return True, ""

@@ -1,0 +1,7 @@
+"""`python -m expertmesh.train`."""
+
+import sys
+
+from expertmesh.train.cli import main
+
+sys.exit(main())

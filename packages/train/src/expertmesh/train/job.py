@@ -1,0 +1,419 @@
+"""The main job, from options to pictures: `run` is the table of contents."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from expertmesh.core import global_shard_guard
+from expertmesh.core.support import platform_of
+from expertmesh.ep import EpConfig, raise_stall, recv_capacity
+from expertmesh.ep.transports import fastest
+from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
+from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
+from expertmesh.train.attention import implementation
+from expertmesh.train.data import Corpus
+from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import ModelOptions, Options, TrainingError, UsageError
+from expertmesh.train.recorder import Recorder
+from expertmesh.train.rundir import RunFolder
+from expertmesh.train.step import (
+    TrainState,
+    TrainStep,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    state_shardings,
+)
+from expertmesh.train.stop import StopRequest
+
+SMALLEST_BATCH = 8
+
+
+class Job(NamedTuple):
+    """Everything that is decided before the first step."""
+
+    options: Options  # with the values that depend on the devices filled in
+    config: ModelConfig
+    mesh: Mesh
+    corpus: Corpus
+    valid: npt.NDArray[np.int32]  # [V, S + 1], the validation windows
+    order1_loss: float  # of the order-1 model on `valid`
+    folder: RunFolder
+
+
+class Functions(NamedTuple):
+    """The job's computations on devices."""
+
+    batch: Callable[[int], jax.Array]
+    train_step: TrainStep
+    evaluate: Callable[[TrainState], float]
+
+
+def run(options: Options) -> int:
+    """Trains as the options say and returns the exit code.
+
+    Raises:
+      UsageError: for input that the user can put right.
+    """
+    corpus = data.load_corpus(options.training.data, options.model.seq_len)
+    devices.start(options.devices)
+    job = plan(options, corpus)
+    _say(_describe(job))
+    with jax.set_mesh(job.mesh), global_shard_guard(RESOURCE):
+        functions = _functions(job)
+        start, state = _begin(job)
+        began = time.perf_counter()
+        step, signal_number = _loop(job, functions, start, state)
+    if signal_number is not None:
+        name = signal.Signals(signal_number).name
+        _say(f"stopped by {name} after step {step}; --resume continues from its checkpoint")
+        return 128 + signal_number
+    if jax.process_index() == 0:
+        _report(job, time.perf_counter() - began)
+    return 0
+
+
+def plan(options: Options, corpus: Corpus) -> Job:
+    """Fits the options to the devices.
+
+    Raises:
+      UsageError: where they do not fit.
+    """
+    fsdp, ep = mesh_sizes(dict(options.devices.mesh), jax.device_count(), options.model.experts)
+    if options.model.transport == "local" and ep > 1:
+        raise UsageError(
+            f"--transport local must have a mesh axis ep of 1; got ep={ep}; "
+            "give --transport auto or --mesh ep=1"
+        )
+    _check_width(options.model, fsdp)
+    by_experts = options.devices.shard_exp_on_fsdp
+    if by_experts and options.model.experts % (fsdp * ep):
+        raise UsageError(
+            "--experts must be a multiple of the number of devices under --shard-exp-on-fsdp; "
+            f"got experts={options.model.experts}, fsdp={fsdp} x ep={ep}; leave --shard-exp-on-fsdp out"
+        )
+    options = _fill(options)
+    config = model_config(options.model)
+    remat = options.training.remat
+    moe = dataclasses.replace(
+        config.moe,
+        shard_exp_on_fsdp=by_experts,
+        remat=remat if remat in REMAT_POLICIES else config.moe.remat,
+    )
+    V, S = _num_windows(options), options.model.seq_len
+    valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
+    return Job(
+        options=options,
+        config=dataclasses.replace(config, moe=moe, remat_layers=remat == "full"),
+        mesh=make_mesh(fsdp, ep, options.devices.axis_types),
+        corpus=corpus,
+        valid=valid,
+        order1_loss=order1.loss(order1.fit(corpus.train), valid),
+        folder=RunFolder(options.run.out),
+    )
+
+
+def model_config(options: ModelOptions) -> ModelConfig:
+    """The model that the options describe; their dtype is "float32" or "bfloat16".
+
+    Raises:
+      UsageError: where they contradict each other.
+    """
+    D, H = options.model_dim, options.heads
+    if D % (2 * H):
+        raise UsageError(
+            f"--model-dim must be a multiple of twice --heads; got model-dim={D}, heads={H}; "
+            f"give --model-dim {-(-D // (2 * H)) * 2 * H} or fewer heads"
+        )
+    if options.top_k > options.experts:
+        raise UsageError(
+            f"--top-k must be at most --experts; got top-k={options.top_k}, "
+            f"experts={options.experts}; give --top-k {options.experts} or less"
+        )
+    try:
+        EpConfig(num_experts=options.experts, transport=options.transport)  # checks the transport
+        moe = MoEConfig(
+            num_experts=options.experts,
+            top_k=options.top_k,
+            expert_dim=options.expert_dim,
+            aux_loss_coeff=options.aux_loss,
+            z_loss_coeff=options.z_loss,
+            capacity_factor=options.capacity_factor,
+            transport=options.transport,
+            recipe=options.recipe,
+            dtype=jnp.dtype(options.dtype),
+            param_dtype=jnp.float32,
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return ModelConfig(layers=options.layers, model_dim=D, heads=H, moe=moe)
+
+
+def _check_width(options: ModelOptions, fsdp: int) -> None:
+    """Every weight is split over fsdp along the model width."""
+    D, unit = options.model_dim, math.lcm(fsdp, 2 * options.heads)
+    if D % fsdp:
+        raise UsageError(
+            f"--model-dim must be a multiple of the mesh axis fsdp; got model-dim={D}, fsdp={fsdp}; "
+            f"give --model-dim {-(-D // unit) * unit} or another --mesh"
+        )
+
+
+def _fill(options: Options) -> Options:
+    """The options with the batch size and the compute dtype decided for the devices at hand."""
+    training, count = options.training, jax.device_count()
+    unit, batch_size = count * training.grad_accum, training.batch_size
+    if batch_size is None:
+        batch_size = -(-SMALLEST_BATCH // unit) * unit
+    if batch_size % unit:
+        raise UsageError(
+            "--batch-size must be a multiple of the number of devices times --grad-accum; "
+            f"got batch-size={batch_size} with {count} devices, grad-accum={training.grad_accum}; "
+            f"give --batch-size {-(-batch_size // unit) * unit}"
+        )
+    dtype = options.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return dataclasses.replace(
+        options,
+        model=dataclasses.replace(options.model, dtype=dtype),
+        training=dataclasses.replace(training, batch_size=batch_size),
+    )
+
+
+def _num_windows(options: Options) -> int:
+    """`eval_windows` rounded up to whole batches."""
+    batch_size = _batch_size(options)
+    return -(-options.training.eval_windows // batch_size) * batch_size
+
+
+def _batch_size(options: Options) -> int:
+    assert options.training.batch_size is not None  # _fill
+    return options.training.batch_size
+
+
+def _begin(job: Job) -> tuple[int, TrainState]:
+    """Prepares the run folder; returns the last finished step and the state after it."""
+    model, training = job.options.model, job.options.training
+    record = rundir.record(model, training, job.corpus.fingerprint)
+    optimizer = make_optimizer(training)
+    shardings = state_shardings(job.config, optimizer, job.mesh)
+    if job.options.run.resume:
+        _on_first_process(lambda: rundir.check_resumable(job.folder, record))
+        abstract = abstract_state(job.config, optimizer, shardings)
+        restored = checkpoint.restore(job.folder.checkpoints, abstract, _say)
+        if restored is not None:
+            step, state = restored
+            _on_first_process(lambda: metrics.keep_until(job.folder.metrics, step))
+            _say(f"resuming after step {step}")
+            return step, state
+        _say("no checkpoint was finished yet, so the run starts at its first step")
+        _on_first_process(lambda: metrics.keep_until(job.folder.metrics, 0))
+    else:
+        _on_first_process(lambda: rundir.begin(job.folder, record))
+    return 0, init_state(job.config, optimizer, shardings, training.seed)
+
+
+def _on_first_process(action: Callable[[], str | None]) -> None:
+    """Runs `action` on process 0 and prints its note; a UsageError there stops every process."""
+    error = None
+    if jax.process_index() == 0:
+        try:
+            if note := action():
+                _say(note)
+        except UsageError as caught:
+            error = caught
+    failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+    if failed:
+        raise error or UsageError("process 0 refused the options; its message says why")
+
+
+def _functions(job: Job) -> Functions:
+    """Makes them, without compiling.
+
+    Raises:
+      UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
+    """
+    training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
+    optimizer = make_optimizer(training)
+    shardings = state_shardings(job.config, optimizer, job.mesh)
+    by_rows = NamedSharding(job.mesh, PartitionSpec(AXES, None))
+    place = functools.partial(data.device_windows, seq_len=S, sharding=by_rows)
+    eval_step = make_eval_step(job.config, job.mesh)
+    valid_starts = data.spread_starts(len(job.valid), len(job.corpus.valid), S)
+    valid = [
+        place(job.corpus.valid, starts)
+        for starts in np.split(valid_starts, len(job.valid) * training.grad_accum // B)
+    ]
+
+    def batch(step: int) -> jax.Array:
+        starts = data.batch_starts(training.seed, step, B, len(job.corpus.train), S)
+        return place(job.corpus.train, starts)
+
+    def evaluate(state: TrainState) -> float:
+        return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
+
+    train_step = make_train_step(
+        job.config,
+        optimizer,
+        shardings,
+        job.mesh,
+        seed=training.seed,
+        grad_accum=training.grad_accum,
+    )
+    abstract = abstract_state(job.config, optimizer, shardings)
+    rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
+    try:
+        jax.eval_shape(train_step, abstract, rows, 0)
+    except ValueError as error:
+        raise UsageError(
+            "--recipe and --transport must fit the model, its shards and the devices; got "
+            f"{job.options.model.recipe}, {job.options.model.transport}: {error}"
+        ) from error
+    return Functions(batch, train_step, evaluate)
+
+
+def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tuple[int, int | None]:
+    """Trains after step `start`; returns the last step and the signal that ended it early, if any."""
+    training, run_options = job.options.training, job.options.run
+    names = metrics.header(job.config.layers, job.config.moe.num_experts)
+    recorder = Recorder(
+        job.folder.metrics,
+        names,
+        start=start,
+        steps=training.steps,
+        tokens=_batch_size(job.options) * job.options.model.seq_len,
+        log_every=run_options.log_every,
+        mfu=_meter(job).mfu,
+    )
+    with recorder, StopRequest() as stop:
+        for step in range(start + 1, training.steps + 1):
+            state, step_metrics = functions.train_step(state, functions.batch(step), step)
+            last, stopped = step == training.steps, stop.reached(step)
+            valid_loss = None
+            if last or step % training.eval_every == 0:
+                with recorder.apart(step_metrics):
+                    valid_loss = functions.evaluate(state)
+            recorder.add(step, step_metrics, valid_loss)
+            if last or stopped or step % run_options.checkpoint_every == 0:
+                _flush(recorder)
+                with recorder.apart(step_metrics):
+                    checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
+            if stopped and not last:
+                return step, stop.signal_number
+    return max(start, training.steps), None
+
+
+def _flush(recorder: Recorder) -> None:
+    """Its `flush`; where a stalled exchange is why training cannot go on, the error says so."""
+    try:
+        recorder.flush()
+    except TrainingError as error:
+        try:
+            raise_stall()
+        except RuntimeError as stall:
+            raise TrainingError(f"{error}; {stall}") from error
+        raise
+
+
+def _report(job: Job, seconds: float) -> None:
+    """Writes the pictures and the summary, and prints the result. For process 0."""
+    from expertmesh.train import plots  # 0.8 s of imports that only this needs
+
+    columns = metrics.read_columns(job.folder.metrics)
+    E = job.config.moe.num_experts
+    shares_NLE = metrics.expert_shares(columns, job.config.layers, E)
+    share, layer, expert, steps = metrics.smallest_share(shares_NLE)
+    plots.plot_loss(columns, job.order1_loss, job.folder.loss_plot)
+    plots.plot_experts(columns["step"], shares_NLE, job.folder.experts_plot)
+    valid_loss, dropped = float(columns["valid_loss"][-1]), columns["dropped"]
+    speed, meter = metrics.median_speed(columns), _meter(job)
+    summary = {
+        "valid_loss": valid_loss,
+        "order1_loss": job.order1_loss,
+        "smallest_expert_share": share,
+        "dropped": int(dropped.sum()),
+        "tokens_per_second": speed,
+        "mfu": None if speed is None else meter.mfu(speed),
+        "seconds": round(seconds, 1),
+    }
+    checkpoint.write_whole(job.folder.summary, json.dumps(summary, indent=1))
+    _say(f"validation loss        {valid_loss:.4f} nats per byte")
+    _say(
+        f"order-1 byte model     {job.order1_loss:.4f} nats per byte on the same bytes, "
+        f"{abs(job.order1_loss - valid_loss):.4f} {'above' if job.order1_loss > valid_loss else 'below'}"
+    )
+    _say(
+        f"smallest expert share  {share:.4f} (layer {layer}, expert {expert}, last {steps} steps); "
+        f"even is {1 / E:.4f}, 1/(4E) is {1 / (4 * E):.4f}"
+    )
+    if dropped.any():
+        _say(
+            f"dropped choices        {int(dropped.sum())}, in {np.count_nonzero(dropped)} of {len(dropped)} steps"
+        )
+    _say(f"trained for            {seconds:.0f} s")
+    if speed is not None:
+        _say(f"speed                  {meter.describe(speed)}")
+    files = (job.folder.metrics, job.folder.loss_plot, job.folder.experts_plot)
+    _say(f"wrote                  {', '.join(map(str, files))}")
+
+
+def _meter(job: Job) -> flops.Meter:
+    return flops.meter(job.config, job.options.model.seq_len)
+
+
+def _transport(job: Job) -> str:
+    """How tokens move between devices; what "auto" stands for."""
+    moe, ranks = job.config.moe, job.mesh.shape["ep"]
+    if moe.transport != "auto" or ranks == 1:
+        return moe.transport if ranks > 1 else "local"
+    microbatch = _batch_size(job.options) // job.options.training.grad_accum
+    tokens = microbatch * job.options.model.seq_len // job.mesh.size
+    capacity = recv_capacity(
+        moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
+    )
+    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform_of())
+
+
+def _attention(job: Job) -> str:
+    return implementation(platform_of(), job.config.moe.dtype, job.config.head_dim)
+
+
+def _describe(job: Job) -> str:
+    model, corpus, mesh = job.options.model, job.corpus, job.mesh
+    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return "\n".join(
+        (
+            f"data    {corpus.source}; {len(corpus.train):,} bytes to train on, "
+            f"{len(corpus.valid):,} held out",
+            f"model   {model.layers} layers of width {model.model_dim}, {model.experts} experts of width "
+            f"{model.expert_dim}, top {model.top_k}, {model.dtype}"
+            + (f", experts in {model.recipe}" if model.recipe else ""),
+            f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
+            f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}, attention by "
+            f"{_attention(job)}",
+        )
+    )
+
+
+def _say(text: str) -> None:
+    """Prints on process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)

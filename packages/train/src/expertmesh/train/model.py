@@ -1,0 +1,276 @@
+"""A byte-level decoder language model: pre-norm causal attention and MoE layers, as pure functions.
+
+    x = sum_j shift(onehot(byte), j) @ embed[j]            the byte and the WINDOW - 1 before it
+    x = x + attention(norm(x));  x = x + moe(norm(x))      once per layer
+    logits = norm(x) @ head
+
+Dimension key: B sequences, S positions, D model width, H heads, d head width (D = H * d), V = 256 bytes,
+W = WINDOW bytes seen by the embedding, L layers, E experts, F expert width.
+
+All that layers have of their own (parameters, quantizers' state, quantized weights) is stacked along L, and one program
+of a layer is scanned over it: what is compiled does not grow with depth.
+
+The same code runs without a mesh, with Auto axes and with Explicit axes. Activations are split over
+B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
+the expert weights stay where `param_specs` puts them.
+
+Bytes are looked up by a product with one-hot rows: its gradient is a product as well, so it is
+deterministic on every platform, which the scatter-add of an indexed lookup is not on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core import DelayedScaling, MeshResource
+from expertmesh.flax_moe import (
+    MoEConfig,
+    init_params,
+    init_quant_state,
+    moe,
+    param_specs,
+    quantize_kernels,
+)
+from expertmesh.train.attention import attend
+from expertmesh.train.mesh import place
+
+VOCAB = 256
+WINDOW = 4
+ROPE_BASE = 10_000.0
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The decoder.
+
+    Attributes:
+      model_dim: a multiple of `heads`, such that each head is of even width.
+      remat_layers: keep each layer's input alone for the backward, which computes the layer again.
+    """
+
+    layers: int
+    model_dim: int
+    heads: int
+    moe: MoEConfig
+    remat_layers: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.heads
+
+
+class Output(NamedTuple):
+    """What a forward pass gives; the other fields follow `MoEOutput`."""
+
+    logits: jax.Array  # float32[B, S, V]
+    aux_loss: jax.Array  # float32[], summed over the layers
+    z_loss: jax.Array  # float32[], summed over the layers
+    tokens_per_expert: jax.Array  # int32[L, E]
+    num_dropped: jax.Array  # int32[], summed over the layers
+    quant_state: Any  # for the next call; see init_quant_states
+
+
+def init(key: jax.Array, config: ModelConfig) -> Params:
+    """Parameters drawn from `key`; matrices have variance 1 / fan-in, the head starts at zero.
+
+    A layer's values depend on its key alone: they are those of a layer that is drawn by itself.
+    """
+    keys = jax.random.split(key, 1 + config.layers)
+    D = config.model_dim
+    return {
+        "embed": _normal(keys[0], (WINDOW, VOCAB, D), WINDOW),
+        "layers": jax.vmap(functools.partial(_init_layer, config))(keys[1:]),
+        "norm": jnp.ones(D),
+        "head": jnp.zeros((D, VOCAB)),
+    }
+
+
+def _init_layer(config: ModelConfig, key: jax.Array) -> Params:
+    qkv_key, out_key, moe_key = jax.random.split(key, 3)
+    D = config.model_dim
+    return {
+        "attention_norm": jnp.ones(D),
+        "qkv": _normal(qkv_key, (D, 3, D), D),
+        "out": _normal(out_key, (D, D), D * 2 * config.layers),
+        "moe_norm": jnp.ones(D),
+        "moe": init_params(moe_key, D, config.moe),
+    }
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+    return jax.random.normal(key, shape) * fan_in**-0.5
+
+
+def specs(config: ModelConfig, resource: MeshResource) -> Params:
+    """Where each parameter of `init` lives at rest."""
+    layer = {
+        "attention_norm": PartitionSpec(),
+        "qkv": PartitionSpec("fsdp", None, None),
+        "out": PartitionSpec("fsdp", None),
+        "moe_norm": PartitionSpec(),
+        "moe": param_specs(config.moe, resource),
+    }
+    return {
+        "embed": PartitionSpec(None, None, "fsdp"),
+        "layers": jax.tree.map(lambda spec: PartitionSpec(None, *spec), layer),
+        "norm": PartitionSpec(),
+        "head": PartitionSpec("fsdp", None),
+    }
+
+
+def is_matrix(params: Params) -> Params:
+    """Which parameters are of two dimensions or more, in one layer where they are a layer's."""
+    of_layers = {name: int(name == "layers") for name in params}
+    return {
+        name: jax.tree.map(lambda p, stacked=of_layers[name]: p.ndim - stacked > 1, tree)
+        for name, tree in params.items()
+    }
+
+
+def init_quant_states(config: ModelConfig) -> Any:
+    """What the layers' quantizers remember before the first step; None but under DelayedScaling."""
+    state = init_quant_state(config.moe)
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * config.layers), state)
+
+
+def quantize_weights(params: Params, config: ModelConfig) -> Any:
+    """The experts' weights, for several calls; None without a recipe and where each call changes its scales."""
+    if config.moe.recipe is None or isinstance(config.moe.recipe, DelayedScaling):
+        return None
+    return jax.lax.map(lambda p: quantize_kernels(p, config.moe), params["layers"]["moe"])
+
+
+def forward(
+    params: Params,
+    bytes_BS: jax.Array,
+    config: ModelConfig,
+    quant_state: Any = None,
+    key: jax.Array | None = None,
+    weights_quantized: Any = None,
+) -> Output:
+    """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
+
+    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random,
+    `weights_quantized` of `quantize_weights`, where several calls have the same parameters.
+    """
+    x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
+    layer: Callable[..., Any] = functools.partial(_layer, config, key)
+    if config.remat_layers:
+        layer = jax.checkpoint(layer, prevent_cse=False)  # a scan's body has nothing to share with
+    numbers = jnp.arange(config.layers)
+    x_BSD, of_layers = jax.lax.scan(
+        layer, x_BSD, (numbers, params["layers"], quant_state, weights_quantized)
+    )
+    head_DV = _gather(params["head"], x_BSD.dtype)
+    logits_BSV = _rms_norm(x_BSD, params["norm"]) @ head_DV
+    return Output(
+        logits=logits_BSV.astype(jnp.float32),
+        aux_loss=jnp.sum(of_layers.aux_loss),
+        z_loss=jnp.sum(of_layers.z_loss),
+        tokens_per_expert=of_layers.tokens_per_expert,
+        num_dropped=jnp.sum(of_layers.num_dropped),
+        quant_state=of_layers.quant_state,
+    )
+
+
+class _OfLayer(NamedTuple):
+    """What one layer gives besides tokens; fields as in `Output`."""
+
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    tokens_per_expert: jax.Array
+    num_dropped: jax.Array
+    quant_state: Any
+
+
+def _layer(
+    config: ModelConfig, key: jax.Array | None, x_BSD: jax.Array, own: tuple[Any, ...]
+) -> tuple[jax.Array, _OfLayer]:
+    """Attention and experts; `own` is the layer's number and its part of what is stacked."""
+    number, params, quant_state, weights_quantized = own
+    x_BSD += _attention(params, _rms_norm(x_BSD, params["attention_norm"]), config)
+    output = moe(
+        params["moe"],
+        _rms_norm(x_BSD, params["moe_norm"]),
+        config.moe,
+        quant_state=quant_state,
+        kernels_quantized=weights_quantized,
+        key=None if key is None else jax.random.fold_in(key, number),
+    )
+    return x_BSD + output.y, _OfLayer(*(getattr(output, name) for name in _OfLayer._fields))
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target] in nats, float32[B, S]."""
+    target_BSV = jax.nn.one_hot(targets_BS, VOCAB, dtype=logits_BSV.dtype)
+    chosen_BS = jnp.sum(logits_BSV * target_BSV, axis=-1)
+    return jax.nn.logsumexp(logits_BSV, axis=-1) - chosen_BS
+
+
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
+
+
+def _gather(w: jax.Array, dtype: Any) -> jax.Array:
+    """The whole of a dense weight on every device, in `dtype`; its gradient goes back in shards."""
+    return place(w.astype(dtype), PartitionSpec())
+
+
+def _embed(embed_WVD: jax.Array, bytes_BS: jax.Array, dtype: Any) -> jax.Array:
+    onehot_BSV = jax.nn.one_hot(bytes_BS, VOCAB, dtype=dtype)
+    embed_WVD = _gather(embed_WVD, dtype)
+    return _total(_shift(onehot_BSV @ embed_WVD[j], j) for j in range(WINDOW))
+
+
+def _shift(x_BSD: jax.Array, by: int) -> jax.Array:
+    """Moves positions later by `by`; zeros come in at the front."""
+    return jnp.pad(x_BSD, ((0, 0), (by, 0), (0, 0)))[:, : x_BSD.shape[1]]
+
+
+def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    x32_BSD = x_BSD.astype(jnp.float32)
+    mean_BS1 = jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True)
+    scale_11D = jnp.expand_dims(scale_D, (0, 1))
+    return (x32_BSD * jax.lax.rsqrt(mean_BS1 + 1e-6) * scale_11D).astype(x_BSD.dtype)
+
+
+def _attention(layer: Params, x_BSD: jax.Array, config: ModelConfig) -> jax.Array:
+    """Causal softmax attention with rotary positions and normalised queries and keys."""
+    B, S, D = x_BSD.shape
+    H, d = config.heads, config.head_dim
+    qkv_D3D = _gather(layer["qkv"], x_BSD.dtype)
+    qkv_BS3Hd = jnp.einsum("bsd,dce->bsce", x_BSD, qkv_D3D).reshape(B, S, 3, H, d)
+    q_BSHd, k_BSHd, v_BSHd = (qkv_BS3Hd[:, :, i] for i in range(3))
+    q_BSHd, k_BSHd = _rotate(_unit(q_BSHd)), _rotate(_unit(k_BSHd))
+    y_BSHd = attend(q_BSHd, k_BSHd, v_BSHd, scale=d**0.5)
+    return y_BSHd.reshape(B, S, D) @ _gather(layer["out"], x_BSD.dtype)
+
+
+def _unit(x_BSHd: jax.Array) -> jax.Array:
+    """Rows of length 1, so that scores stay within sqrt(d) at any learning rate."""
+    x32 = x_BSHd.astype(jnp.float32)
+    length = jnp.sum(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(length + 1e-6)).astype(x_BSHd.dtype)
+
+
+def _rotate(x_BSHd: jax.Array) -> jax.Array:
+    """Rotary position embedding on the halves of the head width."""
+    cos, sin = _angles(x_BSHd.shape[1], x_BSHd.shape[3] // 2)
+    a, b = jnp.split(x_BSHd.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BSHd.dtype)
+
+
+def _angles(S: int, half: int) -> tuple[jax.Array, jax.Array]:
+    frequency = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_S1d = jnp.outer(jnp.arange(S, dtype=jnp.float32), frequency)[None, :, None, :]
+    return jnp.cos(angle_S1d), jnp.sin(angle_S1d)

@@ -1,0 +1,130 @@
+"""The folder of a run: its files, starting it, and continuing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from expertmesh.train.checkpoint import write_whole
+from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
+
+EXACT = (
+    "steps",
+    "batch_size",
+    "grad_accum",
+    "remat",
+    "learning_rate",
+    "weight_decay",
+    "clip",
+    "seed",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run's files."""
+
+    path: Path
+
+    @property
+    def options(self) -> Path:
+        """JSON of what must not change on `--resume`; its presence marks a run folder."""
+        return self.path / "options.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def loss_plot(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def experts_plot(self) -> Path:
+        return self.path / "experts.png"
+
+
+def record(model: ModelOptions, training: TrainingOptions, fingerprint: str) -> dict[str, Any]:
+    """What `options.json` holds: the model, the options that change the numbers, the data's digest."""
+    exact = {name: getattr(training, name) for name in EXACT}
+    return {"model": dataclasses.asdict(model), "training": exact, "data": fingerprint}
+
+
+def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
+    """Makes an empty run folder. An earlier run is moved to `<folder>.previous`; returns a note of it.
+
+    Raises:
+      UsageError: if the folder holds other files, or cannot be made.
+    """
+    try:
+        note = _move_away(folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_whole(folder.options, json.dumps(content, indent=1))
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a folder that can be written; got {folder.path}: {error.strerror}; "
+            "give another --out"
+        ) from error
+    return note
+
+
+def _move_away(folder: RunFolder) -> str | None:
+    if not folder.path.exists() or (folder.path.is_dir() and not any(folder.path.iterdir())):
+        return None
+    if not folder.options.is_file():
+        raise UsageError(
+            f"--out must be new, empty or the folder of a run; got {folder.path}, which holds other "
+            "files; give another --out"
+        )
+    previous = folder.path.with_name(folder.path.name + ".previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    folder.path.rename(previous)
+    return f"{folder.path} held a run, which is in {previous} now; --resume would have continued it"
+
+
+def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
+    """Compares `content` with the run's record; returns a note if the rest of the run will differ.
+
+    Raises:
+      UsageError: if there is no run, or its model or data are others.
+    """
+    try:
+        recorded = json.loads(folder.options.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--resume must find a run in --out; got {folder.path} without a readable "
+            f"{folder.options.name}; leave --resume out to start one, or give its --out"
+        ) from error
+    if changed := _changes(recorded["model"], content["model"]):
+        raise UsageError(
+            f"--resume must keep the options of the model; got {changed}; give the values the run "
+            "was started with, or start another with another --out"
+        )
+    if recorded["data"] != content["data"]:
+        raise UsageError(
+            "--resume must keep the data; got other bytes than the run's; give "
+            "the --data the run was started with, or start another with another --out"
+        )
+    if changed := _changes(recorded["training"], content["training"]):
+        return f"changed since the run was started: {changed}; from here on it is another run"
+    return None
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """ "--name new instead of old" for each entry that differs."""
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value} instead of {old.get(name)}"
+        for name, value in new.items()
+        if old.get(name) != value
+    )

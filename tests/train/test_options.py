@@ -1,0 +1,268 @@
+"""Bad options: exit code 2 and one line on stderr with the value, the rule and the remedy."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from expertmesh.train import cli, job, mesh, rundir
+from expertmesh.train.data import Corpus
+from expertmesh.train.devices import Cluster, detect_cluster, start
+from expertmesh.train.options import (
+    DeviceOptions,
+    ModelOptions,
+    Options,
+    TrainingOptions,
+    UsageError,
+)
+from expertmesh.train.rundir import RunFolder
+
+pytestmark = pytest.mark.default_jax
+
+CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--stepz 3", "'--stepz'; did you mean --steps?"),
+        ("--step 3", "'--step'; did you mean --steps?"),
+        ("--q 3", "'--q'; see --help"),
+        ("words", "'words'; see --help"),
+        ("--steps -3", "--steps: must be a whole number of at least 1; got '-3'; give 1 or more"),
+        ("--steps 0", "got '0'; give 1 or more"),
+        ("--steps 1.5", "got '1.5'; give 1 or more"),
+        ("--seed -1", "--seed: must be a whole number of at least 0; got '-1'"),
+        ("--batch-size many", "got 'many'"),
+        ("--grad-accum 0", "--grad-accum: must be a whole number of at least 1; got '0'"),
+        ("--remat all", "one of none, save_min, recompute, full; got 'all'; give none"),
+        ("--learning-rate 0", "must be a number above 0; got '0'; give a positive number"),
+        ("--learning-rate -1", "got '-1'"),
+        ("--learning-rate inf", "got 'inf'"),
+        ("--learning-rate nan", "got 'nan'"),
+        ("--aux-loss -1e-2", "must be a number of at least 0; got '-1e-2'; give 0"),
+        ("--capacity-factor x", "got 'x'"),
+        ("--mesh fsdp", "must be axis=size entries"),
+        ("--mesh fsdp=two", "got 'fsdp=two'; write it like fsdp=2,ep=4"),
+        ("--mesh fsdp=-2", "must be axis=size entries"),
+        ("--mesh fsdp=2,ep=0", "sizes of at least 1; got 'fsdp=2,ep=0'"),
+        ("--mesh fsdp=2,,ep=4", "must be axis=size entries"),
+        ("--mesh tp=2", "made of the axes fsdp and ep, not 'tp'; got 'tp=2'"),
+        ("--mesh ep=2,ep=4", "without a second 'ep'"),
+        ("--axis-types manual", "one of explicit, auto; got 'manual'; give explicit"),
+        ("--recipe fp8", "one of fp8_delayed, fp8_current, fp8_block, mxfp8, nvfp4; got 'fp8'"),
+        ("--dtype float16", "one of auto, float32, bfloat16; got 'float16'"),
+        ("--coordinator host", "must be host:port; got 'host'"),
+        ("--coordinator host:99999", "must be host:port; got 'host:99999'"),
+        ("--data", "--data: expected one argument"),
+        ("--data=", "must be a path; got ''"),
+        ("--data no/such/file", "got no/such/file: No such file or directory; give an existing"),
+    ],
+)
+def test_one_line_and_exit_code_2(arguments, says, capsys):
+    assert cli.main(arguments.split(" ")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("train: error: ") and captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+def test_without_a_dependency(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # an import of it fails
+    for module in ("job", "recorder"):
+        monkeypatch.delitem(sys.modules, f"{job.__package__}.{module}")
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train: error: tqdm must be installed") and said.count("\n") == 1
+    assert "pip install expertmesh-train" in said
+
+
+def test_every_default_is_what_its_option_reads():
+    assert cli.parse([]) == Options()
+
+
+def test_values_arrive_in_their_group():
+    options = cli.parse(["--mesh", " fsdp=2, ep=4", "--top-k=1", "--resume", "--steps", "7"])
+    assert dict(options.devices.mesh) == {"fsdp": 2, "ep": 4}
+    assert (options.model.top_k, options.run.resume, options.training.steps) == (1, True, 7)
+
+
+@pytest.mark.parametrize(
+    ("entries", "devices", "experts", "expected"),
+    [
+        ({}, 8, 8, (2, 4)),
+        ({}, 4, 8, (1, 4)),
+        ({}, 1, 8, (1, 1)),
+        ({}, 6, 8, (3, 2)),
+        ({}, 8, 6, (4, 2)),
+        ({}, 16, 64, (4, 4)),
+        ({"ep": 8}, 8, 8, (1, 8)),
+        ({"ep": 2}, 8, 8, (4, 2)),
+        ({"fsdp": 8}, 8, 8, (8, 1)),
+        ({"fsdp": 2, "ep": 2}, 4, 8, (2, 2)),
+    ],
+)
+def test_mesh_sizes(entries, devices, experts, expected):
+    assert mesh.mesh_sizes(entries, devices, experts) == expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "experts", "says"),
+    [
+        ({"fsdp": 3, "ep": 2}, 8, "fsdp=3 x ep=2 = 6 with 8 devices"),
+        ({"fsdp": 2, "ep": 2}, 8, "fsdp=2 x ep=2 = 4 with 8 devices"),
+        ({"ep": 3}, 9, "with 8 devices"),
+        ({"fsdp": 16}, 8, "fsdp=16 x ep=1 = 16 with 8 devices"),
+        ({"ep": 4}, 6, "got experts=6, ep=4; give --experts 8"),
+    ],
+)
+def test_meshes_that_do_not_fit(entries, experts, says):
+    with pytest.raises(UsageError, match=says):
+        mesh.mesh_sizes(entries, 8, experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"heads": 3}, "model-dim=256, heads=3; give --model-dim 258"),
+        ({"model_dim": 36, "heads": 4}, "model-dim=36, heads=4; give --model-dim 40"),
+        ({"top_k": 9}, "got top-k=9, experts=8; give --top-k 8"),
+        ({"capacity_factor": 0.5}, "capacity_factor=0.5"),
+        ({"transport": "pigeon"}, "transport='pigeon'"),
+    ],
+)
+def test_models_that_contradict_themselves(changes, says):
+    with pytest.raises(UsageError, match=says) as error:
+        job.model_config(ModelOptions(**({"dtype": "float32"} | changes)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "says"),
+    [
+        ({"model_dim": 252}, {}, "model-dim=252, fsdp=8; give --model-dim 256"),
+        ({"transport": "local"}, {"mesh": (("ep", 8),)}, "got ep=8; give --transport auto"),
+        ({"experts": 12}, {"shard_exp_on_fsdp": True}, "got experts=12, fsdp=8 x ep=1; leave"),
+    ],
+)
+def test_models_that_do_not_fit_the_mesh(model, devices, says):
+    options = Options(
+        model=ModelOptions(**model), devices=DeviceOptions(**({"mesh": (("fsdp", 8),)} | devices))
+    )
+    with pytest.raises(UsageError, match=says):
+        job.plan(options, CORPUS)
+
+
+def test_batch_that_does_not_fit_the_devices():
+    options = Options(training=TrainingOptions(batch_size=12))
+    says = "got batch-size=12 with 8 devices, grad-accum=1; give --batch-size 16"
+    with pytest.raises(UsageError, match=says):
+        job.plan(options, CORPUS)
+
+
+def test_batch_that_does_not_fit_its_microbatches():
+    options = Options(training=TrainingOptions(batch_size=32, grad_accum=3))
+    says = "got batch-size=32 with 8 devices, grad-accum=3; give --batch-size 48"
+    with pytest.raises(UsageError, match=says):
+        job.plan(options, CORPUS)
+    unset = job.plan(Options(training=TrainingOptions(grad_accum=3)), CORPUS)
+    assert unset.options.training.batch_size == 24
+
+
+@pytest.mark.parametrize(
+    ("remat", "of_block", "of_layers"),
+    [
+        ("none", "save_all", False),
+        ("save_min", "save_min", False),
+        ("recompute", "recompute", False),
+        ("full", "save_all", True),
+    ],
+)
+def test_remat_of_block_and_layers(remat, of_block, of_layers):
+    config = job.plan(Options(training=TrainingOptions(remat=remat)), CORPUS).config
+    assert (config.moe.remat, config.remat_layers) == (of_block, of_layers)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"HOME": "/"}, None),
+        (SLURM, Cluster("slurm", 2)),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),  # a batch script outside srun
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, Cluster("ompi", 4)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, Cluster("mpi4py", 4)),
+        ({"KUBERNETES_SERVICE_HOST": "h"}, None),  # a pod of its own
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"}, Cluster("k8s", None)),
+    ],
+)
+def test_clusters_by_their_environment(environ, expected):
+    assert detect_cluster(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"coordinator": "h:1"}, "no --num-processes and no --process-id"),
+        ({"num_processes": 2, "process_id": 0}, "no --coordinator"),
+        ({"num_processes": 2}, "no --coordinator and no --process-id"),
+        (
+            {"coordinator": "h:1", "num_processes": 2, "process_id": 2},
+            "process-id=2, num-processes=2; number the processes from 0 to 1",
+        ),
+    ],
+)
+def test_clusters_that_cannot_meet(given, says):
+    with pytest.raises(UsageError, match=says):
+        start(DeviceOptions(**given))
+
+
+def record(**changes):
+    return rundir.record(ModelOptions(**changes), TrainingOptions(), "digest")
+
+
+def test_resume_without_a_run(tmp_path):
+    with pytest.raises(UsageError, match="--resume must find a run in --out; got .*nothing"):
+        rundir.check_resumable(RunFolder(tmp_path / "nothing"), record())
+
+
+def test_resume_with_another_model_or_text(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    rundir.begin(folder, record())
+    assert rundir.check_resumable(folder, record()) is None
+    with pytest.raises(UsageError, match="got --layers 3 instead of 2, --top-k 1 instead of 2"):
+        rundir.check_resumable(folder, record(layers=3, top_k=1))
+    with pytest.raises(UsageError, match="--resume must keep the data"):
+        rundir.check_resumable(folder, record() | {"data": "other"})
+    longer = rundir.record(ModelOptions(), TrainingOptions(steps=999), "digest")
+    assert "--steps 999 instead of" in rundir.check_resumable(folder, longer)
+
+
+def test_a_new_run_moves_the_old_one_away(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert rundir.begin(folder, record()) is None
+    folder.metrics.write_text("first")
+    assert "run.previous" in rundir.begin(folder, record())
+    assert not folder.metrics.exists()
+    assert (tmp_path / "run.previous" / "metrics.csv").read_text() == "first"
+    assert rundir.begin(folder, record()) is not None
+    assert not (tmp_path / "run.previous" / "metrics.csv").exists()
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UsageError, match="which holds other files; give another --out"):
+        rundir.begin(RunFolder(tmp_path), record())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--out must be"):
+        rundir.begin(RunFolder(tmp_path / "file" / "run"), record())
+    assert (tmp_path / "thesis.tex").read_text() == "precious"

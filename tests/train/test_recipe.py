@@ -1,0 +1,193 @@
+"""The main job's steps under recipes: the quantizers' state goes on where it was, random rounding by seed and step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
+from expertmesh.core.recipe import RECIPES
+from expertmesh.flax_moe import MoEConfig, moe
+from expertmesh.train import checkpoint, data, job, model, options
+from expertmesh.train.mesh import AXES, RESOURCE
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import ModelOptions, Options, TrainingOptions, UsageError
+from expertmesh.train.step import (
+    abstract_state,
+    init_state,
+    key_of_step,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    state_shardings,
+)
+
+pytestmark = pytest.mark.default_jax
+
+B, S = 8, 7
+
+
+def model_of(recipe):
+    moe = MoEConfig(num_experts=4, top_k=2, expert_dim=32, dtype=jnp.float32, recipe=recipe)
+    return ModelConfig(layers=1, model_dim=32, heads=2, moe=moe)
+
+
+class Training:
+    """A model on a mesh, and its batches."""
+
+    def __init__(self, recipe, sizes=(1, 1)):
+        self.config = model_of(recipe)
+        self.optimizer = make_optimizer(TrainingOptions(steps=4))
+        self.mesh = jax.make_mesh(
+            sizes,
+            AXES,
+            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+            devices=jax.devices()[: np.prod(sizes)],
+        )
+        self.shardings = state_shardings(self.config, self.optimizer, self.mesh)
+        self.step = make_train_step(self.config, self.optimizer, self.shardings, self.mesh)
+
+    def init(self):
+        return init_state(self.config, self.optimizer, self.shardings, seed=0)
+
+    def abstract(self):
+        return abstract_state(self.config, self.optimizer, self.shardings)
+
+    def batch(self, number):
+        rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
+        batch = np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
+        return jax.device_put(batch, rows)
+
+    def run(self, state, first, last):
+        for number in range(first, last + 1):
+            state, metrics = self.step(state, self.batch(number), number)
+        return state, metrics
+
+
+def test_the_names_are_those_of_core():
+    assert set(options.RECIPES) == set(RECIPES)
+    for name in options.RECIPES:
+        config = job.model_config(ModelOptions(dtype="float32", recipe=name))
+        assert config.moe.recipe == recipe_of(name)
+    assert job.model_config(ModelOptions(dtype="float32")).moe.recipe is None
+
+
+@pytest.mark.full
+def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
+    """Three steps are, bit for bit, two steps, a checkpoint, and the third; the state is not that of the start."""
+    training = Training(DelayedScaling(amax_history_len=3), (1, 2))
+    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
+        begun = jax.tree.map(np.asarray, training.init().quant_state)
+        state, _ = training.run(training.init(), 1, 2)
+        checkpoint.save(tmp_path, 2, state, keep=1)
+        whole = training.run(state, 3, 3)
+        step, restored = checkpoint.restore(tmp_path, training.abstract(), pytest.fail)
+        assert step == 2
+        remembered = jax.tree.map(np.asarray, restored.quant_state)
+        again = training.run(restored, 3, 3)
+        evaluate = make_eval_step(training.config, training.mesh)
+        same, other = (
+            float(evaluate(again[0]._replace(quant_state=s), training.batch(9)))
+            for s in (again[0].quant_state, begun)
+        )
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    changed = [
+        np.any(a != b)
+        for a, b in zip(jax.tree.leaves(begun), jax.tree.leaves(remembered), strict=True)
+    ]
+    # Multiplier and history of x and kernel, of wi and wo.
+    assert len(changed) == 8 and all(changed)
+    assert np.isfinite(same) and same != other  # it is validated with what it has learned
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_scanned_layers_are_a_loop_over_layers(recipe):
+    """Output, gradient and what quantizers remember of three layers, each with its own state and key."""
+    config = dataclasses.replace(model_of(recipe_of(recipe)), layers=3)
+    params = model.init(jax.random.key(0), config)
+    head = jax.random.normal(jax.random.key(1), params["head"].shape)
+    params, state = params | {"head": head}, model.init_quant_states(config)
+    state = jax.tree.map(lambda s: s * (1 + jnp.arange(3.0).reshape(3, *[1] * (s.ndim - 1))), state)
+    bytes_BS = np.random.default_rng(0).integers(0, 256, (2, S)).astype(np.int32)
+    key = jax.random.key(2)
+
+    def scanned(params):
+        output = model.forward(params, bytes_BS, config, state, key)
+        return jnp.sum(jnp.sin(output.logits)), output
+
+    def looped(params):
+        x = model._embed(params["embed"], bytes_BS, jnp.float32)
+        outputs = []
+        for i in range(3):
+            own, of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], (params["layers"], state))
+            x += model._attention(own, model._rms_norm(x, own["attention_norm"]), config)
+            normed = model._rms_norm(x, own["moe_norm"])
+            number = jax.random.fold_in(key, i)
+            outputs.append(moe(own["moe"], normed, config.moe, quant_state=of_layer, key=number))
+            x += outputs[-1].y
+        logits = model._rms_norm(x, params["norm"]) @ params["head"]
+        return jnp.sum(jnp.sin(logits)), outputs
+
+    (_, got), gradient = jax.jit(jax.value_and_grad(scanned, has_aux=True))(params)
+    (_, outputs), expected = jax.jit(jax.value_and_grad(looped, has_aux=True))(params)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    want = jax.tree.map(lambda *leaves: np.stack(leaves), *(o.quant_state for o in outputs))
+    assert (want is None) == (recipe != "fp8_delayed")
+    for a, b in zip(jax.tree.leaves(got.quant_state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for name in ("tokens_per_expert", "num_dropped", "aux_loss"):
+        each = np.stack([getattr(o, name) for o in outputs])
+        total = each if name == "tokens_per_expert" else each.sum()
+        np.testing.assert_allclose(getattr(got, name), total, rtol=1e-6)
+
+
+@pytest.mark.full
+def test_random_rounding_is_of_the_step():
+    """The third step, as another step and as itself; before it there is no gradient to round."""
+    training = Training(recipe_of("nvfp4"))
+
+    def norm_of_third(number):
+        state, _ = training.run(training.init(), 1, 2)
+        batch = training.batch(3)
+        return float(training.step(state, batch, number)[1].grad_norm)
+
+    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
+        third, again, as_fourth = map(norm_of_third, (3, 3, 4))
+    assert third == again != as_fourth
+
+
+def test_each_seed_and_step_has_a_key_of_its_own():
+    def numbers(seed, step, recipe="nvfp4"):
+        key = key_of_step(model_of(recipe_of(recipe)), seed, step)
+        return None if key is None else tuple(jax.random.key_data(key).tolist())
+
+    keys = {numbers(seed, step) for seed in range(3) for step in range(3)}
+    assert len(keys) == 9 and numbers(0, 1, recipe=None) is None
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(recipe="fp8_block"), "; got fp8_block, auto: "),
+        (dict(transport="nvlink"), "; got None, nvlink: .*it needs NVIDIA GPUs"),
+    ],
+)
+def test_what_does_not_fit_is_bad_input(changes, words):
+    """Blocks of 128 along a width of 128 in 8 shards, stores into memory of GPUs; found before anything is written."""
+    chosen = ModelOptions(
+        **changes, layers=1, model_dim=64, heads=2, experts=4, expert_dim=64, seq_len=8
+    )
+    corpus = data.Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
+    planned = job.plan(Options(model=chosen), corpus)
+    with (
+        jax.set_mesh(planned.mesh),
+        global_shard_guard(RESOURCE),
+        pytest.raises(UsageError, match=f"^--recipe and --transport must fit .*{words}") as error,
+    ):
+        job._functions(planned)
+    assert "\n" not in str(error.value)
