@@ -45,3 +45,21 @@ def test_the_table_has_these_rows():
 @pytest.mark.default_jax
 def test_the_file_is_as_written():
     assert census.written(TABLE) == census.TABLE.read_text()
+
+
+@pytest.mark.default_jax
+def test_a_row_of_one_version_says_so():
+    key = ("op", "layout", "forward")
+    one = {(*key, "explicit"): "nothing", (*key, "resource"): "nothing"}
+    table = {"0.11": one, "0.12": one | {(*key, "resource"): "all-gather"}}
+    text = census.written(table)
+    assert text.splitlines() == [
+        "jax 0.11, 0.12",
+        "op | layout | forward | explicit, resource/0.11 | nothing",
+        "op | layout | forward | resource/0.12 | all-gather",
+    ]
+    assert census.read(text) == table
+    # What this version gives anew is taken for the others' too, unless they have said otherwise.
+    new = one | {(*key, "auto"): "all-reduce"}
+    other = census.renewed({"of another": table["0.12"]}, new)["of another"]
+    assert other == new | {(*key, "resource"): "all-gather"}
