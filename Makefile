@@ -1,6 +1,6 @@
 # README's two commands are `make train` and `make test`; each sets up .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint docs bench numerics faults constraints
+.PHONY: help setup train test lint docs bench numerics faults census golden constraints
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
 # GPUs. ci/matrix.py sets the others, for venvs of other versions of JAX and Triton; UNPINNED
@@ -63,6 +63,12 @@ numerics: $(DONE)  ## train under each recipe, hours on few cores; results into 
 
 faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)
+
+census: $(DONE)  ## write the table of what each op moves between devices; ARGS=--check only compares
+	$(BIN)/python tests/census.py $(ARGS)
+
+golden: $(DONE)  ## ARGS=record: keep the bits of all results in runs/golden; ARGS=compare: what differs now
+	$(BIN)/python tests/golden.py $(ARGS)
 
 constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in; ARGS=--upgrade: and what is newest
 	cp ci/constraints.txt ci/constraints.tmp

@@ -10,7 +10,6 @@ them. XLA:CPU would widen 8-bit collectives afterwards.
 import argparse
 import math
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -105,17 +104,10 @@ def moved(text: str) -> dict[str, int]:
 
 def received(found: hlo.Collective) -> int:
     """Bytes that one device receives from the others in the group."""
-    whole, n = sum(map(num_bytes, found.shapes)), found.group_size
+    whole, n = sum(map(hlo.num_bytes, found.shapes)), found.group_size
     if found.kind == "reduce-scatter":
         return whole * (n - 1)
     return whole * (n - 1) // n
-
-
-def num_bytes(shape: str) -> int:
-    """Of an HLO shape such as f8e4m3fn[2,3]; elements of 4 bits count half a byte."""
-    dtype, _, sizes = shape.rstrip("]").partition("[")
-    bits = int(re.search(r"\d+", dtype)[0])
-    return bits * math.prod(map(int, filter(None, sizes.split(",")))) // 8
 
 
 def line(name: str, legs: dict[str, int], plain: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""What crosses devices, by the text of compiled programs (tests 9 and 11, F-05, and the grouped GEMM's part of 20)."""
+"""What the exchanges move between devices, by the text of compiled programs (tests 9 and 11)."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ from conformance.settings import (
     place,
 )
 from ep.exchange_oracle import routing
-from expertmesh.core import gemm, grouped_gemm, hlo
+from expertmesh.core import hlo
 from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
 
 NUM_EXPERTS, TOP_K, WIDTH = 16, 2, 4
@@ -105,75 +105,3 @@ def test_groups_are_lines_of_the_mesh(names, sizes, groups):
     text = jax.jit(round_trip).lower(idx, x).compile().as_text()
     found = hlo.collectives(text)
     assert len(found) == 3 and all(set(collective.groups) == groups for collective in found)
-
-
-BOTH = ("fsdp", "ep")
-
-
-def put(mesh, shape, *spec):
-    return jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def step(function, *operands):
-    """Result and gradients; the last operand is the cotangent."""
-    out, pull = jax.vjp(function, *operands[:-1])
-    return out, *pull(operands[-1])
-
-
-def crossing(function, *operands):
-    """(kind, shapes) of all that moves; every gradient must lie where its primal does."""
-    wanted = tuple(x.sharding for x in (operands[-1], *operands[:-1]))
-    # Over Auto axes nothing but a consumer says where results are wanted.
-    auto = AxisType.Auto in wanted[0].mesh.axis_types
-    options = dict(out_shardings=wanted) if auto else {}
-    compiled = jax.jit(functools.partial(step, function), **options).lower(*operands).compile()
-    for got, want, x in zip(
-        compiled.output_shardings, wanted, (operands[-1], *operands), strict=False
-    ):
-        assert got.is_equivalent_to(want, x.ndim)
-    return hlo.collectives(compiled.as_text())
-
-
-def kinds_and_shapes(found):
-    return sorted((c.kind, shape) for c in found for shape in c.shapes)
-
-
-EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-
-
-@pytest.mark.parametrize(
-    "weight, kind",
-    [(("fsdp",), EXPLICIT), ((BOTH,), AUTO), ((None, BOTH), EXPLICIT), (("ep", "fsdp"), AUTO)],
-    ids=str,
-)
-def test_dense_gathers_the_weight_only(weight, kind):
-    """F-05. Activations over ('fsdp', 'ep') stay where they are, forward and backward."""
-    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(kind,) * 2)
-    x, dy = put(mesh, (8, 3, 16), BOTH), put(mesh, (8, 3, 24), BOTH)
-    found = crossing(gemm, x, put(mesh, (16, 24), *weight), dy)
-    assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"} and found
-    assert all("3," not in shape for c in found for shape in c.shapes), kinds_and_shapes(found)
-
-
-@pytest.mark.parametrize(
-    "weight, gathered, scattered",
-    [
-        full(("ep",), [], []),
-        (("ep", "fsdp"), ["f32[4,16,24]"], ["f32[4,8,24]"]),
-        (("ep", None, "fsdp"), ["f32[4,16,24]"], ["f32[4,16,12]"]),
-    ],
-    ids=str,
-)
-def test_grouped_weights_are_gathered_over_fsdp(weight, gathered, scattered):
-    """Test 20. Experts stay on their EP rank; fsdp is gathered for use, and gradients summed over it, not ep."""
-    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Explicit,) * 2)
-    lhs, dy = put(mesh, (8, 10, 16), BOTH), put(mesh, (8, 10, 24), BOTH)
-    sizes = put(mesh, (8, 4), BOTH).astype(jnp.int32)
-    bias, w = put(mesh, (16, 24), "ep"), put(mesh, (16, 16, 24), *weight)
-    grouped = lambda lhs, w, bias: grouped_gemm(lhs, w, sizes, bias)  # noqa: E731
-    found = crossing(grouped, lhs, w, bias, dy)
-    want = [("all-reduce", "f32[4,24]")] + [("all-gather", s) for s in gathered]
-    want += [("reduce-scatter", s) for s in scattered]
-    want += [("all-reduce", "f32[4,16,24]")] * (not scattered)
-    assert kinds_and_shapes(found) == sorted(want)
-    assert {c.groups for c in found} == {((0, 4), (1, 5), (2, 6), (3, 7))}

@@ -85,3 +85,11 @@ def test_axes_of_groups():
     assert hlo.axes_of(((0, 5, 1, 4), (2, 3, 7, 6)), mesh) == ("a", "c")
     assert hlo.axes_of((tuple(range(8)),), mesh) == ("a", "b", "c")
     assert hlo.axes_of(((0, 3), (1, 2), (4, 5), (6, 7)), mesh) is None
+
+
+@pytest.mark.parametrize(
+    "shape, size",
+    [("f32[3,5]", 60), ("bf16[7]", 14), ("f8e4m3fn[2,3]", 6), ("f4e2m1fn[6]", 3), ("pred[]", 1)],
+)
+def test_bytes_of_a_shape(shape, size):
+    assert hlo.num_bytes(shape) == size

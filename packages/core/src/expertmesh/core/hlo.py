@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Collective", "axes_of", "collectives", "count"]
+__all__ = ["KINDS", "Collective", "axes_of", "collectives", "count", "num_bytes"]
 
 KINDS = (
     "all-gather",
@@ -73,6 +73,13 @@ def count(hlo_text: str) -> dict[str, int]:
     """How many collectives there are of each kind that occurs."""
     kinds = sorted(collective.kind for collective in collectives(hlo_text))
     return {kind: len(list(same)) for kind, same in itertools.groupby(kinds)}
+
+
+def num_bytes(shape: str) -> int:
+    """Of a shape such as f8e4m3fn[2,3]; elements of 4 bits count half a byte."""
+    dtype, _, sizes = shape.rstrip("]").partition("[")
+    bits = re.search(r"\d+", dtype)
+    return math.prod(_integers(sizes) if sizes else ()) * (int(bits[0]) if bits else 8) // 8
 
 
 def axes_of(
