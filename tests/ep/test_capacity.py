@@ -1,5 +1,6 @@
 """recv_capacity against an exhaustive search of loads."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -75,6 +76,20 @@ def test_config_errors(changed, kind, words):
     with pytest.raises(kind) as error:
         EpConfig(**(dict(num_experts=8) | changed))
     assert words in str(error.value)
+
+
+def test_defaults():
+    """A new field goes behind these and has a default."""
+    fields = [(f.name, f.default) for f in dataclasses.fields(EpConfig)]
+    assert fields == [
+        ("num_experts", dataclasses.MISSING),
+        ("capacity", None),
+        ("alignment", 1),
+        ("transport", "auto"),
+        ("axis", None),
+        ("overflow", "drop"),
+        ("debug", False),
+    ]
 
 
 def test_config_is_a_value():
