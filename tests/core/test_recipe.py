@@ -235,6 +235,7 @@ def test_what_runs_emulated(feature, device, words):
 )
 def test_what_runs_natively(capability, native, monkeypatch):
     monkeypatch.setattr(support, "first_missing", lambda requirements: None)
+    monkeypatch.setattr(support, "no_launcher", lambda: None)
     assert [name for name in RECIPES if is_supported(name, Gpu(capability)) == (True, "")] == native
     monkeypatch.setattr(support, "first_missing", lambda requirements: "planted")
     for name in native:
