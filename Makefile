@@ -61,7 +61,7 @@ bench: $(DONE)  ## run every benchmark; JSON into runs/bench/
 numerics: $(DONE)  ## train under each recipe, hours on few cores; results into docs/
 	JAX_PLATFORMS=cpu $(BIN)/python docs/training_curves.py $(ARGS)
 
-faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
+faults: $(DONE)  ## plant each fault of tests/faults/table.toml and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)
 
 constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in; ARGS=--upgrade: and what is newest
