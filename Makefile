@@ -1,6 +1,6 @@
 # README's two commands are `make train` and `make test`; each sets up .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint docs bench numerics faults constraints
+.PHONY: help setup train test lint docs bench numerics faults mutants constraints
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
 # GPUs. ci/matrix.py sets the others, for venvs of other versions of JAX and Triton; UNPINNED
@@ -63,6 +63,9 @@ numerics: $(DONE)  ## train under each recipe, hours on few cores; results into 
 
 faults: $(DONE)  ## plant each fault of tests/faults/table.toml and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)
+
+mutants: $(DONE)  ## test the mutants of the pure modules; print those that survive without a reason
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 constraints: $(DONE)  ## write ci/constraints.txt again, from ci/pins.in; ARGS=--upgrade: and what is newest
 	cp ci/constraints.txt ci/constraints.tmp
