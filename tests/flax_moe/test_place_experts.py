@@ -60,6 +60,20 @@ def test_groups_stay_groups(ranks, groups):
         assert len(set(members)) == 1
 
 
+def test_each_group_is_balanced_over_its_own_ranks():
+    loads = np.array([8, 7, 1, 1, 2, 2, 9, 8])
+    placement = place_experts(loads, 4, num_groups=2)
+    assert sorted(placement[:4]) == [0, 1, 2, 3] and sorted(placement[4:]) == [4, 5, 6, 7]
+    assert largest(loads, 4) == 17 and largest(loads[placement], 4) == 11
+
+
+def test_loads_of_any_kind():
+    want = place_experts(ZIPF, 2)
+    assert list(want) != list(range(8))
+    np.testing.assert_array_equal(place_experts(list(ZIPF), 2), want)
+    np.testing.assert_array_equal(place_experts(jnp.asarray(840 * ZIPF, jnp.int32), 2), want)
+
+
 @pytest.mark.parametrize(
     "loads, ranks, groups, words",
     [
@@ -142,6 +156,7 @@ def test_every_tree_of_a_block():
         ({"wi": np.ones((4, 2))}, np.arange(8), r"wi must have E = 8 in dimension 0.*\(4, 2\)"),
         ({"gate_kernel": np.ones(8)}, np.arange(8), r"gate_kernel.*dimension 1"),
         ({"wi": np.ones(8)}, np.ones(8), "float32"),
+        ({"wi": np.ones(8)}, np.arange(8).reshape(2, 4), r"int32\[2, 4\]"),
     ],
 )
 def test_errors_of_trees(tree, placement, words):
