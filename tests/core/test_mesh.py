@@ -31,6 +31,8 @@ def test_an_axis_plays_one_role():
         MeshResource(fsdp_resource=("x", "x"))
     with pytest.raises(TypeError, match="ep_resource=3"):
         MeshResource(ep_resource=3)
+    with pytest.raises(TypeError, match="ep_resource=\\('a', 3\\)"):
+        MeshResource(ep_resource=("a", 3))
     with pytest.raises(TypeError):
         MeshResource("dp")
 

@@ -90,6 +90,14 @@ def test_the_fields_of_recipes():
 
 
 def test_options_reach_the_formats():
+    assert TensorFormat(dtype=E4M3) == TensorFormat(
+        dtype=E4M3,
+        block=None,
+        scale="float32",
+        amax_epsilon=0.0,
+        hadamard=False,
+        stochastic=False,
+    )
     assert MXFP8BlockScaling().formats().x == TensorFormat(
         dtype=E4M3, block=(1, 32), scale="float8_e8m0fnu"
     )

@@ -109,6 +109,7 @@ def test_too_many_entries():
         (P("e"), P("a", "b"), P(("e", "a"), "b")),
         (P("e"), P(("a", "e")), P(("a", "e"), None)),
         (P(("e", "f")), P(("f", "a", "e")), P(("f", "a", "e"), None)),
+        (P(("e", "f")), P(("f", "e")), P(("f", "e"), None)),
         (P(("e", "f")), P(("f", "a")), P(("e", "f", "a"), None)),
     ],
 )
@@ -161,7 +162,7 @@ def test_constrain_asks_for_no_layout_over_auto_axes_that_the_spec_lacks():
 
 def test_constrain_of_what_has_no_layout_to_ask_for():
     x = jnp.ones((4, 4))
-    assert specs.constrain(x, P("anything")) is x
+    assert specs.constrain(x, P("anything", ("a", "b"))) is x
     shard = jax.shard_map(
         lambda x: specs.constrain(x, P("a")),
         mesh=make_mesh(a="Auto"),

@@ -1,5 +1,6 @@
 """Plans of the EP ops, without devices."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -163,6 +164,13 @@ def test_choices_sharded_in_k_are_a_warning():
 def test_features_that_do_not_divide_are_whole():
     tokens = query((("dp", "ep", "tp"), *MAPS), ((2, 4, 7), *MAP_SHAPES), ("ep",))
     assert partition.plan_dispatch(tokens).operand_specs[0] == PartitionSpec("dp", "ep", None)
+
+
+def test_an_axis_whose_name_is_in_anothers_is_another():
+    maps = (("ep", None), ("ep", None), ("ep", None, None))
+    tokens = query((("ep", "p"), *maps), ((8, 10), (8, 3), (4, 5), (4, 8, 3)), ("ep",))
+    tokens = dataclasses.replace(tokens, mesh_shape={"ep": 4, "p": 5})
+    assert partition.plan_dispatch(tokens).operand_specs[0] == PartitionSpec("ep", "p")
 
 
 def test_features_of_any_size_are_split():

@@ -160,6 +160,8 @@ def test_the_blocks_own_recipe_comes_before_the_one_in_context():
     assert config.under(None) is config and config.under(block).recipe == block
     own = MoEConfig(**VALID, recipe="mxfp8")
     assert own.under(block) is own.under(None) is own
+    both = dataclasses.replace(own, quantize_backward_combine=True)
+    assert both.under(None) is both
     narrow = MoEConfig(**VALID, quantize_backward_combine=True)
     assert narrow.under(block).recipe == block
     with pytest.raises(ValueError, match="quantize_backward_combine must go with a recipe"):
