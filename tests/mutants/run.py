@@ -5,7 +5,7 @@
     --again                                   those that survived too, as after a new test
     --seconds N                               begin no other mutant after that time
 
-Results are kept in runs/mutants.json and taken from there while the module's text is the same, so that a run that was
+Results are kept in runs/mutants and taken from there while the module's text is the same, so that a run that was
 cut off goes on. survivors.toml has the reason for each mutant that may survive; the others are printed with a diff, and
 the exit status is 1 if there is one.
 
@@ -33,7 +33,7 @@ from mutate import Mutant, mutants  # noqa: E402
 from planting import GREEN, RED, ROOT, TIMEOUT, copy_tree, environment, uses_copy  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
-RESULTS = ROOT / "runs/mutants.json"
+RESULTS = ROOT / "runs/mutants"
 KILLED, SURVIVED = "killed", "survived"
 SECONDS = 300  # for the tests of a module without a mutant
 
@@ -60,23 +60,29 @@ def text_of(module: str) -> str:
 
 
 class Results:
-    """What became of each mutant, by module and name, on disk after each."""
+    """What became of each mutant, on disk after each; a file for each module, so that two runs go side by side."""
 
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-        self._modules = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
 
     def of(self, module: str) -> dict[str, str]:
-        """Of the module as its text is now."""
-        digest = hashlib.sha256(text_of(module).encode()).hexdigest()
-        if self._modules.get(module, {}).get("digest") != digest:
-            self._modules[module] = {"digest": digest, "mutants": {}}
-        return self._modules[module]["mutants"]
+        """By name, of the module as its text is now."""
+        path = self._path(module)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        return kept["mutants"] if kept.get("digest") == _digest(module) else {}
 
     def add(self, module: str, mutant: Mutant, end: str) -> None:
-        self.of(module)[mutant.name] = end
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._modules, indent=1) + "\n")
+        ends = self.of(module) | {mutant.name: end}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        kept = {"digest": _digest(module), "mutants": ends}
+        self._path(module).write_text(json.dumps(kept, indent=1) + "\n")
+
+    def _path(self, module: str) -> pathlib.Path:
+        return self._folder / module.replace("/", ".").replace(".py", ".json")
+
+
+def _digest(module: str) -> str:
+    return hashlib.sha256(text_of(module).encode()).hexdigest()
 
 
 def import_once(tree: pathlib.Path) -> None:
@@ -161,10 +167,12 @@ def report(modules, results: Results) -> int:
         every = {mutant.name: mutant for mutant in mutants(source)}
         survived = [every[name] for name, end in ends.items() if end == SURVIVED and name in every]
         new = [mutant for mutant in survived if (module, mutant.name) not in known]
-        counted = collections.Counter(end.partition(":")[0] for end in ends.values())
+        counted = collections.Counter(
+            ends[name].partition(":")[0] for name in every if name in ends
+        )
         print(
             f"{module}: {len(every)} mutants, {counted[KILLED]} killed, {len(survived) - len(new)} may survive, "
-            f"{len(new)} survive without a reason, {len(every) - len(ends)} not run"
+            f"{len(new)} survive without a reason, {len(every) - counted.total()} not run"
         )
         for mutant in new:
             print(f"{path_of(module)}:{mutant.line}: {mutant.name}\n{mutant.diff(source)}")

@@ -99,20 +99,19 @@ def test_results_are_kept_while_the_module_is_the_same(tmp_path, monkeypatch):
     source = "def f(a):\n    return a + 1\n"
     monkeypatch.setattr(run, "text_of", lambda module: source)
     first, second = run.mutants(source)
-    results = run.Results(tmp_path / "kept/mutants.json")
+    results = run.Results(tmp_path / "kept")
     results.add("core/x.py", first, run.KILLED)
     results.add("core/x.py", second, run.SURVIVED)
-    again = run.Results(tmp_path / "kept/mutants.json")
+    again = run.Results(tmp_path / "kept")
     assert again.of("core/x.py") == {first.name: run.KILLED, second.name: run.SURVIVED}
     source += "\n"
-    assert run.Results(tmp_path / "kept/mutants.json").of("core/x.py") == {}
+    assert run.Results(tmp_path / "kept").of("core/x.py") == {}
 
 
 def test_the_report_names_survivors_without_a_reason(tmp_path, monkeypatch, capsys):
     source = "def f(a):\n    return a + 1, a < 2\n"
     monkeypatch.setattr(run, "text_of", lambda module: source)
-    path = tmp_path / "mutants.json"
-    results = run.Results(path)
+    results = run.Results(tmp_path)
     names = {mutant.name: mutant for mutant in run.mutants(source)}
     for name, end in [
         ("f: a + 1 -> a - 1", run.SURVIVED),
@@ -130,4 +129,4 @@ def test_the_report_names_survivors_without_a_reason(tmp_path, monkeypatch, caps
     assert "4 mutants, 1 killed, 1 may survive, 1 survive without a reason, 1 not run" in said
     assert "core/x.py:2: f: a + 1 -> a - 1\n-    return a + 1, a < 2\n+    return (a - 1)" in said
     assert "no such survivor: f: 1 -> 2" in said
-    assert json.loads(path.read_text())["core/x.py"]["mutants"]["f: 1 -> 2"] == "killed: 2"
+    assert json.loads((tmp_path / "core.x.json").read_text())["mutants"]["f: 1 -> 2"] == "killed: 2"
