@@ -47,6 +47,32 @@ def test_the_value_is_computed_alone_where_no_derivative_is_asked_for():
     assert jax.grad(square)(3.0) == 6 and called[1:] == ["fwd", "bwd"]
 
 
+def test_a_repeated_call_is_not_traced_again():
+    traced = []
+
+    def forward(x, *, factor):
+        traced.append(factor)
+        return factor * x, None
+
+    scale = differentiable(forward, lambda _, d, *, factor: (factor * d,))
+    for factor in (2.0, 2.0, 3.0, 2.0):
+        np.testing.assert_array_equal(scale(jnp.ones(2), factor=factor), [factor] * 2)
+    assert traced == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_cotangent_made_of_constants(kind):
+    """It has no mesh in its type, as its primal has."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType[kind],))
+    x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("a")))
+    total = differentiable(lambda x: (x.sum(), None), lambda _, d: (jnp.ones(4),))
+    for grad in (jax.grad(total), jax.jit(jax.grad(total))):
+        with jax.set_mesh(mesh):
+            d = grad(x)
+        np.testing.assert_array_equal(d, np.ones(4))
+        assert kind == "Auto" or d.sharding.spec == P("a")
+
+
 def test_operands_are_trees_of_floats_and_integers_or_absent():
     """Integers and what is absent have no cotangent; the others have those of the rule."""
 
