@@ -7,7 +7,7 @@
 
 Results are kept in runs/mutants and taken from there while the module's text is the same, so that a run that was
 cut off goes on. survivors.toml has the reason for each mutant that may survive; the others are printed with a diff, and
-the exit status is 1 if there is one.
+the exit status is 1 if there is one, or if a module's tests fail without a mutant.
 
 This process imports JAX and none of the packages; each mutant is tested in a fork of it.
 """
@@ -120,8 +120,8 @@ def _wait(fork: int, deadline: float) -> int:
     return TIMEOUT
 
 
-def run_module(module, tests, tree, results: Results, *, again: bool, deadline: float) -> None:
-    """Runs the tests on each mutant that has no result yet."""
+def run_module(module, tests, tree, results: Results, *, again: bool, deadline: float) -> bool:
+    """Runs the tests on each mutant that has no result yet; returns whether they pass without any."""
     known = results.of(module)
     wanted = [
         mutant
@@ -129,12 +129,12 @@ def run_module(module, tests, tree, results: Results, *, again: bool, deadline: 
         if mutant.name not in known or again and known[mutant.name] == SURVIVED
     ]
     if not wanted:
-        return
+        return True
     start = time.monotonic()
     status, output = run_tests(tests, SECONDS)
     if status != GREEN:
         print(f"{module}: its tests must pass without a mutant; got\n{output[-3000:]}", flush=True)
-        return
+        return False
     limit = 10 + 5 * (time.monotonic() - start)
     path = tree / path_of(module)
     print(f"{module}: {len(wanted)} mutants, at most {limit:.0f} s each", flush=True)
@@ -147,6 +147,7 @@ def run_module(module, tests, tree, results: Results, *, again: bool, deadline: 
         results.add(module, mutant, end)
         if end == SURVIVED:
             print(f"  survived: {mutant.name}", flush=True)
+    return True
 
 
 @contextlib.contextmanager
@@ -206,16 +207,12 @@ def main() -> int:
         if not uses_copy(tree):
             raise SystemExit("the packages must be imported from the copy; clear PYTHONPATH")
         import_once(tree)
-        for module in modules:
-            run_module(
-                module,
-                tests[module]["tests"],
-                tree,
-                results,
-                again=options.again,
-                deadline=start + options.seconds,
-            )
-    return bool(report(modules, results))
+        deadline = start + options.seconds
+        green = [
+            run_module(m, tests[m]["tests"], tree, results, again=options.again, deadline=deadline)
+            for m in modules
+        ]
+    return bool(report(modules, results)) or not all(green)
 
 
 if __name__ == "__main__":
