@@ -24,8 +24,8 @@ def test_parts_by_the_formula(shape, dim):
     np.testing.assert_array_equal(merge_chunks(parts, dim), x)
 
 
-def mesh_of(a, b):
-    return jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType[a], AxisType[b]))
+def mesh_of(a, b, sizes=(2, 2)):
+    return jax.make_mesh(sizes, ("a", "b"), axis_types=(AxisType[a], AxisType[b]))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,9 @@ def mesh_of(a, b):
         (("Explicit", "Explicit"), P(("a", "b")), None, (4, 8), 1),  # one token a shard
         (("Explicit", "Explicit"), P(None, "b"), None, (2, 8), 0),
         (("Explicit", "Explicit"), P("a", "b"), None, (2, 4), 1),
+        (("Explicit", "Explicit"), P("a"), None, (2, 3, 4), 2),
+        (("Explicit", "Explicit", (2, 1)), P(("a", "b")), None, (4, 2), 0),  # b divides anything
+        (("Explicit", "Explicit", (1, 2)), P(("a", "b")), None, (4, 2), 0),
         (("Auto", "Auto"), P(), MeshResource(dp_resource="a"), (4, 2), 0),
         (("Auto", "Auto"), P(), MeshResource(dp_resource=("a", "b")), (4, 2), 1),
         (("Auto", "Auto"), P(), None, (8, 4), 0),
@@ -56,7 +59,7 @@ def test_every_shard_has_as_many_tokens_of_each_part(kinds, spec, resource, toke
         parts, back = there_and_back(placed)
     np.testing.assert_array_equal(back, x)
     if kinds[0] == "Explicit":
-        padded = (*spec, *(None,) * (3 - len(spec)))
+        padded = (*spec, *(None,) * (x.ndim - len(spec)))
         assert parts.sharding.spec == P(None, *padded) and back.sharding.spec == P(*padded)
 
 
@@ -76,5 +79,7 @@ def test_inside_a_shard_map_the_tokens_are_a_shards():
 
 
 def test_parts_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"moe: num_chunks .* num_chunks=4, tokens \(6, 3\) over"):
+    with pytest.raises(
+        ValueError, match=r"moe: num_chunks .* num_chunks=4, tokens \(6, 3\) over \[1, 1\]"
+    ):
         split_chunks("moe", (jnp.ones((6, 3, 4)),), 4)
