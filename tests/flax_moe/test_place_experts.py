@@ -101,6 +101,8 @@ def test_loads_of_any_kind():
     "loads, ranks, groups, words",
     [
         (np.ones(8), 3, None, "8 experts, ranks=3"),
+        (np.ones(8), 16, None, "8 experts, ranks=16"),
+        (np.ones(8), 1, 3, "8 experts, ranks=1, num_groups=3"),
         (np.ones(12), 6, 4, "ranks=6, num_groups=4"),
         (np.ones(0), 1, None, "got 0 experts, ranks=1"),
         (np.ones((2, 4)), 2, None, r"\[E\] finite"),
