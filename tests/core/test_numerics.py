@@ -34,6 +34,15 @@ def test_divide(exponents):
     assert_same_bits(jax.jit(numerics.divide)(one, large), one / large)
 
 
+def test_quotients_that_are_subnormal():
+    """Ties by powers of two, which lose one bit or more; and quotients that lie beside a tie."""
+    rng = np.random.default_rng(6)
+    x, powers = floats(rng, 1, 26), (2.0 ** rng.integers(1, 28, COUNT)).astype(np.float32)
+    beside = np.nextafter(powers, rng.choice([0, np.inf], COUNT).astype(np.float32))
+    for y in (powers, beside, floats(rng, 128, 153)):
+        assert_same_bits(jax.jit(numerics.divide)(x, y), x / y)
+
+
 @pytest.mark.parametrize("error", [-3, -2, -1, 1, 2, 3])
 def test_a_wrong_quotient_is_corrected(error):
     rng = np.random.default_rng(1)
@@ -55,6 +64,14 @@ def test_multiply():
     assert_same_bits(jax.jit(numerics.multiply)(x, y), want)
     assert_same_bits(numerics.multiply(jnp.float32(-np.inf), jnp.float32(2)), -np.inf)
     assert np.isnan(numerics.multiply(jnp.float32(np.nan), jnp.float32(2)))
+    for zero in np.float32([0.0, -0.0]):
+        assert_same_bits(numerics.multiply(zero, jnp.float32(2)), zero)
+
+
+def test_flush():
+    least = np.float32(2.0**-126)
+    x = np.array([1e-45, -1e-40, least, -least, 1, np.inf], np.float32)
+    assert_same_bits(numerics.flush(jnp.asarray(x)), [0.0, -0.0, least, -least, 1, np.inf])
 
 
 @pytest.mark.any_device
@@ -85,6 +102,7 @@ def test_magnitudes_are_ordered():
     x = np.array([0, 1e-45, -1e-40, 1e-38, -1.5, 3e38, -np.inf, np.nan], np.float32)
     found = np.asarray(numerics.magnitude(jnp.asarray(x)))
     assert (np.diff(found) > 0).all()
+    assert_same_bits(numerics.from_magnitude(jnp.asarray(found)), np.abs(x))
     narrow = x.astype(ml_dtypes.bfloat16)
     want = np.abs(narrow.astype(np.float32)).view(np.int32)
     np.testing.assert_array_equal(numerics.magnitude(jnp.asarray(narrow)), want)
