@@ -201,6 +201,7 @@ def test_trees_that_are_taken(use_bias, num_held, dtype):
         (lambda p: p | {"wo": p["wo"].astype(int)}, TypeError, "wo must be floating point"),
         (lambda p: p | {"wo": p["wo"].astype("float8_e4m3fn")}, TypeError, "of 16 bits or more"),
         (lambda p: p | {"wi": p["wo"]}, ValueError, "wi must be [E, D, 2, F] = (8, 16, 2, 12)"),
+        (lambda p: p | {"wo_bias": p["wo"]}, ValueError, "wo_bias must be [E, D] = (8, 16)"),
     ],
 )
 def test_trees_that_do_not_fit(change, kind, words):
@@ -211,6 +212,8 @@ def test_trees_that_do_not_fit(change, kind, words):
 
 def test_one_bias_alone_does_not_fit():
     config = make_config(use_bias=False)
+    params = init_params(jax.random.key(0), 16, config)
+    check_params("moe", params, 16, config, 8)
     params = without(init_params(jax.random.key(0), 16, CONFIG), "wi_bias")
     with pytest.raises(ValueError, match="missing wi_bias"):
         check_params("moe", params, 16, config, 8)
