@@ -1,6 +1,6 @@
 # README's two commands are `make train` and `make test`; each sets up .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint docs bench numerics faults census golden constraints
+.PHONY: help setup train test lint docs bench numerics faults mutants census golden constraints
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
 # GPUs. ci/matrix.py sets the others, for venvs of other versions of JAX and Triton; UNPINNED
@@ -61,8 +61,11 @@ bench: $(DONE)  ## run every benchmark; JSON into runs/bench/
 numerics: $(DONE)  ## train under each recipe, hours on few cores; results into docs/
 	JAX_PLATFORMS=cpu $(BIN)/python docs/training_curves.py $(ARGS)
 
-faults: $(DONE)  ## plant each fault of tests/faults and demand a red test
+faults: $(DONE)  ## plant each fault of tests/faults/table.toml and demand a red test
 	$(BIN)/python tests/faults/run.py $(ARGS)
+
+mutants: $(DONE)  ## test the mutants of the pure modules; print those that survive without a reason
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 census: $(DONE)  ## write the table of what each op moves between devices; ARGS=--check only compares
 	$(BIN)/python tests/census.py $(ARGS)

@@ -5,8 +5,11 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import MeshResource, current_resource, differentiable, global_shard_guard
+from expertmesh.core.mesh import filter_roles, narrow_at_rest
 
 
 def test_roles_of_dimensions():
@@ -28,6 +31,8 @@ def test_an_axis_plays_one_role():
         MeshResource(fsdp_resource=("x", "x"))
     with pytest.raises(TypeError, match="ep_resource=3"):
         MeshResource(ep_resource=3)
+    with pytest.raises(TypeError, match="ep_resource=\\('a', 3\\)"):
+        MeshResource(ep_resource=("a", 3))
     with pytest.raises(TypeError):
         MeshResource("dp")
 
@@ -92,3 +97,43 @@ def test_a_backward_runs_under_the_resource_of_its_forward(wrap):
         pull(jnp.ones(2))
     assert {resource for _, resource in seen} == {inner}
     assert {rule for rule, _ in seen} == {"forward", "backward"}
+
+
+def test_axes_of_roles():
+    spec = P(("dp", "tp"), "ep")
+    assert filter_roles(spec, "tp", "experts") == P(None, None), "no resource, no roles"
+    with global_shard_guard(MeshResource(dp_resource="dp", ep_resource="ep", tp_resource="tp")):
+        assert filter_roles(spec, "tp") == P("tp", None)
+        assert filter_roles(spec, "tp", "experts") == P("tp", "ep")
+
+
+def weight(kind):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType[kind],))
+    return jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("a")))
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, spec, fsdp, constrained",
+    [
+        ("Auto", "bfloat16", None, "a", True),
+        ("Auto", "bfloat16", P("a"), None, True),
+        ("Auto", "bfloat16", P(), "a", False),
+        ("Auto", "bfloat16", None, None, False),
+        ("Auto", "float32", None, "a", False),
+        ("Explicit", "bfloat16", P("a"), "a", False),
+    ],
+)
+def test_a_narrow_copy_lies_where_its_weight_does(kind, dtype, spec, fsdp, constrained):
+    """Asked for over Auto axes alone, where the copy is narrower; over Explicit ones its type says so."""
+    with global_shard_guard(MeshResource(fsdp_resource=fsdp)):
+        program = jax.make_jaxpr(lambda x: narrow_at_rest(x, dtype, spec, ("fsdp",)))(weight(kind))
+    assert [v.aval.dtype for v in program.jaxpr.outvars] == [dtype]
+    layouts = [e for e in program.eqns if e.primitive.name != "convert_element_type"]
+    assert [e.primitive.name for e in layouts] == ["sharding_constraint"] * constrained
+    assert all(e.params["sharding"].spec == P("a", None) for e in layouts)
+
+
+def test_a_narrow_copy_without_a_resource_is_a_cast():
+    x = weight("Auto")
+    program = jax.make_jaxpr(lambda x: narrow_at_rest(x, "bfloat16", None, ("fsdp",)))(x)
+    assert [e.primitive.name for e in program.eqns] == ["convert_element_type"]

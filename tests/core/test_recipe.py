@@ -25,6 +25,7 @@ from expertmesh.core import (
     recipe_of,
     support,
 )
+from expertmesh.core.recipe import quantized_once
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -61,18 +62,64 @@ def test_roles():
 
 
 def test_the_fields_of_recipes():
-    fields = {cls.__name__: [f.name for f in dataclasses.fields(cls)] for cls in RECIPES.values()}
+    """A new field goes behind these and has a default."""
+    fields = {
+        cls.__name__: [(f.name, f.default) for f in dataclasses.fields(cls)]
+        for cls in RECIPES.values()
+    }
     assert fields == {
-        "DelayedScaling": ["margin", "fp8_format", "amax_history_len", "amax_compute_algo"],
-        "Float8CurrentScaling": ["fp8_format"],
-        "Float8BlockScaling": ["fp8_format", "power_2_scale", "amax_epsilon"],
-        "MXFP8BlockScaling": ["fp8_format"],
+        "DelayedScaling": [
+            ("margin", 0),
+            ("fp8_format", Format.HYBRID),
+            ("amax_history_len", 1024),
+            ("amax_compute_algo", "max"),
+        ],
+        "Float8CurrentScaling": [("fp8_format", Format.HYBRID)],
+        "Float8BlockScaling": [
+            ("fp8_format", Format.E4M3),
+            ("power_2_scale", True),
+            ("amax_epsilon", 0.0),
+        ],
+        "MXFP8BlockScaling": [("fp8_format", Format.E4M3)],
         "NVFP4BlockScaling": [
-            "disable_stochastic_rounding",
-            "disable_rht",
-            "disable_2d_quantization",
+            ("disable_stochastic_rounding", False),
+            ("disable_rht", False),
+            ("disable_2d_quantization", False),
         ],
     }
+
+
+def test_options_reach_the_formats():
+    assert TensorFormat(dtype=E4M3) == TensorFormat(
+        dtype=E4M3,
+        block=None,
+        scale="float32",
+        amax_epsilon=0.0,
+        hadamard=False,
+        stochastic=False,
+    )
+    assert MXFP8BlockScaling().formats().x == TensorFormat(
+        dtype=E4M3, block=(1, 32), scale="float8_e8m0fnu"
+    )
+    assert DelayedScaling(fp8_format=Format.E4M3).formats().grad_wgrad.dtype == E4M3
+    floored = Float8BlockScaling(amax_epsilon=0.5).formats()
+    assert {f.amax_epsilon for f in vars(floored).values()} == {0.5}
+    assert DelayedScaling(amax_history_len=1).amax_history_len == 1
+
+
+def test_one_copy_serves_both_gemms_where_formats_are_equal_and_of_tensors():
+    tensor, block = TensorFormat(dtype=E4M3), TensorFormat(dtype=E4M3, block=(1, 128))
+    assert quantized_once(tensor, tensor)
+    assert not quantized_once(tensor, TensorFormat(dtype=E5M2))
+    assert not quantized_once(block, block)
+
+
+@pytest.mark.parametrize("role", ["grad_dgrad", "grad_wgrad"])
+def test_one_gradient_rounded_at_random_makes_a_layer_need_a_key(role):
+    formats = NVFP4BlockScaling(disable_stochastic_rounding=True).formats()
+    assert not formats.is_stochastic
+    random = dataclasses.replace(getattr(formats, role), stochastic=True)
+    assert dataclasses.replace(formats, **{role: random}).is_stochastic
 
 
 @pytest.mark.parametrize(
@@ -112,6 +159,7 @@ def q_params(power_2_scale=True, amax_epsilon=0.0):
             Float8CurrentScaling(),
         ),
         (theirs("MXFP8BlockScaling", margin=0), MXFP8BlockScaling()),
+        (theirs("Float8BlockScaling"), Float8BlockScaling()),
         (
             theirs("NVFP4BlockScaling", disable_rht=True, nvfp4_4over6="none"),
             NVFP4BlockScaling(disable_rht=True),
@@ -158,12 +206,35 @@ def test_what_is_no_recipe(obj, error, words):
 
 
 @pytest.mark.parametrize(
+    "option, default, other",
+    [
+        ("scaling_factor_compute_algo", None, max),
+        ("reduce_amax", True, False),
+        ("backward_override", None, "high_precision"),
+        ("use_power_2_scales", False, True),
+        ("x_block_scaling_dim", 1, 2),
+        ("w_block_scaling_dim", 2, 1),
+        ("grad_block_scaling_dim", 1, 2),
+        ("row_scaled_activation", False, True),
+        ("nvfp4_4over6", "none", "all"),
+    ],
+)
+def test_options_without_a_counterpart_are_taken_at_their_default(option, default, other):
+    assert recipe_of(theirs("MXFP8BlockScaling", **{option: default})) == MXFP8BlockScaling()
+    with pytest.raises(ValueError, match=option):
+        recipe_of(theirs("MXFP8BlockScaling", **{option: other}))
+
+
+@pytest.mark.parametrize(
     "make, error, words",
     [
         (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), ValueError, ["float8_e5m2", "itself"]),
         (lambda: Float8CurrentScaling(fp8_format="E4M3"), TypeError, ["'E4M3'", "Format.HYBRID"]),
         (lambda: DelayedScaling(amax_history_len=0), ValueError, ["amax_history_len=0"]),
+        (lambda: DelayedScaling(amax_history_len=1.5), ValueError, ["amax_history_len=1.5"]),
         (lambda: DelayedScaling(margin=-1), ValueError, ["margin=-1"]),
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, ["float8_e5m2", "itself"]),
+        (lambda: Float8BlockScaling(fp8_format=Format.E5M2), ValueError, ["itself"]),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, ["'mean'", "most_recent"]),
         (lambda: Float8BlockScaling(amax_epsilon=-1.0), ValueError, ["amax_epsilon=-1.0"]),
         (lambda: TensorFormat(dtype="int8"), ValueError, ["'int8'", E4M3]),
@@ -171,6 +242,10 @@ def test_what_is_no_recipe(obj, error, words):
         (lambda: TensorFormat(dtype=E4M3, scale="power_of_2"), ValueError, ["float32"]),
         (lambda: TensorFormat(dtype="float4_e2m1fn"), ValueError, ["4 bits", "float8_e4m3fn"]),
         (lambda: TensorFormat(dtype=E4M3, block=(0, 8)), ValueError, ["(0, 8)", "positive"]),
+        (lambda: TensorFormat(dtype=E4M3, block=[1, 8]), ValueError, ["[1, 8]", "positive"]),
+        (lambda: TensorFormat(dtype=E4M3, block=(8,)), ValueError, ["(8,)", "two"]),
+        (lambda: TensorFormat(dtype=E4M3, block=(1, 8.0)), ValueError, ["(1, 8.0)", "integers"]),
+        (lambda: TensorFormat(dtype=E4M3, amax_epsilon=-1.0), ValueError, ["amax_epsilon=-1.0"]),
         (lambda: TensorFormat(dtype=E4M3, stochastic=True), ValueError, ["random"]),
         (lambda: TensorFormat(dtype=E4M3, hadamard=True), ValueError, ["1 x 16"]),
     ],
@@ -235,6 +310,7 @@ def test_what_runs_emulated(feature, device, words):
 )
 def test_what_runs_natively(capability, native, monkeypatch):
     monkeypatch.setattr(support, "first_missing", lambda requirements: None)
+    monkeypatch.setattr(support, "no_launcher", lambda: None)
     assert [name for name in RECIPES if is_supported(name, Gpu(capability)) == (True, "")] == native
     monkeypatch.setattr(support, "first_missing", lambda requirements: "planted")
     for name in native:

@@ -33,6 +33,13 @@ def test_groups_take_the_ranks_of_the_operands():
     assert parse_rule("... e -> e, ()", [1]).results == (("e",), ())
 
 
+def test_a_group_that_no_operand_has_is_empty():
+    sharding = "t k -> t k n..."
+    rule = parse_rule(sharding, [2])
+    assert rule.results == (("t", "k"),)
+    assert role_names("tokens . -> tokens . .", sharding, rule)[1] == (("tokens", "."),)
+
+
 @pytest.mark.parametrize("sharding, ndims", [("p t, p -> p", [2]), ("p t -> p", [3]), ("p t", [2])])
 def test_rules_that_do_not_fit(sharding, ndims):
     with pytest.raises(ValueError, match="sharding rule"):
@@ -46,6 +53,9 @@ def test_roles():
     )
     assert operands == (("tokens", "sequence", "."), ("fsdp", "."))
     assert results == (("tokens", "sequence", "."),)
+    # The second dimension of any other group has no role.
+    rule = parse_rule("k, k n... -> n...", [1, 3])
+    assert role_names("., . fsdp -> fsdp", "k, k n... -> n...", rule)[0][1] == (".", "fsdp", ".")
     assert role_names("", "p c k, e k n -> p c n", parse_rule("p c k, e k n -> p c n", [3, 3]))[
         0
     ] == (
@@ -147,6 +157,32 @@ def test_dgrad_sums_over_a_sharded_contraction():
 def test_axes_that_do_not_divide_are_dropped():
     plan = gemm_op.make_plan(query([P(("dp", "ep")), P()], [(6, 8, 16), (16, 16)]))
     assert plan.result_specs == (P("dp", None, None),)
+
+
+def test_a_sum_that_does_not_divide_is_not_scattered():
+    """K of 3 is wanted over fsdp: all devices get the whole sum."""
+    given = query([P("fsdp"), P("fsdp")], [(8, 3), (8, 4)], (P("fsdp", None),))
+    plan = plan_by_rule(given, parse_rule("t k, t n -> k n", [2, 2]), frozenset(), frozenset({"t"}))
+    assert plan.result_specs == (P(None, None),) and plan.summed_axes == (("fsdp",),)
+
+
+def test_a_factor_of_a_later_operand_alone_may_be_summed():
+    given = query([P("dp"), P("ep")], [(8,), (8,)])
+    plan = plan_by_rule(given, parse_rule("t, k -> t", [1, 1]), frozenset(), frozenset({"k"}))
+    assert plan.operand_specs == (P("dp"), P("ep")) and plan.summed_axes == (("ep",),)
+
+
+def test_axes_that_may_not_be_used_are_dropped():
+    """Such as Manual ones, which the query's mesh lacks."""
+    given = query([P(("stage", "dp"), "stage")], [(8, 8)])
+    plan = plan_by_rule(given, parse_rule("t k -> t k", [2]), frozenset(), frozenset())
+    assert plan.operand_specs == plan.result_specs == (P("dp", None),)
+
+
+def test_a_dimension_of_results_only_is_not_cut():
+    given = query([P("dp")], [(8,)], (P("dp", "ep"),))
+    plan = plan_by_rule(given, parse_rule("t -> t e", [1]), frozenset(), frozenset())
+    assert plan.result_specs == (P("dp", None),)
 
 
 def test_decided_results_win_over_weights():

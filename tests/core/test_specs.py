@@ -1,9 +1,12 @@
 """The spec algebra: properties over random meshes, shapes and specs, and its errors."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import specs
@@ -95,3 +98,84 @@ def test_unknown_axis_names_the_mesh():
 def test_too_many_entries():
     with pytest.raises(ValueError, match="ndim=1"):
         specs.pad_spec(P("dp", "ep"), 1)
+
+
+@pytest.mark.parametrize(
+    "typed, other, want",
+    [
+        (P(), P(("a", "x")), P("a", None)),
+        (P("e"), P(), P("e", None)),
+        (P("e"), P("e"), P("e", None)),
+        (P("e"), P("a", "b"), P(("e", "a"), "b")),
+        (P("e"), P(("a", "e")), P(("a", "e"), None)),
+        (P(("e", "f")), P(("f", "a", "e")), P(("f", "a", "e"), None)),
+        (P(("e", "f")), P(("f", "e")), P(("f", "e"), None)),
+        (P(("e", "f")), P(("f", "a")), P(("e", "f", "a"), None)),
+    ],
+)
+def test_merge_known(typed, other, want):
+    """Over Explicit e and f the type is right, over Auto a and b the other; x is in neither."""
+    assert specs.merge_known(typed, other, {"a", "b"}, 2) == want
+
+
+def make_mesh(**kinds):
+    kinds = {axis: AxisType[kind] for axis, kind in kinds.items()}
+    return jax.make_mesh((2,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()))
+
+
+def test_the_mesh_of_an_array_comes_before_the_one_in_context():
+    mine, other = make_mesh(a="Explicit"), make_mesh(b="Explicit")
+    x = jax.device_put(jnp.ones(4), NamedSharding(mine, P("a")))
+    assert specs.mesh_of(np.ones(4)).empty
+    with jax.set_mesh(other):
+        assert specs.mesh_of(np.ones(4)).axis_names == ("b",)
+        assert specs.mesh_of(x).axis_names == ("a",)
+    assert specs.axes_of_type(make_mesh(a="Auto", b="Explicit").abstract_mesh, AxisType.Auto) == (
+        "a",
+    )
+
+
+@pytest.mark.parametrize(
+    "kinds, spec",
+    [
+        (dict(a="Explicit", b="Explicit"), P("a", "b")),
+        (dict(a="Auto", b="Auto"), P("a", "b")),
+        (dict(a="Explicit", b="Auto"), P("a", "b")),
+        (dict(a="Explicit", b="Auto"), P("b", "a")),
+        (dict(a="Explicit", b="Auto"), P(("a", "b"))),
+    ],
+)
+def test_constrain_asks_for_the_layout(kinds, spec):
+    mesh = make_mesh(**kinds)
+    x = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, P()))
+    out = jax.jit(lambda x: specs.constrain(x, spec))(x)
+    np.testing.assert_array_equal(out, x)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_constrain_asks_for_no_layout_over_auto_axes_that_the_spec_lacks():
+    """Else a replicated array would be gathered where the compiler had it sharded."""
+    x = jax.device_put(jnp.ones((4, 4)), NamedSharding(make_mesh(a="Auto"), P("a")))
+    assert not jax.make_jaxpr(lambda x: specs.constrain(x, P()))(x).eqns
+    assert len(jax.make_jaxpr(lambda x: specs.constrain(x, P("a")))(x).eqns) == 1
+
+
+def test_constrain_of_what_has_no_layout_to_ask_for():
+    x = jnp.ones((4, 4))
+    assert specs.constrain(x, P("anything", ("a", "b"))) is x
+    shard = jax.shard_map(
+        lambda x: specs.constrain(x, P("a")),
+        mesh=make_mesh(a="Auto"),
+        in_specs=P("a"),
+        out_specs=P("a"),
+    )
+    np.testing.assert_array_equal(shard(x), x)
+    with pytest.raises(ValueError, match="ndim=2"):
+        specs.constrain(x, P(None, None, "a"))
+    placed = jax.device_put(x, NamedSharding(make_mesh(a="Explicit"), P()))
+    with pytest.raises(ValueError, match="axis='b'"):
+        specs.constrain(placed, P("b"))
+
+
+def test_fewer_entries_than_dimensions():
+    assert specs.local_shape((8, 5), P("ep"), MESH) == (2, 5)

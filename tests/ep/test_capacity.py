@@ -1,5 +1,6 @@
 """recv_capacity against an exhaustive search of loads."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -34,6 +35,8 @@ def test_values():
     assert recv_capacity(8, 2, 16, 4, 16, factor=1.25) == 48  # roundup(40, 16)
     assert recv_capacity(8, 2, 17, 4, 16, factor=1.0) == 64  # 17 rows each, roundup to 32
     assert recv_capacity(8, 2, 16, 4, 1, factor=100.0) == 128
+    assert recv_capacity(3, 1, 3, 1) == 3, "no alignment"
+    assert type(recv_capacity(8, 2, 16, 4, 1, factor=1.25)) is int, "it is a shape"
 
 
 @pytest.mark.parametrize(
@@ -62,11 +65,15 @@ def test_errors(changed, words):
     [
         (dict(num_experts=0), ValueError, "num_experts=0"),
         (dict(num_experts=2.0), TypeError, "num_experts=2.0"),
+        (dict(num_experts=True), TypeError, "num_experts=True"),
         (dict(alignment=0), ValueError, "alignment=0"),
         (dict(alignment=12), ValueError, "power of two"),
         (dict(capacity=0), ValueError, "capacity=0"),
         (dict(capacity=24, alignment=16), ValueError, "capacity=24, alignment=16"),
         (dict(transport="nccl"), ValueError, "auto, local, ring, all_to_all"),
+        (dict(transport="nvlink:1"), ValueError, "'nvlink:N' for at most N >= 2"),
+        (dict(transport=48), ValueError, "got transport=48"),
+        (dict(overflow="warn"), ValueError, "drop, error; got overflow='warn'"),
         (dict(axis=["ep"]), TypeError, "axis=['ep']"),
         (dict(axis=("ep", 1)), TypeError, "axis=('ep', 1)"),
     ],
@@ -75,6 +82,35 @@ def test_config_errors(changed, kind, words):
     with pytest.raises(kind) as error:
         EpConfig(**(dict(num_experts=8) | changed))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(capacity=32, alignment=16),
+        dict(transport="nvlink:2"),
+        dict(overflow="error"),
+        dict(axis="ep"),
+        dict(axis=()),
+    ],
+)
+def test_configs_that_are_taken(changed):
+    config = EpConfig(**(dict(num_experts=8) | changed))
+    assert {name: getattr(config, name) for name in changed} == changed
+
+
+def test_defaults():
+    """A new field goes behind these and has a default."""
+    fields = [(f.name, f.default) for f in dataclasses.fields(EpConfig)]
+    assert fields == [
+        ("num_experts", dataclasses.MISSING),
+        ("capacity", None),
+        ("alignment", 1),
+        ("transport", "auto"),
+        ("axis", None),
+        ("overflow", "drop"),
+        ("debug", False),
+    ]
 
 
 def test_config_is_a_value():

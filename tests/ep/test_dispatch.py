@@ -378,6 +378,27 @@ def _remat_loss(topk, x, w, *, config):
     return jax.checkpoint(partial(loss, config=config))(topk, x, w)
 
 
+@pytest.mark.parametrize(
+    "tokens, capacity, alignment, countable",
+    [
+        (4, 2**31 - 1, 1, True),
+        (4, 2**31, 1, False),
+        (2**30 - 1, 1, 1, True),  # choices of all ranks are counted too
+        (2**30, 1, 1, False),
+        (2**30 - 8, 2, 2, True),  # 2^31 - 16 choices and 8 of padding
+        (2**30 - 4, 2, 2, False),
+    ],
+)
+def test_rows_must_be_countable_in_int32(tokens, capacity, alignment, countable):
+    config = EpConfig(num_experts=8, axis=(), capacity=capacity, alignment=alignment)
+    idx = jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
+    if countable:
+        jax.eval_shape(lambda idx: prepare(idx, config), idx)
+        return
+    with pytest.raises(ValueError, match=f"countable in int32; got capacity={capacity}, ep_size=1"):
+        jax.eval_shape(lambda idx: prepare(idx, config), idx)
+
+
 def test_second_call_does_not_trace_again():
     case, traced = Case(), []
     run, _ = compiled_run(case, "explicit")

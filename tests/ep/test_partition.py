@@ -1,15 +1,58 @@
 """Plans of the EP ops, without devices."""
 
+import dataclasses
 import warnings
 
+import jax
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from expertmesh.core import MeshResource, TensorFormat, global_shard_guard
 from expertmesh.core.op import Query
-from expertmesh.ep import partition
+from expertmesh.ep import EpConfig, partition
 from expertmesh.ep.transports import cheapest
 
 MESH = {"dp": 2, "fsdp": 3, "ep": 4, "tp": 5}
+
+
+def resolved(dp, ep, axis, resource, num_experts=8):
+    mesh = AbstractMesh((2, 4), ("dp", "ep"), axis_types=(AxisType[dp], AxisType[ep]))
+    config = EpConfig(num_experts=num_experts, axis=axis)
+    with jax.sharding.use_abstract_mesh(mesh), global_shard_guard(resource):
+        return partition.resolve_axis(config, np.zeros((8, 2), np.int32))
+
+
+@pytest.mark.parametrize(
+    "dp, ep, axis, resource, want",
+    [
+        ("Explicit", "Explicit", "ep", None, ("ep",)),
+        ("Explicit", "Explicit", None, None, ()),
+        ("Explicit", "Explicit", None, MeshResource(ep_resource="ep"), ("ep",)),
+        ("Explicit", "Explicit", ("dp", "ep"), MeshResource(ep_resource="ep"), ("dp", "ep")),
+        ("Explicit", "Auto", "ep", None, ("ep",)),
+        ("Auto", "Auto", "ep", None, None),
+        ("Auto", "Auto", "ep", MeshResource(dp_resource="dp"), ("ep",)),
+        ("Auto", "Auto", (), MeshResource(dp_resource="dp"), ()),
+    ],
+)
+def test_the_axis_is_the_configs_else_the_resources(dp, ep, axis, resource, want):
+    assert resolved(dp, ep, axis, resource) == want
+
+
+@pytest.mark.parametrize(
+    "axis, resource, num_experts, words",
+    [
+        (None, MeshResource(dp_resource="dp"), 8, "the MeshResource must name the ep axis"),
+        ("x", None, 8, "must be an axis of the mesh; got axis='x', mesh axes=('dp', 'ep')"),
+        (None, MeshResource(ep_resource=("ep", "x")), 8, "got axis='x'"),
+        ("ep", None, 6, "got num_experts=6, ep_size=4, axis='ep'"),
+    ],
+)
+def test_axes_that_are_none(axis, resource, num_experts, words):
+    with pytest.raises(ValueError) as error:
+        resolved("Explicit", "Explicit", axis, resource, num_experts)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +95,13 @@ def test_layout_names_the_numbers_that_do_not_fit():
         partition.plan_layout((None,), (12,), {"ep": 8}, ("ep",))
 
 
-def query(specs, shapes, axis):
+def query(specs, shapes, axis, **options):
     return Query(
         operand_specs=tuple(PartitionSpec(*s) for s in specs),
         shapes=shapes,
         result_specs=None,
         mesh_shape=MESH,
-        options={"axis": axis},
+        options={"axis": axis, **options},
     )
 
 
@@ -123,6 +166,55 @@ def test_features_that_do_not_divide_are_whole():
     assert partition.plan_dispatch(tokens).operand_specs[0] == PartitionSpec("dp", "ep", None)
 
 
+def test_an_axis_whose_name_is_in_anothers_is_another():
+    maps = (("ep", None), ("ep", None), ("ep", None, None))
+    tokens = query((("ep", "p"), *maps), ((8, 10), (8, 3), (4, 5), (4, 8, 3)), ("ep",))
+    tokens = dataclasses.replace(tokens, mesh_shape={"ep": 4, "p": 5})
+    assert partition.plan_dispatch(tokens).operand_specs[0] == PartitionSpec("ep", "p")
+
+
+def test_features_of_any_size_are_split():
+    tokens = query((("dp", "ep", "tp"), *MAPS), ((2, 4, 15), *MAP_SHAPES), ("ep",))
+    assert partition.plan_dispatch(tokens).operand_specs[0] == PartitionSpec("dp", "ep", "tp")
+
+
+@pytest.mark.parametrize(
+    "size, block, kept",
+    [(40, 4, "tp"), (22, 4, None), (10, 5, None)],  # whole blocks; a half block; two blocks, not 5
+)
+def test_blocks_are_not_cut(size, block, kept):
+    """Data and scales of a quantized token are split alike; so are sums that are quantized on their way."""
+    format = TensorFormat(dtype="float8_e4m3fn", block=(1, block))
+    shapes = ((2, 4, size), (2, 4, -(-size // block)), *MAP_SHAPES)
+    tokens = ("dp", "ep", "tp")
+    plan = partition.plan_dispatch_quantized(
+        query((tokens, tokens, *MAPS), shapes, ("ep",), format=format)
+    )
+    at, rows = PartitionSpec("dp", "ep", kept), PartitionSpec(("dp", "ep"), None, kept)
+    assert plan.operand_specs == (at, at, *(PartitionSpec(*s) for s in MAPS))
+    assert plan.result_specs == (rows, rows)
+    back = query(
+        (((None, None, "tp")), *MAPS), ((8, 5, size), *MAP_SHAPES), ("ep",), wire_format=format
+    )
+    assert partition.plan_combine(back).operand_specs == (rows, *plan.operand_specs[2:])
+    assert partition.plan_combine(back).result_specs == (at,)
+
+
+def test_sums_in_a_dtype_have_no_blocks():
+    rows = query(
+        ((None, None, "tp"), *MAPS), ((8, 5, 15), *MAP_SHAPES), ("ep",), wire_format="bfloat16"
+    )
+    assert partition.plan_combine(rows).result_specs == (PartitionSpec("dp", "ep", "tp"),)
+
+
+def test_without_participants_nothing_is_said_of_choices_sharded_in_k():
+    """The compiler's layouts: it reshards as it likes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = partition.plan_prepare(query((("dp", "ep", "tp"),), ((2, 4, 5),), None))
+    assert plan.operand_specs == (PartitionSpec(None, None, None),)
+
+
 def test_prepare_and_values():
     plan = partition.plan_prepare(query(((None, "dp", None),), ((4, 2, 3),), ("ep",)))
     each = ("dp", "ep")
@@ -136,9 +228,14 @@ def test_prepare_and_values():
         PartitionSpec(each),
     )
     values = query(((None, None, None), *MAPS), ((2, 4, 3), *MAP_SHAPES), ("ep",))
-    assert partition.plan_dispatch_values(values).result_specs == (PartitionSpec(each, None),)
+    maps = tuple(PartitionSpec(*s) for s in MAPS)
+    there = partition.plan_dispatch_values(values)
+    assert there.operand_specs == (maps[0], *maps)
+    assert there.result_specs == (PartitionSpec(each, None),)
     back = query(((None, None), *MAPS), ((8, 5), *MAP_SHAPES), ("ep",))
-    assert partition.plan_combine_values(back).result_specs == (PartitionSpec("dp", "ep", None),)
+    plan = partition.plan_combine_values(back)
+    assert plan.operand_specs == (maps[1], *maps)
+    assert plan.result_specs == (PartitionSpec("dp", "ep", None),)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The planted faults are fit to be planted: `make faults` plants them."""
 
+import collections
 import importlib.util
 import pathlib
 import subprocess
@@ -20,51 +21,48 @@ _spec.loader.exec_module(run)
 FAULTS = run.all_faults()
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    target = tmp_path_factory.mktemp("faults") / "tree"
-    run.copy_tree(target)
-    return target
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_can_be_planted(fault, tmp_path):
+    assert not fault.problem(ROOT)
+    copy = tmp_path / fault.file
+    copy.parent.mkdir(parents=True)
+    copy.write_text((ROOT / fault.file).read_text())
+    fault.plant(tmp_path)
+    if copy.suffix == ".py":
+        compile(copy.read_text(), fault.file, "exec")
+    # What is planted is not what stood there.
+    assert copy.read_text() != (ROOT / fault.file).read_text()
 
 
-def test_every_area_has_faults():
-    areas = {fault.name.partition("_")[0] for fault in FAULTS}
-    assert len(FAULTS) >= 30
-    assert len({fault.summary for fault in FAULTS}) == len(FAULTS)
-    assert {"specs", "rule", "op", "vjp", "gemm", "permute", "router", "ep", "moe"} <= areas
-
-
-def test_patches_apply(tree):
-    problems = {fault.name: run.apply(fault, tree, check=True) for fault in FAULTS}
-    assert not {name: problem for name, problem in problems.items() if problem}
-
-
-def test_patches_change_the_library_only():
-    for fault in FAULTS:
-        changed = {
-            line.split()[1] for line in fault.path.read_text().splitlines() if line[:4] == "+++ "
-        }
-        assert changed and all(path.startswith("b/packages/") for path in changed), fault.name
+def test_faults_are_in_every_package():
+    files = collections.Counter(fault.file.split("/")[1] for fault in FAULTS)
+    assert set(files) == {"core", "ep", "flax_moe", "train"} and min(files.values()) >= 4
+    assert all(fault.file.startswith("packages/") for fault in FAULTS)
+    assert len({fault.broken for fault in FAULTS}) == len(FAULTS)
 
 
 def test_named_tests_exist():
-    nodes = sorted({arg for fault in FAULTS for arg in fault.tests if arg.startswith("tests/")})
-    files = {node.partition("::")[0] for node in nodes}
-    assert not [file for file in files if not (ROOT / file).is_file()]
+    nodes = sorted({node for fault in FAULTS for node in fault.tests})
+    assert not [node for node in nodes if not (ROOT / node.partition("::")[0]).is_file()]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
     command += ["-p", "no:cacheprovider", "--assert=plain"]
     result = subprocess.run([*command, *nodes], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def test_headers_say_what_and_where(tmp_path):
-    path = tmp_path / "x.patch"
-    path.write_text(
-        "Broken.\nTest: tests/a.py::test_b -k 'c and d'\n\n--- a/p\n+++ b/p\n@@ -1 +1 @@\n"
-    )
-    fault = run.read_fault(path)
-    assert (fault.summary, fault.tests) == ("Broken.", ("tests/a.py::test_b", "-k", "c and d"))
-    assert fault.selects and fault.finds(1) and not any(fault.finds(s) for s in (0, 2, 3, 4, 5, -6))
-    path.write_text("Broken.\n\n--- a/p\n+++ b/p\n")
-    with pytest.raises(ValueError, match="Test: "):
-        run.read_fault(path)
+def test_what_can_not_be_planted_is_said(tmp_path):
+    row = dict(name="x", broken="B.", file="a.py", new="n", test="t.py")
+    assert "file must be" in run.Fault(**row, old="o").problem(tmp_path)
+    (tmp_path / "a.py").write_text("one, two, two")
+    assert run.Fault(**row, old="one").problem(tmp_path) == ""
+    for old, count in (("two", 2), ("three", 0)):
+        assert f"got {count} times" in run.Fault(**row, old=old).problem(tmp_path)
+
+
+def test_a_failed_test_finds_it():
+    fault = run.Fault(name="x", broken="B.", file="f", old="o", new="n", test="a.py 'b.py::c[d e]'")
+    assert fault.tests == ("a.py", "b.py::c[d e]")
+    others = (0, 2, 3, 4, 5, 124, -6)
+    assert fault.finds(1) and not any(map(fault.finds, others))
+    crash = run.dataclasses.replace(fault, crash=True)
+    assert crash.finds(-6) and not any(map(crash.finds, (0, 1, 2, 3, 4, 5, 124)))

@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from expertmesh.core import Activation
+from expertmesh.core import Activation, Float8BlockScaling, MXFP8BlockScaling
 from expertmesh.core.ops.activation import ACTIVATIONS
 from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig
+from expertmesh.ep import EpConfig
 from expertmesh.flax_moe import MoEConfig
+from expertmesh.flax_moe.config import dispatches_quantized
 
 VALID = dict(num_experts=8, top_k=2, expert_dim=16)
 
@@ -79,6 +81,7 @@ def test_router_part():
         (dict(num_experts=0), ValueError, ["num_experts=0"]),
         (dict(num_experts=8.0), TypeError, ["num_experts=8.0", "int"]),
         (dict(expert_dim=True), TypeError, ["expert_dim=True"]),
+        (dict(expert_dim=16.0), TypeError, ["expert_dim=16.0"]),
         (dict(activation="swish"), ValueError, ["'swish'", *ACTIVATIONS]),
         (dict(activation=jnp.tanh), TypeError, ["activation", "Activation"]),
         (dict(shared_expert_dim=0), ValueError, ["shared_expert_dim=0"]),
@@ -98,10 +101,24 @@ def test_router_part():
         (dict(capacity_factor=float("inf")), ValueError, ["capacity_factor=inf", "None"]),
         (dict(capacity_factor="big"), TypeError, ["capacity_factor='big'"]),
         (dict(aux_loss_coeff=-1.0), ValueError, ["aux_loss_coeff=-1.0"]),
+        (dict(aux_loss_coeff=float("inf")), ValueError, ["aux_loss_coeff=inf"]),
         (dict(z_loss_coeff=float("nan")), ValueError, ["z_loss_coeff=nan"]),
         (dict(aux_loss_coeff=jnp.ones(())), TypeError, ["aux_loss_coeff", "Python number"]),
         (dict(ep_axis=3), TypeError, ["ep_axis=3", "tuple"]),
         (dict(ep_axis=["ep"]), TypeError, ["ep_axis=['ep']"]),
+        (dict(ep_axis=()), TypeError, ["ep_axis=()"]),
+        (dict(ep_axis=("ep", 1)), TypeError, ["ep_axis=('ep', 1)"]),
+        (dict(alignment=64, recipe="fp8_block"), ValueError, ["alignment=64", "128"]),
+        (
+            dict(transport="ring", recipe="mxfp8", quantize_backward_combine=True),
+            ValueError,
+            ["quantize_backward_combine", "'ring'"],
+        ),
+        (
+            dict(recipe="fp8_current", quantize_backward_combine=True),
+            ValueError,
+            ["quantize_backward_combine", "Float8CurrentScaling"],
+        ),
         (dict(dtype=jnp.int32), ValueError, ["dtype", "floating"]),
         (dict(param_dtype=jnp.int8), ValueError, ["param_dtype"]),
         (dict(reduce_dtype=jnp.float64), ValueError, ["reduce_dtype=float64", "bfloat16"]),
@@ -112,6 +129,66 @@ def test_errors(changes, error, words):
     with pytest.raises(error) as info:
         MoEConfig(**VALID | changes)
     assert all(word in str(info.value) for word in words), str(info.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(top_k=8),
+        dict(use_expert_bias=True, score_function="sigmoid"),
+        dict(capacity_factor=1),
+        dict(ep_axis="ep"),
+        dict(ep_axis=("dp", "ep")),
+        dict(transport="ring", recipe=Float8BlockScaling()),
+        dict(alignment=256, recipe=Float8BlockScaling()),
+        dict(quantize_backward_combine=True),
+        dict(quantize_backward_combine=True, recipe=MXFP8BlockScaling()),
+    ],
+    ids=str,
+)
+def test_what_is_taken(changes):
+    config = MoEConfig(**VALID | changes)
+    assert {name: getattr(config, name) for name in changes} == changes
+
+
+def test_a_recipe_by_name_is_kept_as_a_recipe():
+    assert MoEConfig(**VALID, recipe="mxfp8").recipe == MXFP8BlockScaling()
+
+
+def test_the_blocks_own_recipe_comes_before_the_one_in_context():
+    config, block = MoEConfig(**VALID), Float8BlockScaling()
+    assert config.under(None) is config and config.under(block).recipe == block
+    own = MoEConfig(**VALID, recipe="mxfp8")
+    assert own.under(block) is own.under(None) is own
+    both = dataclasses.replace(own, quantize_backward_combine=True)
+    assert both.under(None) is both
+    narrow = MoEConfig(**VALID, quantize_backward_combine=True)
+    assert narrow.under(block).recipe == block
+    with pytest.raises(ValueError, match="quantize_backward_combine must go with a recipe"):
+        narrow.under(None)
+
+
+def test_exchange_part():
+    options = dict(transport="all_to_all", overflow="error", debug=True)
+    config = MoEConfig(**VALID, **options, recipe="mxfp8")
+    assert config.exchange(axis=("ep",), capacity=64) == EpConfig(
+        num_experts=8, capacity=64, alignment=32, axis=("ep",), **options
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, quantized",
+    [
+        (None, False),
+        ("fp8_delayed", False),
+        ("fp8_current", False),
+        ("fp8_block", True),
+        ("mxfp8", True),
+        ("nvfp4", False),
+    ],
+)
+def test_tokens_with_scales_of_their_own_are_dispatched_in_8_bits(recipe, quantized):
+    assert dispatches_quantized(MoEConfig(**VALID, recipe=recipe).recipe) is quantized
 
 
 def test_unknown_options_are_refused():

@@ -1,5 +1,7 @@
 """The parameter tree: shapes, initial spread, layout at rest, split and merged projections."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,10 @@ from expertmesh.flax_moe import (
     param_specs,
     split_wi,
 )
+from expertmesh.flax_moe.params import check_params
 from flax_moe.moe_oracle import make_config, make_data
 
+CONFIG = make_config()
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
 
 
@@ -165,3 +169,51 @@ def test_split_and_merge_errors(call, words):
     with pytest.raises(ValueError) as info:
         call(make_data(make_config()).params)
     assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def without(params, *names):
+    return {name: w for name, w in params.items() if name not in names}
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("num_held", [8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_trees_that_are_taken(use_bias, num_held, dtype):
+    """Those of a shard hold fewer experts; biases that are there count, whatever the config says."""
+    params = init_params(jax.random.key(0), 16, make_config())
+    held = {n: w if n == "gate_kernel" else w[:num_held] for n, w in params.items()}
+    held = {name: w.astype(dtype) for name, w in held.items()}
+    check_params("moe", held, 16, make_config(use_bias=use_bias), num_held)
+
+
+@pytest.mark.parametrize(
+    "change, kind, words",
+    [
+        (lambda p: list(p), TypeError, "params must be a mapping of names to arrays; got list"),
+        (lambda p: without(p, "wo"), ValueError, "missing wo"),
+        (lambda p: p | {"wi_0": p["wi"]}, ValueError, "got also wi_0"),
+        (lambda p: p | {"shared_wi": p["wi"]}, ValueError, "got also shared_wi"),
+        (lambda p: without(p, "wi_bias"), ValueError, "missing wi_bias"),
+        (lambda p: without(p, "wi_bias", "wo_bias"), ValueError, "missing wi_bias, wo_bias"),
+        (lambda p: p | {"wo": [[1.0]]}, TypeError, "wo must be an array; got list"),
+        (lambda p: p | {"wo": types.SimpleNamespace(shape=(8, 12, 16))}, TypeError, "an array"),
+        (lambda p: p | {"wo": types.SimpleNamespace(dtype=jnp.float32)}, TypeError, "an array"),
+        (lambda p: p | {"wo": p["wo"].astype(int)}, TypeError, "wo must be floating point"),
+        (lambda p: p | {"wo": p["wo"].astype("float8_e4m3fn")}, TypeError, "of 16 bits or more"),
+        (lambda p: p | {"wi": p["wo"]}, ValueError, "wi must be [E, D, 2, F] = (8, 16, 2, 12)"),
+        (lambda p: p | {"wo_bias": p["wo"]}, ValueError, "wo_bias must be [E, D] = (8, 16)"),
+    ],
+)
+def test_trees_that_do_not_fit(change, kind, words):
+    with pytest.raises(kind) as info:
+        check_params("moe", change(init_params(jax.random.key(0), 16, CONFIG)), 16, CONFIG, 8)
+    assert words in str(info.value) and str(info.value).startswith("moe: ")
+
+
+def test_one_bias_alone_does_not_fit():
+    config = make_config(use_bias=False)
+    params = init_params(jax.random.key(0), 16, config)
+    check_params("moe", params, 16, config, 8)
+    params = without(init_params(jax.random.key(0), 16, CONFIG), "wi_bias")
+    with pytest.raises(ValueError, match="missing wi_bias"):
+        check_params("moe", params, 16, config, 8)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import DelayedScaling
 from expertmesh.flax_moe import (
@@ -16,7 +18,7 @@ from expertmesh.flax_moe import (
     place_experts,
     split_wi,
 )
-from flax_moe.moe_oracle import EXPLICIT, make_config, make_data, make_mesh, place
+from flax_moe.moe_oracle import AUTO, EXPLICIT, make_config, make_data, make_mesh, place
 
 ZIPF = 1 / np.arange(1, 9)
 
@@ -37,6 +39,27 @@ def test_balance_is_near_the_best(loads):
         for half in itertools.combinations(range(8), 4)
     )
     assert largest(loads[placement], 2) <= 1.05 * best
+
+
+def test_equal_loads_are_taken_in_order():
+    """By a loop in Python; of 64 experts, since numpy sorts short arrays stably whatever is asked for."""
+    loads = np.random.default_rng(0).integers(0, 4, 64)
+    held = [[] for _ in range(8)]
+    for expert in sorted(range(64), key=lambda e: (-loads[e], e)):
+        room = [rank for rank in range(8) if len(held[rank]) < 8]
+        held[min(room, key=lambda rank: (sum(loads[held[rank]]), rank))].append(expert)
+    np.testing.assert_array_equal(place_experts(loads, 8), np.concatenate([*map(sorted, held)]))
+
+
+@pytest.mark.parametrize("axes", [EXPLICIT, AUTO])
+def test_experts_stay_sharded(axes):
+    mesh = make_mesh((2, 2), axes)
+    w = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh, P("ep")))
+    placement = np.array([3, 1, 0, 2, 7, 6, 5, 4])
+    for permute in (permute_experts, jax.jit(permute_experts)):
+        got = permute({"wo": w}, placement)["wo"]
+        np.testing.assert_array_equal(got, np.asarray(w)[placement])
+        assert axes is AUTO or got.sharding.is_equivalent_to(w.sharding, 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -60,10 +83,26 @@ def test_groups_stay_groups(ranks, groups):
         assert len(set(members)) == 1
 
 
+def test_each_group_is_balanced_over_its_own_ranks():
+    loads = np.array([8, 7, 1, 1, 2, 2, 9, 8])
+    placement = place_experts(loads, 4, num_groups=2)
+    assert sorted(placement[:4]) == [0, 1, 2, 3] and sorted(placement[4:]) == [4, 5, 6, 7]
+    assert largest(loads, 4) == 17 and largest(loads[placement], 4) == 11
+
+
+def test_loads_of_any_kind():
+    want = place_experts(ZIPF, 2)
+    assert list(want) != list(range(8))
+    np.testing.assert_array_equal(place_experts(list(ZIPF), 2), want)
+    np.testing.assert_array_equal(place_experts(jnp.asarray(840 * ZIPF, jnp.int32), 2), want)
+
+
 @pytest.mark.parametrize(
     "loads, ranks, groups, words",
     [
         (np.ones(8), 3, None, "8 experts, ranks=3"),
+        (np.ones(8), 16, None, "8 experts, ranks=16"),
+        (np.ones(8), 1, 3, "8 experts, ranks=1, num_groups=3"),
         (np.ones(12), 6, 4, "ranks=6, num_groups=4"),
         (np.ones(0), 1, None, "got 0 experts, ranks=1"),
         (np.ones((2, 4)), 2, None, r"\[E\] finite"),
@@ -142,6 +181,7 @@ def test_every_tree_of_a_block():
         ({"wi": np.ones((4, 2))}, np.arange(8), r"wi must have E = 8 in dimension 0.*\(4, 2\)"),
         ({"gate_kernel": np.ones(8)}, np.arange(8), r"gate_kernel.*dimension 1"),
         ({"wi": np.ones(8)}, np.ones(8), "float32"),
+        ({"wi": np.ones(8)}, np.arange(8).reshape(2, 4), r"int32\[2, 4\]"),
     ],
 )
 def test_errors_of_trees(tree, placement, words):
