@@ -56,7 +56,9 @@ SIZES = [
 ]
 
 
-@covering("transport, number", RING, range(5), covers=[("all_to_all", 1), ("ring", 4)])
+@covering(
+    "transport, number", RING, range(5), covers=[("all_to_all", 1), ("all_to_all", 2), ("ring", 4)]
+)
 def test_sizes(transport, number):
     run_case(dataclasses.replace(Case(transport=transport), **SIZES[number]))
 
@@ -66,6 +68,11 @@ def test_sizes(transport, number):
 def test_no_tokens_at_all(mode, C):
     resource = RESOURCES["ep"] if mode == "resource" else None
     run_case(Case(sizes=(0,), K=2, C=C, A=16), mode, resource=resource)
+
+
+def test_tokens_without_choices():
+    handle = prepare(jnp.zeros((4, 0), jnp.int32), EpConfig(num_experts=4))
+    assert handle.slot.shape == (4, 0) and handle.source.shape == (1, 0)
 
 
 DP_EP, TRIPLE = (("dp", 2), ("ep", 4)), (("dp", 2), ("ep", 2), ("tp", 2))

@@ -213,7 +213,9 @@ def test_weights_of_other_dtypes_are_converted(dtype):
 
 
 @covering(
-    "dtype", ["int8", "uint8", "uint16", "int32", "uint32", "int64"], covers=["uint8", "int64"]
+    "dtype",
+    ["int8", "uint8", "uint16", "int32", "uint32", "int64"],
+    covers=["int8", "uint8", "int64"],
 )
 def test_expert_ids_of_any_integer_dtype(dtype):
     topk = np.asarray([[0, 299 % 120], [119, 1]]).astype(dtype)
