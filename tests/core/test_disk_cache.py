@@ -1,6 +1,7 @@
 """What is kept on disk for the next process."""
 
-import multiprocessing
+import subprocess
+import sys
 
 import pytest
 
@@ -50,22 +51,20 @@ def test_without_a_place_it_is_made_each_time(monkeypatch, tmp_path):
     assert [disk_cache.kept("a", lambda: b"made") for _ in range(2)] == [b"made"] * 2
 
 
-def _ask(folder, queue):
-    def make():
-        with open(f"{folder}/made", "a") as file:
-            file.write("x")
-        return b"result"
+ASK = """
+import runpy, sys
 
-    queue.put(disk_cache.kept("a", make))
+def make():
+    with open(sys.argv[2], "a") as file:
+        file.write("x")
+    return b"result"
+
+print(runpy.run_path(sys.argv[1])["kept"]("a", make).decode())
+"""
 
 
 def test_processes_wait_for_the_one_that_makes_it(tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [context.Process(target=_ask, args=(tmp_path, queue)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert [queue.get(timeout=60) for _ in processes] == [b"result"] * 4
-    for process in processes:
-        process.join()
+    command = [sys.executable, "-c", ASK, disk_cache.__file__, f"{tmp_path}/made"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["result\n"] * 4
     assert (tmp_path / "made").read_text() == "x"
