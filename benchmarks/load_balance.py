@@ -22,12 +22,14 @@ def sums(logits, topk_idx):
     experts = logits.shape[-1]
     return {
         "sums of scores, softmax": (
-            lambda name, x: ops._prob_sums_op(x, score_function="softmax", implementation=name),
+            lambda name, x: ops._prob_sums_op(
+                x, None, score_function="softmax", implementation=name
+            ),
             logits,
         ),
-        "sum of the z loss": (lambda name, x: ops._z_sum_op(x, implementation=name), logits),
+        "sum of the z loss": (lambda name, x: ops._z_sum_op(x, None, implementation=name), logits),
         "counts": (
-            lambda name, i: ops._counts_op(i, num_experts=experts, implementation=name),
+            lambda name, i: ops._counts_op(i, None, num_experts=experts, implementation=name),
             topk_idx,
         ),
     }

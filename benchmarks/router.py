@@ -32,7 +32,7 @@ def passes(config, logits, d_weights):
     """pass -> (function of an implementation and the operands, the operands)."""
 
     def forward(implementation, logits):
-        return ops._choose_op(logits, config=config, implementation=implementation)
+        return ops._choose_op(logits, None, None, config=config, implementation=implementation)
 
     def backward(implementation, *operands):
         return ops._weigh_grad_op(*operands, config=config, implementation=implementation)

@@ -106,7 +106,7 @@ def test_router(experts, dtype, options, compiled):
 
     config = RouterConfig(**options)
     logits, choices = ((T, experts), dtype), (T, config.top_k)
-    _trace(lambda x: router.choose(x, config=config), logits)
+    _trace(lambda x: router.choose(x, None, None, config=config), logits)
     _trace(
         lambda *operands: router.weigh_grad(*operands, config=config),
         logits, (choices, "int32"), (choices, "float32"), (choices, "float32"),

@@ -6,6 +6,7 @@ cannot run CUDA C++.
 
 import dataclasses
 import gc
+import inspect
 import math
 
 import jax
@@ -105,14 +106,32 @@ def _elementwise(function):
     return apply
 
 
+def _masks_of_bools(builder) -> None:
+    """Triton 3.9's interpreter refuses a mask that is the `&` of two: it keeps it in bytes, and then wants bools."""
+    for name in ("create_masked_load", "create_masked_store"):
+        access = getattr(builder, name)
+        names = list(inspect.signature(access).parameters)
+
+        def of_bools(*given, access=access, names=names, **more):
+            operands = dict(zip(names, given, strict=False)) | more
+            mask = operands["mask"]
+            if not isinstance(mask, np.ndarray):  # as 3.8 hands over
+                mask.data = mask.data.astype(bool)
+            return access(**operands)
+
+        setattr(builder, name, of_bools)
+
+
 def install() -> None:
     """From now on, in this process."""
     from triton.language.extra import libdevice
+    from triton.runtime.interpreter import interpreter_builder
 
     from expertmesh.core.kernels import launcher
     from expertmesh.core.op import Kernel
 
     launcher.triton_call = triton_call
+    _masks_of_bools(interpreter_builder)
     libdevice.exp = _elementwise(np.exp)
     libdevice.erfc = _elementwise(np.vectorize(math.erfc, otypes=[np.float32]))
     made = Kernel.triton.__func__
