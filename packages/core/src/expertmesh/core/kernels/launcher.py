@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import zlib
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -128,10 +130,15 @@ def launch(binary: Binary, *parameters, out_type, grid: tuple[int, ...]):
     if isinstance(host, str):
         raise KernelError(host)
     _check_loads(binary)
-    arrays: list = []
-    coded = [number for p in parameters for number in _coded(p, arrays)]
+    buffers = [base for p in parameters if (base := _base(p)) is not None]
+    arrays = [base for base in buffers if not isinstance(base, Result)]
+    operands = itertools.count()
     # Results come after all operands.
-    coded = [n(len(arrays)) if callable(n) else n for n in coded]
+    numbers = (
+        len(arrays) + base.number if isinstance(base, Result) else next(operands)
+        for base in buffers
+    )
+    coded = [word for p in parameters for word in _coded(p, numbers)]
     call = jax.ffi.ffi_call(_native.LAUNCH, out_type)
     return call(
         *arrays, name=binary.name, image=binary.image, digest=binary.digest,
@@ -149,8 +156,15 @@ _MAP_TYPES = {
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
-def _coded(parameter, arrays: list) -> list:
-    """The numbers that stand for a parameter; its array is added to `arrays`."""
+def _base(parameter):
+    """The array or `Result` that a parameter is of, or None."""
+    if isinstance(parameter, TensorMap):
+        return parameter.base
+    return None if isinstance(parameter, np.generic) else parameter
+
+
+def _coded(parameter, numbers: Iterator[int]) -> list[int]:
+    """The words that stand for a parameter; `numbers`: of the buffers, in the parameters' order."""
     if parameter is None:
         return [_NULL]
     if isinstance(parameter, np.generic):
@@ -160,18 +174,10 @@ def _coded(parameter, arrays: list) -> list:
     if isinstance(parameter, TensorMap):
         dtype, rank = parameter.dtype, len(parameter.shape)
         return [
-            _MAP, _buffer(parameter.base, arrays), _MAP_TYPES[dtype.name], _SWIZZLES[parameter.swizzled], rank,
+            _MAP, next(numbers), _MAP_TYPES[dtype.name], _SWIZZLES[parameter.swizzled], rank,
             *parameter.shape, *(stride * dtype.itemsize for stride in parameter.strides[:-1]), *parameter.box,
         ]  # fmt: skip
-    return [_POINTER, _buffer(parameter, arrays)]
-
-
-def _buffer(x, arrays: list):
-    """The number of a buffer; of a result, once it is known how many operands there are."""
-    if isinstance(x, Result):
-        return lambda operands: operands + x.number
-    arrays.append(x)
-    return len(arrays) - 1
+    return [_POINTER, next(numbers)]
 
 
 @functools.cache
