@@ -1,22 +1,18 @@
 """The planted faults are fit to be planted: `make faults` plants them."""
 
 import collections
-import importlib.util
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from cases.scripts import load_script
+
 pytestmark = pytest.mark.default_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location(
-    "faults_run", pathlib.Path(__file__).with_name("run.py")
-)
-assert _spec and _spec.loader
-run = sys.modules["faults_run"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(run)
+run = load_script(pathlib.Path(__file__).with_name("run.py"))
 
 FAULTS = run.all_faults()
 

@@ -3,7 +3,6 @@
 Nothing is downloaded. Runs in the CI cell `transformers`, which installs it and torch.
 """
 
-import importlib.util
 import pathlib
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.scripts import load_script
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, moe
 
@@ -64,10 +64,7 @@ def random_model(name):
 
 @pytest.fixture(scope="module")
 def recipes():
-    spec = importlib.util.spec_from_file_location("recipes", RECIPES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(RECIPES)
 
 
 def numpy_of(state):

@@ -1,13 +1,13 @@
 """What crosses devices in a step of the quantized block, and the table of docs/numerics.md, which is made of it."""
 
 import functools
-import importlib.util
 import pathlib
 import re
 
 import pytest
 from jax.sharding import AxisType
 
+from cases.scripts import load_script
 from expertmesh.core import hlo
 
 # The table is of one version of JAX.
@@ -18,10 +18,7 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 @functools.cache
 def script():
-    spec = importlib.util.spec_from_file_location("wire_bytes", DOCS / "wire_bytes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "wire_bytes.py")
 
 
 @functools.cache

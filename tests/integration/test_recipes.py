@@ -1,6 +1,5 @@
 """The recipes run, compute what the frameworks' own blocks compute, and docs/recipes.md shows what runs."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -13,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from cases.scripts import load_script
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, init_params
 from flax_moe import moe_oracle
@@ -26,10 +26,7 @@ PAGE = ROOT / "docs/recipes.md"
 
 @pytest.fixture(scope="module")
 def recipes():
-    spec = importlib.util.spec_from_file_location("recipes", ROOT / "examples/recipes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "examples/recipes.py")
 
 
 def test_maxtext(recipes):

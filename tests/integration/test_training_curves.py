@@ -1,11 +1,11 @@
 """`make numerics`: what it runs, what it keeps of it, when it fails."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from cases.scripts import load_script
 
 pytestmark = pytest.mark.default_jax
 
@@ -18,12 +18,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def curves():
-    spec = importlib.util.spec_from_file_location("training_curves", DOCS / "training_curves.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return load_script(DOCS / "training_curves.py")
 
 
 def result(*valid_losses, data="text", steps=20):

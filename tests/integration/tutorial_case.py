@@ -1,17 +1,14 @@
 """The tutorial in a process that has joined others."""
 
-import importlib.util
 import pathlib
+
+from cases.scripts import load_script
 
 PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples/tutorial.py"
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("tutorial", PROGRAM)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(PROGRAM)
 
 
 def run():

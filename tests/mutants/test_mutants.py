@@ -1,7 +1,6 @@
 """The mutants of `make mutants`: what is changed, what is left alone, what a run keeps and says."""
 
 import ast
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -9,15 +8,12 @@ import sys
 
 import pytest
 
+from cases.scripts import load_script
+
 pytestmark = pytest.mark.default_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location(
-    "mutants_run", pathlib.Path(__file__).with_name("run.py")
-)
-assert _spec and _spec.loader
-run = sys.modules["mutants_run"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(run)
+run = load_script(pathlib.Path(__file__).with_name("run.py"))
 
 
 def changed(source):

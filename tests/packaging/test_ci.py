@@ -1,6 +1,5 @@
 """ci/: the matrix, the pins and the search for an interpreter."""
 
-import importlib.util
 import itertools
 import json
 import os
@@ -14,6 +13,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from cases.scripts import load_script
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MATRIX = tomllib.loads((ROOT / "ci/matrix.toml").read_text())
@@ -32,11 +33,7 @@ def cells():
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"ci/{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / f"ci/{name}.py")
 
 
 def listed(*options):

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from cases.scripts import load_script
 from expertmesh.flax_moe import MoEConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -62,11 +63,7 @@ def test_the_performance_page_is_made_from_the_results():
 
 @pytest.fixture
 def block():
-    spec = importlib.util.spec_from_file_location("block", ROOT / "docs/block.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "docs/block.py")
 
 
 SHAPE = "{} x 2048, F 768, {} experts, top {}"

@@ -1,0 +1,16 @@
+"""Programs of the repository that are no modules of a package, as modules."""
+
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
+
+
+def load_script(path: pathlib.Path) -> ModuleType:
+    """The program at `path`, run anew; its dataclasses find themselves under a name of its own."""
+    name = f"script_{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
