@@ -219,12 +219,6 @@ __device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 o
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void finish(float (&product)[SUMS]) {
-  wait_products<0>();
-#pragma unroll
-  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(product[i])::"memory");  // nothing reads it before
-}
-
 __device__ __forceinline__ void add(
     float (&sums)[SUMS], const float (&product)[SUMS], float of_upper, float of_lower) {
 #pragma unroll

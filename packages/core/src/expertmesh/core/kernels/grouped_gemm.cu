@@ -363,9 +363,7 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
     wait_barrier(ring.full(), ring.parity);
     const int4 next = get(which(ring));
     result.begin(tile);
-    wait_products<0>();
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");  // nothing reads them before
+    finish(d);
     ring.release_before();
     scales.apply(d);
     result.take(d);

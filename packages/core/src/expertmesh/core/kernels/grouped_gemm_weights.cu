@@ -256,9 +256,7 @@ __device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sendin
       multiply_rows<PART_N>(sums, ring, tiles.start, tiles.end, sender);
     more = tiles.next();  // while the last products run
     sender.send_rest();
-    wait_products<0>();
-#pragma unroll
-    for (int i = 0; i < PARTS * SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");  // nothing reads them before
+    finish(sums);
     ring.release();
     ring.next();
     sender.take(sums, 1, tile);

@@ -160,6 +160,14 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
 
+// Until all products are complete: nothing reads their sums before.
+template <int SIZE>
+__device__ __forceinline__ void finish(float (&sums)[SIZE]) {
+  wait_products<0>();
+#pragma unroll
+  for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // A block's shared memory: from its first multiple of 1024 bytes on, for swizzles repeat so; and the table of groups at
 // its end, 16 bytes each.
 struct Memory {

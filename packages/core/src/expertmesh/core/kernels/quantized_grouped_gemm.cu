@@ -101,12 +101,6 @@ __device__ __forceinline__ void begin(float (&product)[SUMS], u32 lhs, u32 dy) {
   }
 }
 
-__device__ __forceinline__ void finish(float (&product)[SUMS]) {
-  wait_products<0>();
-#pragma unroll
-  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(product[i])::"memory");  // nothing reads it before
-}
-
 // The scales of dy that a thread needs, 8 columns apart.
 typedef float2 OfColumns[SUMS / 4];
 

@@ -113,9 +113,7 @@ __device__ __forceinline__ void multiply_tiles(
     }
     more = tiles.next();  // while the last products run
     sender.send_rest();
-    wait_products<0>();
-#pragma unroll
-    for (int i = 0; i < PARTS * SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");  // nothing reads them before
+    finish(sums);
     ring.release();
     ring.next();
     sender.take(sums, product_of_scales(of_lhs, of_dy), tile);
