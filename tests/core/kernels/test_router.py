@@ -52,24 +52,15 @@ def test_equals_the_reference(name, extras, dtype):
     E, config = CASES[name]
     logits = _logits(E, dtype)
     rng = np.random.default_rng(0)
-    given = []
-    if "bias" in extras:
-        given.append(jnp.asarray(rng.normal(size=E) * 0.1, jnp.float32))
-    if "mask" in extras:
-        given.append(jnp.asarray(rng.random(logits.shape[0]) < 0.8))
-    op = {
-        "": ops._choose_op,
-        "bias": ops._choose_biased_op,
-        "mask": ops._choose_masked_op,
-        "bias and mask": ops._choose_biased_masked_op,
-    }[extras]
+    bias = jnp.asarray(rng.normal(size=E) * 0.1, jnp.float32) if "bias" in extras else None
+    mask = jnp.asarray(rng.random(logits.shape[0]) < 0.8) if "mask" in extras else None
     d_weights = jnp.asarray(rng.normal(size=(logits.shape[0], config.top_k)), jnp.float32)
 
     def run(implementation):
         options = {"config": config, "implementation": implementation}
-        choose = jax.jit(lambda *operands: op(*operands, **options))
+        choose = jax.jit(lambda *operands: ops._choose_op(*operands, **options))
         grad = jax.jit(lambda *operands: ops._weigh_grad_op(*operands, **options))
-        idx, weights = choose(logits, *given)
+        idx, weights = choose(logits, bias, mask)
         return idx, weights, grad(logits, idx, weights, d_weights)
 
     got, want = run("triton"), run("reference")
