@@ -276,7 +276,10 @@ def _scaled_kernel(
         q = (wide * factor).to(data.dtype.element_ty)
         tl.store(data + at, q, mask=inside)
         if data_rows is not None:
-            _store_along_rows(data_rows, q, at, inside, m, n, N, M, True)
+            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas 12.9
+            # stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
+            again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
+            _store_along_rows(data_rows, again, at, inside, m, n, N, M, True)
     if amax is not None:
         part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
         tl.store(amax + part, tl.max(_magnitudes(wide), 1), mask=row_TM < M)
