@@ -231,18 +231,9 @@ class WeightTiles:
         return 16 if self.strips else 32
 
     def fit(self, G: int, out_dtype) -> "WeightTiles":
-        """What results and the table of groups take of shared memory is not there for steps.
-
-        All of a result is staged at once where that takes none of them.
-        """
-        every = dataclasses.replace(self, handed=PARTS)
-        least = every._stages(G, out_dtype)
-        fitting = every if least == self._stages(G, out_dtype) and not self.strips else self
-        return dataclasses.replace(fitting, stages=fitting._stages(G, out_dtype))
-
-    def _stages(self, G: int, out_dtype) -> int:
-        room = SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G
-        return min(self.stages, room // self.slot)
+        """What results and the table of groups take of shared memory is not there for steps."""
+        stages = (SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
+        return dataclasses.replace(self, stages=min(self.stages, stages))
 
     def source(self, file: str, out_dtype, **lines: str) -> str:
         """The kernel in `file`, in CUDA C++, for results of this type; `lines` as in `source_text`."""
@@ -259,7 +250,6 @@ class WeightTiles:
 
 SHARED_BYTES = 227 * 1024  # of one program
 STRIP = 64 * 128  # bytes that a role stages, of a result
-PARTS = 2  # of a role's result
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)

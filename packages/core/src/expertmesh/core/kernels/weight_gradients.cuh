@@ -45,11 +45,8 @@ __device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x,
 
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until what this thread stored has left shared memory, but for its last so many stores.
-template <int LAST = 0>
-__device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
-}
+// Until what this thread stored has left shared memory.
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Writes the groups (start, end, index) to the table, 16 bytes each, larger ones first: tiles that run together are
 // alike, and end together. Returns how many have rows. All threads.
@@ -227,9 +224,8 @@ struct Sender {
     }
   }
 #else
-  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide
-  static constexpr int ROOM = STAGED_BYTES / STRIP;  // for so many of them
-  static_assert(ROOM == 2 || ROOM == PIECES, "a tile, of which there may be half, begins with the first room");
+  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
+  static_assert(STAGED_BYTES >= 2 * STRIP, "as they are staged");
   int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
   u32 packed[PIECES * PACKED];
 
@@ -241,18 +237,17 @@ struct Sender {
 
   template <int P>
   __device__ __forceinline__ void stage() const {
-    stage_packed(result.staged + P % ROOM * STRIP, packed + P * PACKED);
+    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
   }
 
-  // Stages the next piece and stores the one before, which all have staged. The room for the next one is free: where
-  // all pieces have their own, since the first one waited for the tile before.
+  // Stages the next piece and stores the one before, which all have staged.
   __device__ __forceinline__ void send_piece() {
     const bool first = threadIdx.x % 128 == 0;
-    if (first && (ROOM == 2 || piece == 0)) wait_for_stores();
+    if (first) wait_for_stores();
     result.meet();
     if (first && piece > 0) {
       const int before = piece - 1;
-      const u32 from = result.staged + before % ROOM * STRIP;
+      const u32 from = result.staged + before % 2 * STRIP;
       for (int line = 0; line < PART_M; line += LINES)
         store_box(result.out, from + line * 128, to.n + before * 64, to.m + line, to.group);
       end_stores();
