@@ -13,8 +13,6 @@ from expertmesh.train import attention
 from expertmesh.train.mesh import AXES
 from expertmesh.train.step import compiler_options
 
-pytestmark = pytest.mark.default_jax
-
 B, S, H, D = 8, 6, 2, 8
 SCALE = 1.7
 
@@ -39,6 +37,7 @@ def attend(q, k, v):
     return attention.attend(q, k, v, SCALE)
 
 
+@pytest.mark.default_jax
 @pytest.mark.parametrize("dtype, rtol", [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
 def test_against_loops(dtype, rtol):
     arrays = [jnp.asarray(x, dtype) for x in heads()]
@@ -48,6 +47,7 @@ def test_against_loops(dtype, rtol):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.default_jax
 def test_gradients_against_differences_of_loops():
     arrays, shape = heads(), (1, S, 1, D)
     arrays = [x[:1, :, :1] for x in arrays]
@@ -67,6 +67,7 @@ def test_gradients_against_differences_of_loops():
         assert np.sum(got[i] * step) == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.default_jax
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_nothing_crosses_devices(kind):
     mesh = jax.make_mesh((2, 4), AXES, axis_types=(kind, kind))
@@ -88,6 +89,7 @@ def test_nothing_crosses_devices(kind):
     np.testing.assert_allclose(y, np.square(by_loops(*heads())).sum(axis=(1, 2, 3)), rtol=1e-5)
 
 
+@pytest.mark.default_jax
 @pytest.mark.parametrize("dtype, width", [(jnp.float32, 64), (jnp.bfloat16, 60)])
 def test_heads_that_cudnn_lacks_are_left_to_xla(monkeypatch, dtype, width):
     """With a cuDNN that has all that JAX asks of one; without it, as here, every head is."""
