@@ -15,17 +15,18 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from benchmarks.quantized_grouped_gemm import ALONG, _laid, dense, keep_8_bits, quantized, wide
-from expertmesh.core.ops.quantized_gemm import _DGRAD, _FPROP, _WGRAD
+from expertmesh.core.ops.quantized_gemm import _dgrad_op, _fprop_op, _wgrad_op
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.testing import relative_error
 
 # Tokens, contraction, width: a shared expert's two products.
 GPU = {"w13": (32768, 7168, 4096), "w2": (32768, 2048, 7168)}
 CPU = {"small": (512, 256, 384)}
-OPS = {"fprop": _FPROP, "dgrad": _DGRAD, "wgrad": _WGRAD}
+OPS = {"fprop": _fprop_op, "dgrad": _dgrad_op, "wgrad": _wgrad_op}
 
 
 def call(recipe, which, shape):
-    """(op, its operands, its options)."""
+    """(op, its operands)."""
     tokens, k, n = shape
     along = ALONG[recipe]
     row, down, square = ((1, along), (along, 1), (128, 128)) if along else ((), (), ())
@@ -45,11 +46,12 @@ def call(recipe, which, shape):
         (_laid(data, (1, 0)) if turned and (which == "wgrad" or i) else data, scale)
         for i, (data, scale) in enumerate(operands)
     ]
-    kind = "blocks" if along else "tensor"
-    return OPS[which][kind], (*operands[0], *operands[1]), dict(blocks=blocks)
+    return OPS[which], tuple(
+        QuantizedArray(*parts, block=block) for parts, block in zip(operands, blocks, strict=True)
+    )
 
 
-def check(which, function, operands, options):
+def check(which, function, operands):
     """A corner of the result."""
     got = jax.jit(function)(*operands)
     few, every = slice(0, 128), slice(None)
@@ -59,10 +61,8 @@ def check(which, function, operands, options):
         "wgrad": ((every, few), (every, few)),
     }[which]
     a, b = (
-        wide(data[None], scale[None], (1, *block) if block else (), (slice(0, 1), *part))
-        for data, scale, block, part in zip(
-            operands[::2], operands[1::2], options["blocks"], parts, strict=True
-        )
+        wide(q.data[None], q.scale[None], q.block and (1, *q.block), (slice(0, 1), *part))
+        for q, part in zip(operands, parts, strict=True)
     )
     want = {"fprop": lambda: a @ b, "dgrad": lambda: a @ b.T, "wgrad": lambda: a.T @ b}[which]()
     assert relative_error(got[few, few], want) < 1e-2
@@ -87,12 +87,11 @@ def cases():
         }.items():
             wider = recipe == "mxfp8" or not on_gpu()
             for which in passes:
-                op, operands, options = call(recipe, which, shape)
+                op, operands = call(recipe, which, shape)
                 function = functools.partial(
                     op,
                     out_dtype=jnp.dtype("bfloat16"),
                     implementation="triton" if on_gpu() else "reference",
-                    **options,
                 )
                 yield _measure.gemm_case(
                     "quantized_gemm",
@@ -102,7 +101,7 @@ def cases():
                     in_16_bits if wider else in_8_bits,
                     "XLA's bfloat16 GEMM" if wider else "8-bit XLA GEMM",
                     (500e12 if recipe == "mxfp8" else 1000e12, 700e12 if wider else 1300e12),
-                    functools.partial(check, which, function, operands, options),
+                    functools.partial(check, which, function, operands),
                 )
 
 

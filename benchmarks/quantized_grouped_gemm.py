@@ -27,7 +27,8 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
-from expertmesh.core.ops.quantized_grouped_gemm import _DGRAD, _FPROP, _WGRAD
+from expertmesh.core.ops.quantized_grouped_gemm import _dgrad_op, _fprop_op, _wgrad_op
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import alignment_of
 from expertmesh.core.testing import relative_error
 
@@ -65,7 +66,6 @@ def call(recipe, which, shape):
     """(op, its operands, its options)."""
     rows, k, n, groups = shape
     along = ALONG[recipe]
-    kind = "blocks" if along else "tensor"
     sizes = jnp.asarray(group_sizes(rows, groups, align(recipe, which)))[None]
     of_rows = (1, 1, along) if along else ()
     down = (1, along, 1) if along else ()  # along the rows, whose groups then start with a block
@@ -77,15 +77,17 @@ def call(recipe, which, shape):
         )
         if along != 32:
             x, dy = ((_laid(data, (0, 2, 1)), scale) for data, scale in (x, dy))
-        return _WGRAD[kind], (*x, *dy, sizes), dict(blocks=(down, down), num_experts=groups)
+        both = (QuantizedArray(*q, block=down) for q in (x, dy))
+        return _wgrad_op, (*both, sizes), dict(num_experts=groups)
     dgrad = which == "dgrad"
     across = {0: (), 32: of_rows if dgrad else down, 128: (1, 128, 128)}[along]
     x = quantized(keys[0], (1, rows, n if dgrad else k), of_rows, (1, groups))
     w, w_scale = quantized(keys[1], (groups, k, n), across, (groups,))
     if which == "fprop" and along != 32:
         w = _laid(w, (0, 2, 1))
-    op = (_DGRAD if dgrad else _FPROP)[kind]
-    return op, (*x, w, w_scale, sizes), dict(blocks=(of_rows, across))
+    op = _dgrad_op if dgrad else _fprop_op
+    weight = QuantizedArray(w, w_scale, block=across)
+    return op, (QuantizedArray(*x, block=of_rows), weight, sizes), {}
 
 
 def align(recipe, which) -> int:
@@ -134,10 +136,10 @@ def bfloat16(recipe, which, shape, to):
     return lambda *z: grouped_gemm_op(*z, **to), (x, w, sizes)
 
 
-def check(which, function, operands, options):
+def check(which, function, operands):
     """The first rows of the first group, or a corner of its gradient."""
     got = jax.jit(function)(*operands)
-    a, a_scale, b, b_scale, sizes = operands
+    a, b, sizes = operands
     end = int(sizes[0, 0])
     few = slice(0, 256)
     rows = slice(0, end if which == "wgrad" else 4)
@@ -147,10 +149,7 @@ def check(which, function, operands, options):
         "dgrad": (slice(0, 1), few, slice(None)),
     }.get(which, (slice(0, 1), slice(None), few))
     x, y = (
-        wide(data, scale, block, part)
-        for data, scale, block, part in zip(
-            (a, b), (a_scale, b_scale), options["blocks"], (of_a, of_b), strict=True
-        )
+        wide(q.data, q.scale, q.block, part) for q, part in zip((a, b), (of_a, of_b), strict=True)
     )
     if which == "wgrad":
         assert relative_error(got[0, few, few], x.T @ y) < 1e-2
@@ -194,7 +193,7 @@ def cases_of(recipe, name, shape, only):
             else dense(which, shape),
             "our bfloat16 kernel" if in_bfloat16 else "dense 8-bit XLA GEMM",
             (500e12 if recipe == "mxfp8" else 1000e12, 700e12 if in_bfloat16 else 1300e12),
-            functools.partial(check, which, function, operands, options),
+            functools.partial(check, which, function, operands),
         )
 
 

@@ -12,6 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, global_shard_guard
+from expertmesh.core.op import leaf_specs
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.rule import Query
 from expertmesh.core.support import missing_distribution
 
 
@@ -264,9 +267,10 @@ class TestAnAbsentOperand:
         )
 
     def test_the_parameters_place(self):
-        assert self.OP.without((True, False, True)).parameter == 1
-        assert self.OP.without((True, True, False)).parameter is None
-        assert self.OP.without((True, True, False)).sharding.replace(" ", "") == "btd,bt->bd"
+        x, w, b = self.operands(True, True)
+        assert self.OP.of_leaves((x, None, b)).parameter == 1
+        assert self.OP.of_leaves((x, w, None)).parameter is None
+        assert self.OP.of_leaves((x, w, None)).sharding.replace(" ", "") == "btd,bt->bd"
 
     def test_a_kernel_gets_none(self):
         seen = []
@@ -297,3 +301,76 @@ class TestAnAbsentOperand:
         for _ in range(3):
             op(jnp.ones(3), None)
         assert len(traced) == 1
+
+
+class TestAnOperandOfSeveralArrays:
+    """Terms, roles and specs of a QuantizedArray's arrays follow from those of its data."""
+
+    OP = Op(
+        "rows_times_weight",
+        lambda x, w, sizes: None,
+        "p c k, e k n..., p g -> p c n...",
+        roles="tokens . ., experts fsdp ., tokens . -> tokens . .",
+        parameter=1,
+    )
+    BLOCKS = "blocks", (2, 64, 2), None, (1, 1, 64)
+    GROUPS = "a scale of each group", (2, 3), None, ()
+    EXPERTS = "a scale of each expert", (3,), None, ()
+    TENSOR = "a scale of the tensor", (), None, ()
+    TWO_LEVELS = "two levels", (2, 64, 8), (2, 3), (1, 1, 16)
+    WANT = (
+        (BLOCKS, "p c k, p c k", "tokens . ., tokens . .", [P("a", "b"), P("a", "b")]),
+        (GROUPS, "p c k, p g", "tokens . ., tokens .", [P("a", "b"), P("a", None)]),
+        (EXPERTS, "p c k, p", "tokens . ., tokens", [P("a", "b"), P("a")]),
+        (TENSOR, "p c k, ()", "tokens . ., ()", [P("a", "b"), P()]),
+        (
+            TWO_LEVELS,
+            "p c k, p c k, p g",
+            "tokens . ., tokens . ., tokens .",
+            [P("a", "b"), P("a", "b"), P("a", None)],
+        ),
+    )
+
+    @staticmethod
+    def quantized(_, scale, tensor_scale, block):
+        of = None if tensor_scale is None else jnp.ones(tensor_scale)
+        return QuantizedArray(jnp.ones((2, 64, 128)), jnp.ones(scale), of, block=block)
+
+    @pytest.mark.parametrize("row", WANT, ids=lambda row: row[0][0])
+    def test_what_follows_for_its_arrays(self, row):
+        made, terms, roles, specs = row
+        q = self.quantized(*made)
+        operands = q, jnp.ones((3, 128, 4)), jnp.ones((2, 3), jnp.int32)
+        op = self.OP.of_leaves(operands)
+        assert op.sharding.replace(" ", "") == f"{terms},ekn...,pg->pcn...".replace(" ", "")
+        assert op.roles.startswith(f"{roles}, experts fsdp .")
+        assert op.parameter == len(specs)
+        assert leaf_specs(operands, (P("a", "b"), None, P())) == (*specs, None, P())
+
+    @pytest.mark.parametrize("k, split", [(512, "a"), (384, None), (250, None)])
+    def test_no_block_is_cut(self, k, split):
+        """Two shards of 512 hold two blocks of 128 each; of 384 each would hold one and a half."""
+        op = Op("scaled", lambda q: q.data, "t k -> t k")
+        q = QuantizedArray(jnp.ones((4, k)), jnp.ones((4, -(-k // 128))), block=(1, 128))
+        op, shapes = op.of_leaves((q,)), [x.shape for x in jax.tree.leaves(q)]
+        plan = op.make_plan(Query((P(None, "a"),) * 2, tuple(shapes), None, {"a": 2}))
+        assert plan.operand_specs == (P(None, split),) * 2
+        assert plan.result_specs == (P(None, split),)
+
+    @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+    def test_on_a_mesh_and_under_vmap(self, kind):
+        """Each shard gets its data with their scales; the reference gets QuantizedArrays."""
+        op = Op("wide", lambda q, y: q.data * jnp.repeat(q.scale, 4, 1) + y, "t k, t k -> t k")
+        rng = np.random.default_rng(0)
+        data, scale = (rng.integers(1, 9, s).astype(np.float32) for s in ((8, 16), (8, 4)))
+        y = rng.integers(1, 9, (8, 16)).astype(np.float32)
+        want = data * np.repeat(scale, 4, axis=1) + y
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
+        data, scale, y = (
+            jax.device_put(x, NamedSharding(mesh, P("a", "b"))) for x in (data, scale, y)
+        )
+        q = QuantizedArray(data, scale, block=(1, 4))
+        np.testing.assert_array_equal(jax.jit(op)(q, y), want)
+        twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (q, y))
+        got = jax.vmap(op)(*jax.tree.map(np.asarray, twice))
+        np.testing.assert_array_equal(got, [want, 4 * (want - y) + 2 * np.asarray(y)])

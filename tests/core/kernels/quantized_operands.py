@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from expertmesh.core.quantized import QuantizedArray
+
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Length of the blocks (0: one scale per group and expert), dtypes of both operands, largest relative error: products
 # of blocks of 128 are added in float32, those of a whole contraction by the tensor cores, in about 14 bits.
@@ -34,12 +36,19 @@ def quantized(rng, shape, block, dtype, scale_shape=None):
     return np.asarray(data), scale, np.asarray(data, np.float64) * wide
 
 
-def run_twice(op, operands, out_dtype="float32", **options):
+def paired(operands, blocks):
+    """Data, scale, data, scale and the rest, as two QuantizedArrays and the rest."""
+    a, a_scale, b, b_scale, *rest = operands
+    pairs = zip((a, b), (a_scale, b_scale), blocks, strict=True)
+    return *(QuantizedArray(data, scale, block=block) for data, scale, block in pairs), *rest
+
+
+def run_twice(op, operands, out_dtype="float32", *, blocks, **options):
     """The result of the op's kernel, which must be the same again."""
+    operands = paired([jnp.asarray(x) for x in operands], blocks)
     run = jax.jit(
         lambda *x: op(*x, implementation="triton", out_dtype=jnp.dtype(out_dtype), **options)
     )
-    operands = [jnp.asarray(x) for x in operands]
     got, again = (np.asarray(run(*operands)) for _ in range(2))
     np.testing.assert_array_equal(got, again)
     return got

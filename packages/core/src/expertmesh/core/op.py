@@ -12,6 +12,7 @@ This is the only module that knows mesh axis types, `shard_map` and `custom_part
 
 import dataclasses
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -135,7 +136,8 @@ class Op:
       name: for messages and profiles.
       reference: `reference(*operands, **options) -> array or tuple of arrays`, pure JAX: the definition, the CPU path,
         the shape rule, the vmap rule, and, unless a kernel replaces it, the function that runs on each shard.
-      sharding: a rule of `expertmesh.core.rule`.
+      sharding: a rule of `expertmesh.core.rule`, one term for each operand. Of an operand of several arrays, such as a
+        QuantizedArray, the term is that of its data; the others follow from it.
       summed, whole: factors of the rule that are not free.
       roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
       parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
@@ -166,7 +168,8 @@ class Op:
         """Applies the op to global arrays, or to shards inside `shard_map`.
 
         Args:
-          operands: arrays; None for one that is absent, which the reference and the kernels then get as None.
+          operands: arrays; pytrees with a method `per_leaf`, as QuantizedArray has it; None for one that is absent. The
+            reference and the kernels get them so.
           implementation: "auto", "reference" or the name of a kernel; under vmap an op runs its reference.
           operand_specs, result_specs: one PartitionSpec (or None) per operand or result: where an operand is, or a
             result is wanted, if types and roles do not say so.
@@ -183,11 +186,10 @@ class Op:
             op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
             reference needs numbers.
         """
-        present = tuple(x is not None for x in operands)
-        if not all(present):
-            specs = operand_specs and _kept(tuple(operand_specs), present)
-            return self.without(present)(
-                *_kept(operands, present), implementation=implementation, operand_specs=specs,
+        if not jax.tree_util.all_leaves(operands):
+            specs = operand_specs and leaf_specs(operands, operand_specs)
+            return self.of_leaves(operands)(
+                *jax.tree.leaves(operands), implementation=implementation, operand_specs=specs,
                 result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
             )  # fmt: skip
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
@@ -214,33 +216,42 @@ class Op:
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""
-        if self.plan is not None:
-            return self.plan(query)
         rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
-        whole, summed = rule.expand(self.whole), rule.expand(self.summed)
-        return plan_by_rule(query, rule, whole, summed, self.parameter)
+        known = dataclasses.replace(
+            query,
+            rule=rule,
+            whole=rule.expand(self.whole),
+            summed=rule.expand(self.summed),
+            parameter=self.parameter,
+        )
+        return self.plan(known) if self.plan else _plan_by_rule(known)
 
-    def without(self, present: tuple[bool, ...]) -> "Op":
-        """The op whose operands are those for which `present` holds, the others being None."""
-
-        def drop(text: str) -> str:
-            left, arrow, right = text.partition("->")
-            return ",".join(_kept(left.split(","), present)) + arrow + right
-
+    def of_leaves(self, operands) -> "Op":
+        """The op whose operands are the leaves of these: an operand that is None has none."""
+        tree = jax.tree.structure(operands)
+        counts = [len(jax.tree.leaves(x)) for x in operands]
+        starts = list(itertools.accumulate(counts, initial=0))
         at = self.parameter
         if at is not None:
-            at = None if at < len(present) and not present[at] else at - present[:at].count(False)
+            absent = at < len(operands) and not counts[at]
+            at = None if absent else starts[min(at, len(operands))] + max(at - len(operands), 0)
+        blocks = tuple(
+            (start, x.block)
+            for start, x in zip(starts, operands, strict=False)
+            if getattr(x, "block", ())
+        )
         return dataclasses.replace(
             self,
-            reference=_WithAbsent(self.reference, present),
-            sharding=drop(self.sharding),
-            roles=self.roles and drop(self.roles),
+            reference=_OfTree(self.reference, tree),
+            sharding=_leaf_terms(operands, self.sharding, "g"),
+            roles=self.roles and _leaf_terms(operands, self.roles, "."),
             parameter=at,
+            plan=_WholeBlocks(self.plan, blocks) if blocks else self.plan,
             kernels=tuple(
                 dataclasses.replace(
                     kernel,
-                    launch=_WithAbsent(kernel.launch, present),
-                    supports=kernel.supports and _WithAbsent(kernel.supports, present),
+                    launch=_OfTree(kernel.launch, tree),
+                    supports=kernel.supports and _OfTree(kernel.supports, tree),
                 )
                 for kernel in self.kernels
             ),
@@ -275,21 +286,64 @@ def _fresh(sharding: str) -> str:
     return next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
 
 
-def _kept(values, present: tuple[bool, ...]) -> tuple:
-    return tuple(x for x, kept in zip(values, present, strict=True) if kept)
+def _per_leaf(x, of_data: tuple, of_groups) -> tuple[tuple, ...]:
+    """What `of_data` says of each dimension of an operand, for each of its leaves."""
+    if x is None:
+        return ()
+    return x.per_leaf(of_data, of_groups) if hasattr(x, "per_leaf") else (of_data,)
+
+
+def _leaf_terms(operands, text: str, group: str) -> str:
+    """A rule, or roles, of operands as those of their leaves; `group`: of a dimension of groups, which no data has."""
+    left, arrow, right = text.partition("->")
+    terms = zip(operands, parse_terms(left), strict=True)
+    leaves = [names for x, term in terms for names in _per_leaf(x, term, group)]
+    return ", ".join(" ".join(names) or "()" for names in leaves) + f" {arrow}{right}"
+
+
+def leaf_specs(operands, specs) -> tuple[PartitionSpec | None, ...]:
+    """Where each leaf is, for operands whose data are at `specs`; of the groups of rows each device has all."""
+    return tuple(
+        None if spec is None else PartitionSpec(*entries)
+        for x, spec in zip(operands, specs, strict=True)
+        for entries in _per_leaf(x, tuple(spec or ()), None)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _WithAbsent:
-    """A function of all operands as one of those that are present; equal for equal arguments, so that no op is traced
-    twice."""
+class _OfTree:
+    """A function of operands as one of their leaves; equal for equal arguments, so that no op is traced twice."""
 
     function: Callable
-    present: tuple[bool, ...]
+    tree: jax.tree_util.PyTreeDef
 
-    def __call__(self, *operands, **options):
-        given = iter(operands)
-        return self.function(*(next(given) if kept else None for kept in self.present), **options)
+    def __call__(self, *leaves, **options):
+        return self.function(*self.tree.unflatten(leaves), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeBlocks:
+    """A plan that cuts no block: a dimension that does not consist of whole blocks has one scale, so no axis splits it.
+
+    Attributes:
+      plan: the op's.
+      blocks: (which leaf is the data, their block), the scales' leaf being the next one.
+    """
+
+    plan: Callable[[Query], Plan] | None
+    blocks: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __call__(self, query: Query) -> Plan:
+        shapes = list(query.shapes)
+        for at, block in self.blocks:
+            dims = zip(shapes[at], shapes[at + 1], block, strict=True)
+            shapes[at + 1] = tuple(n if size % length == 0 else 1 for size, n, length in dims)
+        query = dataclasses.replace(query, shapes=tuple(shapes))
+        return self.plan(query) if self.plan else _plan_by_rule(query)
+
+
+def _plan_by_rule(query: Query) -> Plan:
+    return plan_by_rule(query, query.rule, query.whole, query.summed, query.parameter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,10 +372,15 @@ class _BatchedPlan:
                 for v, b in zip(values, self.in_batched, strict=True)
             )
 
-        wanted = query.result_specs
+        wanted, rule = query.result_specs, query.rule
         plan = self.plan(
             dataclasses.replace(
                 query,
+                rule=dataclasses.replace(
+                    rule,
+                    operands=inner(rule.operands),
+                    results=tuple(names[1:] for names in rule.results),
+                ),
                 operand_specs=tuple(PartitionSpec(*spec) for spec in inner(query.operand_specs)),
                 shapes=inner(query.shapes),
                 result_specs=wanted and tuple(PartitionSpec(*tuple(spec)[1:]) for spec in wanted),

@@ -44,6 +44,22 @@ class QuantizedArray:
     def ndim(self) -> int:
         return self.data.ndim
 
+    def per_leaf(self, of_data: tuple, of_groups) -> tuple[tuple, ...]:
+        """What holds for each dimension of each leaf, from what holds for those of the data.
+
+        Scales of blocks have the data's dimensions, others their first ones; of groups of rows, the participants and
+        the groups.
+        """
+        per_tensor = self.scale if self.tensor_scale is None else self.tensor_scale
+        lead = of_data[: per_tensor.ndim] if per_tensor.ndim < 2 else (*of_data[:1], of_groups)
+        leaves = {
+            "data": of_data,
+            "scale": of_data if self.block else lead,
+            "tensor_scale": lead,
+            "group_sizes": (*of_data[:1], of_groups),
+        }
+        return tuple(of for name, of in leaves.items() if getattr(self, name) is not None)
+
 
 def check_quantized(name: str, q: QuantizedArray) -> None:
     """Raises in the name of `name` unless the parts of `q` fit each other.

@@ -53,6 +53,7 @@ class Query:
       mesh_shape: mesh axis -> size, of the axes that may be used.
       options: the op's options.
       resource: the MeshResource in context, or None.
+      rule, whole, summed, parameter: the op's own, its rule for operands of these ranks.
     """
 
     operand_specs: tuple[PartitionSpec, ...]
@@ -62,6 +63,10 @@ class Query:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     results_decided: bool = False
     resource: MeshResource | None = None
+    rule: Rule = Rule((), ())
+    whole: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()
+    parameter: int | None = None
 
     def wanted(self, rule: Rule) -> tuple[PartitionSpec, ...]:
         """`result_specs`, unsharded where nothing is known."""

@@ -60,38 +60,34 @@ WEIGHTS_WHOLE = plain.WeightTiles(
 )
 
 
-def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+def rows(lhs, rhs, group_sizes, **options):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: those of `launch_rows`."""
-    if _rows_for_later(blocks, group_sizes):
-        operands = lhs, lhs_scale, rhs, rhs_scale, group_sizes
-        return sm100.rows(*operands, blocks=blocks, **options)
-    if _along(blocks) == MX_BLOCK:
-        wide = _wide(lhs, lhs_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
-        return plain.rows(*wide, group_sizes, **options)
+    if _rows_for_later(lhs, group_sizes):
+        return sm100.rows(lhs, rhs, group_sizes, **options)
+    if _along(lhs) == MX_BLOCK:
+        return plain.rows(_wide(lhs), _wide(rhs), group_sizes, **options)
     # A bitcast where the compiler is free to choose how the weight lies.
     weight, scale = (
-        x if x.ndim == 1 else jnp.swapaxes(sm100.flat(x), 1, 2) for x in (rhs, rhs_scale)
+        x if x.ndim == 1 else jnp.swapaxes(sm100.flat(x), 1, 2) for x in (rhs.data, rhs.scale)
     )
-    out = _launch_rows(lhs, lhs_scale, weight, scale, group_sizes, options)
+    out = _launch_rows(lhs.data, lhs.scale, weight, scale, group_sizes, options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+def rows_dgrad(dy, rhs, group_sizes, **options):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: those of `launch_rows`."""
-    if _rows_for_later(blocks, group_sizes):
-        operands = dy, dy_scale, rhs, rhs_scale, group_sizes
-        return sm100.rows_dgrad(*operands, blocks=blocks, **options)
-    if _along(blocks) == MX_BLOCK:
-        wide = _wide(dy, dy_scale, blocks[0]), _wide(rhs, rhs_scale, blocks[1])
-        return plain.rows_dgrad(*wide, group_sizes, **options)
-    dy, dy_scale, rhs, rhs_scale = map(sm100.flat, (dy, dy_scale, rhs, rhs_scale))
-    return _launch_rows(dy, dy_scale, rhs, rhs_scale, group_sizes, options)[None]
+    if _rows_for_later(dy, group_sizes):
+        return sm100.rows_dgrad(dy, rhs, group_sizes, **options)
+    if _along(dy) == MX_BLOCK:
+        return plain.rows_dgrad(_wide(dy), _wide(rhs), group_sizes, **options)
+    parts = map(sm100.flat, (dy.data, dy.scale, rhs.data, rhs.scale))
+    return _launch_rows(*parts, group_sizes, options)[None]
 
 
-def _rows_for_later(blocks, group_sizes) -> bool:
+def _rows_for_later(lhs, group_sizes) -> bool:
     """Whether the kernels for later GPUs multiply rows: on those, and where those in CUDA C++ cannot."""
     return plain._capability() >= 100 or (
-        _along(blocks) != MX_BLOCK and not plain.in_cuda(group_sizes)
+        _along(lhs) != MX_BLOCK and not plain.in_cuda(group_sizes)
     )
 
 
@@ -104,31 +100,29 @@ def _launch_rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, options):
     return plain.launch_rows_hopper(lhs, rhs, group_sizes, scales, transposed=True, **options)
 
 
-def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
+def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
-    of_blocks = _along(blocks) == BLOCK
+    of_blocks = _along(lhs) == BLOCK
     tiles = (WEIGHTS_BLOCKS if of_blocks else WEIGHTS_WHOLE).fit(num_experts, out_dtype)
-    if plain._capability() < 100 and _along(blocks) == MX_BLOCK:
-        wide = _wide(lhs, lhs_scale, blocks[0]), _wide(dy, dy_scale, blocks[1])
-        return plain.weights(*wide, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
+    options = dict(num_experts=num_experts, out_dtype=out_dtype)
+    if plain._capability() < 100 and _along(lhs) == MX_BLOCK:
+        return plain.weights(_wide(lhs), _wide(dy), group_sizes, **options)
     if plain._capability() >= 100 or nvrtc() is None or tiles.stages < tiles.least:
-        operands = lhs, lhs_scale, dy, dy_scale, group_sizes
-        return sm100.weights(*operands, num_experts=num_experts, blocks=blocks, out_dtype=out_dtype)
+        return sm100.weights(lhs, dy, group_sizes, **options)
     launch = launch_weights_blocks if of_blocks else launch_weights
     (_, _, K), N = lhs.shape, dy.shape[2:]
-    dy, dy_scale = sm100.flat(dy), sm100.flat(dy_scale)
-    of = lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0]
-    return launch(*of, out_dtype=out_dtype, tiles=tiles).reshape(-1, K, *N)
+    parts = lhs.data, lhs.scale, sm100.flat(dy.data), sm100.flat(dy.scale), group_sizes
+    return launch(*(x[0] for x in parts), out_dtype=out_dtype, tiles=tiles).reshape(-1, K, *N)
 
 
-def _wide(data, scale, block):
+def _wide(q):
     """Exact in bfloat16: an 8-bit number has at most 4 significant bits, and its scale is a power of two."""
-    return quantize.dequantize(data, scale, block=block, dtype=jnp.bfloat16)
+    return quantize.dequantize(q.data, q.scale, block=q.block, dtype=jnp.bfloat16)
 
 
-def _along(blocks) -> int:
-    """The length of the operands' blocks along the contraction; 0 where they have none."""
-    return max(blocks[0], default=0)
+def _along(q) -> int:
+    """The length of an operand's blocks along the contraction; 0 where it has none."""
+    return max(q.block, default=0)
 
 
 def launch_rows(

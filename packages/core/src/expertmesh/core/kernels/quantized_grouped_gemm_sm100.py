@@ -219,28 +219,27 @@ TILES_OF_128 = dataclasses.replace(TILES, n=128)
 ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
 
 
-def rows(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+def rows(lhs, rhs, group_sizes, **options):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: those of `launch_rows`."""
-    rhs, rhs_scale = flat(rhs), flat(rhs_scale)
-    options |= dict(block=_block(blocks[1], 1, -1), transposed=False)
-    out = launch_rows(lhs[0], lhs_scale[0], rhs, rhs_scale, group_sizes[0], **options)
+    options |= dict(block=_block(rhs.block, 1, -1), transposed=False)
+    of_rows = lhs.data[0], lhs.scale[0]
+    out = launch_rows(*of_rows, flat(rhs.data), flat(rhs.scale), group_sizes[0], **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, dy_scale, rhs, rhs_scale, group_sizes, *, blocks, **options):
+def rows_dgrad(dy, rhs, group_sizes, **options):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: those of `launch_rows`."""
-    dy, dy_scale, rhs, rhs_scale = map(flat, (dy, dy_scale, rhs, rhs_scale))
-    options |= dict(block=_block(blocks[1], -1, 1), transposed=True)
-    return launch_rows(dy[0], dy_scale[0], rhs, rhs_scale, group_sizes[0], **options)[None]
+    options |= dict(block=_block(rhs.block, -1, 1), transposed=True)
+    of_rows = flat(dy.data)[0], flat(dy.scale)[0]
+    return launch_rows(*of_rows, flat(rhs.data), flat(rhs.scale), group_sizes[0], **options)[None]
 
 
-def weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, num_experts, blocks, out_dtype):
+def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
-    N = dy.shape[2:]
-    dy, dy_scale = flat(dy), flat(dy_scale)
-    options = dict(along=max(blocks[0], default=0), out_dtype=out_dtype)
-    out = launch_weights(lhs[0], lhs_scale[0], dy[0], dy_scale[0], group_sizes[0], **options)
-    return out.reshape(num_experts, lhs.shape[2], *N)
+    options = dict(along=max(lhs.block, default=0), out_dtype=out_dtype)
+    parts = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
+    out = launch_weights(*(x[0] for x in parts), **options)
+    return out.reshape(num_experts, lhs.shape[2], *dy.shape[2:])
 
 
 def flat(x):

@@ -20,10 +20,10 @@ from expertmesh.core.ops.activation import (
     gated_reference,
 )
 from expertmesh.core.ops.grouped_quantize import (
-    BlocksPlan,
     both_reference,
     check_groups,
     grouped_quantize_both,
+    plan_blocks,
     quantizes_both_at_once,
 )
 from expertmesh.core.ops.quantize import block_shape, check_source, why_no_blocks
@@ -175,21 +175,21 @@ def _kernels(function: str) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.activate_quantize", function, _why_not),)
 
 
-_SHARDING = "d0 d1 two f, d0 g -> d0 d1 f, d0 d1 f, d0 d1 f, d0 d1 f"
 _op = Op(
     "activate_quantize",
     _reference,
-    _SHARDING,
+    "d0 d1 two f, d0 g -> d0 d1 f, d0 d1 f, d0 d1 f, d0 d1 f",
+    whole=("d1", "g", "two"),
     roles="tokens . . tp, tokens . -> tokens . tp, tokens . tp, tokens . tp, tokens . tp",
-    plan=BlocksPlan(_SHARDING, whole=("d1", "g", "two")),
+    plan=plan_blocks,
     kernels=_kernels("both"),
 )
-_GRAD_SHARDING = "d0 d1 two f, d0 d1 f, d0 g -> " + ", ".join(["d0 d1 two f"] * 4)
 _grad_op = Op(
     "activate_grad_quantize",
     _grad_reference,
-    _GRAD_SHARDING,
+    "d0 d1 two f, d0 d1 f, d0 g -> " + ", ".join(["d0 d1 two f"] * 4),
+    whole=("d1", "g", "two"),
     roles="tokens . . tp, tokens . tp, tokens . -> " + ", ".join(["tokens . . tp"] * 4),
-    plan=BlocksPlan(_GRAD_SHARDING, whole=("d1", "g", "two")),
+    plan=plan_blocks,
     kernels=_kernels("gradient_both"),
 )

@@ -18,7 +18,7 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
-    grouped_plan,
+    plan_grouped,
     why_no_rows,
 )
 from expertmesh.core.ops.permute import PermutePlan, spread
@@ -77,13 +77,14 @@ def _why_not(lhs, index, rhs, group_sizes, **options) -> str | None:
     return why_no_rows(lhs, rhs, group_sizes)
 
 
-_RULE = "p t k, p c, e k n..., p g -> p c n..."
 gathered_gemm_op = Op(
     "gathered_gemm",
     _reference,
-    _RULE,
+    "p t k, p c, e k n..., p g -> p c n...",
+    summed=("k",),
     roles="tokens . ., tokens ., experts fsdp ., tokens . -> tokens . .",
-    plan=grouped_plan(_RULE, 2, "k"),
+    parameter=2,
+    plan=plan_grouped,
     kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _why_not),),
 )
 

@@ -28,7 +28,6 @@ from expertmesh.core.rule import (
     Split,
     factor_sizes,
     lead_by_parameter,
-    parse_rule,
     scatter_sums,
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
@@ -267,45 +266,40 @@ def expert_axes(
     return (), ()
 
 
-def grouped_plan(sharding: str, parameter: int, summed: str = ""):
+def plan_grouped(query: Query) -> Plan:
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
-
-    def plan(query: Query) -> Plan:
-        rule = parse_rule(sharding, [len(shape) for shape in query.shapes])
-        sizes = factor_sizes(rule, query.shapes)
-        num_experts = query.options.get("num_experts") or sizes["e"][0]
-        sizes["e"] = [num_experts]
-        p_axes, e_axes = expert_axes(
-            entry_axes(query.operand_specs[0][0]),
-            query.shapes[0][0],
-            num_experts // max(sizes["g"][0], 1),
-            query.mesh_shape,
-        )
-        split = Split(query, sizes)
-        split.axes |= {"p": p_axes, "e": e_axes}
-        free = rule.expand(("k", "n..."))
-        lead_by_parameter(query, rule, split, parameter, free)
-        split.add(rule.operands[0], query.operand_specs[0], free)
-        for names, spec in zip(rule.results, query.result_specs or (), strict=False):
-            split.add(names, spec, free)
-        for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
-            contracted = frozenset(n for n in names if n not in rule.results[0])
-            split.add(names, spec, frozenset() if query.results_decided else free - contracted)
-        in_result = set(rule.results[0])
-        partial = [
-            a for n in sorted(rule.expand((summed,)) - in_result) for a in split.axes.get(n, ())
-        ]
-        if "p" not in in_result:
-            partial = [a for a in p_axes if a not in e_axes]
-        specs = tuple(map(split.spec, rule.operands))
-        local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
-        return dataclasses.replace(
-            scatter_sums(query, rule, split, specs, [tuple(partial)]),
-            options=local if "num_experts" in query.options else {},
-            idle_axes=_idle_axes(query, rule, specs, p_axes),
-        )
-
-    return plan
+    rule = query.rule
+    sizes = factor_sizes(rule, query.shapes)
+    num_experts = query.options.get("num_experts") or sizes["e"][0]
+    sizes["e"] = [num_experts]
+    p_axes, e_axes = expert_axes(
+        entry_axes(query.operand_specs[0][0]),
+        query.shapes[0][0],
+        num_experts // max(sizes["g"][0], 1),
+        query.mesh_shape,
+    )
+    split = Split(query, sizes)
+    split.axes |= {"p": p_axes, "e": e_axes}
+    free = rule.expand(("k", "n..."))
+    if query.parameter is not None:
+        lead_by_parameter(query, rule, split, query.parameter, free)
+    split.add(rule.operands[0], query.operand_specs[0], free)
+    for names, spec in zip(rule.results, query.result_specs or (), strict=False):
+        split.add(names, spec, free)
+    for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
+        contracted = frozenset(n for n in names if n not in rule.results[0])
+        split.add(names, spec, frozenset() if query.results_decided else free - contracted)
+    in_result = set(rule.results[0])
+    partial = [a for n in sorted(query.summed - in_result) for a in split.axes.get(n, ())]
+    if "p" not in in_result:
+        partial = [a for a in p_axes if a not in e_axes]
+    specs = tuple(map(split.spec, rule.operands))
+    local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
+    return dataclasses.replace(
+        scatter_sums(query, rule, split, specs, [tuple(partial)]),
+        options=local if "num_experts" in query.options else {},
+        idle_axes=_idle_axes(query, rule, specs, p_axes),
+    )
 
 
 def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
@@ -360,43 +354,50 @@ def _bias_supported(dy, group_sizes, *, num_experts, **options) -> str | None:
     return None if dy.size else "there must be elements"
 
 
-_FPROP = "p c k, e k n..., p g -> p c n..."
-_DGRAD = "p c n..., e k n..., p g -> p c k"
-_WGRAD = "p c k, p c n..., p g -> e k n..."
-_ADD_BIAS = "p c n..., e n..., p g -> p c n..."
-_BIAS_GRAD = "p c n..., p g -> e n..."
 _TOKENS_WEIGHT = "tokens . ., experts fsdp ., tokens . -> tokens . ."
 
 grouped_gemm_op = Op(
     "grouped_gemm",
     _fprop_reference,
-    _FPROP,
+    "p c k, e k n..., p g -> p c n...",
+    summed=("k",),
     roles=_TOKENS_WEIGHT,
-    plan=grouped_plan(_FPROP, 1, "k"),
+    parameter=1,
+    plan=plan_grouped,
     kernels=_triton("rows", why_no_rows),
 )
 grouped_gemm_dgrad_op = Op(
     "grouped_gemm_dgrad",
     _dgrad_reference,
-    _DGRAD,
+    "p c n..., e k n..., p g -> p c k",
+    summed=("n...",),
     roles=_TOKENS_WEIGHT,
-    plan=grouped_plan(_DGRAD, 1, "n..."),
+    parameter=1,
+    plan=plan_grouped,
     kernels=_triton("rows_dgrad", why_no_rows),
 )
 grouped_gemm_wgrad_op = Op(
     "grouped_gemm_wgrad",
     _wgrad_reference,
-    _WGRAD,
+    "p c k, p c n..., p g -> e k n...",
     roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
-    plan=grouped_plan(_WGRAD, 3),
+    parameter=3,
+    plan=plan_grouped,
     kernels=_triton("weights", _weights_supported),
 )
-group_bias_op = Op("group_bias", _add_bias_reference, _ADD_BIAS, plan=grouped_plan(_ADD_BIAS, 1))
+group_bias_op = Op(
+    "group_bias",
+    _add_bias_reference,
+    "p c n..., e n..., p g -> p c n...",
+    parameter=1,
+    plan=plan_grouped,
+)
 group_bias_grad_op = Op(
     "group_bias_grad",
     _bias_grad_reference,
-    _BIAS_GRAD,
-    plan=grouped_plan(_BIAS_GRAD, 2),
+    "p c n..., p g -> e n...",
+    parameter=2,
+    plan=plan_grouped,
     kernels=(
         Kernel.triton("expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_supported),
     ),

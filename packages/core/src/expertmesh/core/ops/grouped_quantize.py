@@ -34,7 +34,7 @@ from expertmesh.core.ops.quantize import (
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat, quantized_once
-from expertmesh.core.rule import Names, parse_rule, plan_by_rule
+from expertmesh.core.rule import Names, plan_by_rule
 from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
@@ -100,31 +100,24 @@ def both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class BlocksPlan:
+def plan_blocks(query: Query) -> Plan:
     """The layout of the rows, each participant's whole."""
-
-    sharding: str
-    whole: tuple[str, ...] = ("d1", "g", "key")
-
-    def __call__(self, query: Query) -> Plan:
-        rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
-        given = query.operand_specs[0]
-        kept = PartitionSpec(given[0], None, *given[2:])
-        for block in query.options.get("blocks") or (query.options["block"],):
-            check_blocks("grouped_quantize", query.shapes[0], block, kept, query.mesh_shape)
-        query = dataclasses.replace(query, result_specs=None)
-        plan = plan_by_rule(query, rule, frozenset(self.whole), frozenset())
-        spec = plan.operand_specs[0]
-        used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
-        return dataclasses.replace(
-            plan,
-            options={
-                "amax_axes": spec_axes(spec[1:]),
-                "origin": tuple(map(entry_axes, spec)),
-            },
-            idle_axes=tuple(axis for axis in entry_axes(given[1]) if axis not in used),
-        )
+    given = query.operand_specs[0]
+    kept = PartitionSpec(given[0], None, *given[2:])
+    for block in query.options.get("blocks") or (query.options["block"],):
+        check_blocks("grouped_quantize", query.shapes[0], block, kept, query.mesh_shape)
+    query = dataclasses.replace(query, result_specs=None)
+    plan = plan_by_rule(query, query.rule, query.whole, query.summed)
+    spec = plan.operand_specs[0]
+    used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
+    return dataclasses.replace(
+        plan,
+        options={
+            "amax_axes": spec_axes(spec[1:]),
+            "origin": tuple(map(entry_axes, spec)),
+        },
+        idle_axes=tuple(axis for axis in entry_axes(given[1]) if axis not in used),
+    )
 
 
 def _why_not(x, group_sizes, *rest, format: TensorFormat, block, **options) -> str | None:
@@ -156,14 +149,14 @@ def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool, twice:
         operands = dims, groups, *[groups] * given, *[(word,)] * key
         return (*operands, None, dims, scale, *third, *again)
 
-    sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g", "key"))
     roles = ("tokens", *["."] * (ndim - 1))
     return Op(
         "grouped_quantize",
         _reference,
-        sharding,
+        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g", "key")),
+        whole=("d1", "g", "key"),
         roles=rule_of(*terms(roles, ".", ".")),
-        plan=BlocksPlan(sharding),
+        plan=plan_blocks,
         kernels=_triton("grouped_quantize", _why_not),
     )
 
@@ -172,13 +165,13 @@ def _both_op(ndim: int) -> Op:
     def terms(dims: Names, group: str):
         return (dims, (dims[0], group), None, *[dims] * 4)
 
-    sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g"))
     return Op(
         "grouped_quantize_both",
         both_reference,
-        sharding,
+        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g")),
+        whole=("d1", "g"),
         roles=rule_of(*terms(("tokens", *["."] * (ndim - 1)), ".")),
-        plan=BlocksPlan(sharding),
+        plan=plan_blocks,
         kernels=_triton("grouped_quantize_both", _why_not_both),
     )
 

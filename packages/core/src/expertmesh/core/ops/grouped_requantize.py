@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.grouped_quantize import (
-    BlocksPlan,
     both_reference,
     check_groups,
     grouped_quantize,
+    plan_blocks,
     quantizes_both_at_once,
 )
 from expertmesh.core.ops.quantize import (
@@ -91,13 +91,13 @@ def _why_not(data, scale, group_sizes, *, blocks, **options) -> str | None:
     return next(filter(None, (why_no_blocks(data, block) for block in blocks)), None)
 
 
-_SHARDING = "d0 d1 d2, d0 d1 d2, d0 g -> d0 d1 d2, d0 d1 d2"
 _op = Op(
     "grouped_requantize",
     _reference,
-    _SHARDING,
+    "d0 d1 d2, d0 d1 d2, d0 g -> d0 d1 d2, d0 d1 d2",
+    whole=("d1", "g"),
     roles="tokens . ., tokens . ., tokens . -> tokens . ., tokens . .",
-    plan=BlocksPlan(_SHARDING, whole=("d1", "g")),
+    plan=plan_blocks,
     kernels=(
         Kernel.triton("expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _why_not),
     ),

@@ -32,7 +32,7 @@ from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
-from expertmesh.core.rule import Names, parse_rule, plan_by_rule
+from expertmesh.core.rule import Names, plan_by_rule
 from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import axis_size, entry_axes, pad_spec, spec_axes
 from expertmesh.core.vjp import not_differentiable
@@ -217,18 +217,15 @@ class _Plan:
     """The layout of the first operand, for everything; its amax is that of all its shards."""
 
     name: str
-    sharding: str
-    whole: tuple[str, ...] = ()
     batch_dims: int = 0
     finds_amax: bool = False
 
     def __call__(self, query: Query) -> Plan:
-        rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
         block = query.options["block"]
         check_blocks(self.name, query.shapes[0], block, query.operand_specs[0], query.mesh_shape)
         # Where results are wanted otherwise, those are moved: they are fewer bytes, and no block is cut.
         query = dataclasses.replace(query, result_specs=None)
-        plan = plan_by_rule(query, rule, frozenset(self.whole), frozenset())
+        plan = plan_by_rule(query, query.rule, query.whole, query.summed)
         if not self.finds_amax:
             return plan
         spec = plan.operand_specs[0]
@@ -283,13 +280,13 @@ def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, give
         scale = dims if blocks else lead
         return (dims, *[lead] * given, *[(word,)] * key, None, dims, scale, *third)
 
-    sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "key"))
     return Op(
         "quantize",
         _quantize_reference,
-        sharding,
+        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "key")),
+        whole=("key",),
         roles=rule_of(*terms(data_roles(ndim, batch_dims), ".")),
-        plan=_Plan("quantize", sharding, ("key",), batch_dims, finds_amax=True),
+        plan=_Plan("quantize", batch_dims, finds_amax=True),
         kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
     )
 
@@ -431,14 +428,13 @@ def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, gro
         scale = dims if blocks else lead
         return (dims, scale, *[lead] * two_level, *[lead] * grouped, None, dims)
 
-    sharding = rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g"))
-    whole = ("d1", "g") if grouped else ()
     return Op(
         "dequantize",
         _dequantize_reference,
-        sharding,
+        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g")),
+        whole=("d1", "g") if grouped else (),
         roles=rule_of(*terms(data_roles(ndim, lead_dims * (not grouped)), ".")),
-        plan=_Plan("dequantize", sharding, whole=whole),
+        plan=_Plan("dequantize"),
         kernels=(
             Kernel.triton("expertmesh.core.kernels.quantize", "dequantize", _why_not_dequantize),
         ),

@@ -5,64 +5,20 @@ operands lie along the contraction. Dimension key: t token dimensions (any numbe
 (any number).
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from math import prod
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
-from expertmesh.core.rule import parse_rule, plan_by_rule
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["quantized_gemm", "quantized_gemm_dgrad", "quantized_gemm_wgrad"]
-
-# What an operand consists of: its data, and a scale of the tensor, scales of blocks, or both.
-SCALINGS = ("tensor", "blocks", "two levels")
-
-
-def scaling(q: QuantizedArray) -> str:
-    """Which of SCALINGS an operand has."""
-    return "tensor" if not q.block else "blocks" if q.tensor_scale is None else "two levels"
-
-
-def arrays(q: QuantizedArray) -> tuple[jax.Array, ...]:
-    """The arrays that an op takes for `q`."""
-    return (q.data, q.scale, *(() if q.tensor_scale is None else (q.tensor_scale,)))
-
-
-def per_array(kind: str, data, tensor) -> tuple:
-    """One value per array of an operand: scales of blocks go with the data, scales of the tensor do not."""
-    return {"tensor": (data, tensor), "blocks": (data, data), "two levels": (data, data, tensor)}[
-        kind
-    ]
-
-
-def halves(operands: Sequence) -> tuple[Sequence, Sequence]:
-    """The arrays of the first and of the second quantized operand."""
-    middle = len(operands) // 2
-    return operands[:middle], operands[middle : 2 * middle]
-
-
-def whole_blocks(query: Query, num_operands: int) -> Query:
-    """The query in which a dimension that does not consist of whole blocks has one, and so is never split."""
-    shapes = list(query.shapes)
-    per_operand = num_operands // 2
-    for first, block in zip((0, per_operand), query.options["blocks"], strict=True):
-        if block:
-            data, scale = shapes[first : first + 2]
-            shapes[first + 1] = tuple(
-                blocks if size % length == 0 else 1
-                for size, blocks, length in zip(data, scale, block, strict=True)
-            )
-    return dataclasses.replace(query, shapes=tuple(shapes))
 
 
 def multiply(a, b, dims, out_dtype):
@@ -77,132 +33,98 @@ def multiply(a, b, dims, out_dtype):
     return out.astype(out_dtype)
 
 
-def _fprop_reference(*operands, blocks, out_dtype):
-    x, w = _wide(operands, blocks)
-    return multiply(x, w, ((x.ndim - 1,), (0,)), out_dtype)
+def _fprop_reference(x, w, *, out_dtype):
+    return multiply(_wide(x), _wide(w), ((x.ndim - 1,), (0,)), out_dtype)
 
 
-def _dgrad_reference(*operands, blocks, out_dtype):
-    dy, w = _wide(operands, blocks)
+def _dgrad_reference(dy, w, *, out_dtype):
     n = w.ndim - 1
     dims = tuple(range(dy.ndim - n, dy.ndim)), tuple(range(1, w.ndim))
-    return multiply(dy, w, dims, out_dtype)
+    return multiply(_wide(dy), _wide(w), dims, out_dtype)
 
 
-def _wgrad_reference(*operands, blocks, out_dtype):
-    x, dy = _wide(operands, blocks)
+def _wgrad_reference(x, dy, *, out_dtype):
     tokens = tuple(range(x.ndim - 1))
-    return multiply(x, dy, (tokens, tokens), out_dtype)
+    return multiply(_wide(x), _wide(dy), (tokens, tokens), out_dtype)
 
 
-def _wide(operands, blocks):
-    return tuple(
-        dequantize_values(*half, block=block)
-        for half, block in zip(halves(operands), blocks, strict=True)
-    )
+def _wide(q: QuantizedArray):
+    return dequantize_values(q.data, q.scale, q.tensor_scale, block=q.block)
 
 
-def rows_unsupported(operands, weight_shape, blocks, out_dtype) -> str | None:
+def rows_unsupported(rows, w, weight_shape, out_dtype) -> str | None:
     """What keeps rows times a weight [K, *N], contracted along K or N, from the kernels, or None."""
     K, *N = weight_shape
-    if 128 in blocks[0] and len(N) > 1 and N[-1] % 128:
+    if 128 in rows.block and len(N) > 1 and N[-1] % 128:
         return f"the last dimension of the weight must consist of blocks of 128; it is {N[-1]}"
-    return unsupported(operands[0], (K, prod(N)), blocks, (1, 2), out_dtype)
+    return unsupported(rows, w, (K, prod(N)), (1, 2), out_dtype)
 
 
-def unsupported(rows, widths, blocks, block_dims, out_dtype) -> str | None:
+def unsupported(a, b, widths, block_dims, out_dtype) -> str | None:
     """What keeps operands of these types from the kernels, or None.
 
     Args:
       widths: K and the size of N.
       block_dims: along how many dimensions of either operand blocks of 128 lie.
     """
-    long = [[size for size in block if size > 1] for block in blocks]
+    if a.block and a.tensor_scale is not None:
+        return "there is no kernel for blocks with two levels of scales"
+    long = [[size for size in q.block if size > 1] for q in (a, b)]
     if long not in ([[], []], [[32], [32]], [[128] * dims for dims in block_dims]):
-        return f"there is no kernel for blocks of {blocks[0]} and {blocks[1]}"
+        return f"there is no kernel for blocks of {a.block} and {b.block}"
     capability = _jax.compute_capability()
     if capability is not None and capability < 9.0:
         return f"the kernels are for compute capability 9.0 and later; this GPU has {capability}"
-    if rows.size == 0 or any(width == 0 or width % 16 for width in widths):
+    if a.data.size == 0 or any(width == 0 or width % 16 for width in widths):
         return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
     return None
 
 
-def _rows_supported(*operands, blocks, out_dtype) -> str | None:
+def _rows_supported(rows, w, *, out_dtype) -> str | None:
     """For the forward (x w) and the input gradient (dy w^T)."""
-    weight = operands[len(operands) // 2]
-    return rows_unsupported(operands, weight.shape, blocks, out_dtype)
+    return rows_unsupported(rows, w, w.shape, out_dtype)
 
 
-def _weights_supported(*operands, blocks, out_dtype) -> str | None:
-    (x, *_), (dy, *_) = halves(operands)
+def _weights_supported(x, dy, *, out_dtype) -> str | None:
     *tokens, K = x.shape
-    along = max(blocks[0], default=1)
+    along = max(x.block, default=1)
     if len(tokens) > 1 and tokens[-1] % along:
         return f"the last dimension of tokens must consist of blocks of {along}; it is {tokens[-1]}"
-    return unsupported(x, (K, prod(dy.shape[len(tokens) :])), blocks, (1, 1), out_dtype)
+    return unsupported(x, dy, (K, prod(dy.shape[len(tokens) :])), (1, 1), out_dtype)
 
 
-def _ops(
-    name: str, reference: Callable, rule: tuple[str, str, str], summed: str, roles, parameter, kernel: Kernel
-):  # fmt: skip
-    """The op for each of SCALINGS.
-
-    Args:
-      parameter: which term of `rule` (two operands, one result) is the weight.
-      kernel: for all but two levels of scales.
-    """
-
-    def one(kind: str) -> Op:
-        per_operand = len(per_array(kind, "", ""))
-        sides = [
-            ", ".join(per_array(kind, side[0], "()") + per_array(kind, side[1], "()"))
-            + f" -> {side[2]}"
-            for side in (rule, roles)
-        ]
-        num_operands = 2 * per_operand
-
-        def plan(query: Query) -> Plan:
-            query = whole_blocks(query, num_operands)
-            parsed = parse_rule(sides[0], [len(shape) for shape in query.shapes])
-            names = parsed.expand((summed,))
-            return plan_by_rule(query, parsed, frozenset(), names, parameter * per_operand)
-
-        mine = () if kind == "two levels" else (kernel,)
-        return Op(name, reference, sides[0], (summed,), roles=sides[1], plan=plan, kernels=mine)
-
-    return {kind: one(kind) for kind in SCALINGS}
+def _triton(function: str, supports) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.quantized_gemm", function, supports),)
 
 
-_MODULE = "expertmesh.core.kernels.quantized_gemm"
-_FPROP = _ops(
+_fprop_op = Op(
     "quantized_gemm",
     _fprop_reference,
-    ("t... k", "k n...", "t... n..."),
-    "k",
-    ("tokens .", "fsdp .", "tokens ."),
-    1,
-    Kernel.triton(_MODULE, "fprop", _rows_supported),
+    "t... k, k n... -> t... n...",
+    summed=("k",),
+    roles="tokens ., fsdp . -> tokens .",
+    parameter=1,
+    kernels=_triton("fprop", _rows_supported),
 )
-_DGRAD = _ops(
+_dgrad_op = Op(
     "quantized_gemm_dgrad",
     _dgrad_reference,
-    ("t... n...", "k n...", "t... k"),
-    "n...",
-    ("tokens .", "fsdp .", "tokens ."),
-    1,
-    Kernel.triton(_MODULE, "dgrad", _rows_supported),
+    "t... n..., k n... -> t... k",
+    summed=("n...",),
+    roles="tokens ., fsdp . -> tokens .",
+    parameter=1,
+    kernels=_triton("dgrad", _rows_supported),
 )
-_WGRAD = _ops(
+_wgrad_op = Op(
     "quantized_gemm_wgrad",
     _wgrad_reference,
-    ("t... k", "t... n...", "k n..."),
-    "t...",
-    ("tokens .", "tokens .", "fsdp ."),
-    2,
-    Kernel.triton(_MODULE, "wgrad", _weights_supported),
+    "t... k, t... n... -> k n...",
+    summed=("t...",),
+    roles="tokens ., tokens . -> fsdp .",
+    parameter=2,
+    kernels=_triton("wgrad", _weights_supported),
 )
 
 
@@ -227,13 +149,13 @@ def quantized_gemm(x: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, ou
     check_pair("gemm", (x, x.ndim - 1), (w, 0))
     for q in (x, w):
         _check_one_tensor(q)
-    return _call(_FPROP, x, w, out_dtype, specs, out_spec)
+    return _call(_fprop_op, x, w, out_dtype, specs, out_spec)
 
 
 def quantized_gemm_dgrad(dy: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, out_spec=None):
     """dx[t, k] = sum_n dy[t, n] * w[k, n]; blocks along the last dimension of N. Otherwise as `quantized_gemm`."""
     check_pair("gemm's input gradient", (dy, dy.ndim - 1), (w, w.ndim - 1))
-    return _call(_DGRAD, dy, w, out_dtype, specs, out_spec)
+    return _call(_dgrad_op, dy, w, out_dtype, specs, out_spec)
 
 
 def quantized_gemm_wgrad(
@@ -251,19 +173,15 @@ def quantized_gemm_wgrad(
     """
     tokens = x.ndim - 1
     check_pair("gemm's weight gradient", (x, tokens - 1), (dy, tokens - 1), multiple=False)
-    return _call(_WGRAD, x, dy, out_dtype, specs, out_spec, reduce_dtype=reduce_dtype)
+    return _call(_wgrad_op, x, dy, out_dtype, specs, out_spec, reduce_dtype=reduce_dtype)
 
 
-def _call(ops, a, b, out_dtype, specs, out_spec, **options):
-    return ops[scaling(a)](
-        *arrays(a),
-        *arrays(b),
-        blocks=(a.block, b.block),
+def _call(op, a, b, out_dtype, specs, out_spec, **options):
+    return op(
+        a,
+        b,
         out_dtype=check_out_dtype("gemm", out_dtype),
-        operand_specs=(
-            *per_array(scaling(a), specs[0], PartitionSpec()),
-            *per_array(scaling(b), specs[1], PartitionSpec()),
-        ),
+        operand_specs=tuple(specs),
         result_specs=(out_spec,),
         **options,
     )

@@ -6,37 +6,26 @@ C rows per participant, K contraction, N output dimensions (any number), E exper
 R participants that share one set of weights.
 """
 
-from collections.abc import Callable
+import dataclasses
 from functools import partial
 from math import prod
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.grouped_gemm import (
     accumulate_weights,
     empty_result,
     flattened,
-    grouped_plan,
     multiply_rows,
     per_participant,
+    plan_grouped,
     rows_reader,
 )
 from expertmesh.core.ops.quantize import dequantize_values
-from expertmesh.core.ops.quantized_gemm import (
-    SCALINGS,
-    arrays,
-    check_pair,
-    halves,
-    per_array,
-    rows_unsupported,
-    scaling,
-    unsupported,
-    whole_blocks,
-)
+from expertmesh.core.ops.quantized_gemm import check_pair, rows_unsupported, unsupported
 from expertmesh.core.quantized import QuantizedArray
 
 __all__ = [
@@ -81,25 +70,24 @@ def _wide_weight(data_GKN, scale_G, tensor_scale_G=None, *, block, group):
     return flattened(dequantize_values(*one, block=block[1:]), 1)
 
 
-def _rows_reference(*operands, contract_rhs, blocks, out_dtype, zero_rest=True):
+def _rows_reference(lhs, rhs, group_sizes_PG, *, contract_rhs, out_dtype, zero_rest=True):
     del zero_rest
-    lhs, rhs = halves(operands[:-1])
-    group_sizes_PG = operands[-1]
-    E, K, *N = rhs[0].shape
-    P, C = lhs[0].shape[:2]
+    E, K, *N = rhs.shape
+    P, C = lhs.shape[:2]
     result = tuple(N) if contract_rhs == 1 else (K,)
-    if lhs[0].size == 0 or rhs[0].size == 0:
-        return empty_result((P, C, *result), out_dtype, *operands)
+    of_rows, of_weight = _parts(lhs), _parts(rhs)
+    if lhs.data.size == 0 or rhs.data.size == 0:
+        return empty_result((P, C, *result), out_dtype, *of_rows, *of_weight, group_sizes_PG)
     num_groups = group_sizes_PG.shape[1]
     num_sets = E // num_groups
-    sets = [x.reshape(num_sets, num_groups, *x.shape[1:]) for x in rhs]
+    sets = [x.reshape(num_sets, num_groups, *x.shape[1:]) for x in of_weight]
 
     def one(r, *of_participant):
         *lhs_C, group_sizes_G = of_participant
         weights = [x[0] if num_sets == 1 else x[r] for x in sets]
         return multiply_rows(
-            lambda step: _wide_rows(*lhs_C, block=blocks[0], step=step),
-            lambda group: _wide_weight(*weights, block=blocks[1], group=group),
+            lambda step: _wide_rows(*lhs_C, block=lhs.block, step=step),
+            lambda group: _wide_weight(*weights, block=rhs.block, group=group),
             group_sizes_G,
             (C, prod(result)),
             (*lhs_C, *weights),
@@ -108,54 +96,55 @@ def _rows_reference(*operands, contract_rhs, blocks, out_dtype, zero_rest=True):
             precision=_HIGHEST,
         )
 
-    return per_participant(one, num_sets, *lhs, group_sizes_PG).reshape(P, C, *result)
+    return per_participant(one, num_sets, *of_rows, group_sizes_PG).reshape(P, C, *result)
 
 
-def _wgrad_reference(*operands, num_experts, blocks, out_dtype):
-    lhs, dy = halves(operands[:-1])
-    group_sizes_PG = operands[-1]
-    shape = (num_experts, lhs[0].shape[2], *dy[0].shape[2:])
-    if lhs[0].size == 0 or dy[0].size == 0:
-        return empty_result(shape, out_dtype, *operands)
+def _wgrad_reference(lhs, dy, group_sizes_PG, *, num_experts, out_dtype):
+    shape = (num_experts, lhs.shape[2], *dy.shape[2:])
+    of_lhs, of_dy = _parts(lhs), _parts(dy)
+    if lhs.data.size == 0 or dy.data.size == 0:
+        return empty_result(shape, out_dtype, *of_lhs, *of_dy, group_sizes_PG)
 
     def one(_, *of_participant):
         *both, group_sizes_G = of_participant
-        lhs_reader, dy_reader = (
-            partial(_reader, half, block) for half, block in zip(halves(both), blocks, strict=True)
-        )
+        sides = (both[: len(of_lhs)], lhs.block), (both[len(of_lhs) :], dy.block)
+        lhs_reader, dy_reader = (partial(_reader, parts, block) for parts, block in sides)
         return accumulate_weights(
             lhs_reader,
             dy_reader,
             group_sizes_G,
-            lhs[0].shape[1],
+            lhs.shape[1],
             (shape[1], prod(shape[2:])),
             both,
             _HIGHEST,
         )
 
     num_sets = num_experts // group_sizes_PG.shape[1]
-    dw_PGKN = per_participant(one, num_sets, *lhs, *dy, group_sizes_PG)
+    dw_PGKN = per_participant(one, num_sets, *of_lhs, *of_dy, group_sizes_PG)
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
-def _reader(half, block, step):
-    return _wide_rows(*half, block=block, step=step)
+def _parts(q: QuantizedArray):
+    """Data, scales and, with two levels, tensor scales."""
+    return [x for x in (q.data, q.scale, q.tensor_scale) if x is not None]
 
 
-def _rows_supported(*operands, blocks, out_dtype, **options) -> str | None:
+def _reader(parts, block, step):
+    return _wide_rows(*parts, block=block, step=step)
+
+
+def _rows_supported(rows, rhs, group_sizes, *, out_dtype, **options) -> str | None:
     """For the forward (rows x weights) and the input gradient (dy x weights)."""
     del options
-    weight = operands[len(operands) // 2]
-    return _one_participant(operands[-1], weight.shape[0]) or rows_unsupported(
-        operands[:-1], weight.shape[1:], blocks, out_dtype
+    return _one_participant(group_sizes, rhs.shape[0]) or rows_unsupported(
+        rows, rhs, rhs.shape[1:], out_dtype
     )
 
 
-def _weights_supported(*operands, num_experts, blocks, out_dtype) -> str | None:
-    (lhs, *_), (dy, *_) = halves(operands[:-1])
+def _weights_supported(lhs, dy, group_sizes, *, num_experts, out_dtype) -> str | None:
     widths = lhs.shape[2], prod(dy.shape[2:])
-    return _one_participant(operands[-1], num_experts) or unsupported(
-        lhs, widths, blocks, (1, 1), out_dtype
+    return _one_participant(group_sizes, num_experts) or unsupported(
+        lhs, dy, widths, (1, 1), out_dtype
     )
 
 
@@ -165,83 +154,40 @@ def _one_participant(group_sizes, num_experts: int) -> str | None:
     return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
 
 
-def _kernels(function: str, supports) -> tuple[Kernel, ...]:
+def _triton(function: str, supports) -> tuple[Kernel, ...]:
     module = "expertmesh.core.kernels.quantized_grouped_gemm"
     return (Kernel.triton(module, function, supports),)
 
 
-def _ops(
-    name: str, reference: Callable, rule, tensor_terms, summed: str, roles, parameter: int, kernels
-):
-    """The op for each of SCALINGS.
-
-    Args:
-      rule: the data of both operands, and the result.
-      tensor_terms: of the scales of a whole tensor, for each operand.
-      roles: of both operands and of the result.
-      parameter: which of the operands or result is the weight.
-      kernels: for all but two levels of scales.
-    """
-    tensor_roles = ["tokens ." if term == "p g" else "experts" for term in tensor_terms]
-
-    def one(kind: str) -> Op:
-        sharding, role = (
-            ", ".join(
-                (
-                    *per_array(kind, side[0], tensor[0]),
-                    *per_array(kind, side[1], tensor[1]),
-                    last,
-                )
-            )
-            + f" -> {side[2]}"
-            for side, tensor, last in (
-                (rule, tensor_terms, "p g"),
-                (roles, tensor_roles, "tokens ."),
-            )
-        )
-        per_operand = len(per_array(kind, "", ""))
-        index = parameter * per_operand + (parameter == 2)
-        inner = grouped_plan(sharding, index, summed)
-
-        def plan(query: Query) -> Plan:
-            return inner(whole_blocks(query, 2 * per_operand))
-
-        mine = () if kind == "two levels" else kernels
-        return Op(name, reference, sharding, roles=role, plan=plan, kernels=mine)
-
-    return {kind: one(kind) for kind in SCALINGS}
-
-
-_ROLES = ("tokens . .", "experts fsdp .", "tokens . .")
-_FPROP = _ops(
+_TOKENS_WEIGHT = "tokens . ., experts fsdp ., tokens . -> tokens . ."
+_fprop_op = Op(
     "quantized_grouped_gemm",
     partial(_rows_reference, contract_rhs=1),
-    ("p c k", "e k n...", "p c n..."),
-    ("p g", "e"),
-    "k",
-    _ROLES,
-    1,
-    _kernels("rows", _rows_supported),
+    "p c k, e k n..., p g -> p c n...",
+    summed=("k",),
+    roles=_TOKENS_WEIGHT,
+    parameter=1,
+    plan=plan_grouped,
+    kernels=_triton("rows", _rows_supported),
 )
-_DGRAD = _ops(
+_dgrad_op = Op(
     "quantized_grouped_gemm_dgrad",
     partial(_rows_reference, contract_rhs=2),
-    ("p c n...", "e k n...", "p c k"),
-    ("p g", "e"),
-    "n...",
-    _ROLES,
-    1,
-    _kernels("rows_dgrad", _rows_supported),
+    "p c n..., e k n..., p g -> p c k",
+    summed=("n...",),
+    roles=_TOKENS_WEIGHT,
+    parameter=1,
+    plan=plan_grouped,
+    kernels=_triton("rows_dgrad", _rows_supported),
 )
-_WGRAD = _ops(
+_wgrad_op = Op(
     "quantized_grouped_gemm_wgrad",
     _wgrad_reference,
-    ("p c k", "p c n...", "e k n..."),
-    ("p g", "p g"),
-    "",
-    ("tokens . .", "tokens . .", "experts fsdp ."),
-    2,
-    _kernels("weights", _weights_supported),
+    "p c k, p c n..., p g -> e k n...",
+    roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
+    parameter=3,
+    plan=plan_grouped,
+    kernels=_triton("weights", _weights_supported),
 )
 
 
@@ -270,7 +216,7 @@ def quantized_grouped_gemm(
     """
     check_pair("grouped_gemm", (lhs, 2), (rhs, 1))
     check_tensor_scales(lhs, rhs, group_sizes)
-    return _call(_FPROP, lhs, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
+    return _call(_fprop_op, lhs, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
 
 
 def quantized_grouped_gemm_dgrad(
@@ -280,7 +226,7 @@ def quantized_grouped_gemm_dgrad(
     """dlhs[p, r] = dy[p, r] @ rhs[expert]^T; blocks along the last of N. Otherwise as `quantized_grouped_gemm`."""
     check_pair("grouped_gemm's input gradient", (dy, dy.ndim - 1), (rhs, rhs.ndim - 1))
     check_tensor_scales(dy, rhs, group_sizes)
-    return _call(_DGRAD, dy, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
+    return _call(_dgrad_op, dy, rhs, group_sizes, out_dtype, specs, out_spec, zero_rest=zero_rest)
 
 
 def quantized_grouped_gemm_wgrad(
@@ -302,22 +248,18 @@ def quantized_grouped_gemm_wgrad(
     check_pair("grouped_gemm's weight gradient", (lhs, 1), (dy, 1), multiple=False)
     check_tensor_scales(lhs, dy, group_sizes)
     options = dict(num_experts=num_experts, reduce_dtype=reduce_dtype)
-    return _call(_WGRAD, lhs, dy, group_sizes, out_dtype, specs, out_spec, **options)
+    return _call(_wgrad_op, lhs, dy, group_sizes, out_dtype, specs, out_spec, **options)
 
 
-def _call(ops, a, b, group_sizes, out_dtype, specs, out_spec, **options):
-    tensor_specs = [None if spec is None else PartitionSpec(*tuple(spec)[:1]) for spec in specs]
-    return ops[scaling(a)](
-        *arrays(a),
-        *arrays(b),
+def _call(op, a, b, group_sizes, out_dtype, specs, out_spec, **options):
+    # Groups have one size for both operands, which the op takes once.
+    a, b = (dataclasses.replace(q, group_sizes=None) for q in (a, b))
+    return op(
+        a,
+        b,
         group_sizes,
-        blocks=(a.block, b.block),
         out_dtype=check_out_dtype("grouped_gemm", out_dtype),
-        operand_specs=(
-            *per_array(scaling(a), specs[0], tensor_specs[0]),
-            *per_array(scaling(b), specs[1], tensor_specs[1]),
-            None,
-        ),
+        operand_specs=(*specs, None),
         result_specs=(out_spec,),
         **options,
     )
