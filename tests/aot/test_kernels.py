@@ -24,6 +24,7 @@ from expertmesh.core.ops import (
     grouped_requantize,
     quantize,
 )
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -325,9 +326,13 @@ def test_quantized_rows_take_the_kernel_that_has_room(monkeypatch):
         x_scale = shape((1, 256, 2) if along else (1, groups), jnp.float32)
         w_scale = shape((groups, 2, 2) if along else (groups,), jnp.float32)
         blocks = ((1, 1, along), (1, along, along)) if along else ((), ())
-        options = {"blocks": blocks, "out_dtype": jnp.dtype("bfloat16")}
+        of_rows, of_weight = (
+            QuantizedArray(x, x_scale, block=blocks[0]),
+            QuantizedArray(w, w_scale, block=blocks[1]),
+        )
+        options = {"out_dtype": jnp.dtype("bfloat16")}
         sizes = shape((1, groups), jnp.int32)
-        jax.eval_shape(lambda *z: function(*z, **options), x, x_scale, w, w_scale, sizes)
+        jax.eval_shape(lambda *z: function(*z, **options), of_rows, of_weight, sizes)
         return taken.pop()
 
     monkeypatch.setattr(kernels.plain, "nvrtc", lambda: "libnvrtc.so")
@@ -359,12 +364,10 @@ def test_quantized_weight_gradients_take_the_kernel_that_has_room(monkeypatch):
         shape = jax.ShapeDtypeStruct
         data = shape((1, 256, 256), jnp.float8_e4m3fn)
         scale = shape((1, 2, 256) if along else (1, groups), jnp.float32)
-        block = ((1, along, 1) if along else (),) * 2
-        options = {"num_experts": groups, "blocks": block, "out_dtype": jnp.dtype("bfloat16")}
-        jax.eval_shape(
-            lambda *z: kernels.weights(*z, **options),
-            data, scale, data, scale, shape((1, groups), jnp.int32),
-        )  # fmt: skip
+        q = QuantizedArray(data, scale, block=(1, along, 1) if along else ())
+        options = {"num_experts": groups, "out_dtype": jnp.dtype("bfloat16")}
+        sizes = shape((1, groups), jnp.int32)
+        jax.eval_shape(lambda *z: kernels.weights(*z, **options), q, q, sizes)
         return taken.pop()
 
     monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
