@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
-from expertmesh.core.ops.choices import wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
     gather_rows,
@@ -24,6 +23,7 @@ from expertmesh.core.ops.gather_rows import (
     why_no_copy,
     why_no_sum,
 )
+from expertmesh.core.router.choices import wide_ids
 from expertmesh.core.vjp import differentiable
 
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.ops.load_balance import check_balance_operands
-from expertmesh.core.ops.scores import expert_scores, expert_scores_grad
+from expertmesh.core.router.balance import check_balance_operands
+from expertmesh.core.router.scores import expert_scores, expert_scores_grad
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["sequence_balance_loss"]

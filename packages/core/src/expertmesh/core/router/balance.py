@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
-from expertmesh.core.ops.token_mask import check_token_mask, count_tokens
+from expertmesh.core.router.choices import wide_ids
+from expertmesh.core.router.scores import check_score_function, expert_scores, expert_scores_grad
+from expertmesh.core.router.token_mask import check_token_mask, count_tokens
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["expert_counts", "load_balance_loss", "router_z_loss"]

@@ -16,11 +16,16 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.router_config import RouterConfig
-from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
-from expertmesh.core.ops.select_experts import select_experts
-from expertmesh.core.ops.token_mask import check_token_mask
+from expertmesh.core.router.choices import wide_ids
+from expertmesh.core.router.config import RouterConfig
+from expertmesh.core.router.scores import (
+    EPSILON,
+    SCORE_FUNCTIONS,
+    pointwise_scores,
+    pointwise_slopes,
+)
+from expertmesh.core.router.select_experts import select_experts
+from expertmesh.core.router.token_mask import check_token_mask
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["SCORE_FUNCTIONS", "RouterConfig", "Routing", "route"]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.load_balance import check_balance_operands
-from expertmesh.core.ops.scores import expert_scores
+from expertmesh.core.router.balance import check_balance_operands
+from expertmesh.core.router.choices import wide_ids
+from expertmesh.core.router.scores import expert_scores
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["RouterStatistics", "router_statistics"]
