@@ -37,23 +37,8 @@ from expertmesh.core.ops.permute import (
     shard_rows,
     unpermute,
 )
-from expertmesh.core.ops.permute_map import plan_permute_map
 from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
-from expertmesh.core.ops.ragged_params import (
-    RaggedParams,
-    local_permute_after_a2a,
-    local_unpermute_before_a2a,
-    missing_rows,
-    ragged_params,
-)
-from expertmesh.core.ops.route_map import DenseRouting, route_map
-from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
-from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
-from expertmesh.core.ops.topk_weights import (
-    probs_to_topk_weights,
-    topk_weights_to_probs,
-)
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
     RECIPES,
@@ -81,6 +66,25 @@ from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig, Routing,
 from expertmesh.core.router.sequence_balance import sequence_balance_loss
 from expertmesh.core.router.statistics import RouterStatistics, router_statistics
 from expertmesh.core.support import KernelError, is_supported
+from expertmesh.core.te_compat.permute_map import plan_permute_map
+from expertmesh.core.te_compat.ragged_params import (
+    RaggedParams,
+    local_permute_after_a2a,
+    local_unpermute_before_a2a,
+    missing_rows,
+    ragged_params,
+)
+from expertmesh.core.te_compat.route_map import DenseRouting, route_map
+from expertmesh.core.te_compat.routing_map import (
+    ROUTING_MAP_FORMATS,
+    from_routing_map,
+    to_routing_map,
+)
+from expertmesh.core.te_compat.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
+from expertmesh.core.te_compat.topk_weights import (
+    probs_to_topk_weights,
+    topk_weights_to_probs,
+)
 from expertmesh.core.vjp import differentiable
 
 __all__ = [
