@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.operands import wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
-from expertmesh.core.router.choices import wide_ids
 from expertmesh.ep.capacity import recv_capacity
 
 Axis = tuple[str, ...] | None

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.permute import count
-from expertmesh.core.router.choices import wide_ids
+from expertmesh.core.operands import wide_ids
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.router.choices import wide_ids
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_token_mask, wide_ids
 from expertmesh.core.router.scores import check_score_function, expert_scores, expert_scores_grad
-from expertmesh.core.router.token_mask import check_token_mask, count_tokens
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["expert_counts", "load_balance_loss", "router_z_loss"]
@@ -167,6 +165,10 @@ def _z_sum_grad(logits, d_sum, token_mask=None):
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
 
 
+def _live_tokens(token_mask):
+    return jnp.sum(token_mask, dtype=jnp.int32)
+
+
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.load_balance", function, supports),)
 
@@ -201,6 +203,7 @@ _counts_op = Op(
     roles="tokens ., tokens -> .",
     kernels=_triton("counts", _why_no_counts),
 )
+_live_tokens_op = Op("num_tokens", _live_tokens, "... -> ()", summed=("...",), roles="tokens -> ()")
 _prob_sums_op = Op(
     "load_balance_sums",
     _prob_sums,
@@ -270,7 +273,7 @@ def _num_tokens(logits, token_mask):
     """T, at least 1."""
     if token_mask is None:
         return max(prod(logits.shape[:-1]), 1)
-    return jnp.maximum(count_tokens(token_mask), 1).astype(jnp.float32)
+    return jnp.maximum(_live_tokens_op(token_mask), 1).astype(jnp.float32)
 
 
 _load_balance = differentiable(_load_balance_fwd, _load_balance_bwd)

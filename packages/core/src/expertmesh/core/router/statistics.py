@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import wide_ids
 from expertmesh.core.router.balance import check_balance_operands
-from expertmesh.core.router.choices import wide_ids
 from expertmesh.core.router.scores import expert_scores
 from expertmesh.core.vjp import differentiable
 

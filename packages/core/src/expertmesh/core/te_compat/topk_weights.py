@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, wide_ids
 from expertmesh.core.ops.gather_rows import accumulator_dtype
-from expertmesh.core.router.choices import wide_ids
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["probs_to_topk_weights", "topk_weights_to_probs"]
