@@ -56,14 +56,18 @@ from expertmesh.core.recipe import (
     current_recipe,
     recipe_of,
 )
-from expertmesh.core.router.balance import expert_counts, load_balance_loss, router_z_loss
+from expertmesh.core.router.balance import (
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from expertmesh.core.router.expert_bias import (
     quantile_expert_bias,
     required_bias_histogram,
     update_expert_bias,
 )
 from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig, Routing, route
-from expertmesh.core.router.sequence_balance import sequence_balance_loss
 from expertmesh.core.router.statistics import RouterStatistics, router_statistics
 from expertmesh.core.support import KernelError, is_supported
 from expertmesh.core.te_compat.permute_map import plan_permute_map

@@ -33,10 +33,14 @@ from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.recipe import current_recipe
-from expertmesh.core.router.balance import expert_counts, load_balance_loss, router_z_loss
+from expertmesh.core.router.balance import (
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from expertmesh.core.router.logits import router_logits
 from expertmesh.core.router.route import route
-from expertmesh.core.router.sequence_balance import sequence_balance_loss
 from expertmesh.core.router.statistics import router_statistics
 from expertmesh.core.specs import (
     axes_of_type,
