@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
-from expertmesh.core.ops import load_balance as ops
+from expertmesh.core.router import balance as ops
 from expertmesh.core.testing import relative_error
 
 # tokens, experts, choices

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import _measure
 from expertmesh.core.ops import permute as ops
-from expertmesh.core.ops.sort_chunks import sort_chunks
+from expertmesh.core.te_compat.sort_chunks import sort_chunks
 from expertmesh.core.testing import relative_error
 
 # tokens, width, choices, experts

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _measure
-from expertmesh.core.ops import router as ops
+from expertmesh.core.router import route as ops
 from expertmesh.core.testing import relative_error
 
 # tokens, experts

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from core import quantize_oracle
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import (
     Float8CurrentScaling,
     MXFP8BlockScaling,

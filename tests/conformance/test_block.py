@@ -20,7 +20,7 @@ from conformance.settings import (
     parametrize,
     run_on_mesh,
 )
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.flax_moe import moe, param_shapes, param_specs
 from flax_moe import moe_oracle
 

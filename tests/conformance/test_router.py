@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from cases.covering import full
 from conformance.settings import EACH_MODE, TOKENS, Setting, assert_close, run_on_mesh
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import RouterConfig, from_routing_map, route, to_routing_map
 
 EXPERTS = 12

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.mesh import MeshResource
 from expertmesh.flax_moe import MoEConfig, param_shapes, param_specs

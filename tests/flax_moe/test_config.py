@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.core import Activation, Float8BlockScaling, MXFP8BlockScaling
 from expertmesh.core.ops.activation import ACTIVATIONS
-from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig
+from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig
 from expertmesh.ep import EpConfig
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.flax_moe.config import dispatches_quantized

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import router_z_loss
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import moe, native_moe

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cases.covering import full
 from cases.lowered import sums
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from expertmesh.core.ops import load_balance as ops
+from expertmesh.core.router import balance as ops
 from expertmesh.core.testing import relative_error
 
 

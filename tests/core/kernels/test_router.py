@@ -7,7 +7,7 @@ import pytest
 
 from cases.marks import needs_triton
 from expertmesh.core import RouterConfig, route
-from expertmesh.core.ops import router as ops
+from expertmesh.core.router import route as ops
 from expertmesh.core.testing import relative_error
 
 # Experts and configuration.

@@ -20,18 +20,12 @@ from expertmesh.core.ops.delayed_scaling import (
     quantize_delayed,
 )
 from expertmesh.core.ops.dense import dense
-from expertmesh.core.ops.expert_bias import (
-    quantile_expert_bias,
-    required_bias_histogram,
-    update_expert_bias,
-)
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.grouped_quantize import grouped_quantize
-from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.permute import (
     PermutePlan,
     choices_to_rows,
@@ -43,26 +37,8 @@ from expertmesh.core.ops.permute import (
     shard_rows,
     unpermute,
 )
-from expertmesh.core.ops.permute_map import plan_permute_map
 from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
-from expertmesh.core.ops.ragged_params import (
-    RaggedParams,
-    local_permute_after_a2a,
-    local_unpermute_before_a2a,
-    missing_rows,
-    ragged_params,
-)
-from expertmesh.core.ops.route_map import DenseRouting, route_map
-from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig, Routing, route
-from expertmesh.core.ops.router_statistics import RouterStatistics, router_statistics
-from expertmesh.core.ops.routing_map import ROUTING_MAP_FORMATS, from_routing_map, to_routing_map
-from expertmesh.core.ops.sequence_balance import sequence_balance_loss
-from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
-from expertmesh.core.ops.topk_weights import (
-    probs_to_topk_weights,
-    topk_weights_to_probs,
-)
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import (
     RECIPES,
@@ -80,7 +56,39 @@ from expertmesh.core.recipe import (
     current_recipe,
     recipe_of,
 )
+from expertmesh.core.router.balance import (
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from expertmesh.core.router.expert_bias import (
+    quantile_expert_bias,
+    required_bias_histogram,
+    update_expert_bias,
+)
+from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig, Routing, route
+from expertmesh.core.router.statistics import RouterStatistics, router_statistics
 from expertmesh.core.support import KernelError, is_supported
+from expertmesh.core.te_compat.permute_map import plan_permute_map
+from expertmesh.core.te_compat.ragged_params import (
+    RaggedParams,
+    local_permute_after_a2a,
+    local_unpermute_before_a2a,
+    missing_rows,
+    ragged_params,
+)
+from expertmesh.core.te_compat.route_map import DenseRouting, route_map
+from expertmesh.core.te_compat.routing_map import (
+    ROUTING_MAP_FORMATS,
+    from_routing_map,
+    to_routing_map,
+)
+from expertmesh.core.te_compat.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
+from expertmesh.core.te_compat.topk_weights import (
+    probs_to_topk_weights,
+    topk_weights_to_probs,
+)
 from expertmesh.core.vjp import differentiable
 
 __all__ = [

@@ -1,9 +1,11 @@
-"""What public functions demand of operands and results: arrays, of one kind of numbers."""
+"""What public functions demand of operands and results: arrays, of one kind of numbers; masks; expert ids."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import export
+from jax.experimental import checkify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +75,32 @@ def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
 def exceeds(size: int, limit: int) -> bool:
     """`size > limit`; False for a size that `jax.export` knows by a symbol only, whatever it will be."""
     return not export.is_symbolic_dim(size) and size > limit
+
+
+def check_token_mask(name: str, token_mask: jax.Array | None, tokens: tuple[int, ...]) -> None:
+    """Refuses a mask of tokens that is not bool[tokens].
+
+    Raises:
+      TypeError: not bool.
+      ValueError: another shape.
+    """
+    check_arrays(name, BOOLS, optional=True, token_mask=token_mask)
+    if token_mask is not None and token_mask.shape != tokens:
+        raise ValueError(
+            f"{name}: token_mask must have one value per token; got token_mask.shape={token_mask.shape}, "
+            f"tokens {tokens}; pass the mask of these tokens"
+        )
+
+
+def wide_ids(topk_idx: jax.Array) -> jax.Array:
+    """A narrow integer could not hold every expert id that it is compared with or replaced by."""
+    return topk_idx if topk_idx.dtype.itemsize >= 4 else topk_idx.astype(jnp.int32)
+
+
+def debug_check_ids(name: str, topk_idx: jax.Array, num_experts: int) -> None:
+    """Under `jax.experimental.checkify.checkify` an id >= num_experts is an error."""
+    checkify.debug_check(
+        jnp.all(wide_ids(topk_idx) < num_experts),
+        f"{name}: expert ids must be below num_experts={num_experts}; got {{most}}",
+        most=jnp.max(topk_idx, initial=0),
+    )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.ops.choices import debug_check_ids
+from expertmesh.core.operands import debug_check_ids
 from expertmesh.core.ops.gather_rows import gather_values
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat

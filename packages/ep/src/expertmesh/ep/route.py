@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
 from expertmesh.ep.capacity import recv_capacity

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.activation import Activation, check_activation
-from expertmesh.core.ops.router import RouterConfig
 from expertmesh.core.recipe import Recipe, alignment_of, recipe_of
+from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
@@ -35,7 +35,7 @@ class MoEConfig:
       activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
         `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
-      score_function, use_pre_softmax: see `expertmesh.core.ops.router.RouterConfig`.
+      score_function, use_pre_softmax: see `expertmesh.core.RouterConfig`.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
@@ -48,7 +48,7 @@ class MoEConfig:
       dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
         computes in float32.
       param_dtype: of the parameters: one of those, or float64.
-      num_groups, group_topk, scaling_factor: see `expertmesh.core.ops.router.RouterConfig`.
+      num_groups, group_topk, scaling_factor: see `expertmesh.core.RouterConfig`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules

@@ -25,20 +25,23 @@ from jax.export import is_symbolic_dim
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
+from expertmesh.core.operands import check_token_mask, debug_check_ids
 from expertmesh.core.ops.activation import activate
-from expertmesh.core.ops.choices import debug_check_ids
 from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
-from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.ops.permute import PermutePlan
-from expertmesh.core.ops.router import route
-from expertmesh.core.ops.router_logits import router_logits
-from expertmesh.core.ops.router_statistics import router_statistics
-from expertmesh.core.ops.sequence_balance import sequence_balance_loss
-from expertmesh.core.ops.token_mask import check_token_mask
 from expertmesh.core.recipe import current_recipe
+from expertmesh.core.router.balance import (
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from expertmesh.core.router.logits import router_logits
+from expertmesh.core.router.route import route
+from expertmesh.core.router.statistics import router_statistics
 from expertmesh.core.specs import (
     axes_of_type,
     entry_axes,

@@ -1,6 +1,6 @@
 """Sums over tokens on NVIDIA GPUs: each program adds up the rows of some tokens, then XLA adds up the programs' sums.
 
-Each order of additions is fixed. Dimension key as in `ops/load_balance.py`; R tokens of a program at a time.
+Each order of additions is fixed. Dimension key as in `router/balance.py`; R tokens of a program at a time.
 """
 
 import jax
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.permute import count
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import wide_ids
 
-EPSILON = tl.constexpr(1e-20)  # of ops/scores.py
+EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 
 
 @triton.jit

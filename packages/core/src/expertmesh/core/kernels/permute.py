@@ -11,7 +11,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.gather_rows import Tiles, as_words, fit
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import wide_ids
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The router on NVIDIA GPUs: a program holds all scores of some tokens in registers and takes the greatest K times.
 
-Dimension key as in `ops/router.py`; R tokens of a program.
+Dimension key as in `router/route.py`; R tokens of a program.
 """
 
 import jax
@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 from expertmesh.core.kernels import launcher
 
 LEAST = tl.constexpr(-(2**31))  # below every key
-EPSILON = tl.constexpr(1e-20)  # of ops/scores.py
+EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 
 
 @triton.jit

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, wide_ids
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
     gather_rows,

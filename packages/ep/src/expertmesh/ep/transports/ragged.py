@@ -8,7 +8,7 @@ the route; blocks begin at multiples of B on both sides, so no offset is exchang
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.ops.ragged_params import RaggedParams
+from expertmesh.core.te_compat.ragged_params import RaggedParams
 from expertmesh.ep.route import Axis, Route, group_rank, group_size
 from expertmesh.ep.transports import blocks
 from expertmesh.ep.wire import PLAIN, Wire

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLOATS, check_arrays
-from expertmesh.core.ops.router_config import RouterConfig
-from expertmesh.core.ops.scores import pointwise_scores
-from expertmesh.core.ops.token_mask import check_token_mask
+from expertmesh.core.operands import FLOATS, check_arrays, check_token_mask
+from expertmesh.core.router.config import RouterConfig
+from expertmesh.core.router.scores import pointwise_scores
 
 __all__ = ["quantile_expert_bias", "required_bias_histogram", "update_expert_bias"]
 

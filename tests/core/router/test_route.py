@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from core.ops import router_oracle
-from core.ops.router_oracle import softmax
-from expertmesh.core.ops.router import SCORE_FUNCTIONS, RouterConfig, Routing, route
+from core.router import router_oracle
+from core.router.router_oracle import softmax
+from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig, Routing, route
 from expertmesh.core.testing import relative_error
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.

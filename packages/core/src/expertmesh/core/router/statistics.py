@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.load_balance import check_balance_operands
-from expertmesh.core.ops.scores import expert_scores
+from expertmesh.core.operands import wide_ids
+from expertmesh.core.router.balance import check_balance_operands, count_choices
+from expertmesh.core.router.scores import expert_scores
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["RouterStatistics", "router_statistics"]
@@ -72,8 +72,7 @@ def _statistics(logits, topk_idx, *, score_function):
     num_experts = logits.shape[-1]
     topk_idx = wide_ids(topk_idx)
     routed = (topk_idx >= 0) & (topk_idx < num_experts)
-    idx = jnp.where(routed, topk_idx, num_experts).reshape(-1)
-    count_E = jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")
+    count_E = count_choices(topk_idx, num_experts=num_experts)
     q = expert_scores(logits, score_function)
     # 0 log 0 = 0, and NaN stays NaN.
     entropy = -jnp.sum(jnp.where(q == 0, 0.0, q * jnp.log(q)), axis=-1)

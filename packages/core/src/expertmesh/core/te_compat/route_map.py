@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 
 from expertmesh.core.operands import BOOLS, FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.router import RouterConfig, route
-from expertmesh.core.ops.routing_map import check_format, to_routing_map
-from expertmesh.core.ops.topk_weights import topk_weights_to_probs
+from expertmesh.core.router.route import RouterConfig, route
+from expertmesh.core.te_compat.routing_map import check_format, to_routing_map
+from expertmesh.core.te_compat.topk_weights import topk_weights_to_probs
 
 __all__ = ["DenseRouting", "route_map"]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.ops import router_oracle as oracle
+from core.router import router_oracle as oracle
 from expertmesh.core import (
     RouterConfig,
     expert_counts,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.ops import router_oracle
+from core.router import router_oracle
 from expertmesh.core import RouterConfig, permute, plan_permute_map, route_map, unpermute
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.

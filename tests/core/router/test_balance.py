@@ -7,11 +7,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
-from core.ops import router_oracle
-from core.ops.router_oracle import softmax
+from core.router import router_oracle
+from core.router.router_oracle import softmax
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
-from expertmesh.core.ops.load_balance import expert_counts, load_balance_loss, router_z_loss
+from expertmesh.core.router.balance import expert_counts, load_balance_loss, router_z_loss
 from expertmesh.core.testing import magnitudes, relative_error
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.

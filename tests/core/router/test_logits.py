@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.core.ops import router_logits as ops
+from expertmesh.core.router import logits as ops
 from expertmesh.core.testing import magnitudes, relative_error
 
 pytestmark = pytest.mark.default_jax

@@ -1,12 +1,13 @@
 """Losses that keep a router balanced and its logits small, and the count of each expert's tokens.
 
-    load balance: coeff * E / (K T^2) * sum_e P_e n_e,  P_e = sum_t q_te,  n_e = #{(t, k): idx_tk = e}
-    z:            coeff / T * sum_t logsumexp(logits_t)^2
+    balance: 1 / S * sum_s coeff * E / (K T_s^2) * sum_e P_se n_se,  P_se = sum_t q_ste,  n_se = #{(t, k): idx_stk = e}
+    z:       coeff / T * sum_t logsumexp(logits_t)^2
 
-with q the scores of a token normalised over all experts (see scores.py). Each is computed from sums over tokens:
-vectors of E elements or scalars, which are all that ever crosses devices.
+with q the scores of a token normalised over all experts (see scores.py). `load_balance_loss` takes all tokens as one
+sequence (S = 1), `sequence_balance_loss` balances each sequence by itself. They sum by ops of their own, because other
+numbers cross devices: [E] vectors of the one; a scalar of the other, and [S, E] arrays only where a sequence is split.
 
-Dimension key: `...` tokens (T in all), E experts, K choices per token.
+Dimension key: `...` tokens (T in all) or sequences (S in all) of T_s tokens t, E experts, K choices per token.
 """
 
 from math import prod
@@ -15,13 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.scores import check_score_function, expert_scores, expert_scores_grad
-from expertmesh.core.ops.token_mask import check_token_mask, count_tokens
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_token_mask, wide_ids
+from expertmesh.core.router.scores import check_score_function, expert_scores, expert_scores_grad
 from expertmesh.core.vjp import differentiable
 
-__all__ = ["expert_counts", "load_balance_loss", "router_z_loss"]
+__all__ = ["expert_counts", "load_balance_loss", "router_z_loss", "sequence_balance_loss"]
 
 
 def load_balance_loss(
@@ -64,14 +63,46 @@ def load_balance_loss(
             f"got tokens_per_expert.shape={tokens_per_expert.shape}, logits.shape={logits.shape}; "
             "pass one count per expert"
         )
-    return _load_balance(
-        logits,
-        topk_idx,
-        token_mask,
-        tokens_per_expert,
-        coeff=float(coeff),
-        score_function=score_function,
-    )
+    options = dict(coeff=float(coeff), score_function=score_function, by_sequence=False)
+    return _balance(logits, topk_idx, token_mask, tokens_per_expert, **options)
+
+
+def sequence_balance_loss(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    coeff: float,
+    score_function: str = "softmax",
+    token_mask: jax.Array | None = None,
+) -> jax.Array:
+    """The mean over sequences of `load_balance_loss` of one sequence: no sequence may lean on another's balance.
+
+    Args:
+      logits: float[..., T, E]: the last dimension but one runs along a sequence.
+      topk_idx: int[..., T, K]; values outside [0, E), such as -1 for "not routed", are not counted.
+      coeff: Python number.
+      score_function: see `load_balance_loss`.
+      token_mask: bool[..., T]; tokens for which it is False are in neither P, n nor T_s.
+
+    Returns:
+      float32[], the same for every sharding. A sequence without tokens adds 0 and is one of the S; 0 for no sequences.
+      Differentiable in `logits`; the counts n are constants.
+
+    Raises:
+      ValueError: leading dimensions differ, no dimension of tokens, an unknown score function, a mask of another shape.
+      TypeError: `topk_idx` is not of integers, `logits` not of floats, the mask not bool.
+
+    Costs an all-reduce of one scalar over the axes that shard sequences; over those that shard the tokens of a
+    sequence all-reduces of [S, E] arrays, S being the shard's sequences. None in the backward. Inside your own
+    `shard_map` the result is that of the shard alone.
+    """
+    check_balance_operands("sequence_balance_loss", logits, topk_idx, score_function, token_mask)
+    if logits.ndim < 2:
+        raise ValueError(
+            f"sequence_balance_loss: logits must be [..., T, E]; got logits.shape={logits.shape}; add logits[None]"
+        )
+    options = dict(coeff=float(coeff), score_function=score_function, by_sequence=True)
+    return _balance(logits, topk_idx, token_mask, None, **options)
 
 
 def router_z_loss(
@@ -132,7 +163,8 @@ def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -
     check_token_mask(name, token_mask, logits.shape[:-1])
 
 
-def _counts(topk_idx, token_mask=None, *, num_experts):
+def count_choices(topk_idx, token_mask=None, *, num_experts):
+    """n of all tokens, int32[E]."""
     topk_idx = wide_ids(topk_idx)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[..., None], topk_idx, -1)
@@ -141,18 +173,40 @@ def _counts(topk_idx, token_mask=None, *, num_experts):
     return jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")
 
 
-def _prob_sums(logits, token_mask=None, *, score_function):
-    """P, float32[E]."""
+def _probs(logits, token_mask, score_function):
+    """q, 0 for tokens that do not take part."""
     probs = expert_scores(logits, score_function)
-    if token_mask is not None:
-        probs = jnp.where(token_mask[..., None], probs, 0.0)
+    return probs if token_mask is None else jnp.where(token_mask[..., None], probs, 0.0)
+
+
+def _prob_sums(logits, token_mask=None, *, score_function):
+    """P of all tokens, float32[E]."""
+    probs = _probs(logits, token_mask, score_function)
     return jnp.sum(probs.reshape(-1, logits.shape[-1]), axis=0)
 
 
-def _prob_sums_grad(logits, d_sums_E, token_mask=None, *, score_function):
-    """The cotangent of the logits for that of P."""
-    d_logits = expert_scores_grad(logits, d_sums_E, score_function)
+def _prob_sums_grad(logits, d_sums, token_mask=None, *, score_function):
+    """The cotangent of the logits for that of P, which may lack the dimensions of tokens."""
+    d_logits = expert_scores_grad(logits, d_sums, score_function)
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
+
+
+def _sequence_sums(logits, token_mask=None, *, score_function):
+    """P of each sequence, float32[..., E]."""
+    return jnp.sum(_probs(logits, token_mask, score_function), axis=-2)
+
+
+def _sequence_sums_grad(logits, d_sums, token_mask=None, *, score_function):
+    d_sums = d_sums[..., None, :]
+    return _prob_sums_grad(logits, d_sums, token_mask, score_function=score_function)
+
+
+def _sequence_counts(topk_idx, token_mask=None, *, num_experts):
+    """n of each sequence, int32[..., E], and T_s, int32[...]."""
+    live = jnp.ones(topk_idx.shape[:-1], bool) if token_mask is None else token_mask
+    hit = topk_idx[..., None] == jnp.arange(num_experts, dtype=topk_idx.dtype)
+    chosen = jnp.sum(hit & live[..., None, None], axis=-2, dtype=jnp.int32)
+    return jnp.sum(chosen, axis=-2), jnp.sum(live, axis=-1, dtype=jnp.int32)
 
 
 def _z_sum(logits, token_mask=None):
@@ -165,6 +219,10 @@ def _z_sum_grad(logits, d_sum, token_mask=None):
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     d_logits = 2 * d_sum * lse * jnp.exp(logits - lse)
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
+
+
+def _live_tokens(token_mask):
+    return jnp.sum(token_mask, dtype=jnp.int32)
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
@@ -194,13 +252,14 @@ MOST_EXPERTS = 2048
 # Roles are given because the experts of these vectors are never split, on whatever axis the weights' experts are.
 _counts_op = Op(
     "expert_counts",
-    _counts,
+    count_choices,
     "... k, ... -> e",
     summed=("...",),
     whole=("k", "e"),
     roles="tokens ., tokens -> .",
     kernels=_triton("counts", _why_no_counts),
 )
+_live_tokens_op = Op("num_tokens", _live_tokens, "... -> ()", summed=("...",), roles="tokens -> ()")
 _prob_sums_op = Op(
     "load_balance_sums",
     _prob_sums,
@@ -216,6 +275,37 @@ _prob_sums_grad_op = Op(
     "... e, e, ... -> ... e",
     whole=("e",),
     roles="tokens ., ., tokens -> tokens .",
+)
+_sequence_sums_op = Op(
+    "sequence_balance_sums",
+    _sequence_sums,
+    "... t e, ... t -> ... e",
+    summed=("t",),
+    whole=("e",),
+    roles="tokens sequence ., tokens sequence -> tokens .",
+)
+_sequence_sums_grad_op = Op(
+    "sequence_balance_grad",
+    _sequence_sums_grad,
+    "... t e, ... e, ... t -> ... t e",
+    whole=("e",),
+    roles="tokens sequence ., tokens ., tokens sequence -> tokens sequence .",
+)
+_sequence_counts_op = Op(
+    "sequence_counts",
+    _sequence_counts,
+    "... t k, ... t -> ... e, ...",
+    summed=("t",),
+    whole=("k", "e"),
+    roles="tokens sequence ., tokens sequence -> tokens ., tokens",
+)
+_sequence_dot_op = Op(
+    "sequence_balance_dot",
+    lambda a, b: jnp.sum(a * b),
+    "... e, ... e -> ()",
+    summed=("...",),
+    whole=("e",),
+    roles="tokens ., tokens . -> ()",
 )
 _z_sum_op = Op(
     "z_loss_sum",
@@ -235,23 +325,32 @@ _z_sum_grad_op = Op(
 )
 
 
-def _load_balance_fwd(logits, topk_idx, token_mask, count_E, *, coeff, score_function):
+def _balance_fwd(logits, topk_idx, token_mask, count, *, coeff, score_function, by_sequence):
     num_experts, top_k = logits.shape[-1], max(topk_idx.shape[-1], 1)
-    prob_E = _prob_sums_op(logits, token_mask, score_function=score_function)
-    if count_E is None:
-        count_E = _counts_op(topk_idx, token_mask, num_experts=num_experts)
-    num_tokens = _num_tokens(logits, token_mask)
+    if by_sequence:
+        num_sequences = max(prod(logits.shape[:-2]), 1)
+        prob = _sequence_sums_op(logits, token_mask, score_function=score_function)
+        count, num_tokens = _sequence_counts_op(topk_idx, token_mask, num_experts=num_experts)
+        num_tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)[..., None]
+    else:
+        num_sequences = 1
+        prob = _prob_sums_op(logits, token_mask, score_function=score_function)
+        if count is None:
+            count = _counts_op(topk_idx, token_mask, num_experts=num_experts)
+        num_tokens = _num_tokens(logits, token_mask)
+    scale = coeff * num_experts / (top_k * num_sequences)
     # One division at a time: T^2 and its product with K may exceed what float32 holds exactly.
-    weight_E = coeff * num_experts / top_k * count_E.astype(jnp.float32) / num_tokens / num_tokens
-    return jnp.sum(prob_E * weight_E), (logits, token_mask, weight_E)
+    weight = scale * count.astype(jnp.float32) / num_tokens / num_tokens
+    loss = _sequence_dot_op(prob, weight) if by_sequence else jnp.sum(prob * weight)
+    return loss, (logits, token_mask, weight)
 
 
-def _load_balance_bwd(residuals, cotangent, *, coeff, score_function):
+def _balance_bwd(residuals, cotangent, *, coeff, score_function, by_sequence):
     del coeff
-    logits, token_mask, weight_E = residuals
-    d_sums_E = cotangent * weight_E
-    d_logits = _prob_sums_grad_op(logits, d_sums_E, token_mask, score_function=score_function)
-    return d_logits, None, None, None
+    logits, token_mask, weight = residuals
+    grad_op = _sequence_sums_grad_op if by_sequence else _prob_sums_grad_op
+    d_sums = cotangent * weight
+    return grad_op(logits, d_sums, token_mask, score_function=score_function), None, None, None
 
 
 def _z_loss_fwd(logits, token_mask, *, coeff):
@@ -270,8 +369,8 @@ def _num_tokens(logits, token_mask):
     """T, at least 1."""
     if token_mask is None:
         return max(prod(logits.shape[:-1]), 1)
-    return jnp.maximum(count_tokens(token_mask), 1).astype(jnp.float32)
+    return jnp.maximum(_live_tokens_op(token_mask), 1).astype(jnp.float32)
 
 
-_load_balance = differentiable(_load_balance_fwd, _load_balance_bwd)
+_balance = differentiable(_balance_fwd, _balance_bwd)
 _z_loss = differentiable(_z_loss_fwd, _z_loss_bwd)

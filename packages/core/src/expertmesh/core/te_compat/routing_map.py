@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLAGS, INTEGERS, check_arrays
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import FLAGS, INTEGERS, check_arrays, wide_ids
 
 __all__ = ["ROUTING_MAP_FORMATS", "from_routing_map", "to_routing_map"]
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.choices import wide_ids
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, wide_ids
 from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.core.vjp import differentiable
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import full
-from core.ops import router_oracle as oracle
+from core.router import router_oracle as oracle
 from expertmesh.core import (
     RouterConfig,
     expert_counts,

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from expertmesh.core.operands import FLOATS, check_arrays
-from expertmesh.core.ops.scores import check_score_function
+from expertmesh.core.router.scores import check_score_function
 
 __all__ = ["RouterConfig"]
 

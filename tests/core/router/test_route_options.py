@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from cases.covering import covering
-from core.ops import router_oracle as oracle
+from core.router import router_oracle as oracle
 from expertmesh.core import RouterConfig, route
-from expertmesh.core.ops.scores import pointwise_scores, pointwise_slopes
+from expertmesh.core.router.scores import pointwise_scores, pointwise_slopes
 from expertmesh.core.testing import relative_error
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.ops.sort_chunks import ChunkPlan, move_chunks, plan_chunks
+from expertmesh.core.te_compat.sort_chunks import ChunkPlan, move_chunks, plan_chunks
 
 __all__ = [
     "RaggedParams",

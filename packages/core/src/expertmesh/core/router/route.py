@@ -4,9 +4,10 @@
     softmax, pre:            idx = top_k(p);         w = p[idx],  p = softmax(x)
     sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx] for K = 1
 
-all times `scaling_factor`; top_k is limited to the best groups where there are groups.
+all times `scaling_factor`. Where there are groups, of E / G experts each, top_k is limited to the group_topk best ones;
+a group's score is the sum of its K / group_topk greatest.
 
-Dimension key: `...` tokens, E experts, K choices per token.
+Dimension key: `...` tokens, E experts, K choices per token, G groups.
 """
 
 from typing import NamedTuple
@@ -15,12 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds
-from expertmesh.core.ops.choices import wide_ids
-from expertmesh.core.ops.router_config import RouterConfig
-from expertmesh.core.ops.scores import EPSILON, SCORE_FUNCTIONS, pointwise_scores, pointwise_slopes
-from expertmesh.core.ops.select_experts import select_experts
-from expertmesh.core.ops.token_mask import check_token_mask
+from expertmesh.core.operands import (
+    FLOATS,
+    INTEGERS,
+    check_arrays,
+    check_token_mask,
+    exceeds,
+    wide_ids,
+)
+from expertmesh.core.router.config import RouterConfig
+from expertmesh.core.router.scores import (
+    EPSILON,
+    SCORE_FUNCTIONS,
+    pointwise_scores,
+    pointwise_slopes,
+)
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["SCORE_FUNCTIONS", "RouterConfig", "Routing", "route"]
@@ -120,12 +130,33 @@ def _select(logits, expert_bias, *, config):
     scores = _scores(logits.astype(jnp.float32), config)
     if expert_bias is not None:
         scores = scores + expert_bias.astype(jnp.float32)
-    return select_experts(
-        scores,
-        top_k=config.top_k,
-        num_groups=config.num_groups,
-        group_topk=config.group_topk,
-    )
+    return _top_experts(scores, config)
+
+
+def _top_experts(scores, config):
+    """int32[..., K] by descending score, of equal scores the lower expert (or group) first; NaN before all others."""
+    scores, top_k = _ordered(scores), config.top_k
+    if config.num_groups is None:
+        return jax.lax.top_k(scores, top_k)[1]
+    *tokens, num_experts = scores.shape
+    num_groups, group_topk = config.num_groups, config.group_topk
+    group_size = num_experts // num_groups
+    scores = scores.reshape(*tokens, num_groups, group_size)
+    best = jax.lax.top_k(scores, top_k // group_topk)[0]
+    kept = jax.lax.top_k(_ordered(jnp.sum(best, axis=-1)), group_topk)[1]
+    # Ascending, so that of equal scores the lower expert still comes first. Experts of other groups are not masked
+    # but absent: -inf could not tell them from experts of a kept group whose score is -inf.
+    kept = jnp.sort(kept, axis=-1)
+    candidates = jnp.take_along_axis(scores, kept[..., None], axis=-2)
+    place = jax.lax.top_k(candidates.reshape(*tokens, group_topk * group_size), top_k)[1]
+    group = jnp.take_along_axis(kept, place // group_size, axis=-1)
+    return group * group_size + place % group_size
+
+
+def _ordered(scores):
+    """The scores as top_k's total order must see them: it tells -0.0 from 0.0 and NaN by its sign bit."""
+    scores = jnp.where(scores == 0, jnp.float32(0), scores)
+    return jnp.where(jnp.isnan(scores), jnp.float32(jnp.nan), scores)
 
 
 def _scores(x, config):
