@@ -80,8 +80,9 @@ def rows_dgrad(dy, rhs, group_sizes, **options):
         return sm100.rows_dgrad(dy, rhs, group_sizes, **options)
     if _along(dy) == MX_BLOCK:
         return plain.rows_dgrad(_wide(dy), _wide(rhs), group_sizes, **options)
-    parts = map(sm100.flat, (dy.data, dy.scale, rhs.data, rhs.scale))
-    return _launch_rows(*parts, group_sizes, options)[None]
+    of_rows = sm100.flat(dy.data), sm100.flat(dy.scale)
+    of_weight = sm100.flat(rhs.data), sm100.flat(rhs.scale)
+    return _launch_rows(*of_rows, *of_weight, group_sizes, options)[None]
 
 
 def _rows_for_later(lhs, group_sizes) -> bool:
