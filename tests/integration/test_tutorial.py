@@ -17,6 +17,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
 
 
+def figures():
+    """How far results differ by docs/tutorial.md: name -> part of the norm; the last is of the quantized forward."""
+    found = re.findall(r"^ +differs by (\S+) of the norm: (\S+)$", PAGE.read_text(), re.MULTILINE)
+    *bfloat16, (quantized, name) = found
+    assert name == "y"
+    return {name: float(part) for part, name in bfloat16} | {"8 bits": float(quantized)}
+
+
 @pytest.fixture(scope="module")
 def tutorial():
     return tutorial_case.load()
@@ -31,6 +39,8 @@ def test_ours_instead_of_native_on_2_x_2_devices(tutorial, capsys):
     assert 1e-3 < errors["fp8_block"]["y"] < 0.1
     assert "{'fsdp': 2, 'ep': 2}; jax" in said and re.search(r"native: [\d.]+ ms", said)
     assert "a device receives at most 32 rows" in said
+    found = errors["bfloat16"] | {"8 bits": errors["fp8_block"]["y"]}
+    assert figures() == pytest.approx(found, rel=0.1)
     # What docs/tutorial.md reads in the program; there is nothing else between the devices of the first.
     shown = re.findall(r"^ +(\d x .*)$", PAGE.read_text(), re.MULTILINE)
     bfloat16, _, quantized = said.partition("fp8_block: ")
