@@ -276,8 +276,8 @@ def _scaled_kernel(
         q = (wide * factor).to(data.dtype.element_ty)
         tl.store(data + at, q, mask=inside)
         if data_rows is not None:
-            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas 12.9
-            # stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
+            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas
+            # 12.9 stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
             again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
             _store_along_rows(data_rows, again, at, inside, m, n, N, M, True)
     if amax is not None:
