@@ -180,6 +180,7 @@ def _zeros(types, like):
 
 PAUSE = 0.05  # seconds before a burst
 BURST = 0.006  # seconds that a program of a burst takes, about
+PAIRS = 20  # of a kernel and its reference, whose median is a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,7 @@ def _clock() -> Callable[[object], object]:
     return now
 
 
-def measured(cases: Iterable[Case], pairs: int = 10, length: float = BURST) -> Iterable[dict]:
+def measured(cases: Iterable[Case], pairs: int = PAIRS, length: float = BURST) -> Iterable[dict]:
     """The rows of all cases: first everything is compiled, side by side; then each pair alternates so many times.
 
     Args:
@@ -342,7 +343,7 @@ def time_case(
 def alternate(
     ours: tuple[Callable, tuple],
     reference: tuple[Callable, tuple],
-    pairs: int = 10,
+    pairs: int = PAIRS,
     measure: Callable = program,
 ) -> tuple[float, float, float]:
     """Median seconds of two (function, operands), and the median of the ratios reference / ours of pairs."""

@@ -557,7 +557,7 @@ def with_weak_scaling(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--pairs", type=int, default=10, help="on one device")
+    parser.add_argument("--pairs", type=int, default=_measure.PAIRS, help="on one device")
     parser.add_argument("--phases", metavar="N", help="where the time of a step of shape N goes")
     parser.add_argument("--recipe", help="of --phases")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")

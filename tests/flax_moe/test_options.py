@@ -388,13 +388,14 @@ def test_decoding_equals_the_whole():
         assert relative_error(step(data.x[:, t]), whole[:, t]) < 1e-6
 
 
-def test_no_sum_in_an_order_of_chance():
-    """The same bits run after run: nothing in the program adds floating-point numbers by a scatter."""
-    config = make_config(**ALL, use_bias=False)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_sum_in_an_order_of_chance(dtype):
+    """The same bits run after run: nothing in the program adds floating-point numbers by a scatter; with biases."""
+    config = make_config(**ALL, dtype=jnp.dtype(dtype))
     text = jax.jit(value_and_gradients(moe, config)).lower(*make_data(config)).as_text()
     scatters = text.split('"stablehlo.scatter"')[1:]
-    types = [part[part.index("}) :") :].split("\n")[0] for part in scatters]
-    assert scatters and not [t for t in types if "xf32" in t.partition("->")[2]], types
+    results = [re.search(r"\}\) : .* -> (.*)", part)[1] for part in scatters]
+    assert results and not [found for found in results if re.search(r"[<x]b?f\d", found)], results
 
 
 def test_shapes_beyond_two_billion_elements():

@@ -70,11 +70,22 @@ def platform(operands) -> str:
 
 
 def local_gpu() -> jax.Device | None:
-    """This process' first NVIDIA GPU; None where it has none, as when compiling ahead of time."""
+    """This process' first NVIDIA GPU; None where it has none, as when compiling ahead of time.
+
+    Raises:
+      ValueError: another GPU of the process has another compute capability: it would run the first one's kernels.
+    """
     try:
-        return jax.local_devices(backend="cuda")[0]
+        gpus = jax.local_devices(backend="cuda")
     except RuntimeError:
         return None
+    found = sorted({gpu.compute_capability for gpu in gpus}, key=float)
+    if len(found) > 1:
+        raise ValueError(
+            "local_gpu: a process' GPUs must have one compute capability, for which kernels are compiled; "
+            f"got {', '.join(found)}; name GPUs of one kind in CUDA_VISIBLE_DEVICES"
+        )
+    return gpus[0]
 
 
 def compute_capability() -> float | None:
