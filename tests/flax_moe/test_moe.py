@@ -209,8 +209,11 @@ def test_inside_the_users_shard_map(check_vma):
     assert_result(output, gradients, run(data, config))
 
 
-@pytest.mark.parametrize("kind", [EXPLICIT, pytest.param(AUTO, marks=pytest.mark.full)])
-def test_stages_of_a_pipeline(kind):
+@pytest.mark.parametrize(
+    "kind, check_vma",
+    [(EXPLICIT, True), full(EXPLICIT, False), full(AUTO, True), full(AUTO, False)],
+)
+def test_stages_of_a_pipeline(kind, check_vma):
     """Inside a shard_map over another axis, the rest Explicit or with roles; outputs and gradients of both stages."""
     config = make_config(aux_loss_coeff=0.0, z_loss_coeff=0.0)
     data = make_data(config)
@@ -234,7 +237,7 @@ def test_stages_of_a_pipeline(kind):
         axis_names={"pp"},
         in_specs=(specs, PartitionSpec()),
         out_specs=PartitionSpec("pp"),
-        check_vma=False,
+        check_vma=check_vma,
     )
 
     def loss(params, x):

@@ -1,4 +1,4 @@
-"""dispatch_experts is dispatch_dense, the activation and grouped_dense, to the bit, forward and backward."""
+"""dispatched_experts is dispatched_dense, the activation and grouped_dense, to the bit, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from expertmesh.core import (
     grouped_dense,
 )
 from expertmesh.ep import EpConfig, prepare
-from expertmesh.flax_moe.quantized_dispatch import dispatch_dense
-from expertmesh.flax_moe.quantized_experts import dispatch_experts, takes_experts
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, dispatched_dense
+from expertmesh.flax_moe.quantized_experts import dispatched_experts, takes_experts
 
 # gpt-oss: a clamp and an offset, by which zeros past the groups would not be zeros.
 ACTIVATIONS = ["silu", Activation(function="quick_gelu", limit=7.0, up_offset=1.0)]
@@ -46,16 +46,20 @@ def _operands():
 def test_equals_the_layers_one_by_one(recipe, activation, quantize_combine):
     *operands, idx = _operands()
     config = EpConfig(num_experts=E, alignment=alignment_of(recipe))
-    rest = {"recipe": recipe, "quantize_combine": quantize_combine}
+
+    def dispatched(x):
+        handle = prepare(idx, config)
+        options = dict(recipe=recipe, quantize_combine=quantize_combine)
+        return handle.group_sizes, *dispatch_quantized(handle, x, **options)
 
     def at_once(x, wi, wo):
-        handle = prepare(idx, config)
-        return dispatch_experts(handle, x, wi, wo, activation=activation, **rest)
+        sizes, *rows = dispatched(x)
+        return dispatched_experts(*rows, wi, wo, sizes, activation=activation, recipe=recipe)
 
     def one_by_one(x, wi, wo):
-        handle = prepare(idx, config)
-        a = activate(dispatch_dense(handle, x, wi, **rest), activation)
-        return grouped_dense(a, wo, handle.group_sizes, recipe=recipe)
+        sizes, *rows = dispatched(x)
+        a = activate(dispatched_dense(*rows, wi, sizes, recipe=recipe), activation)
+        return grouped_dense(a, wo, sizes, recipe=recipe)
 
     def both(function):
         def run(*operands):

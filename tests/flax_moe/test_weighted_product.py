@@ -1,4 +1,4 @@
-"""The step from the activation to the combined tokens, against a loop over rows in float64; what rows may hold."""
+"""From the activation to the combined tokens, against a loop over rows in float64; what rows may hold."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.core import Activation
 from expertmesh.core.testing import relative_error
-from expertmesh.ep import EpConfig, dispatch_weights, prepare
+from expertmesh.ep import EpConfig, combine, dispatch_weights, prepare
 from expertmesh.flax_moe.weighted_product import weighted_product
 
 T, K, E, F, D = 12, 2, 4, 10, 6
@@ -39,7 +39,8 @@ def test_value_and_gradients(gated):
 
     def function(h, wo, weights):
         options = {"activation": Activation(gated=gated)}
-        return weighted_product(h, wo, dispatch_weights(handle, weights), handle, **options)
+        rows = weighted_product(h, wo, dispatch_weights(handle, weights), handle, **options)
+        return combine(handle, rows)
 
     operands = [jnp.asarray(x, jnp.float32) for x in (h, wo, weights)]
     y, pull = jax.vjp(jax.jit(function), *operands)

@@ -143,8 +143,44 @@ def test_block():
     assert moments["wi"].shape == (4, 256, 2, 128)
 
 
+def test_stages():
+    """Run over (pp, ep); the values are those of `moe`."""
+    parts, two, backward, pipeline = snippets("stages.md")
+    moe, stages = expertmesh.flax_moe.moe, expertmesh.flax_moe.stages
+    config = expertmesh.flax_moe.MoEConfig(**SMALL, dtype=jnp.float32, aux_loss_coeff=0.5)
+    blocks = [expertmesh.flax_moe.init_params(jax.random.key(i), 256, config) for i in range(2)]
+    params, x = blocks[0], normal(4, 8, 256)
+    names = dict(stages=stages, config=config, jnp=jnp, PartitionSpec=PartitionSpec)
+    given = dict(params=params, x=x, dy=x, **names)
+    space = run(parts, "stages.md", **given)
+    assert jnp.allclose(space["y"], moe(params, x, config).y, atol=1e-5)
+    first, second, _ = run(two, "stages.md", **names)["two_microbatches"](params, x, 2 * x, config)
+    assert jnp.allclose(first, space["y"], atol=1e-5)
+    assert jnp.allclose(second, moe(params, 2 * x, config).y, atol=1e-5)
+    pulled = run(backward, "stages.md", **given, routed=space["routed"])
+    assert pulled["d_params"]["wo"].any() and pulled["d_routed"].x.shape == x.shape
+
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("pp", "ep"), kinds, devices=jax.devices()[:4])
+    stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *blocks)
+    specs = {k: PartitionSpec("pp", *["ep"] * (k != "gate_kernel")) for k in stacked}
+    names |= dict(mesh=mesh, params=jax.device_put(stacked, shardings(mesh, specs)))
+    tokens = NamedSharding(mesh, PartitionSpec(None, "ep"))
+    names |= dict(microbatches=jax.device_put(np.stack([x, 2 * x]), tokens))
+    y = run(pipeline, "stages.md", **names)["y"]
+    for got, want in zip(np.asarray(y), (x, 2 * x), strict=True):
+        for block in blocks:
+            want = want + moe(block, want, config).y
+        assert jnp.allclose(got, want, atol=1e-4)
+
+
+def shardings(mesh, specs):
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
 def test_no_page_is_left_out():
     """Those of the tutorial and the recipes are of programs that other tests run."""
     pages = {page.name for page in DOCS.glob("*.md") if snippets(page.name)}
     here = {"core.md", "ep.md", "expert-parallelism.md", "quantization.md", "flax_moe.md"}
+    here |= {"stages.md"}
     assert pages == here | {"tutorial.md", "recipes.md"}

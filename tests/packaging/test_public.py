@@ -25,7 +25,7 @@ PUBLIC = {
         is_supported prepare raise_overflow raise_stall recv_capacity""",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES hf
         init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
-        permute_experts place_experts quantize_kernels split_wi""",
+        permute_experts place_experts quantize_kernels split_wi stages""",
     "expertmesh.train": "main",
 }
 

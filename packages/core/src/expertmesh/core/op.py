@@ -527,7 +527,7 @@ def _launch(call: _Call, kernel: Kernel, reference: Callable, options: dict, *op
 
 
 def vary_like(operands, results):
-    """A custom call's results, which would lose the Manual axes over which the operands vary."""
+    """Results of a custom call or a nested shard_map, which lose the Manual axes over which the operands vary."""
     axes = frozenset().union(*map(_jax.varying_axes, operands))
     return _jax.match_varying(results, axes)
 
@@ -620,7 +620,7 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
     held = [i for i, x in enumerate(placed) if x.size]
     function = _with_empty(_shard_function(call, plan), placed, plan.operand_specs, mesh_shape)
     single = len(plan.result_specs) == 1
-    return jax.shard_map(
+    results = jax.shard_map(
         function,
         mesh=mesh,
         axis_names=explicit | auto,
@@ -628,6 +628,7 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
         out_specs=plan.result_specs[0] if single else plan.result_specs,
         check_vma=False,
     )(*(placed[i] for i in held))
+    return vary_like(placed, results)
 
 
 def _with_empty(function, operands, specs, mesh_shape):

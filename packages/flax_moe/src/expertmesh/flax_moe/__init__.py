@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from expertmesh.flax_moe import hf, linen, nnx
+from expertmesh.flax_moe import hf, linen, nnx, stages
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.native import NativeMoEBlock, native_moe
@@ -41,4 +41,5 @@ __all__ = [
     "place_experts",
     "quantize_kernels",
     "split_wi",
+    "stages",
 ]

@@ -11,7 +11,7 @@ Dimension key: D model width, E experts, F expert width, S width of the shared e
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ __all__ = [
     "check_array",
     "check_names",
     "check_params",
+    "check_part",
     "init_params",
     "initializers",
     "merge_wi",
@@ -249,6 +250,29 @@ def check_params(
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
     check_names(function, params, config)
+    _check_shapes(function, params, model_dim, config, num_experts)
+
+
+def check_part(
+    function: str,
+    params: Params,
+    names: Collection[str],
+    model_dim: int,
+    config: MoEConfig,
+    num_experts: int,
+) -> dict[str, jax.Array]:
+    """The parameters of `names` alone, after the errors of `check_params` about them; biases may be absent."""
+    _check_mapping(function, params)
+    kernels = tuple(name for name in names if name not in _BIASES)
+    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
+    part = {name: params[name] for name in names if name in params}
+    _check_biases(function, part, config.use_bias and len(kernels) < len(names))
+    _check_floating(function, part)
+    _check_shapes(function, part, model_dim, config, num_experts)
+    return part
+
+
+def _check_shapes(function, params, model_dim, config, num_experts):
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
@@ -263,10 +287,7 @@ def check_params(
 
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
     """Raises in the name of `function` unless there are the parameters of the tree, each an array of floats."""
-    if not isinstance(params, Mapping):
-        raise TypeError(
-            f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
-        )
+    _check_mapping(function, params)
     kernels = _KERNELS + _SHARED * (config.shared_expert_dim is not None)
     _require(function, params, kernels, "use init_params, or merge_wi for split projections")
     unknown = [name for name in params if name not in kernels + _BIASES]
@@ -276,9 +297,24 @@ def check_names(function: str, params: Params, config: MoEConfig) -> None:
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
             "or use merge_wi for split projections"
         )
-    if config.use_bias or any(name in params for name in _BIASES):
+    _check_biases(function, params, config.use_bias)
+    _check_floating(function, params)
+
+
+def _check_mapping(function, params):
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
+        )
+
+
+def _check_biases(function, params, wanted):
+    if wanted or any(name in params for name in _BIASES):
         remedy = "pass all biases or none, and where there are none use_bias=False"
         _require(function, params, _BIASES, remedy)
+
+
+def _check_floating(function, params):
     for name, array in params.items():
         check_array(function, name, array)
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:

@@ -24,6 +24,7 @@ __all__ = [
     "init_quant_state",
     "output_and_state",
     "placed_like",
+    "quantization_of",
     "quantize_kernels",
 ]
 
@@ -143,7 +144,26 @@ def check_quantization(
     Raises:
       ValueError: something that the recipe needs is missing or has no use, or is not of this block's layers.
     """
-    recipe, layers = config.recipe, set(_layers(config))
+    _check_given(function, config, set(_layers(config)), state, kernels, key)
+    return Quantization(jax.lax.stop_gradient(state), kernels, key)
+
+
+def quantization_of(
+    function: str,
+    config: MoEConfig,
+    layers: Collection[str],
+    state: Any,
+    kernels: Any,
+    key: jax.Array | None,
+) -> Quantization:
+    """`check_quantization` for some layers: what is given of others is not read."""
+    own = Quantization(state, kernels, key).of(layers)
+    _check_given(function, config, set(layers), own.state, own.kernels, key)
+    return dataclasses.replace(own, state=jax.lax.stop_gradient(own.state))
+
+
+def _check_given(function, config, layers, state, kernels, key):
+    recipe = config.recipe
     delayed = isinstance(recipe, DelayedScaling)
     if delayed != (state is not None):
         raise ValueError(
@@ -166,7 +186,6 @@ def check_quantization(
             f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
             "pass a new jax.random.key for each call"
         )
-    return Quantization(jax.lax.stop_gradient(state), kernels, key)
 
 
 def output_and_state(output, state):

@@ -1,4 +1,4 @@
-"""Tokens quantized, dispatched and multiplied by experts, as one function with one VJP.
+"""Tokens quantized and dispatched, and multiplied by experts: two functions, each with a VJP.
 
     q(x)     along D, where the token is; its data and scales are dispatched
     y[p, r]  = rows[p, r] @ q(w)[e] + bias[e]        rows = dispatched q(x), w quantized along D; e = the row's expert
@@ -8,8 +8,9 @@
 A row is, bit for bit, what quantizing after a dispatch of x would give. For dw there is no x in high precision where
 the rows are: z is made of what has arrived, by definition, so on one device too and with every transport.
 
-No 8-bit array crosses the boundary of the VJP. A cotangent has the dtype of its primal: through an integer carrier
-there would be none, through an 8-bit float small ones would be lost.
+No gradient goes through an 8-bit array. A cotangent has the dtype of its primal: through an integer carrier there would
+be none, through an 8-bit float small ones would be lost. So the first function also returns rows in x's dtype, through
+which the gradient goes from the second to the first. Nothing reads their values, and a compiled program has none.
 
 Dimension key: t tokens, P participants, C rows per participant, D model width, N output dimensions (any number),
 E experts, G groups per participant.
@@ -30,95 +31,131 @@ from expertmesh.core.ops.grouped_dense import (
 from expertmesh.core.ops.grouped_requantize import grouped_requantize
 from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel
+from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import Recipe
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
 
-__all__ = ["dispatch_dense"]
+__all__ = ["dispatch_quantized", "dispatched_dense"]
 
 
-def dispatch_dense(
-    handle: Handle,
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    recipe: Recipe,
-    kernel_quantized: QuantizedKernel | None = None,
-    quantize_combine: bool = False,
-    reduce_dtype="float32",
-    w_spec: PartitionSpec | None = None,
-) -> jax.Array:
-    """`grouped_dense(dispatch(handle, x), kernel, handle.group_sizes, bias)`, with x quantized before it is dispatched.
+def dispatch_quantized(
+    handle: Handle, x: jax.Array, *, recipe: Recipe, quantize_combine: bool = False
+) -> tuple[jax.Array, QuantizedArray]:
+    """`dispatch(handle, x)`, with x quantized before it is dispatched.
 
     Args:
       handle: from `expertmesh.ep.prepare`, its rows aligned to the recipe's blocks.
       x: float[..., D].
-      kernel: float[E, D, *N].
-      bias: float[E, *N] or None.
       recipe: one for which `dispatches_quantized` holds.
-      kernel_quantized, reduce_dtype: see `expertmesh.core.grouped_dense`.
       quantize_combine: gradients of x travel in the format of the recipe's gradients, else in the dtype of x (over
         "ring", which adds on the way, in float32); see `combine`'s `wire_format`.
+
+    Returns:
+      (rows, quantized), both [P, C, D]: quantized is what has arrived, and has no derivative; rows, in the dtype of x,
+      is what the derivative goes through, and its values are the data without their scales.
+
+    Raises:
+      ValueError: what `quantize` and `dispatch` refuse.
+
+    Costs a dispatch of D bytes and the scales per row, and in the backward a combine.
+    """
+    formats = recipe.formats()
+    rows, quantized = _dispatch_quantized(
+        x,
+        handle,
+        format=formats.x,
+        wire_format=formats.grad_dgrad if quantize_combine else _plain_wire(handle, x),
+    )
+    return rows, jax.lax.stop_gradient(quantized)
+
+
+def dispatched_dense(
+    rows: jax.Array,
+    quantized: QuantizedArray,
+    kernel: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe,
+    kernel_quantized: QuantizedKernel | None = None,
+    reduce_dtype="float32",
+    w_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """`grouped_dense(quantized, kernel, group_sizes, bias)` of rows that are quantized already.
+
+    Args:
+      rows, quantized: of `dispatch_quantized`.
+      kernel: float[E, D, *N].
+      group_sizes: int32[P, G], the handle's.
+      bias: float[E, *N] or None.
+      recipe: that of `dispatch_quantized`.
+      kernel_quantized, reduce_dtype: see `expertmesh.core.grouped_dense`.
       w_spec: where `kernel` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
-      [P, C, *N] in x's dtype; zeros for rows after the last group.
+      [P, C, *N] in the dtype of `rows`; zeros for rows after the last group.
 
     Raises:
-      ValueError: what `quantize`, `dispatch` and `grouped_dense` refuse.
+      ValueError: what `grouped_dense` refuses.
 
-    Differentiable in x, `kernel` and `bias`. Kept for the backward: the rows quantized along the rows, and `kernel`
-    quantized along N; the dispatched rows have their checkpoint names too.
-    Costs a dispatch of D bytes and the scales per row, and in the backward a combine; else as `grouped_dense`.
+    Differentiable in `rows`, `kernel` and `bias`. Kept for the backward: the rows quantized along the rows, and
+    `kernel` quantized along N; the dispatched rows have their checkpoint names too. Costs are those of `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    layer = stateless_layer("dispatch_dense", x, kernel, extra, recipe, w_spec, reduce_dtype)
-    return _dispatch_dense(
-        x,
-        kernel,
-        bias,
-        handle,
-        extra,
-        layer=layer,
-        wire_format=layer.formats.grad_dgrad if quantize_combine else plain_wire(handle, x),
-    )
+    layer = stateless_layer("dispatched_dense", rows, kernel, extra, recipe, w_spec, reduce_dtype)
+    return _dispatched_dense(rows, quantized, kernel, bias, group_sizes, extra, layer=layer)
 
 
-def plain_wire(handle: Handle, x) -> str | None:
+def _plain_wire(handle: Handle, x) -> str | None:
     """The dtype in which sums of gradients travel where they are not quantized."""
     return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
 
 
-def _forward(x, kernel, bias, handle, extra: Extra, layer: Layer):
-    """(y, the rows and the kernel quantized along D)."""
-    rows = named("dispatched", dispatch(handle, quantize(x, layer.formats.x)))
+def _dispatch_fwd(x, handle, *, format, wire_format):
+    del wire_format
+    quantized = named("dispatched", dispatch(handle, quantize(x, format)))
+    # A cast, not zeros: rows are then sharded as what has arrived, and vary over the same Manual axes.
+    return (quantized.data.astype(x.dtype), quantized), handle
+
+
+def _dispatch_bwd(handle, cotangents, *, format, wire_format):
+    del format
+    d_rows, _ = cotangents
+    return combine(handle, d_rows, wire_format=wire_format), None
+
+
+def _forward(quantized, kernel, bias, group_sizes, extra: Extra, layer: Layer):
+    """(y, the kernel quantized along D)."""
     q_kernel = kernel_for_fprop(kernel, extra, layer)
-    return product(rows, q_kernel, handle.group_sizes, bias, layer), rows, q_kernel
+    return product(quantized, q_kernel, group_sizes, bias, layer), q_kernel
 
 
-def value(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
-    del wire_format
-    return _forward(x, kernel, bias, handle, extra, layer)[0]
+def value(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
+    del rows
+    return _forward(quantized, kernel, bias, group_sizes, extra, layer)[0]
 
 
-def fwd(x, kernel, bias, handle, extra, *, layer: Layer, wire_format=None):
+def fwd(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
     """(y, what the backward needs)."""
-    del wire_format
-    y, rows, q_kernel = _forward(x, kernel, bias, handle, extra, layer)
-    spec, sizes = layer.used[0], handle.group_sizes
+    del rows
+    y, q_kernel = _forward(quantized, kernel, bias, group_sizes, extra, layer)
     along_rows = grouped_requantize(
-        rows, sizes, layer.formats.x_wgrad, spec=spec, zero_rest=layer.zero_rest
+        quantized,
+        group_sizes,
+        layer.formats.x_wgrad,
+        spec=layer.used[0],
+        zero_rest=layer.zero_rest,
     )
     q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
-    return y, ((*residuals(along_rows, q_kernel), sizes, bias, None), handle)
+    return y, (*residuals(along_rows, q_kernel), group_sizes, bias, None)
 
 
-def _bwd(carried, dy, *, layer: Layer, wire_format):
-    of_rows, handle = carried
-    d_rows, d_kernel, _, d_bias, _ = grouped_dense_bwd(of_rows, dy, layer=layer)
-    return combine(handle, d_rows, wire_format=wire_format), d_kernel, d_bias, None, None
+def _bwd(carried, dy, *, layer: Layer):
+    d_rows, d_kernel, _, d_bias, _ = grouped_dense_bwd(carried, dy, layer=layer)
+    return d_rows, None, d_kernel, d_bias, None, None
 
 
-_dispatch_dense = differentiable(fwd, _bwd, value)
+_dispatch_quantized = differentiable(_dispatch_fwd, _dispatch_bwd)
+_dispatched_dense = differentiable(fwd, _bwd, value)

@@ -1,14 +1,14 @@
-"""Activation, routing weights, second product and combine, as one function with one VJP.
+"""Activation, routing weights and second product, as one function with one VJP.
 
-    y_t = sum over the rows r of token t of (w_r act(h_r)) Wo_e           e = the row's expert
+    y_r = (w_r act(h_r)) Wo_e                 e = the row's expert
 
-    g_r  = dy_t                                                           d_r  = g_r Wo_e^T
+    d_r  = g_r Wo_e^T                         g = the cotangent of y
     dh_r = w_r d_r * the derivative at h_r    dw_r = <d_r, act(h_r)>      dWo_e = sum of (w_r act(h_r))^T g_r
 
 The gradient of a weight needs no expert output, so neither these nor the activations are kept: the pass that makes dh
 and dw makes w act(h) again. Nothing reads rows after the last group, so nothing is written there.
 
-Dimension key: `...` tokens, P participants, C rows per participant, F expert width, D model width, E experts.
+Dimension key: P participants, C rows per participant, F expert width, D model width, E experts.
 """
 
 import jax
@@ -24,7 +24,7 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_wgrad_op,
 )
 from expertmesh.core.vjp import at_rest, differentiable
-from expertmesh.ep import Handle, combine, dispatch
+from expertmesh.ep import Handle
 from expertmesh.flax_moe.remat import named
 
 __all__ = ["weighted_product"]
@@ -40,7 +40,7 @@ def weighted_product(
     reduce_dtype="float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """`combine(handle, grouped_gemm(weights[..., None] * activate(h), wo, handle.group_sizes))`.
+    """`grouped_gemm(weights[..., None] * activate(h), wo, handle.group_sizes)`.
 
     Args:
       h: float[P, C, 2, F], or [P, C, F] without a gate.
@@ -52,11 +52,11 @@ def weighted_product(
       w_spec: where `wo` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
-      [..., D] in the dtype of h; 0 for tokens without rows. Rows that hold no token are selected away, whatever they
-      hold.
+      [P, C, D] in the dtype of h, for `combine`; rows after the last group are not to be read, and rows that hold no
+      token do not enter a gradient, whatever they hold.
 
-    Differentiable in h, wo and weights. Kept for the backward: h and the weights. Costs a combine, and in the backward
-    a dispatch; a sharded F costs the backward an all-reduce [P, C].
+    Differentiable in h, wo and weights. Kept for the backward: h and the weights. A sharded F costs the backward an
+    all-reduce [P, C].
     """
     return _weighted_product(
         h,
@@ -78,12 +78,11 @@ def _fwd(h, wo, weights, handle: Handle, *, activation, reduce_dtype, w_dtype, w
     y_PCD = grouped_gemm_op(
         a_PCF, wo, sizes, out_dtype=h.dtype, zero_rest=False, operand_specs=specs
     )
-    return combine(handle, named("expert_output", y_PCD)), (h, wo, weights, handle)
+    return named("expert_output", y_PCD), (h, wo, weights, handle)
 
 
-def _bwd(residuals, d_y, *, activation, reduce_dtype, w_dtype, w_spec):
+def _bwd(residuals, d_rows, *, activation, reduce_dtype, w_dtype, w_spec):
     h, wo, weights, handle = residuals
-    d_rows = dispatch(handle, d_y)
     d_out = grouped_gemm_dgrad_op(
         d_rows,
         wo,

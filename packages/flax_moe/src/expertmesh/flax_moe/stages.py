@@ -1,0 +1,538 @@
+"""The stages of the block as functions of values, which `moe` composes and a schedule of your own can call.
+
+    routed     = route(params, x, config)
+    dispatched = dispatch(params, routed, config)
+    computed   = experts(params, dispatched, config)
+    y          = combine(computed)
+
+Each value is a pytree of arrays: you can hold the result of `dispatch` of one microbatch while you compute another
+stage of the next. Each stage is differentiable, and the backward of each is its own: that of `dispatch` is a combine,
+that of `combine` a dispatch, that of `experts` moves no token.
+
+Every stage takes the same tree of parameters and the same config; it reads its own of either. Call all of them in the
+same context: `expertmesh.core.autocast`, `expertmesh.core.global_shard_guard` and mesh. `moe` adds what concerns the
+whole block: parts of the tokens (`num_chunks`) and `remat`, which the stages do not read, the shared experts' sum, and
+y laid out like x.
+
+Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
+width, F expert width.
+"""
+
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh import ep
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.operands import check_token_mask, debug_check_ids
+from expertmesh.core.ops.activation import activate
+from expertmesh.core.ops.dense import dense
+from expertmesh.core.ops.gathered_gemm import gathered_gemm
+from expertmesh.core.ops.grouped_dense import grouped_dense
+from expertmesh.core.ops.grouped_gemm import grouped_gemm
+from expertmesh.core.ops.permute import PermutePlan
+from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.recipe import current_recipe
+from expertmesh.core.router.balance import (
+    expert_counts,
+    load_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from expertmesh.core.router.logits import router_logits
+from expertmesh.core.router.route import route as route_logits
+from expertmesh.core.router.statistics import router_statistics
+from expertmesh.core.specs import mesh_of
+from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
+from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
+from expertmesh.flax_moe.params import Params, check_part, param_specs
+from expertmesh.flax_moe.quantization import output_and_state, quantization_of
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, dispatched_dense
+from expertmesh.flax_moe.quantized_experts import dispatched_experts, takes_experts
+from expertmesh.flax_moe.remat import named
+from expertmesh.flax_moe.weight_rows import weight_rows
+from expertmesh.flax_moe.weighted_product import weighted_product
+
+__all__ = [
+    "Computed",
+    "Dispatched",
+    "Routed",
+    "combine",
+    "dispatch",
+    "experts",
+    "route",
+    "shared_experts",
+]
+
+_EXPERTS, _BIASES, _SHARED = ("wi", "wo"), ("wi_bias", "wo_bias"), ("shared_wi", "shared_wo")
+
+
+class Routed(NamedTuple):
+    """Tokens and their choices. With a router of your own, make one of the first three.
+
+    Attributes:
+      x: [..., D], 0 for tokens that a mask takes out.
+      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert.
+      topk_weights: float32[..., K].
+      aux_loss, z_loss, tokens_per_expert, entropy: as in `MoEOutput`; None where `route` did not make them.
+    """
+
+    x: jax.Array
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+    aux_loss: Any = None
+    z_loss: Any = None
+    tokens_per_expert: Any = None
+    entropy: Any = None
+
+
+class Dispatched(NamedTuple):
+    """Rows where their experts are.
+
+    Attributes:
+      handle: of `expertmesh.ep.prepare`: which row is which token's.
+      weights: float32[P, C], each row's routing weight.
+      rows: [P, C, D] in `config.dtype`, or where the experts read the tokens themselves (see `dispatch`) those, as
+        [1, tokens, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
+      quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
+      num_dropped, overflow: as in `MoEOutput`.
+    """
+
+    handle: ep.Handle
+    weights: jax.Array
+    rows: jax.Array
+    quantized: QuantizedArray | None
+    num_dropped: jax.Array
+    overflow: ep.Overflow | None
+
+
+class Computed(NamedTuple):
+    """What the experts make of their rows.
+
+    Attributes:
+      handle: of the `Dispatched`.
+      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read.
+      quant_state: the next call's, of `wi` and `wo`; None unless the recipe is a DelayedScaling.
+    """
+
+    handle: ep.Handle
+    rows: jax.Array
+    quant_state: Any = None
+
+
+def route(
+    params: Params,
+    x: jax.Array,
+    config: MoEConfig,
+    *,
+    expert_bias: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+    topk_idx: jax.Array | None = None,
+) -> Routed:
+    """`topk_idx, topk_weights = expertmesh.core.route(x @ gate_kernel, config.router)`, and the router's losses.
+
+    Args:
+      params: `gate_kernel` [D, E]; others are not read.
+      x: float[..., D] with at least one dimension of tokens.
+      config: see MoEConfig.
+      expert_bias, token_mask, topk_idx: as for `moe`.
+
+    Returns:
+      Routed, its numbers float32, sharded as x is over tokens.
+
+    Raises:
+      ValueError: a `gate_kernel` that is missing or of the wrong shape; a bias, mask or choices that
+        `expertmesh.core.route` refuses; no bias under `config.use_expert_bias`, unless choices are given; a symbolic
+        size.
+      TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask or choices of a dtype that
+        `expertmesh.core.route` refuses.
+
+    Differentiable in x and `gate_kernel`. Routes where the tokens are: no token moves; the counts and losses are
+    all-reduces of [E] vectors, which a program that does not read them leaves out.
+    """
+    check_tokens("stages.route", x)
+    check_expert_bias("stages.route", config, expert_bias, topk_idx)
+    own = check_part(
+        "stages.route", params, ("gate_kernel",), x.shape[-1], config, config.num_experts
+    )
+    if token_mask is not None:
+        check_token_mask("stages.route", token_mask, x.shape[:-1])
+        # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
+        x = jnp.where(token_mask[..., None], x, 0)
+    if config.debug and topk_idx is not None:
+        debug_check_ids("stages.route", topk_idx, config.num_experts)
+    logits = router_logits(x, own["gate_kernel"], w_spec=_specs(config).get("gate_kernel"))
+    topk_idx, topk_weights = route_logits(
+        logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
+    )
+    return Routed(
+        x=x,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
+        z_loss=_z_loss(logits, token_mask, config),
+        # The counts of the balance loss, so that the two are computed and summed once.
+        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
+        entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
+    )
+
+
+def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
+    """`handle = prepare(topk_idx, ...)`; `rows = expertmesh.ep.dispatch(handle, x.astype(config.dtype))`.
+
+    Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
+    they are, and 8 bits travel. Without recipe and biases, where all tokens and experts are on one device and the
+    first product writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
+
+    Args:
+      params: `wi` and, if there are biases, `wi_bias` and `wo_bias`, for their types and shapes: which axes the experts
+        are over and how wide they are.
+      routed: of `route`, or tokens and choices of your own.
+      config: see MoEConfig.
+
+    Returns:
+      Dispatched, its arrays sharded over (outer axes..., EP axes...).
+
+    Raises:
+      ValueError: a parameter that is missing or of the wrong shape; experts or tokens that the EP axis does not divide;
+        an EP axis that the mesh lacks; choices or weights that do not fit the tokens.
+      TypeError: x is no array, or not floating point; choices that are not integers.
+
+    Differentiable in `routed.x` and `routed.topk_weights`; the backward is a combine. Costs an all-gather of int32
+    [..., K] and one of float32 [..., K] over the EP axis, and the exchange of each choice's token; see
+    `expertmesh.ep.dispatch`.
+    """
+    config = config.under(current_recipe())
+    check_tokens("stages.dispatch", routed.x)
+    ep_axis = ep_axes("stages.dispatch", params, config)
+    held = experts_held("stages.dispatch", routed.x, config, ep_axis)
+    names = (*_EXPERTS, *_BIASES)
+    own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
+    handle = named("dispatched", _prepare(routed.topk_idx, config, ep_axis))
+    weights_PC = named("dispatched", ep.dispatch_weights(handle, routed.topk_weights))
+    rows, quantized = _dispatched_rows(own, routed.x.astype(config.dtype), handle, config)
+    return Dispatched(
+        handle=handle,
+        weights=weights_PC,
+        rows=rows,
+        quantized=quantized,
+        num_dropped=jnp.sum(handle.num_dropped),
+        overflow=ep.find_overflow(handle) if config.overflow == "error" else None,
+    )
+
+
+def experts(
+    params: Params,
+    dispatched: Dispatched,
+    config: MoEConfig,
+    *,
+    quant_state: Any = None,
+    kernels_quantized: Any = None,
+    key: jax.Array | None = None,
+) -> Computed:
+    """`rows_r = w_r (act(rows_r wi_e + wi_bias_e) wo_e + wo_bias_e)`, e being the expert of row r, w its weight.
+
+    Args:
+      params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases; others are not read.
+      dispatched: of `dispatch`, under this config.
+      config: see MoEConfig.
+      quant_state, kernels_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
+      key: as for `moe`.
+
+    Returns:
+      Computed, its rows sharded like those of `dispatched`.
+
+    Raises:
+      ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
+      TypeError: a parameter that is no array, or not floating point.
+
+    Differentiable in `dispatched` and all of these parameters. Moves no token: costs one gather of the weights over
+    fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
+    """
+    config = config.under(current_recipe())
+    given = quantization_of("stages.experts", config, _EXPERTS, quant_state, kernels_quantized, key)
+    held = experts_held(
+        "stages.experts", dispatched.rows, config, ep_axes("stages.experts", params, config)
+    )
+    names, width = (*_EXPERTS, *_BIASES), dispatched.rows.shape[-1]
+    own = check_part("stages.experts", params, names, width, config, held)
+    rows, state = _expert_rows(own, dispatched, config, given)
+    return Computed(handle=dispatched.handle, rows=rows, quant_state=state)
+
+
+def combine(computed: Computed) -> jax.Array:
+    """`y_t = sum of computed.rows over the rows of token t`: `expertmesh.ep.combine`.
+
+    Args:
+      computed: of `experts`.
+
+    Returns:
+      [..., D] in the dtype of the rows; 0 for a token without rows. Sharded like `topk_idx` over tokens. Over Explicit
+      axes tokens are spread over the EP axis, even if x was not; `moe` lays y out like x.
+
+    Raises:
+      ValueError: rows that do not fit the handle.
+
+    Differentiable in the rows; the backward is a dispatch. Costs the exchange of one row for each choice; see
+    `expertmesh.ep.combine`.
+    """
+    return named("combined", ep.combine(computed.handle, computed.rows))
+
+
+def shared_experts(
+    params: Params,
+    x: jax.Array,
+    config: MoEConfig,
+    *,
+    quant_state: Any = None,
+    kernels_quantized: Any = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
+
+    Args:
+      params: `shared_wi` [D, 2, S] and `shared_wo` [S, D]; others are not read.
+      x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
+      config: see MoEConfig.
+      quant_state, kernels_quantized: as for `moe`; of both only what is of the shared experts is read.
+      key: as for `moe`.
+
+    Returns:
+      ([..., D] in `config.dtype`, the next call's `quant_state` of the shared experts or None).
+
+    Raises:
+      ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
+      TypeError: x or a parameter that is no array, or not floating point.
+
+    Differentiable in x and both parameters. Moves no token: it needs nothing of the other stages, so that a compiler
+    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice.
+    """
+    config = config.under(current_recipe())
+    check_tokens("stages.shared_experts", x)
+    given = quantization_of(
+        "stages.shared_experts", config, _SHARED, quant_state, kernels_quantized, key
+    )
+    own = check_part(
+        "stages.shared_experts", params, _SHARED, x.shape[-1], config, config.num_experts
+    )
+
+    def product(name, rows):
+        more = given.layer(name)
+        out = dense(
+            rows,
+            own[name],
+            recipe=config.recipe,
+            reduce_dtype=config.reduce_dtype,
+            w_spec=_specs(config).get(name),
+            **more,
+        )
+        return output_and_state(out, more["state"])
+
+    h, wi_state = product("shared_wi", x.astype(config.dtype))
+    y, wo_state = product("shared_wo", activate(h, config.activation))
+    return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
+
+
+def _specs(config):
+    """Where each parameter is, as far as its type does not say so."""
+    return {} if current_resource() is None else param_specs(config)
+
+
+# ---- route
+
+
+def _aux_loss(logits, topk_idx, token_mask, config):
+    if not config.aux_loss_coeff:
+        return jnp.zeros((), jnp.float32)
+    loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
+    return loss(
+        logits,
+        topk_idx,
+        coeff=config.aux_loss_coeff,
+        score_function=config.score_function,
+        token_mask=token_mask,
+    )
+
+
+def _z_loss(logits, token_mask, config):
+    if not config.z_loss_coeff:
+        return jnp.zeros((), jnp.float32)
+    return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
+
+
+# ---- dispatch
+
+
+def _prepare(topk_idx, config, ep_axis) -> ep.Handle:
+    dropless = config.exchange(axis=ep_axis)
+    if config.capacity_factor is None or topk_idx.size == 0:
+        return ep.prepare(topk_idx, dropless)
+    # The number of participants follows from the layout, which only `prepare` knows.
+    handle = jax.eval_shape(lambda idx: ep.prepare(idx, dropless), topk_idx)
+    participants, num_local = handle.group_sizes.shape
+    capacity = ep.recv_capacity(
+        config.num_experts,
+        config.top_k,
+        prod(topk_idx.shape[:-1]) // participants,
+        config.num_experts // num_local,
+        config.row_alignment,
+        config.capacity_factor,
+    )
+    return ep.prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
+
+
+def _dispatched_rows(params, x, handle, config):
+    """(rows, quantized) of a Dispatched."""
+    if dispatches_quantized(config.recipe):
+        return dispatch_quantized(
+            handle, x, recipe=config.recipe, quantize_combine=config.quantize_backward_combine
+        )
+    if _reads_tokens(params, handle, config):
+        return x.reshape(1, -1, x.shape[-1]), None
+    return named("dispatched", ep.dispatch(handle, x)), None
+
+
+def _reads_tokens(params, handle: ep.Handle, config) -> bool:
+    """Whether the first product reads tokens where they are: all are here, and it writes less than their rows.
+
+    Where it writes more, a copy of the rows costs little beside it, and is read faster.
+    """
+    wi, num_tokens = params["wi"], prod(handle.slot.shape[:-1])
+    all_here = mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
+    plain = config.recipe is None and "wi_bias" not in params
+    return plain and all_here and prod(wi.shape[2:]) <= wi.shape[1]
+
+
+# ---- experts
+
+
+def _expert_rows(params, dispatched, config, given):
+    """The rows of a Computed and the layers' next state."""
+    if _all_in_8_bits(params, config):
+        return _experts_in_8_bits(params, dispatched, config, given), given.state
+    h, wi_state = _first_product(params, dispatched, config, given)
+    if config.recipe is None and "wo_bias" not in params:
+        rows = weighted_product(
+            named("hidden", h),
+            params["wo"],
+            dispatched.weights,
+            dispatched.handle,
+            activation=config.activation,
+            reduce_dtype=config.reduce_dtype,
+            w_spec=_specs(config).get("wo"),
+        )
+        return rows, given.state
+    rows, wo_state = _second_product(params, h, dispatched, config, given)
+    return rows, given.state and {"wi": wi_state, "wo": wo_state}
+
+
+def _all_in_8_bits(params, config) -> bool:
+    """Whether nothing but the activation comes between the experts' products, and all of it is in 8 bits."""
+    plain = "wo_bias" not in params and not config.apply_topk_weights_early
+    return plain and takes_experts(config.recipe, config.activation)
+
+
+def _experts_in_8_bits(params, dispatched, config, given):
+    """The experts' output times the rows' weights, 0 for rows that hold no token."""
+    specs = _specs(config)
+    y_PCD = dispatched_experts(
+        dispatched.rows,
+        dispatched.quantized,
+        params["wi"],
+        params["wo"],
+        dispatched.handle.group_sizes,
+        activation=config.activation,
+        recipe=config.recipe,
+        kernels_quantized=tuple(given.layer(name)["kernel_quantized"] for name in _EXPERTS),
+        reduce_dtype=config.reduce_dtype,
+        w_specs=(specs.get("wi"), specs.get("wo")),
+    )
+    return _weighed(named("expert_output", y_PCD), dispatched.weights, dispatched.handle)
+
+
+def _weighed(rows, weights_PC, handle, spec=None):
+    return weight_rows(rows, weights_PC, handle.group_sizes, handle.tokens_per_expert, y_spec=spec)
+
+
+def _first_product(params, dispatched, config, given):
+    """[P, C, 2, F], every expert's first projection of its rows; and the layer's next state."""
+    wi, bias, spec = params["wi"], params.get("wi_bias"), _specs(config).get("wi")
+    rows, handle = dispatched.rows, dispatched.handle
+    if dispatched.quantized is not None:
+        h = dispatched_dense(
+            rows,
+            dispatched.quantized,
+            wi,
+            handle.group_sizes,
+            bias,
+            recipe=config.recipe,
+            kernel_quantized=given.layer("wi")["kernel_quantized"],
+            reduce_dtype=config.reduce_dtype,
+            w_spec=spec,
+        )
+        return h, None
+    if _reads_tokens(params, handle, config):
+        plan = PermutePlan(handle.row, handle.source, handle.tokens_per_expert, handle.group_sizes)
+        return gathered_gemm(rows, wi, plan, rhs_spec=spec), None
+    return _grouped(config, given, "wi", rows, wi, handle.group_sizes, bias, spec)
+
+
+def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
+    """A product by experts, and the layer's next state."""
+    # It casts the weights, so that gradients of float32 masters can be summed and scattered in float32.
+    more = given.layer(name)
+    out = grouped_dense(
+        rows,
+        kernel,
+        group_sizes,
+        bias,
+        recipe=config.recipe,
+        reduce_dtype=config.reduce_dtype,
+        w_spec=spec,
+        zero_rest=False,  # nothing here reads rows that hold no token
+        **more,
+    )
+    return output_and_state(out, more["state"])
+
+
+def _second_product(params, h, dispatched, config, given):
+    """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
+    handle, weights_PC = dispatched.handle, dispatched.weights
+    specs, sizes = _specs(config), handle.group_sizes
+    wo, bias, h = params["wo"], params.get("wo_bias"), named("hidden", h)
+    a_PCF = activate(h, config.activation)
+    product = partial(_grouped, config, given, "wo")
+    if not config.apply_topk_weights_early:
+        if config.recipe is not None and bias is not None:
+            # A group's padding has its bias, which must not enter the scales of its tokens.
+            a_PCF = _weighed(a_PCF, jnp.ones_like(weights_PC), handle, _hidden_spec(specs))
+        y_PCD, state = product(a_PCF, wo, sizes, bias, specs.get("wo"))
+        return _weighed(named("expert_output", y_PCD), weights_PC, handle), state
+    a_PCF = _weighed(a_PCF, weights_PC, handle, _hidden_spec(specs))
+    y_PCD, state = product(a_PCF, wo, sizes, None, specs.get("wo"))
+    if bias is not None:
+        y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)
+    return named("expert_output", y_PCD), state
+
+
+def _hidden_spec(specs):
+    """Where [P, C, F] between the GEMMs is, as far as its type does not say so: F as that of `wo`."""
+    resource = current_resource()
+    if resource is None:
+        return None
+    return PartitionSpec(resource.entry("tokens"), None, specs["wo"][1])
+
+
+def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):
+    """weights[p, c] * bias[expert of row c], float32[P, C, D]: a grouped GEMM whose contraction has size 1."""
+    spec = specs.get("wo_bias")
+    return grouped_gemm(
+        weights_PC[..., None],
+        jnp.expand_dims(bias_ED, 1),
+        group_sizes,
+        rhs_spec=None if spec is None else PartitionSpec(spec[0], None, spec[1]),
+    )
