@@ -59,8 +59,13 @@ def compare(config, data, mesh=None, tolerance=1e-5, **oracle):
 
 @pytest.mark.parametrize(
     "mode, shape",
-    [full(mode, (2, 4)) for mode in MODES]
-    + [full("explicit", (8, 1)), full("resource", (1, 8)), full("auto", (1, 2))],
+    [
+        ("explicit_resource", (2, 4)),
+        *(full(mode, (2, 4)) for mode in MODES if mode != "explicit_resource"),
+        full("explicit", (8, 1)),
+        full("resource", (1, 8)),
+        full("auto", (1, 2)),
+    ],
 )
 def test_every_mesh_mode(mode, shape):
     config = make_config()
@@ -157,7 +162,6 @@ def test_three_axes(kind, roles):
         assert gradients[0][name].sharding.is_equivalent_to(w.sharding, w.ndim), name
 
 
-@pytest.mark.full
 def test_vmap_over_layers():
     config = make_config()
     data = [make_data(config, seed=seed) for seed in (0, 1)]
@@ -170,8 +174,7 @@ def test_vmap_over_layers():
         np.testing.assert_array_equal(out.tokens_per_expert[i], want.tokens_per_expert)
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.full
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_inside_the_users_shard_map(check_vma):
     """x and the expert weights are shards; statistics and losses are about the shard's tokens."""
     config = make_config(ep_axis="ep", aux_loss_coeff=0.0, z_loss_coeff=0.0)
@@ -356,8 +359,7 @@ def test_one_token_with_flat_input():
     compare(config, make_data(config, (1, 16)))
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.full
+@pytest.mark.parametrize("remat", [full(False), True])
 def test_scan_over_layers(remat):
     """Stacked parameters under scan: the sum over layers of y and both losses, and its gradients."""
     config = make_config()

@@ -116,7 +116,6 @@ def test_runs_are_resumed_and_kept(curves, tmp_path):
     assert train("--steps", "4") == first and not log.exists()
 
 
-@pytest.mark.full
 def test_a_run_that_fails_is_named(curves, tmp_path):
     options = curves.parse(
         ["--recipes", "mxfp8", "--runs", str(tmp_path), "--docs", str(tmp_path), "--seeds", "3"]
