@@ -579,7 +579,10 @@ BLOCKS: Mapping[str, Mapping] = {
 }
 
 
-ALWAYS = ("", "no gate", "fp8_block", "fp8_current and biases")
+ALWAYS = {
+    "": ("tp", "sequence over cp"),
+    **dict.fromkeys(("no gate", "fp8_block", "fp8_current and biases"), ("tp",)),
+}
 
 
 def _block(params, x, mask, *, config, copies=False):
@@ -618,7 +621,7 @@ def block_subject(name, options, layouts, masked=False, copies=False) -> Subject
         operands=lambda _: (params, struct("bfloat16", B, S, D), mask),
         layouts={name: layout(*where) for name, where in layouts.items()},
         wrt=(0, 1),
-        always=("tp",) if name in ALWAYS else (),
+        always=ALWAYS.get(name, ()),
     )
 
 

@@ -52,7 +52,7 @@ class MeshResource:
 
     def __post_init__(self):
         owner: dict[str, str] = {}
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(MeshResource):
             value = getattr(self, field.name)
             if not (value is None or isinstance(value, str | tuple)) or not all(
                 isinstance(axis, str) for axis in entry_axes(value)
@@ -83,15 +83,17 @@ class MeshResource:
         return cls(**{name: getattr(resource, name, None) for name in names})
 
     def axes(self, role: str) -> tuple[str, ...]:
-        """Mesh axes of a role of an array dimension: tokens, experts, fsdp, tp, sequence, or '.' for none.
+        """Mesh axes of a role of an array dimension: tokens, participants, experts, fsdp, tp, sequence, '.' for none.
 
-        Tokens are sharded over (dp, fsdp, ep), so that the EP axis is innermost.
+        Tokens are sharded over (dp, fsdp, ep), so that the EP axis is innermost; so are the participants of an exchange
+        (P of [P, C, ...]), unless `with_participants` says otherwise.
         """
         ep = entry_axes(self.ep_resource)
         fsdp = entry_axes(self.fsdp_resource)
         roles = {
             ".": (),
             "tokens": entry_axes(self.dp_resource) + fsdp + ep,
+            "participants": entry_axes(self.dp_resource) + fsdp + ep,
             "experts": ep,
             "fsdp": fsdp,
             "tp": entry_axes(self.tp_resource) + entry_axes(self.tpsp_resource),
@@ -107,13 +109,26 @@ class MeshResource:
         """`axes(role)` as an entry of a PartitionSpec."""
         return make_entry(self.axes(role))
 
+    def with_participants(self, axes: tuple[str, ...]) -> "MeshResource":
+        """This resource, with participants over `axes`, major first: those of an exchange whose sequences are split."""
+        roles = {f.name: getattr(self, f.name) for f in dataclasses.fields(MeshResource)}
+        return _WithParticipants(**roles, participants=axes)
+
     def all_axes(self) -> tuple[str, ...]:
         """Every axis that plays a role."""
         return tuple(
             axis
-            for field in dataclasses.fields(self)
+            for field in dataclasses.fields(MeshResource)
             for axis in entry_axes(getattr(self, field.name))
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithParticipants(MeshResource):
+    participants: tuple[str, ...]
+
+    def axes(self, role: str) -> tuple[str, ...]:
+        return self.participants if role == "participants" else super().axes(role)
 
 
 @contextlib.contextmanager

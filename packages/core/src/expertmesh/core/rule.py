@@ -148,7 +148,7 @@ def _expand(term: Names, groups: Mapping[str, int]) -> Names:
     return tuple(expanded)
 
 
-_ROLES = {"...": "tokens", "t...": "tokens", "p": "tokens", "e": "experts"}
+_ROLES = {"...": "tokens", "t...": "tokens", "p": "participants", "e": "experts"}
 
 
 def role_names(
@@ -157,9 +157,9 @@ def role_names(
     """The role of every dimension of the operands and of the results (see `MeshResource.axes`).
 
     Args:
-      roles: one role per name of `sharding`, in its form; "" for the default: `...`, `t...` and `p` are tokens, `e` is
-        experts, all else has none. The role of a group is that of its first dimension; if that is tokens, the second
-        is the sequence.
+      roles: one role per name of `sharding`, in its form; "" for the default: `...` and `t...` are tokens, `p` is
+        participants, `e` is experts, all else has none. The role of a group is that of its first dimension; if that is
+        tokens, the second is the sequence.
       rule: `sharding`, parsed.
     """
     groups = dict(rule.groups)

@@ -13,15 +13,18 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from expertmesh.core.mesh import current_resource
+from expertmesh.core.mesh import MeshResource, current_resource
 from expertmesh.core.op import Plan, Query
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.specs import (
     Entry,
+    axes_of_type,
     axis_size,
     dividing_axes,
     entry_axes,
+    filter_axes,
     make_entry,
+    merge_known,
     mesh_of,
 )
 from expertmesh.ep.config import EpConfig
@@ -96,6 +99,27 @@ def plan_layout(
             axes = _split_over(name, axes, sizes, mesh_shape)
     outer = tuple(a for a in sum(axes, ()) if a not in ep)
     return Layout(tuple(map(make_entry, axes)), make_entry(outer + ep))
+
+
+def resource_of_rows(slot: jax.Array, axis: Axis) -> MeshResource | None:
+    """The resource in context, by which rows [P, C, ...] lie where the exchange leaves them.
+
+    The role of tokens alone does not say so: a sequence that is split over other axes has participants on these too.
+
+    Args:
+      slot: [..., K], of the handle.
+      axis: of the handle.
+    """
+    resource, mesh = current_resource(), mesh_of(slot)
+    if resource is None or mesh.empty:
+        return resource
+    explicit, auto = (axes_of_type(mesh, kind) for kind in (AxisType.Explicit, AxisType.Auto))
+    typed = filter_axes(jax.typeof(slot).sharding.spec, explicit)
+    roles = tuple(map(resource.entry, ("tokens", "sequence")))[: slot.ndim - 1]
+    leading = merge_known(typed, roles, auto, slot.ndim)[:-1]
+    mesh_shape = {name: mesh.shape[name] for name in (*explicit, *auto)}
+    layout = plan_layout(leading, slot.shape[:-1], mesh_shape, axis)
+    return resource.with_participants(entry_axes(layout.participants))
 
 
 def _split_over(name, axes, sizes, mesh_shape):

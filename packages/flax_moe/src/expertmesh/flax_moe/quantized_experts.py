@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import Extra, Layer, residuals
 from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
-from expertmesh.core.ops.activation import Activation, activate
+from expertmesh.core.ops.activation import Activation, activate_at
 from expertmesh.core.ops.grouped_dense import (
     grouped_dense_bwd,
     kernel_for_dgrad,
@@ -107,7 +107,8 @@ def _product(q_a, wo, group_sizes, extra: Extra, layer: Layer):
 
 def _value(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
     h = dispatched.value(rows, quantized, wi, None, sizes, extras[0], layer=layers[0])
-    a, layer = activate(named("hidden", h), activation), layers[1]
+    layer = layers[1]
+    a = activate_at(named("hidden", h), activation, layer.used[0])
     q_a = grouped_quantize(a, sizes, layer.formats.x, axis=2, spec=layer.used[0])
     return _product(q_a, wo, sizes, extras[1], layer)[0]
 

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh import ep
-from expertmesh.core.mesh import current_resource
+from expertmesh.core.mesh import current_resource, global_shard_guard
 from expertmesh.core.operands import check_token_mask, debug_check_ids
-from expertmesh.core.ops.activation import activate
+from expertmesh.core.ops.activation import activate, activate_at
 from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
@@ -47,6 +47,7 @@ from expertmesh.core.router.logits import router_logits
 from expertmesh.core.router.route import route as route_logits
 from expertmesh.core.router.statistics import router_statistics
 from expertmesh.core.specs import mesh_of
+from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_part, param_specs
@@ -260,7 +261,8 @@ def experts(
     )
     names, width = (*_EXPERTS, *_BIASES), dispatched.rows.shape[-1]
     own = check_part("stages.experts", params, names, width, config, held)
-    rows, state = _expert_rows(own, dispatched, config, given)
+    with _resource_of(dispatched.handle):
+        rows, state = _expert_rows(own, dispatched, config, given)
     return Computed(handle=dispatched.handle, rows=rows, quant_state=state)
 
 
@@ -280,7 +282,8 @@ def combine(computed: Computed) -> jax.Array:
     Differentiable in the rows; the backward is a dispatch. Costs the exchange of one row for each choice; see
     `expertmesh.ep.combine`.
     """
-    return named("combined", ep.combine(computed.handle, computed.rows))
+    with _resource_of(computed.handle):
+        return named("combined", ep.combine(computed.handle, computed.rows))
 
 
 def shared_experts(
@@ -335,6 +338,11 @@ def shared_experts(
     h, wi_state = product("shared_wi", x.astype(config.dtype))
     y, wo_state = product("shared_wo", activate(h, config.activation))
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
+
+
+def _resource_of(handle: ep.Handle):
+    """The context in which rows lie where the exchange leaves them."""
+    return global_shard_guard(resource_of_rows(handle.slot, handle.axis))
 
 
 def _specs(config):
@@ -504,7 +512,7 @@ def _second_product(params, h, dispatched, config, given):
     handle, weights_PC = dispatched.handle, dispatched.weights
     specs, sizes = _specs(config), handle.group_sizes
     wo, bias, h = params["wo"], params.get("wo_bias"), named("hidden", h)
-    a_PCF = activate(h, config.activation)
+    a_PCF = activate_at(h, config.activation, _hidden_spec(specs))
     product = partial(_grouped, config, given, "wo")
     if not config.apply_topk_weights_early:
         if config.recipe is not None and bias is not None:
@@ -524,7 +532,7 @@ def _hidden_spec(specs):
     resource = current_resource()
     if resource is None:
         return None
-    return PartitionSpec(resource.entry("tokens"), None, specs["wo"][1])
+    return PartitionSpec(resource.entry("participants"), None, specs["wo"][1])
 
 
 def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):

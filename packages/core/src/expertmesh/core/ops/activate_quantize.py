@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import (
     Activation,
-    activate,
+    activate_at,
     check_gated,
     gated_grad_op,
     gated_grad_reference,
     gated_reference,
+    with_pair,
 )
 from expertmesh.core.ops.grouped_quantize import (
     both_reference,
@@ -64,10 +65,12 @@ def activate_quantize(
     """
     first, second = formats
     if not quantizes_both_at_once(first, second):
-        return grouped_quantize_both(activate(h, activation), group_sizes, formats, spec=spec)
+        return grouped_quantize_both(
+            activate_at(h, activation, spec), group_sizes, formats, spec=spec
+        )
     name = "activate_quantize"
     activation = check_gated(name, h, activation)
-    of_h = None if spec is None else PartitionSpec(*tuple(spec)[:2], None, *tuple(spec)[2:])
+    of_h = spec and with_pair(spec)
     shape = (*h.shape[:2], h.shape[3])
     options = dict(activation=activation, zero_rest=zero_rest)
     return _copies(name, _op, (h,), (of_h,), group_sizes, shape, first, options)
@@ -180,7 +183,7 @@ _op = Op(
     _reference,
     "d0 d1 two f, d0 g -> d0 d1 f, d0 d1 f, d0 d1 f, d0 d1 f",
     whole=("d1", "g", "two"),
-    roles="tokens . . tp, tokens . -> tokens . tp, tokens . tp, tokens . tp, tokens . tp",
+    roles="participants . . tp, participants . -> " + ", ".join(["participants . tp"] * 4),
     plan=plan_blocks,
     kernels=_kernels("both"),
 )
@@ -189,7 +192,8 @@ _grad_op = Op(
     _grad_reference,
     "d0 d1 two f, d0 d1 f, d0 g -> " + ", ".join(["d0 d1 two f"] * 4),
     whole=("d1", "g", "two"),
-    roles="tokens . . tp, tokens . tp, tokens . -> " + ", ".join(["tokens . . tp"] * 4),
+    roles="participants . . tp, participants . tp, participants . -> "
+    + ", ".join(["participants . . tp"] * 4),
     plan=plan_blocks,
     kernels=_kernels("gradient_both"),
 )

@@ -66,7 +66,7 @@ activate_rows_op = Op(
     _value_reference,
     "p c two... f, p c, p c, p g -> p c f",
     whole=("two...", "g"),
-    roles="tokens . . tp, tokens ., tokens ., tokens . -> tokens . tp",
+    roles="participants . . tp, participants ., participants ., participants . -> participants . tp",
     kernels=_kernel("value", _value_supported),
 )
 activate_rows_grad_op = Op(
@@ -75,6 +75,7 @@ activate_rows_grad_op = Op(
     "p c two... f, p c f, p c, p c, p g -> p c two... f, p c, p c f",
     whole=("two...", "g"),
     summed=("f",),
-    roles="tokens . . tp, tokens . tp, tokens ., tokens ., tokens . -> tokens . . tp, tokens ., tokens . tp",
+    roles="participants . . tp, participants . tp, participants ., participants ., participants . "
+    "-> participants . . tp, participants ., participants . tp",
     kernels=_kernel("grad", _value_supported),
 )

@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
@@ -120,13 +121,25 @@ def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
     Differentiable; the backward computes the activation again from h. No communication if any dimension but the 2 is
     sharded.
     """
+    return activate_at(h, activation, None)
+
+
+def activate_at(
+    h: jax.Array, activation: str | Activation, spec: PartitionSpec | None
+) -> jax.Array:
+    """`activate`, whose result is at `spec` over Auto axes under a MeshResource; None: where tokens are."""
     check_activation("activate", activation)
     activation = Activation.of(activation)
     if not activation.gated:
         check_arrays("activate", FLOATS, h=h)
-        return _plain(h, function=activation.function)
+        return _plain(h, function=activation.function, spec=spec)
     _check_pair("activate", h)
-    return _gated(h, activation=activation)
+    return _gated(h, activation=activation, spec=spec and with_pair(spec))
+
+
+def with_pair(spec: PartitionSpec) -> PartitionSpec:
+    """Of h [..., 2, F], for that of its activation [..., F]."""
+    return PartitionSpec(*tuple(spec)[:-1], None, *tuple(spec)[-1:])
 
 
 def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array:
@@ -141,7 +154,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     Raises:
       ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
     """
-    return _gated(h, activation=check_gated("gated_activation", h, activation))
+    return _gated(h, activation=check_gated("gated_activation", h, activation), spec=None)
 
 
 def check_gated(name: str, h, activation: str | Activation) -> Activation:
@@ -275,20 +288,20 @@ _plain_grad_op = Op(
 )
 
 
-def _gated_fwd(h, *, activation):
-    return _gated_op(h, activation=activation), h
+def _gated_fwd(h, *, activation, spec):
+    return _gated_op(h, activation=activation, operand_specs=(spec,)), h
 
 
-def _gated_bwd(h, d_out, *, activation):
-    return (gated_grad_op(h, d_out, activation=activation),)
+def _gated_bwd(h, d_out, *, activation, spec):
+    return (gated_grad_op(h, d_out, activation=activation, operand_specs=(spec, None)),)
 
 
-def _plain_fwd(h, *, function):
-    return _plain_op(h, function=function), h
+def _plain_fwd(h, *, function, spec):
+    return _plain_op(h, function=function, operand_specs=(spec,)), h
 
 
-def _plain_bwd(h, d_out, *, function):
-    return (_plain_grad_op(h, d_out, function=function),)
+def _plain_bwd(h, d_out, *, function, spec):
+    return (_plain_grad_op(h, d_out, function=function, operand_specs=(spec, None)),)
 
 
 _gated = differentiable(_gated_fwd, _gated_bwd)

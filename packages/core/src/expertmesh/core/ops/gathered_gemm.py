@@ -82,7 +82,7 @@ gathered_gemm_op = Op(
     _reference,
     "p t k, p c, e k n..., p g -> p c n...",
     summed=("k",),
-    roles="tokens . ., tokens ., experts fsdp ., tokens . -> tokens . .",
+    roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
     parameter=2,
     plan=plan_grouped,
     kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _why_not),),

@@ -172,7 +172,7 @@ def used_specs(kernel_ndim, x_spec, w_spec, out_spec):
         return x_spec, w_spec, out_spec
     roles = map(resource.entry, ("experts", "fsdp"))
     w = pad_spec(tuple(roles) if w_spec is None else w_spec, kernel_ndim)
-    return specs_in_use(pad_spec((resource.entry("tokens"),), 2), w, 1, x_spec, out_spec)
+    return specs_in_use(pad_spec((resource.entry("participants"),), 2), w, 1, x_spec, out_spec)
 
 
 def _x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):

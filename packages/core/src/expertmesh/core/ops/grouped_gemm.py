@@ -354,14 +354,14 @@ def _bias_supported(dy, group_sizes, *, num_experts, **options) -> str | None:
     return None if dy.size else "there must be elements"
 
 
-_TOKENS_WEIGHT = "tokens . ., experts fsdp ., tokens . -> tokens . ."
+_ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
 
 grouped_gemm_op = Op(
     "grouped_gemm",
     _fprop_reference,
     "p c k, e k n..., p g -> p c n...",
     summed=("k",),
-    roles=_TOKENS_WEIGHT,
+    roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
     kernels=_triton("rows", why_no_rows),
@@ -371,7 +371,7 @@ grouped_gemm_dgrad_op = Op(
     _dgrad_reference,
     "p c n..., e k n..., p g -> p c k",
     summed=("n...",),
-    roles=_TOKENS_WEIGHT,
+    roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
     kernels=_triton("rows_dgrad", why_no_rows),
@@ -380,7 +380,7 @@ grouped_gemm_wgrad_op = Op(
     "grouped_gemm_wgrad",
     _wgrad_reference,
     "p c k, p c n..., p g -> e k n...",
-    roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
+    roles="participants . ., participants . ., participants . -> experts fsdp .",
     parameter=3,
     plan=plan_grouped,
     kernels=_triton("weights", _weights_supported),

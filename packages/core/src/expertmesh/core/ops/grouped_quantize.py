@@ -149,7 +149,7 @@ def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool, twice:
         operands = dims, groups, *[groups] * given, *[(word,)] * key
         return (*operands, None, dims, scale, *third, *again)
 
-    roles = ("tokens", *["."] * (ndim - 1))
+    roles = ("participants", *["."] * (ndim - 1))
     return Op(
         "grouped_quantize",
         _reference,
@@ -170,7 +170,7 @@ def _both_op(ndim: int) -> Op:
         both_reference,
         rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g")),
         whole=("d1", "g"),
-        roles=rule_of(*terms(("tokens", *["."] * (ndim - 1)), ".")),
+        roles=rule_of(*terms(("participants", *["."] * (ndim - 1)), ".")),
         plan=plan_blocks,
         kernels=_triton("grouped_quantize_both", _why_not_both),
     )

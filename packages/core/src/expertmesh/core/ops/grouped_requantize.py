@@ -96,7 +96,7 @@ _op = Op(
     _reference,
     "d0 d1 d2, d0 d1 d2, d0 g -> d0 d1 d2, d0 d1 d2",
     whole=("d1", "g"),
-    roles="tokens . ., tokens . ., tokens . -> tokens . ., tokens . .",
+    roles="participants . ., participants . ., participants . -> participants . ., participants . .",
     plan=plan_blocks,
     kernels=(
         Kernel.triton("expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _why_not),

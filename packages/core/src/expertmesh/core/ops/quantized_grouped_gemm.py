@@ -159,13 +159,13 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
     return (Kernel.triton(module, function, supports),)
 
 
-_TOKENS_WEIGHT = "tokens . ., experts fsdp ., tokens . -> tokens . ."
+_ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
 _fprop_op = Op(
     "quantized_grouped_gemm",
     partial(_rows_reference, contract_rhs=1),
     "p c k, e k n..., p g -> p c n...",
     summed=("k",),
-    roles=_TOKENS_WEIGHT,
+    roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
     kernels=_triton("rows", _rows_supported),
@@ -175,7 +175,7 @@ _dgrad_op = Op(
     partial(_rows_reference, contract_rhs=2),
     "p c n..., e k n..., p g -> p c k",
     summed=("n...",),
-    roles=_TOKENS_WEIGHT,
+    roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
     kernels=_triton("rows_dgrad", _rows_supported),
@@ -184,7 +184,7 @@ _wgrad_op = Op(
     "quantized_grouped_gemm_wgrad",
     _wgrad_reference,
     "p c k, p c n..., p g -> e k n...",
-    roles="tokens . ., tokens . ., tokens . -> experts fsdp .",
+    roles="participants . ., participants . ., participants . -> experts fsdp .",
     parameter=3,
     plan=plan_grouped,
     kernels=_triton("weights", _weights_supported),
