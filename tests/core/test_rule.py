@@ -59,7 +59,7 @@ def test_roles():
     assert role_names("", "p c k, e k n -> p c n", parse_rule("p c k, e k n -> p c n", [3, 3]))[
         0
     ] == (
-        ("tokens", ".", "."),
+        ("participants", ".", "."),
         ("experts", ".", "."),
     )
 
