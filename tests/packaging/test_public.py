@@ -45,6 +45,33 @@ def test_every_public_name_is_documented(package):
             assert inspect.getdoc(value), f"{package}.{name} has no docstring"
 
 
+def functions(value, name: str):
+    """(name, function): of a function itself, of a class its public methods, of a module what it lists."""
+    if inspect.isfunction(value):
+        yield name, value
+    elif inspect.isclass(value):
+        for key, method in vars(value).items():
+            if inspect.isfunction(method) and not key.startswith("_"):
+                yield f"{name}.{key}", method
+    elif inspect.ismodule(value):
+        for key in getattr(value, "__all__", ()):
+            yield from functions(getattr(value, key), f"{name}.{key}")
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_function_has_types(package):
+    untyped = []
+    for name, function in functions(importlib.import_module(package), package):
+        signature = inspect.signature(function)
+        given = {p.name: p.annotation for p in signature.parameters.values()} | {
+            "return": signature.return_annotation
+        }
+        missing = [key for key, x in given.items() if x is inspect.Signature.empty]
+        if left := set(missing) - {"self", "cls"}:
+            untyped.append((name, sorted(left)))
+    assert not untyped
+
+
 def test_the_fields_of_the_mesh_resource():
     fields = [
         field.name

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -132,7 +133,7 @@ class _WithParticipants(MeshResource):
 
 
 @contextlib.contextmanager
-def global_shard_guard(resource) -> Iterator[MeshResource | None]:
+def global_shard_guard(resource: Any) -> Iterator[MeshResource | None]:
     """Makes `resource` (ours, Transformer Engine's, or None) the one in context; restores the former on exit."""
     resource = None if resource is None else MeshResource.of(resource)
     with _context(resource):

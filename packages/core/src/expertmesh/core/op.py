@@ -14,8 +14,9 @@ import dataclasses
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,9 @@ class Kernel:
             return f"{problem} (`{self.install}`)"
         return self.needs() if self.needs else None
 
-    def refuses(self, operands, options, platform: str) -> str | None:
+    def refuses(
+        self, operands: Sequence[Any], options: Mapping[str, Any], platform: str
+    ) -> str | None:
         """Why the kernel cannot take these operands on this platform, or None."""
         if platform != self.platform:
             return f"it runs on {self.platform}, and the operands are on {platform}"
@@ -226,7 +229,7 @@ class Op:
         )
         return self.plan(known) if self.plan else _plan_by_rule(known)
 
-    def of_leaves(self, operands) -> "Op":
+    def of_leaves(self, operands: tuple[Any, ...]) -> "Op":
         """The op whose operands are the leaves of these: an operand that is None has none."""
         tree = jax.tree.structure(operands)
         counts = [len(jax.tree.leaves(x)) for x in operands]

@@ -1,6 +1,7 @@
 """QuantizedArray: 8- or 4-bit data with the scales that turn it back into numbers."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -44,7 +45,7 @@ class QuantizedArray:
     def ndim(self) -> int:
         return self.data.ndim
 
-    def per_leaf(self, of_data: tuple, of_groups) -> tuple[tuple, ...]:
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         """What holds for each dimension of each leaf, from what holds for those of the data.
 
         Scales of blocks have the data's dimensions, others their first ones; of groups of rows, the participants and

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import types
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -279,7 +280,7 @@ RECIPES: Mapping[str, type] = types.MappingProxyType(
 )
 
 
-def recipe_of(obj) -> Recipe | None:
+def recipe_of(obj: Any) -> Recipe | None:
     """The recipe that a name or another library's object means.
 
     Args:

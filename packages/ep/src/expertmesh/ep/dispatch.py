@@ -10,6 +10,7 @@ order depends on the choices alone: not on the transport, the mesh mode or the r
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +248,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
     return handle
 
 
-def dispatch(handle: Handle, tokens, *, transport: str | None = None):
+def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> Any:
     """Copies each token to its rows: rows[p, n] = the token of choice source[p, n], 0 for padding.
 
     Args:

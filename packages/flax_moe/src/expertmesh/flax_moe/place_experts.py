@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from expertmesh.core.layer import DenseState
 
@@ -24,7 +25,9 @@ _DIM = {"gate_kernel": 1, "expert_bias": 0}
 _DIM |= {f"{name}{bias}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for bias in ("", "_bias")}
 
 
-def place_experts(tokens_per_expert, ranks: int, *, num_groups: int | None = None) -> np.ndarray:
+def place_experts(
+    tokens_per_expert: ArrayLike, ranks: int, *, num_groups: int | None = None
+) -> np.ndarray:
     """A placement that balances the ranks: the largest first, each onto the rank with the least load that has room.
 
     Args:
@@ -59,7 +62,7 @@ def place_experts(tokens_per_expert, ranks: int, *, num_groups: int | None = Non
     return (placement_E if gained else np.arange(loads_E.size)).astype(np.int32)
 
 
-def permute_experts(tree: Any, placement) -> Any:
+def permute_experts(tree: Any, placement: ArrayLike) -> Any:
     """The tree with slot s of each parameter's experts holding what slot `placement[s]` held.
 
     Args:

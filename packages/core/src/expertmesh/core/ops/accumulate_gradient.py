@@ -3,6 +3,8 @@
 f(accumulate_gradient(w, total)):  value f(w),  gradient in w: total + df/dw
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,7 @@ from expertmesh.core.vjp import differentiable
 __all__ = ["accumulate_gradient"]
 
 
-def accumulate_gradient(params, totals):
+def accumulate_gradient(params: Any, totals: Any) -> Any:
     """`params`, but their gradient starts from `totals` instead of 0.
 
     A step over microbatches passes what it got from one to the next:

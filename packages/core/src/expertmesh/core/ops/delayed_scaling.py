@@ -79,7 +79,7 @@ def _updated(state: DelayedState, amax, recipe: DelayedScaling) -> DelayedState:
 
 
 def quantize_delayed(
-    x, state: DelayedState, recipe: DelayedScaling, *, spec: PartitionSpec | None = None
+    x: jax.Array, state: DelayedState, recipe: DelayedScaling, *, spec: PartitionSpec | None = None
 ) -> tuple[QuantizedArray, DelayedState]:
     """`quantize(x, recipe.formats().x, multiplier=state.multiplier)`, and the state after it.
 
@@ -106,8 +106,8 @@ def quantize_delayed(
 
 
 def grouped_quantize_delayed(
-    x,
-    group_sizes,
+    x: jax.Array,
+    group_sizes: jax.Array,
     state: DelayedState,
     recipe: DelayedScaling,
     *,

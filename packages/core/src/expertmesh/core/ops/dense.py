@@ -10,8 +10,11 @@ Dimension key: t token dimensions (any number), k contraction, n output dimensio
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.layer import (
     DenseState,
@@ -50,21 +53,21 @@ __all__ = ["dense"]
 
 
 def dense(
-    x,
-    kernel,
-    bias=None,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
     recipe: Recipe | str | None = None,
     state: DenseState | None = None,
-    key=None,
+    key: jax.Array | None = None,
     kernel_quantized: QuantizedKernel | None = None,
-    out_dtype=None,
-    reduce_dtype="float32",
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
-):
+) -> Any:  # an array; with a state (array, state)
     """`jax.lax.dot_general(x, kernel, (contracting_dims, ((), ()))) + bias`, in the formats of a recipe.
 
     Args:

@@ -6,6 +6,7 @@ Over Auto and Explicit axes the GEMMs do this themselves.
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.operands import check_arrays
@@ -22,7 +23,9 @@ from expertmesh.core.vjp import differentiable
 __all__ = ["gather_weight"]
 
 
-def gather_weight(w: jax.Array, spec: PartitionSpec, *, dtype=None) -> jax.Array:
+def gather_weight(
+    w: jax.Array, spec: PartitionSpec, *, dtype: DTypeLike | None = None
+) -> jax.Array:
     """`jax.lax.all_gather(w, axes, axis=dim, tiled=True)` for each dimension that `spec` splits over Manual axes.
 
     Args:

@@ -6,6 +6,7 @@ Dimension key: t token dimensions (any number), K contraction, n output dimensio
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op, check_reduce_dtype
@@ -72,16 +73,16 @@ bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", 
 
 
 def gemm(
-    x,
-    w,
-    bias=None,
+    x: jax.Array | QuantizedArray,
+    w: jax.Array | QuantizedArray,
+    bias: jax.Array | None = None,
     *,
-    out_dtype=None,
-    reduce_dtype="float32",
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
-):
+) -> jax.Array:
     """Multiplies the last dimension of `x` with the first of `w`: `jnp.tensordot(x, w, 1) + bias`.
 
     Args:

@@ -10,8 +10,11 @@ contraction, N output dimensions (any number), E experts, G groups per participa
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.layer import (
     DenseState,
@@ -61,24 +64,24 @@ __all__ = ["grouped_dense"]
 
 
 def grouped_dense(
-    x,
-    kernel,
-    group_sizes,
-    bias=None,
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (1,)),
     recipe: Recipe | str | None = None,
     state: DenseState | None = None,
-    key=None,
+    key: jax.Array | None = None,
     kernel_quantized: QuantizedKernel | None = None,
-    out_dtype=None,
-    reduce_dtype="float32",
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
     zero_rest: bool = True,
     debug: bool = False,
-):
+) -> Any:
     """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
 
     Args:

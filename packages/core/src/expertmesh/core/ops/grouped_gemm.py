@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
@@ -405,19 +406,19 @@ group_bias_grad_op = Op(
 
 
 def grouped_gemm(
-    lhs,
-    rhs,
-    group_sizes,
-    bias=None,
+    lhs: jax.Array | QuantizedArray,
+    rhs: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
     *,
-    out_dtype=None,
-    reduce_dtype="float32",
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
     lhs_spec: PartitionSpec | None = None,
     rhs_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
     zero_rest: bool = True,
     debug: bool = False,
-):
+) -> jax.Array:
     """Multiplies each group of rows with the weight of its expert.
 
     For P = 1 equivalent to `jax.lax.ragged_dot(lhs[0], rhs, group_sizes[0])` with zeros after the last group, in memory

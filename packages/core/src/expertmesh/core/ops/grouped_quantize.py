@@ -177,13 +177,13 @@ def _both_op(ndim: int) -> Op:
 
 
 def grouped_quantize(
-    x,
-    group_sizes,
+    x: jax.Array,
+    group_sizes: jax.Array,
     format: TensorFormat,
     *,
     axis: int = -1,
-    multiplier=None,
-    key=None,
+    multiplier: jax.Array | None = None,
+    key: jax.Array | None = None,
     spec: PartitionSpec | None = None,
     debug: bool = False,
 ) -> QuantizedArray:

@@ -21,11 +21,13 @@ formats, and bit for bit the same on every platform.
 import dataclasses
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core import _jax, numerics
 from expertmesh.core.op import Kernel, Op, Plan, Query
@@ -292,14 +294,14 @@ def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, give
 
 
 def quantize(
-    x,
+    x: jax.Array,
     format: TensorFormat,
     *,
     axis: int = -1,
     across: int | None = None,
     batch_dims: int = 0,
-    multiplier=None,
-    key=None,
+    multiplier: jax.Array | None = None,
+    key: jax.Array | None = None,
     spec: PartitionSpec | None = None,
 ) -> QuantizedArray:
     """The formulas at the top of this module, for the operand of a GEMM.
@@ -369,7 +371,7 @@ def _quantize(name, x, format, axis, across, batch_dims, multiplier, key, spec):
     return QuantizedArray(data, scale, tensor_scale, None, block, format, x.dtype.name), amax
 
 
-def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None):
+def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.Array:
     """`data * scale * tensor_scale`, each scale repeated over the elements that share it.
 
     Args:
@@ -442,8 +444,14 @@ def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, gro
 
 
 def quantize_dbias(
-    x, format: TensorFormat, *, feature_dims: int = 1, dbias_dtype=None, spec=None, **options
-):
+    x: jax.Array,
+    format: TensorFormat,
+    *,
+    feature_dims: int = 1,
+    dbias_dtype: DTypeLike | None = None,
+    spec: PartitionSpec | None = None,
+    **options: Any,
+) -> tuple[QuantizedArray, jax.Array]:
     """(`quantize(x, format, **options)`, the sum of x over all but its last dimensions).
 
     Args:

@@ -1,6 +1,7 @@
 """A weight in the formats of a recipe: the copy that the forward reads, and the one of the input's gradient."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -33,13 +34,13 @@ class QuantizedKernel:
 
 
 def quantize_kernel(
-    kernel,
+    kernel: jax.Array,
     recipe: Recipe | str | None = None,
     *,
     batch_dims: int = 0,
     state: DelayedState | None = None,
     spec: PartitionSpec | None = None,
-):
+) -> Any:
     """Quantizes a weight once for all calls of a layer in which it does not change, such as a step's microbatches.
 
     Args:

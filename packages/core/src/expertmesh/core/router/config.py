@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+import jax
+
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.router.scores import check_score_function
 
@@ -84,7 +86,7 @@ class RouterConfig:
                 f"group_topk={self.group_topk}, num_groups={self.num_groups}, {num_experts} experts; raise group_topk"
             )
 
-    def check_bias(self, function: str, expert_bias, num_experts: int) -> None:
+    def check_bias(self, function: str, expert_bias: jax.Array, num_experts: int) -> None:
         """Refuses a bias that is not float[num_experts], or that the score function can't take.
 
         Raises:
