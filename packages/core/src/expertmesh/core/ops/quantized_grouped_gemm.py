@@ -13,15 +13,17 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Kernel, Op
+from expertmesh.core.op import Kernel
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.grouped_gemm import (
     accumulate_weights,
     empty_result,
     flattened,
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
     multiply_rows,
     per_participant,
-    plan_grouped,
     rows_reader,
 )
 from expertmesh.core.ops.quantize import dequantize_values
@@ -75,7 +77,7 @@ def _rows_reference(lhs, rhs, group_sizes_PG, *, contract_rhs, out_dtype, zero_r
     E, K, *N = rhs.shape
     P, C = lhs.shape[:2]
     result = tuple(N) if contract_rhs == 1 else (K,)
-    of_rows, of_weight = _parts(lhs), _parts(rhs)
+    of_rows, of_weight = jax.tree.leaves(lhs), jax.tree.leaves(rhs)
     if lhs.data.size == 0 or rhs.data.size == 0:
         return empty_result((P, C, *result), out_dtype, *of_rows, *of_weight, group_sizes_PG)
     num_groups = group_sizes_PG.shape[1]
@@ -101,7 +103,7 @@ def _rows_reference(lhs, rhs, group_sizes_PG, *, contract_rhs, out_dtype, zero_r
 
 def _wgrad_reference(lhs, dy, group_sizes_PG, *, num_experts, out_dtype):
     shape = (num_experts, lhs.shape[2], *dy.shape[2:])
-    of_lhs, of_dy = _parts(lhs), _parts(dy)
+    of_lhs, of_dy = jax.tree.leaves(lhs), jax.tree.leaves(dy)
     if lhs.data.size == 0 or dy.data.size == 0:
         return empty_result(shape, out_dtype, *of_lhs, *of_dy, group_sizes_PG)
 
@@ -122,11 +124,6 @@ def _wgrad_reference(lhs, dy, group_sizes_PG, *, num_experts, out_dtype):
     num_sets = num_experts // group_sizes_PG.shape[1]
     dw_PGKN = per_participant(one, num_sets, *of_lhs, *of_dy, group_sizes_PG)
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
-
-
-def _parts(q: QuantizedArray):
-    """Data, scales and, with two levels, tensor scales."""
-    return [x for x in (q.data, q.scale, q.tensor_scale) if x is not None]
 
 
 def _reader(parts, block, step):
@@ -159,34 +156,23 @@ def _triton(function: str, supports) -> tuple[Kernel, ...]:
     return (Kernel.triton(module, function, supports),)
 
 
-_ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
-_fprop_op = Op(
-    "quantized_grouped_gemm",
-    partial(_rows_reference, contract_rhs=1),
-    "p c k, e k n..., p g -> p c n...",
-    summed=("k",),
-    roles=_ROWS_WEIGHT,
-    parameter=1,
-    plan=plan_grouped,
+# Where operands and results lie is the law of the GEMMs that are not quantized.
+_fprop_op = dataclasses.replace(
+    grouped_gemm_op,
+    name="quantized_grouped_gemm",
+    reference=partial(_rows_reference, contract_rhs=1),
     kernels=_triton("rows", _rows_supported),
 )
-_dgrad_op = Op(
-    "quantized_grouped_gemm_dgrad",
-    partial(_rows_reference, contract_rhs=2),
-    "p c n..., e k n..., p g -> p c k",
-    summed=("n...",),
-    roles=_ROWS_WEIGHT,
-    parameter=1,
-    plan=plan_grouped,
+_dgrad_op = dataclasses.replace(
+    grouped_gemm_dgrad_op,
+    name="quantized_grouped_gemm_dgrad",
+    reference=partial(_rows_reference, contract_rhs=2),
     kernels=_triton("rows_dgrad", _rows_supported),
 )
-_wgrad_op = Op(
-    "quantized_grouped_gemm_wgrad",
-    _wgrad_reference,
-    "p c k, p c n..., p g -> e k n...",
-    roles="participants . ., participants . ., participants . -> experts fsdp .",
-    parameter=3,
-    plan=plan_grouped,
+_wgrad_op = dataclasses.replace(
+    grouped_gemm_wgrad_op,
+    name="quantized_grouped_gemm_wgrad",
+    reference=_wgrad_reference,
     kernels=_triton("weights", _weights_supported),
 )
 
