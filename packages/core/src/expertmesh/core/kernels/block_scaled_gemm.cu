@@ -5,14 +5,13 @@
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
 // all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
 // product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. A
-// tile's left results are staged while its last product is under way. Blocks share no operands in clusters: shared memory is busiest, with
-// 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024;
-// multicast would save neither, and its slots wait for both blocks.
+// tile's left results are staged while its last product is under way. Blocks share no operands in clusters: shared
+// memory is busiest, with 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the
+// tensor cores take 1024; multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
 // HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER (left results are staged early),
-// REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced:
-// INSTRUCTION (`multiply`).
+// REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;                   // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -190,9 +189,7 @@ struct Result {
       }
 #pragma unroll
       for (int i = 0; i < BURST; i++, to += AT_ONCE * pitch)
-        if (first + i * AT_ONCE < live) {
-          store(to, v[i]);
-        }
+        if (first + i * AT_ONCE < live) store(to, v[i]);
     }
     __syncwarp();
     if (lane == 0) arrive(free);
