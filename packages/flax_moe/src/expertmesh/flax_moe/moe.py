@@ -95,8 +95,7 @@ def moe(
     given = check_quantization("moe", config, quant_state, kernels_quantized, key)
     ep_axis = ep_axes("moe", params, config)
     check_params("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
-    if token_mask is not None:
-        check_token_mask("moe", token_mask, x.shape[:-1])
+    check_token_mask("moe", token_mask, x.shape[:-1])
     if config.num_chunks > 1:
         given = given.with_kernels(params, config)
     routed = stages.route(
