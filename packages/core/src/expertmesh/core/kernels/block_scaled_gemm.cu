@@ -4,14 +4,14 @@
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
 // of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
 // all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
-// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. A
-// tile's left results are staged while its last product is under way. Blocks share no operands in clusters: shared
-// memory is busiest, with 96 KB read by products and 48 KB written by loads in a step, 1152 of its clocks, when the
-// tensor cores take 1024; multicast would save neither, and its slots wait for both blocks.
+// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of 16
+// bits, both halves of a tile's results have room in shared memory, so that a role waits for none to leave. Blocks share
+// no operands in clusters: shared memory is busiest, with 96 KB read by products and 48 KB written by loads in a step,
+// 1152 of its clocks, when the tensor cores take 1024; multicast would save neither, and its slots wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), DEFER (left results are staged early),
-// REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
+// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), ROOMS (parts of a role's results that
+// are staged at most), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
 
 constexpr int ROLES = 2;                   // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
@@ -27,10 +27,11 @@ static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
 // Shared memory: results, slots for operands, barriers, and the table of groups.
 constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
 constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
-constexpr int STAGED_BYTES = STRIPS * STRIP;  // of a role
+constexpr int ROOM = STRIPS * STRIP;        // of a part
+constexpr int STAGED_BYTES = ROOMS * ROOM;  // of a role
 constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 288;
-constexpr int READY = 128, FREE = 144, WHICH = 160;  // among the barriers
+constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 320;
+constexpr int READY = 128, FREE = 160, WHICH = 192;  // among the barriers
 static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
 static_assert(STAGES <= 8, "as many barriers have room");
 
@@ -141,16 +142,18 @@ struct Result {
   u32 parity;
 
   __device__ __forceinline__ Result(u32 smem, int role, u32 parity)
-      : staged(smem + role * STAGED_BYTES), ready(smem + BARRIERS + READY + 8 * role),
-        free(smem + BARRIERS + FREE + 8 * role), parity(parity) {}
+      : staged(smem + role * STAGED_BYTES), ready(smem + BARRIERS + READY + 8 * ROOMS * role),
+        free(smem + BARRIERS + FREE + 8 * ROOMS * role), parity(parity) {}
 
   // In strips of 128 bytes of a part's lines, units of 16 bytes turned by the line's number. A role.
+  template <int PART>
   __device__ __forceinline__ void hand_over(const float (&sums)[SUMS]) {
+    constexpr int room = PART % ROOMS;
     const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
-    wait_barrier(free, parity);
-    parity ^= 1;
+    wait_barrier(free + 8 * room, parity);
+    if (room == ROOMS - 1) parity ^= 1;
 #if WIDE
-    const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+    const u32 at = staged + room * ROOM + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
     for (int j = 0; j < SUMS / 4; j++) {
       const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
@@ -158,7 +161,7 @@ struct Result {
       put_pair(here + 8 * 128, __float_as_int(sums[4 * j + 2]), __float_as_int(sums[4 * j + 3]));
     }
 #else
-    const u32 at = staged + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+    const u32 at = staged + room * ROOM + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
     for (int j = 0; j < SUMS; j += 8)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
@@ -167,18 +170,20 @@ struct Result {
                    "r"(pack(sums[j + 6], sums[j + 7])) : "memory");
 #endif
     __syncwarp();
-    if (lane == 0) arrive(ready);
+    if (lane == 0) arrive(ready + 8 * room);
   }
 
   // Stores a part to `to`, but for lines and bytes of them beyond so many. A warp.
+  template <int PART>
   __device__ __forceinline__ void store_part(u8* to, u32 pitch, int lines, int bytes) {
+    constexpr int room = PART % ROOMS;
     constexpr int UNITS = STRIPS * 8, AT_ONCE = 32 / UNITS;  // of a line; lines
     const int lane = threadIdx.x % 32, unit = lane % UNITS, line = lane / UNITS;
-    const u32 from = staged + unit / 8 * STRIP + line * 128;
+    const u32 from = staged + room * ROOM + unit / 8 * STRIP + line * 128;
     const int live = unit * 16 < bytes ? lines - line : 0;
     to += (u64)line * pitch + unit * 16;
-    wait_barrier(ready, parity);
-    parity ^= 1;
+    wait_barrier(ready + 8 * room, parity);
+    if (room == ROOMS - 1) parity ^= 1;
 #pragma unroll 1
     for (int first = 0; first < PART_M; first += BURST * AT_ONCE) {
       int4 v[BURST];
@@ -192,7 +197,7 @@ struct Result {
         if (first + i * AT_ONCE < live) store(to, v[i]);
     }
     __syncwarp();
-    if (lane == 0) arrive(free);
+    if (lane == 0) arrive(free + 8 * room);
   }
 };
 
@@ -201,9 +206,10 @@ __device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result
   const u32 pitch = width * SIZE;
   while (tiles.next()) {
     const int row = tiles.row + role * PART_M;
-#pragma unroll 1
-    for (int column = tiles.n * TILE_N; column < (tiles.n + 1) * TILE_N; column += PART_N)
-      result.store_part(out + (u64)row * pitch + column * SIZE, pitch, tiles.end - row, (width - column) * SIZE);
+const int column = tiles.n * TILE_N, lines = tiles.end - row, bytes = (width - column) * SIZE;
+    u8* to = out + (u64)row * pitch + column * SIZE;
+    result.store_part<0>(to, pitch, lines, bytes);
+    result.store_part<1>(to + PART_N * SIZE, pitch, lines, bytes - PART_N * SIZE);
   }
 }
 
@@ -295,7 +301,6 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
     ring.next(), step++;
     of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
     asm volatile("" : "+l"(of_rows), "+l"(of_columns));  // computed here, while a product is under way
-    if (DEFER && step == scales.steps) result.hand_over(left), clear(left);
     wait_barrier(ring.full(), ring.parity);
     if (step < scales.steps) {
       next = scales.of(step);
@@ -309,8 +314,8 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
     if (threadIdx.x % 32 == 0) arrive(empty);
     add(right, product, factors.z, factors.w);
     if (step == 0) {
-      if (!DEFER) result.hand_over(left), clear(left);
-      result.hand_over(right), clear(right);
+      result.hand_over<0>(left), clear(left);
+      result.hand_over<1>(right), clear(right);
       if (!live) break;
       next = scales.of(0);
     }
@@ -338,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
       init_barrier(smem + BARRIERS + FULL + 8 * i, 1);
       init_barrier(smem + BARRIERS + EMPTY + 8 * i, ROLES * 4);
     }
-    for (int i = 0; i < ROLES; i++) {
+    for (int i = 0; i < ROLES * ROOMS; i++) {
       init_barrier(smem + BARRIERS + READY + 8 * i, 4);
       init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
     }

@@ -34,23 +34,27 @@ class BlockTiles:
     Attributes:
       stages: steps of 128 of the contraction under way at most.
       band: tiles of 128 rows that run together.
-      defer: left results are staged beside a tile's last product, not after it.
       registers: of the role that loads and stores, and of those that multiply.
+      rooms: parts of 64 x 128 of a result of 16 bits that a role has staged at most; of 32 bits, one.
     """
 
     stages: int
     band: int
-    defer: bool
     registers: tuple[int, int]
+    rooms: int
+
+    def rooms_of(self, out_dtype) -> int:
+        """The parts of a result of this type that a role has staged at most."""
+        return self.rooms if jnp.dtype(out_dtype).itemsize == 2 else 1
 
     def fit(self, G: int, out_dtype) -> "BlockTiles":
         """What results, barriers and the table of groups take of shared memory is not there for steps."""
-        staged = 128 * 128 * jnp.dtype(out_dtype).itemsize
-        stages = (plain.SHARED_BYTES - staged - 288 - 8 * (G + 1)) // (48 * 1024)
+        staged = 128 * 128 * jnp.dtype(out_dtype).itemsize * self.rooms_of(out_dtype)
+        stages = (plain.SHARED_BYTES - staged - 320 - 8 * (G + 1)) // (48 * 1024)
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
-ROWS_BLOCKS = BlockTiles(stages=4, band=16, defer=True, registers=(56, 224))
+ROWS_BLOCKS = BlockTiles(stages=3, band=16, registers=(40, 232), rooms=2)
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = plain.WeightTiles(
     stages=3, least=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
@@ -150,7 +154,7 @@ def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        BAND=tiles.band, DEFER=int(tiles.defer), SHARED=plain.SHARED_BYTES,
+        BAND=tiles.band, ROOMS=tiles.rooms_of(out_dtype), SHARED=plain.SHARED_BYTES,
         REGISTERS_LESS=less, REGISTERS_MORE=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
