@@ -204,6 +204,7 @@ class WeightTiles:
       passing: results leave L2 first, which operands then keep.
       strips: of 64 lines of 128 bytes of a result that a role has under way, if each of its warps sends its own lines
         (of 16 bits alone), in place of parts.
+      keeping: operands that two blocks share leave L2 last.
     """
 
     stages: int
@@ -215,6 +216,7 @@ class WeightTiles:
     registers: tuple[int, int]
     passing: bool = False
     strips: int = 0
+    keeping: bool = True
 
     def handed_of(self, out_dtype) -> int:
         """The parts of a result of this type that a role stages at once."""
@@ -242,7 +244,7 @@ class WeightTiles:
             WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=self.stages,
             SLOT=self.slot, SLOTS=self.slots(out_dtype), STAGED=self.staged,
             HANDED=self.handed_of(out_dtype), OWN=self.strips, BAND=self.band,
-            PASSING=int(self.passing), SHARED=SHARED_BYTES,
+            PASSING=int(self.passing), KEEPING=int(self.keeping), SHARED=SHARED_BYTES,
             REGISTERS_LESS=self.registers[0], REGISTERS_MORE=self.registers[1],
         )  # fmt: skip
         return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
@@ -264,6 +266,11 @@ WEIGHTS_HOPPER = WeightTiles(
 )  # fmt: skip
 # Float32 results wait in no registers: each warp sends its own.
 WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4, registers=(56, 224))
+# Where groups are small, what matters is how results get to memory: a tile's beside each other, and all of a row's.
+WEIGHTS_HOPPER_SMALL = dataclasses.replace(
+    WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False, registers=(56, 224)
+)
+SMALL_GROUP = 192  # rows in the mean, at most
 STEP = 64  # rows
 MOST_GROUPS = 1024  # whose places fit into shared memory
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
@@ -309,8 +316,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     del num_experts
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
-    wide = jnp.dtype(out_dtype).itemsize == 4
-    tiles = (WEIGHTS_HOPPER_WIDE if wide else WEIGHTS_HOPPER).fit(group_sizes.shape[1], out_dtype)
+    tiles = weight_tiles(C, group_sizes.shape[1], out_dtype)
     # wgmma is Hopper's alone, and its windows need as many rows as a step.
     hopper = _capability() == 90 and nvrtc() is not None and C >= STEP
     launch = launch_weights
@@ -318,6 +324,17 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
         launch = partial(launch_weights_hopper, tiles=tiles)
     out = launch(lhs[0], dy.reshape(C, N), group_sizes[0], out_dtype=out_dtype)
     return out.reshape(-1, K, *dy.shape[2:])
+
+
+def weight_tiles(num_rows: int, num_groups: int, out_dtype) -> WeightTiles:
+    """How Hopper's kernel of weight gradients runs for these sizes."""
+    if jnp.dtype(out_dtype).itemsize == 4:
+        tiles = WEIGHTS_HOPPER_WIDE
+    elif num_rows <= SMALL_GROUP * num_groups:
+        tiles = WEIGHTS_HOPPER_SMALL
+    else:
+        tiles = WEIGHTS_HOPPER
+    return tiles.fit(num_groups, out_dtype)
 
 
 def launch_rows(

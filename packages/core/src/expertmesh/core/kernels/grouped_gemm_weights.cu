@@ -48,24 +48,24 @@ __device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
 // under way as there are strips. No warp waits for another.
 struct Sending {
   static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
-  static_assert(STRIPS % OWN == 0, "a tile, of which there may be half, begins with the first strip");
   Result result;
   Cut to;
+  int sent = 0;  // pieces
 
-  // Where a piece is staged: the one before has left.
-  __device__ __forceinline__ u32 room(int piece) const {
+  // Where the next piece is staged: the one before has left.
+  __device__ __forceinline__ u32 room() const {
     if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OWN - 1) : "memory");
     __syncwarp();
-    return result.staged + piece % OWN * STRIP;
+    return result.staged + sent % OWN * STRIP;
   }
 
   // A piece is staged.
-  __device__ __forceinline__ void leave(int piece, const Cut& to) const {
+  __device__ __forceinline__ void leave(int piece, const Cut& to) {
     const int line = threadIdx.x % 128 / 32 * LINES;
+    const u32 staged = result.staged + sent++ % OWN * STRIP + line * 128;
     fence_shared();
     __syncwarp();
     if (threadIdx.x % 32) return;
-    const u32 staged = result.staged + piece % OWN * STRIP + line * 128;
     store_box(result.out, staged, to.n + piece * WIDTH, to.m + line, to.group);
     end_stores();
   }
@@ -75,11 +75,11 @@ struct Sending {
   __device__ __forceinline__ void send_rest() {}
 
   // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) const {
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
 #pragma unroll
     for (int piece = 0; piece < PARTS * STRIPS; piece++) {
       if (piece * WIDTH >= tile.columns) break;
-      stage_strip(room(piece), sums + piece * WIDTH / 2);
+      stage_strip(room(), sums + piece * WIDTH / 2);
       leave(piece, tile);
     }
   }
@@ -95,7 +95,7 @@ struct Sending {
   }
 
   __device__ __forceinline__ void send_piece() {
-    const u32 at = room(piece);
+    const u32 at = room();
     switch (piece) {
       case 0: stage_packed(at, packed); break;
       case 1: stage_packed(at, packed + PACKED); break;

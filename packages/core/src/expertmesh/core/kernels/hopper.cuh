@@ -1,7 +1,7 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
 // Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_LESS,
-// REGISTERS_MORE and perhaps PLACES are this one's too.
+// REGISTERS_MORE and perhaps PLACES and KEEPING (shared operands leave L2 last) are this one's too.
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
@@ -56,8 +56,12 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
       ::"r"(barrier), "r"(rank) : "memory");
 }
 
-// What `createpolicy.fractional` makes of L2::evict_last and L2::evict_first.
-constexpr u64 KEEP = 0x14F0000000000000, PASS = 0x12F0000000000000;
+#ifndef KEEPING
+#define KEEPING 1
+#endif
+// What `createpolicy.fractional` makes of L2::evict_last (of L2::evict_normal, where operands are not kept) and of
+// L2::evict_first.
+constexpr u64 KEEP = KEEPING ? 0x14F0000000000000 : 0x1000000000000000, PASS = 0x12F0000000000000;
 
 // A box of two dimensions, to the same place of both blocks.
 __device__ __forceinline__ void load_shared(const TensorMap* map, u32 to, u32 barrier, int x, int y) {

@@ -5,7 +5,7 @@
 // results) or HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), STAGED (where
 // results are staged), HANDED (parts of a role's that there is room for) or OWN (strips of 128 bytes of them, else 0),
 // BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2), SHARED (bytes),
-// REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES.
+// REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES and KEEPING.
 
 constexpr int ROLES = 2;               // that multiply
 constexpr int THREADS = 128 + ROLES * 128;
