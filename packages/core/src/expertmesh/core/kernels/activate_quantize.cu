@@ -1,7 +1,9 @@
 // A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper:
 // with what `quantize.cuh` has, which comes before this text. Results are rounded to 16 bits and computed once.
 //
-// Macros besides those: GRADIENT (or the activation), FUNCTION, UP_OFFSET and BOUND (if there is one).
+// Macros besides those: GRADIENT (or the activation), FUNCTION, UP_OFFSET and BOUND (if there is one), WEIGHTED (times
+// each row's routing weight, and 0 in rows that hold no token, of which nothing is read; the gradient has that of the
+// weights, too, as sums over each tile's columns).
 
 __device__ __forceinline__ float most(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
@@ -48,8 +50,9 @@ __device__ __forceinline__ ValueAndSlope squared_relu(float x) {
   return {positive * positive, 2 * positive};
 }
 
-// A number of the activation, or of the gradients of gate and up.
-__device__ __forceinline__ void compute(float gate, float up, float d, float (&out)[HALVES]) {
+// A number of the activation, or of the gradients of gate and up, times `weight`; adds to a row's gradient of it.
+__device__ __forceinline__ void compute(
+    float gate, float up, float d, float weight, float (&out)[HALVES], float& d_weight) {
 #ifdef BOUND
   const bool gate_moves = !(gate > BOUND), up_moves = !(fabsf(up) > BOUND);
   gate = least(gate, BOUND);
@@ -58,31 +61,40 @@ __device__ __forceinline__ void compute(float gate, float up, float d, float (&o
   const bool gate_moves = true, up_moves = true;
 #endif
   const ValueAndSlope act = FUNCTION(gate);
+  const float value = act.value * (up + UP_OFFSET);
 #if GRADIENT
+#if WEIGHTED
+  d_weight += d * value;
+  d *= weight;
+#endif
   out[0] = gate_moves ? d * act.slope * (up + UP_OFFSET) : 0;
   out[1] = up_moves ? d * act.value : 0;
 #else
-  out[0] = act.value * (up + UP_OFFSET);
+  out[0] = WEIGHTED ? weight * value : value;
 #endif
 }
 
 // Rows of a thread, on their way to shared memory.
 struct Reader {
   const u8 *gate, *d;
-  int live;
-  u32 pitch;  // bytes of a row of d
+  u32 held = 0;  // a bit for each row that is read
+  u32 pitch;     // bytes of a row of d
 
-  __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, u32 width)
-      : live(at.live), pitch(width * 2) {
+  __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, const int* source, u32 width)
+      : pitch(width * 2) {
     gate = h + (u64)at.row * (pitch * 2) + at.column * 2;
     d = all_d + (u64)at.row * pitch + at.column * 2;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      held |= (i < at.live && (!WEIGHTED || __ldg(source + at.row + i) >= 0) ? 1u : 0u) << i;
   }
 
   __device__ __forceinline__ void read(int i, u32 to) const {
     const u8* from = gate + (u64)i * (pitch * 2);
-    copy(to, from, i < live);
-    copy(to + THREADS * 16, from + pitch, i < live);
-    if (GRADIENT) copy(to + THREADS * 32, d + (u64)i * pitch, i < live);
+    const bool wanted = held >> i & 1;
+    copy(to, from, wanted);
+    copy(to + THREADS * 16, from + pitch, wanted);
+    if (GRADIENT) copy(to + THREADS * 32, d + (u64)i * pitch, wanted);
     end_copies();
   }
 };
@@ -92,18 +104,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #if GRADIENT
     const u8* d,
 #endif
+#if WEIGHTED
+    const float* weights, const int* source,
+#endif
     const int* sizes, int num_rows, int zeros_end, int all_columns, int groups,
-    u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
+    u8* data, Stored* scale, u8* data_rows, Stored* scale_rows
+#if GRADIENT && WEIGHTED
+    , float* d_weights
+#endif
+    ) {
 #if !GRADIENT
   const u8* d = h;
+#endif
+#if !WEIGHTED
+  const int* source = sizes;
 #endif
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
   const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((max(num_live, zeros_end) + BLOCK - 1) / BLOCK);
+  u32 held;  // of this tile
   {
-    const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, all_columns);
+    const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, source, all_columns);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) first.read(i, smem + threadIdx.x * 16 + i * READ);
+    held = first.held;
   }
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -112,7 +136,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     const u32 mine = smem + thread * 16;
     const int in_row = thread % 16, peer = thread % PEERS;
 
-    const Reader next(Place(tile + gridDim.x, width, num_live), h, d, width);
+    const Reader next(Place(tile + gridDim.x, width, num_live), h, d, source, width);
+    float weight[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      weight[i] = 0;
+#if WEIGHTED
+      if (held >> i & 1) weight[i] = __ldg(weights + tile / across * BLOCK + thread / 16 * ROWS + i);
+#endif
+    }
+    held = next.held;
     u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -124,12 +157,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
       if (GRADIENT) unpack(ds, get(from + THREADS * 32));
       next.read(i, from);
       u32 of_row[HALVES] = {};
+      float d_weight = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const float2 gate = unpack(gates[j]), up = unpack(ups[j]), d_out = unpack(ds[j]);
         float low[HALVES], high[HALVES];
-        compute(gate.x, up.x, d_out.x, low);
-        compute(gate.y, up.y, d_out.y, high);
+        compute(gate.x, up.x, d_out.x, weight[i], low, d_weight);
+        compute(gate.y, up.y, d_out.y, weight[i], high, d_weight);
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
           kept[half][i][j] = pack(low[half], high[half]);
@@ -145,6 +179,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
       for (int apart = PEERS / 2; apart; apart /= 2)
         of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
       if (peer == i) of_my_row = of_both;
+#if GRADIENT && WEIGHTED
+#pragma unroll
+      for (int apart = 8; apart; apart /= 2) d_weight += __shfl_xor_sync(~0u, d_weight, apart);
+      const int row = tile / across * BLOCK + thread / 16 * ROWS + i;
+      if (in_row == 0 && row < num_rows) d_weights[(u64)(tile % across) * num_rows + row] = d_weight;
+#endif
     }
 
     // The scales of rows: thread i of a block's has those of row i.

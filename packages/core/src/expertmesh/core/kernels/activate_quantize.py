@@ -59,47 +59,58 @@ def _value(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _activated(
-    h, at, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
-):
+    h, at, weight, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
     """The activation of a part of h, in its dtype; zeros where nothing is live, as act(0) = 0."""
     gate, up = _clamp(_load(h + at, live), _load(h + at + F, live), BOUND)
     if OFFSET != 0:
         up = up + OFFSET
-    return _rounded(_value(gate, FUNCTION) * up, h.dtype.element_ty)
+    value = _value(gate, FUNCTION) * up
+    if weight is not None:
+        value = weight * value
+    return _rounded(value, h.dtype.element_ty)
 
 
 @triton.jit
 def _gradient(
-    h, d, at, at_d, half, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+    h, d, at, at_d, weight, half, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """The gradient of a part of one half of h, 0 the gate, in its dtype; zeros where nothing is live, as d is 0."""
+    """The gradient of a part of one half of h, 0 the gate, in its dtype, and with the gate's the sums over columns of
+    the weights'; zeros where nothing is live, as d is 0."""
     raw_gate, d_out = _load(h + at, live), _load(d + at_d, live)
+    d_weight = tl.zeros((at.shape[0],), tl.float32)
     if half == 0:
         raw_up = _load(h + at + F, live)
         gate, up = _clamp(raw_gate, raw_up, BOUND)
-        _, slope = _value_and_slope(gate, FUNCTION, _sigmoid)
+        value, slope = _value_and_slope(gate, FUNCTION, _sigmoid)
+        if weight is not None:
+            d_weight = tl.sum(d_out * (value * (up + OFFSET)), 1)
+            d_out = weight * d_out
         wide = d_out * slope * (up + OFFSET)
         if BOUND is not None:
             wide = tl.where(raw_gate > BOUND, 0.0, wide)
     else:
         gate, _ = _clamp(raw_gate, raw_gate, BOUND)
         value, _ = _value_and_slope(gate, FUNCTION, _sigmoid)
+        if weight is not None:
+            d_out = weight * d_out
         wide = d_out * value
         if BOUND is not None:
             wide = tl.where(tl.abs(_load(h + at + F, live)) > BOUND, 0.0, wide)
-    return _rounded(wide, h.dtype.element_ty)
+    return _rounded(wide, h.dtype.element_ty), d_weight
 
 
 @triton.jit
 def _kernel(
-    h, d, sizes, data, scale, data_rows, scale_rows,
+    h, d, weights, source, sizes, data, scale, data_rows, scale_rows, d_weights,
     M: tl.constexpr, F: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1; with its
-    cotangent d [M, F] the gradient [M, 2, F] instead.
+    cotangent d [M, F] the gradient [M, 2, F] instead. With weights [M], either times them, zeros in rows whose source is
+    negative, and the weights' gradient as its sums over TN columns, d_weights [F / TN, M].
 
     A program has BLOCK rows, in PARTS: of all of them it keeps the results alone. Of a gradient it has one of two
     HALVES, and the program beside it, which reads the same, the other.
@@ -123,13 +134,21 @@ def _kernel(
             inside = inside & (columns < F)
         row = rows.to(tl.int64)
         live = inside & (rows < num_live)
+        weight = None
+        if weights is not None:
+            held = tl.load(source + rows, mask=rows < tl.minimum(num_live, M), other=-1) >= 0
+            weight = tl.load(weights + rows, mask=held, other=0)
+            live = live & held
         in_h = row * (2 * F) + columns
         if d is None:
-            values = _activated(h, in_h, F, live, FUNCTION, BOUND, OFFSET)
+            values = _activated(h, in_h, weight, F, live, FUNCTION, BOUND, OFFSET)
         else:
-            values = _gradient(
-                h, d, in_h, row * F + columns, half, F, live, FUNCTION, BOUND, OFFSET
+            values, d_weight = _gradient(
+                h, d, in_h, row * F + columns, weight, half, F, live, FUNCTION, BOUND, OFFSET
             )
+            if (d_weights is not None) and (half == 0):
+                of_rows = m + part * TM + tl.arange(0, TM)
+                tl.store(d_weights + (tile % NUM_N).to(tl.int64) * M + of_rows, d_weight, mask=of_rows < M)
         wide = values.to(tl.float32)
         q, stored = _quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
         tl.store(data + (row * HALVES + half) * F + columns, q, mask=inside)
@@ -172,19 +191,21 @@ HOPPER = HopperTiles(warps=16, programs=1)
 HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 
 
-def both(h, group_sizes, **options):
-    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
-    return _copies(h, None, group_sizes, **options)
+def both(h, group_sizes, weights=None, source=None, **options):
+    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; times the weights [1, C] of rows whose source
+    is not negative."""
+    return _copies(h, None, group_sizes, weights, source, **options)[:4]
 
 
-def gradient_both(h, d_out, group_sizes, **options):
-    """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows."""
-    return _copies(h, d_out, group_sizes, **options)
+def gradient_both(h, d_out, group_sizes, weights=None, source=None, **options):
+    """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows; with weights their gradient,
+    float32[1, C], too."""
+    return _copies(h, d_out, group_sizes, weights, source, **options)
 
 
 def _copies(
-    h, d_out, group_sizes, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
-):
+    h, d_out, group_sizes, weights, source, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
+):  # fmt: skip
     del blocks, amax_axes, origin  # a block lies within a shard
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
     halves = () if d_out is None else (2,)
@@ -196,48 +217,68 @@ def _copies(
     same = d_out is None or d_out.dtype == h.dtype
     on_hopper = same and quantize.suits_hopper(C, F, h.dtype, format)
     run = partial(launch_hopper, zero_rest=zero_rest) if on_hopper else launch
-    data, scale, data_rows, scale_rows = run(
-        h, d_out, sizes, activation=activation, format=format, out_type=(*first, *second)
+    given = () if weights is None else (weights, source)
+    data, scale, data_rows, scale_rows, *sums = run(
+        h, d_out, given, sizes, activation=activation, format=format, out_type=(*first, *second)
     )
     data_rows = data_rows.T.reshape(shape) if turned else data_rows
-    return data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format)
+    # What no program has written is of rows without a token.
+    d_weights = [jnp.where(source >= 0, of_tiles.sum(0), jnp.float32(0)) for of_tiles in sums]
+    return (
+        data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format),
+        *d_weights,
+    )  # fmt: skip
 
 
-def launch(h, d_out, sizes, *, activation, format, out_type, tiles: Tiles | None = None):
+def _with_sums(out_type, weighted: bool, rows: int, columns: int, tile: int):
+    """The results with those of the weights' gradient, one for each tile of columns."""
+    if not weighted:
+        return out_type
+    return (*out_type, jax.ShapeDtypeStruct((triton.cdiv(columns, tile), rows), jnp.float32))
+
+
+def launch(h, d_out, weights, sizes, *, activation, format, out_type, tiles: Tiles | None = None):
     (_, C, _, F), BLOCK, G = h.shape, format.block[1], sizes.shape[0]
     tiles = tiles or _tiles(BLOCK, d_out is not None)
     TN = max(BLOCK, launcher.divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
     # Elsewhere, and of float32, the compiler decides.
     measured = (_jax.compute_capability() or 9.0) == 9.0 and h.dtype.itemsize == 2
+    sums = bool(weights) and d_out is not None
+    absent: dict[str, object] = {} if sums else {"d_weights": None}
     return launcher.triton_call(
-        h, d_out, sizes,
-        kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
+        h, d_out, *(weights or (None, None)), sizes,
+        kernel=_kernel, out_type=_with_sums(out_type, sums, C, F, TN), num_warps=tiles.warps,
         backend_options={"maxnreg": tiles.registers} if measured else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
         M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
         TURNED=quantize.is_turned(BLOCK), HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
-        OFFSET=activation.up_offset, **quantize._scaling(h, format),
+        OFFSET=activation.up_offset, **absent, **quantize._scaling(h, format),
     )  # fmt: skip
 
 
 def launch_hopper(
-    h, d_out, sizes, *, activation, format, out_type, zero_rest=True,
+    h, d_out, weights, sizes, *, activation, format, out_type, zero_rest=True,
     tiles: HopperTiles | None = None,
 ):  # fmt: skip
-    (_, C, _, F), gradient = h.shape, d_out is not None
+    (_, C, _, F), gradient, weighted = h.shape, d_out is not None, bool(weights)
     tiles = tiles or (HOPPER if format.block[1] == 128 else HOPPER_SMALL)
+    made = dict(activation=activation, format=format, gradient=gradient, weighted=weighted)
     return quantize.launch_hopper(
-        *((h, d_out) if gradient else (h,)), sizes,
-        source=hopper_source(h.dtype, activation=activation, format=format, gradient=gradient, tiles=tiles),
-        name="activate_quantize", rows=C, columns=F, zero_rest=zero_rest, tiles=tiles, out_type=out_type,
+        *((h, d_out) if gradient else (h,)), *weights, sizes,
+        source=hopper_source(h.dtype, **made, tiles=tiles),
+        name="activate_quantize", rows=C, columns=F, zero_rest=zero_rest, tiles=tiles,
+        out_type=_with_sums(out_type, weighted and gradient, C, F, 128),
     )  # fmt: skip
 
 
-def hopper_source(dtype, *, activation, format, gradient: bool, tiles: HopperTiles) -> HopperSource:
+def hopper_source(
+    dtype, *, activation, format, gradient: bool, weighted: bool, tiles: HopperTiles
+) -> HopperSource:
     """The kernel in CUDA C++ for h of `dtype`."""
     defined = dict(
-        GRADIENT=int(gradient), FUNCTION=activation.function, UP_OFFSET=quantize.literal(activation.up_offset)
+        GRADIENT=int(gradient), WEIGHTED=int(weighted), FUNCTION=activation.function,
+        UP_OFFSET=quantize.literal(activation.up_offset),
     )  # fmt: skip
     if activation.limit is not None:
         defined["BOUND"] = quantize.literal(activation.limit)
