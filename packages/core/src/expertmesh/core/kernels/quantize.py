@@ -297,9 +297,9 @@ WIDE_ROWS = Tiles(elements=4096, columns=1024, warps=4)
 WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
 
 
-def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), origin=()):
-    """As the reference of `ops/quantize.py`."""
-    del origin
+def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
+    """The leaves of what the reference of `ops/quantize.py` gives."""
+    del key, origin
     if block:
         return blocks(x, None, format, block)
     lead, inner = x.shape[:batch_dims], x.shape[batch_dims:]
@@ -309,7 +309,7 @@ def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), 
         amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    return by_tensor(x, rest[0] if has_multiplier else None, None, shape, found, format)
+    return by_tensor(x, multiplier, None, shape, found, format)
 
 
 def by_tensor(x, multiplier, sizes, shape, found, format, twice=False):
@@ -398,9 +398,13 @@ def blocks(x, sizes, format, block, tiles: Tiles | None = None):
     return data, _stored(scale, format)
 
 
-def dequantize(data, scale, *, block, dtype, two_level=False, tiles: Tiles | None = None):
+def dequantize_array(q, *, block):
     """As the reference of `ops/quantize.py`, for blocks."""
-    del two_level
+    return dequantize(q.data, q.scale, block=block, dtype=q.dtype)
+
+
+def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
+    """`data * scale` in `dtype`."""
     (A, M, B, N), (BM, BN) = view(data.shape, block)
     tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
     TN = max(BN, launcher.divisor(N, tiles.columns))

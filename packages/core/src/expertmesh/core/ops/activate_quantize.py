@@ -7,10 +7,13 @@
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
 
+import dataclasses
+from typing import Any, ClassVar
+
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.op import Kernel, Op
+from expertmesh.core.op import Kernel, Op, leaf_specs
 from expertmesh.core.ops.activation import (
     Activation,
     activate_at,
@@ -21,16 +24,15 @@ from expertmesh.core.ops.activation import (
     with_pair,
 )
 from expertmesh.core.ops.grouped_quantize import (
-    both_reference,
-    check_groups,
-    grouped_quantize_both,
-    plan_blocks,
+    Rows,
+    quantize_rows,
+    quantize_rows_op,
     quantizes_both_at_once,
+    why_not_one,
 )
-from expertmesh.core.ops.quantize import block_shape, check_source, why_no_blocks
+from expertmesh.core.ops.quantize import check_source, why_no_blocks
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
-from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["activate_grad_quantize", "activate_quantize"]
 
@@ -63,17 +65,9 @@ def activate_quantize(
     Raises:
       As `activate` and `grouped_quantize`.
     """
-    first, second = formats
-    if not quantizes_both_at_once(first, second):
-        return grouped_quantize_both(
-            activate_at(h, activation, spec), group_sizes, formats, spec=spec
-        )
     name = "activate_quantize"
     activation = check_gated(name, h, activation)
-    of_h = spec and with_pair(spec)
-    shape = (*h.shape[:2], h.shape[3])
-    options = dict(activation=activation, zero_rest=zero_rest)
-    return _copies(name, _op, (h,), (of_h,), group_sizes, shape, first, options)
+    return _copies(name, Activated(h, activation=activation), group_sizes, formats, spec, zero_rest)
 
 
 def activate_grad_quantize(
@@ -105,7 +99,6 @@ def activate_grad_quantize(
     Raises:
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
     """
-    first, second = formats
     name = "activate_grad_quantize"
     activation = check_gated(name, h, activation)
     if d_out.shape != (*h.shape[:2], h.shape[3]):
@@ -113,87 +106,94 @@ def activate_grad_quantize(
             f"{name}: d_out must have the shape of the activation, {(*h.shape[:2], h.shape[3])}; got {d_out.shape}; "
             "reshape it"
         )
-    of_d = None if spec is None else PartitionSpec(*tuple(spec)[:2], *tuple(spec)[3:])
-    if not quantizes_both_at_once(first, second):
-        d_h = gated_grad_op(h, d_out, operand_specs=(spec, of_d), activation=activation)
-        return grouped_quantize_both(d_h, group_sizes, formats, spec=spec)
-    operands, options = (h, d_out), dict(activation=activation, zero_rest=zero_rest)
-    return _copies(name, _grad_op, operands, (spec, of_d), group_sizes, h.shape, first, options)
+    source = ActivatedGrad(h, d_out, activation)
+    return _copies(name, source, group_sizes, formats, spec, zero_rest)
 
 
-def _copies(name, op, operands, specs, group_sizes, shape, format, options):
-    """What the op gives, as two QuantizedArrays of this shape."""
-    h = operands[0]
-    check_source(name, h, format)
-    check_groups(name, h, group_sizes)
-    blocks = tuple(block_shape(name, shape, format, axis, None, 1) for axis in (len(shape) - 1, 1))
-    of_groups = None if specs[0] is None else PartitionSpec(*tuple(specs[0])[:1])
-    out = op(
-        *(not_differentiable(x, f"{name}: use grouped_dense") for x in operands),
-        group_sizes,
-        operand_specs=(*specs, of_groups),
-        format=format,
-        **options,
-        # Of h, by which the op is laid out.
-        blocks=tuple((*block[:2], 1, block[-1]) for block in blocks),
-    )
-    along_f, along_rows = (
-        QuantizedArray(data, scale, None, None, block, format, h.dtype.name)
-        for (data, scale), block in zip((out[:2], out[2:]), blocks, strict=True)
-    )
-    return along_f, along_rows
+def _copies(name, source, group_sizes, formats, spec, zero_rest):
+    for format in formats:
+        check_source(name, source.base, format)
+    options = dict(spec=spec, zero_rest=zero_rest)
+    return quantize_rows(name, source, group_sizes, formats, **options)[:2]
 
 
-def _reference(
-    h, group_sizes, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
-):
-    """(data, scale, data, scale) in both `blocks`, which are those of h."""
-    a = gated_reference(h, activation=activation)
-    blocks = tuple((*block[:2], block[3]) for block in blocks)
-    return both_reference(a, group_sizes, format=format, blocks=blocks)
-
-
-def _grad_reference(
-    h, d_out, group_sizes, *, activation, format, blocks, zero_rest=True, **options
-):
-    """(data, scale, data, scale) in both `blocks`."""
-    d_h = gated_grad_reference(h, d_out, activation=activation)
-    return both_reference(d_h, group_sizes, format=format, blocks=blocks, **options)
-
-
-def _why_not(h, *rest, activation, blocks, **options) -> str | None:
+def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
-    del options
-    group_sizes = rest[-1]
-    if activation.function == "gelu_exact":
-        return f"{activation.function} and a tile do not fit into registers"
-    if h.shape[0] != 1 or group_sizes.shape[1] == 0:
-        return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
-    if not h.size:
+    del multiplier, key, options
+    if source.activation.function == "gelu_exact":
+        return f"{source.activation.function} and a tile do not fit into registers"
+    if not source.base.size:
         return "there must be elements"
-    return next(filter(None, (why_no_blocks(h, block) for block in blocks)), None)
+    # Those of h.
+    reasons = (why_no_blocks(source.base, (*block[:2], 1, block[-1])) for block in blocks)
+    return why_not_one(source.base, group_sizes) or next(filter(None, reasons), None)
 
 
-def _kernels(function: str) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.activate_quantize", function, _why_not),)
-
-
-_op = Op(
-    "activate_quantize",
-    _reference,
-    "d0 d1 two f, d0 g -> d0 d1 f, d0 d1 f, d0 d1 f, d0 d1 f",
-    whole=("d1", "g", "two"),
-    roles="participants . . tp, participants . -> " + ", ".join(["participants . tp"] * 4),
-    plan=plan_blocks,
-    kernels=_kernels("both"),
+_activate_op = dataclasses.replace(
+    quantize_rows_op,
+    name="activate_quantize",
+    sharding="p n two f, p g, p g, key -> p n f, p n f, p g",
+    whole=("n", "g", "key", "two"),
+    roles="participants . . tp, participants ., participants ., . "
+    "-> participants . tp, participants . tp, participants .",
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.activate_quantize", "activate_quantize", _why_not),
+    ),
 )
-_grad_op = Op(
-    "activate_grad_quantize",
-    _grad_reference,
-    "d0 d1 two f, d0 d1 f, d0 g -> " + ", ".join(["d0 d1 two f"] * 4),
-    whole=("d1", "g", "two"),
-    roles="participants . . tp, participants . tp, participants . -> "
-    + ", ".join(["participants . . tp"] * 4),
-    plan=plan_blocks,
-    kernels=_kernels("gradient_both"),
+_activate_grad_op = dataclasses.replace(
+    _activate_op,
+    name="activate_grad_quantize",
+    sharding="p n two f, p g, p g, key -> p n two f, p n two f, p g",
+    roles="participants . . tp, participants ., participants ., . "
+    "-> participants . . tp, participants . . tp, participants .",
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activated(Rows):
+    """`activate(base, activation)`."""
+
+    activation: Activation = dataclasses.field(kw_only=True, metadata=dict(static=True))
+    op: ClassVar[Op] = _activate_op
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.base.shape[:2], *self.base.shape[3:])
+
+    def rows(self) -> jax.Array:
+        return gated_reference(self.base, activation=self.activation)
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        return activate_at(self.base, self.activation, spec)
+
+    def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        return with_pair(spec)
+
+    def fuses(self, formats) -> bool:
+        return quantizes_both_at_once(*formats)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivatedGrad(Rows):
+    """The gradient of `base` for the cotangent `d_out` of `activate(base, activation)`."""
+
+    d_out: jax.Array
+    activation: Activation = dataclasses.field(metadata=dict(static=True))
+    op: ClassVar[Op] = _activate_grad_op
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        del of_groups
+        return of_data, (*of_data[:2], *of_data[3:])
+
+    def rows(self) -> jax.Array:
+        return gated_grad_reference(self.base, self.d_out, activation=self.activation)
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        specs = spec and leaf_specs((self,), (spec,))
+        operands = self.base, self.d_out
+        return gated_grad_op(*operands, operand_specs=specs, activation=self.activation)
+
+    def fuses(self, formats) -> bool:
+        return quantizes_both_at_once(*formats)

@@ -8,13 +8,14 @@ key: P participants, C rows per participant, G groups per participant.
 """
 
 import dataclasses
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import numerics
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.quantize import (
@@ -25,17 +26,14 @@ from expertmesh.core.ops.quantize import (
     key_words,
     lead,
     of_rows,
+    quantized_array,
     random_bits,
-    rotate,
     row_groups,
-    rule_of,
-    to_data,
     why_no_kernel,
 )
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat, quantized_once
-from expertmesh.core.rule import Names, plan_by_rule
-from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
+from expertmesh.core.rule import plan_by_rule
 from expertmesh.core.specs import entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
@@ -51,61 +49,60 @@ def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
     return jax.lax.pmax(amax_PG, axes) if axes else amax_PG
 
 
-def _reference(x, group_sizes, *rest, twice=False, **options):
-    """What `_quantized` gives, and if `twice` the data again, which a kernel lays as the weight gradient reads them."""
-    out = _quantized(x, group_sizes, *rest, **options)
-    return (*out, out[0]) if twice else out
+class Copies(NamedTuple):
+    """Rows in up to two directions.
+
+    Attributes:
+      along_features, along_rows: a QuantizedArray in blocks along the last dimension, and along the rows; None where
+        not asked for.
+      amax: float32[P, G] of the groups by a given multiplier, else None.
+    """
+
+    along_features: Any
+    along_rows: Any
+    amax: Any
 
 
-def _quantized(x, group_sizes, *rest, format, block, has_multiplier, amax_axes=(), origin=()):
-    """(data, scale), (data, scale, tensor_scale), or with a given multiplier (data, scale, amax)."""
+def _reference(
+    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
+    origin=(),
+):  # fmt: skip
+    """Copies, of which `directions` says those that are wanted: 0 and 1."""
+    del zero_rest
+    x = source.rows()
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
-    live_PC = groups_PC < num_groups
-    x = jnp.where(lead(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
-    multiplier = rest[0] if has_multiplier else None
-    bits = random_bits(rest[-1], x.shape, origin) if format.stochastic else None
-    if format.hadamard:
-        x = rotate(x, block.index(16))
-    magnitudes, wide = numerics.magnitude(x), numerics.widen(x)
+    x = jnp.where(lead(groups_PC < num_groups, x.ndim), x, jnp.zeros((), x.dtype))
+    bits = random_bits(key, x.shape, origin) if format.stochastic else None
 
-    def by_group(multiplier_PG):
-        rows = lead(of_rows(multiplier_PG, groups_PC), x.ndim)
-        return to_data(wide, rows, format, bits)
+    def quantized(block):
+        return quantized_array(
+            x,
+            format,
+            block,
+            multiplier,
+            bits,
+            amax=lambda magnitudes: _group_amax(magnitudes, groups_PC, num_groups, amax_axes),
+            of_elements=lambda values_PG: lead(of_rows(values_PG, groups_PC), x.ndim),
+            # A group starts with a block, so a block's first row says whose it is.
+            of_blocks=lambda values_PG: lead(
+                of_rows(values_PG, groups_PC[:, :: block[1]], fill=1), x.ndim
+            ),
+        )
 
-    def amax():
-        return _group_amax(magnitudes, groups_PC, num_groups, amax_axes)
-
-    if has_multiplier:
-        return by_group(multiplier), reciprocal(multiplier), numerics.from_magnitude(amax())
-    if not block:
-        multiplier, scale = tensor_scales(amax(), format)
-        return by_group(multiplier), scale
-    g, tensor_scale = None, None
-    if format.scale == "float8_e4m3fn":
-        g, tensor_scale = tensor_scales(amax(), format)
-        # A group starts with a block, so a block's first row says whose it is.
-        g = lead(of_rows(g, groups_PC[:, :: block[1]], fill=1), x.ndim)
-    multiplier, scale = block_scales(block_amax(magnitudes, block), format, x.dtype, g)
-    data = to_data(wide, spread(multiplier, x.shape, block), format, bits)
-    return (data, scale) if tensor_scale is None else (data, scale, tensor_scale)
+    copies = {block: quantized(block) for block in {blocks[i]: None for i in directions}}
+    first, second = (copies[blocks[i]][0] if i in directions else None for i in (0, 1))
+    return Copies(first, second, copies[blocks[directions[0]]][1])
 
 
-def both_reference(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
-    """(data, scale, data, scale) in both `blocks`."""
-    return tuple(
-        part
-        for block in blocks
-        for part in _reference(x, group_sizes, format=format, block=block, has_multiplier=False)
-    )
-
-
-def plan_blocks(query: Query) -> Plan:
+def _plan(query: Query) -> Plan:
     """The layout of the rows, each participant's whole."""
-    given = query.operand_specs[0]
+    given, shape = query.operand_specs[0], query.shapes[0]
     kept = PartitionSpec(given[0], None, *given[2:])
-    for block in query.options.get("blocks") or (query.options["block"],):
-        check_blocks("grouped_quantize", query.shapes[0], block, kept, query.mesh_shape)
+    for block in filter(None, query.options["blocks"]):
+        # The rows may lack dimensions after the second that the first operand has.
+        block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
+        check_blocks("grouped_quantize", shape, block, kept, query.mesh_shape)
     query = dataclasses.replace(query, result_specs=None)
     plan = plan_by_rule(query, query.rule, query.whole, query.summed)
     spec = plan.operand_specs[0]
@@ -120,60 +117,144 @@ def plan_blocks(query: Query) -> Plan:
     )
 
 
-def _why_not(x, group_sizes, *rest, format: TensorFormat, block, **options) -> str | None:
+def _why_not(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
     """What keeps these types from the kernels, or None."""
-    del rest, options
-    if x.shape[0] != 1 or group_sizes.shape[1] == 0:
-        return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
-    if x.ndim < 3 or any(b > 1 for b in block[2:-1]):
-        return f"blocks must lie along the rows or the last of other dimensions; they are {block}"
-    return why_no_kernel(x, format, block)
+    del multiplier, key, options
+    x = source.base
+    if x.ndim < 3 or any(b > 1 for i in directions for b in blocks[i][2:-1]):
+        return f"blocks must lie along the rows or the last of other dimensions; they are {blocks}"
+    reasons = (why_no_kernel(x, format, blocks[i]) for i in directions)
+    return why_not_one(x, group_sizes) or next(filter(None, reasons), None)
 
 
-def _why_not_both(x, group_sizes, *, format, blocks, **options) -> str | None:
-    del options
-    reasons = [_why_not(x, group_sizes, format=format, block=block) for block in blocks]
-    return next(filter(None, reasons), None)
+def why_not_one(x, group_sizes) -> str | None:
+    """What keeps kernels, which take one participant, from these rows, or None."""
+    if x.shape[0] == 1 and group_sizes.shape[1]:
+        return None
+    return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
 
 
-def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.grouped_quantize", function, supports),)
+quantize_rows_op = Op(
+    "grouped_quantize",
+    _reference,
+    "p n ..., p g, p g, key -> p n ..., p n ..., p g",
+    whole=("n", "g", "key"),
+    roles="participants . ., participants ., participants ., . "
+    "-> participants . ., participants . ., participants .",
+    plan=_plan,
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.grouped_quantize", "grouped_quantize", _why_not),
+    ),
+    results_are_trees=True,
+)
 
 
-def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool, twice: bool) -> Op:
-    def terms(dims: Names, group: str, word: str):
-        groups = (dims[0], group)
-        third = (groups,) if given or two_level else ()
-        again = (dims,) if twice else ()
-        scale = dims if blocks else groups
-        operands = dims, groups, *[groups] * given, *[(word,)] * key
-        return (*operands, None, dims, scale, *third, *again)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows to quantize; a subclass makes them of other arrays, which are read in their place.
 
-    roles = ("participants", *["."] * (ndim - 1))
-    return Op(
-        "grouped_quantize",
-        _reference,
-        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g", "key")),
-        whole=("d1", "g", "key"),
-        roles=rule_of(*terms(roles, ".", ".")),
-        plan=plan_blocks,
-        kernels=_triton("grouped_quantize", _why_not),
+    Attributes:
+      base: the array that the op's term names; here the rows.
+      op: `quantize_rows_op`, or one with the sharding and the kernels of a subclass.
+    """
+
+    base: Any
+    op: ClassVar[Op] = quantize_rows_op
+
+    @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return self.base.shape
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Of what is read, if it is in blocks of its own."""
+        return getattr(self.base, "block", ())
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        """As of a QuantizedArray."""
+        del of_groups
+        return (of_data,)
+
+    def rows(self) -> jax.Array:
+        """The rows [P, C, ...], inside of an op."""
+        return self.base
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        """The rows at `spec`, by an op of their own."""
+        del spec
+        return self.base
+
+    def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Where `base` is, for rows at `spec`."""
+        return spec
+
+    def fuses(self, formats) -> bool:
+        """Whether rows in these formats are made and quantized at once."""
+        del formats
+        return True
+
+
+def quantize_rows(
+    name, source, group_sizes, formats, *, multiplier=None, keys=(None, None), spec=None, zero_rest=True
+):  # fmt: skip
+    """Copies of rows in groups, of one read where one kernel can write them all.
+
+    Args:
+      name: of the caller, for errors.
+      source: of rows [P, C, *K].
+      group_sizes: int32[P, G], rows of each group.
+      formats, keys: of the copy along the features and of the one along the rows; no format, no copy.
+      multiplier: float32[P, G], in place of max / amax; only without blocks.
+      spec: where the rows are, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
+    """
+    if not source.fuses(formats):
+        source = Rows(source.apart(spec))
+    run = partial(_quantize_at_once, name, source, group_sizes, multiplier, spec, zero_rest)
+    along_features, along_rows = formats
+    if along_features is None or along_rows is None:
+        at = int(along_features is None)
+        return run(formats[at], keys[at], directions=(at,))
+    if quantized_once(*formats) or quantizes_both_at_once(*formats):
+        return run(along_features, keys[0], directions=(0, 1))
+    first, second = (run(formats[i], keys[i], directions=(i,)) for i in (0, 1))
+    return first._replace(along_rows=second.along_rows)
+
+
+def _quantize_at_once(
+    name, source, group_sizes, multiplier, spec, zero_rest, format, key, *, directions
+):
+    check_groups(name, source.shape, group_sizes)
+    axes = len(source.shape) - 1, 1
+    blocks = tuple(
+        block_shape(name, source.shape, format, axes[i], None, 1) if i in directions else source.block
+        for i in (0, 1)
+    )  # fmt: skip
+    if multiplier is not None:
+        check_multiplier(name, multiplier, group_sizes.shape, blocks[directions[0]])
+        multiplier = jnp.asarray(multiplier, jnp.float32)
+    of_groups = None if spec is None else PartitionSpec(*tuple(spec)[:1])
+    copies = source.op(
+        jax.tree.map(partial(not_differentiable, remedy=f"{name}: use grouped_dense"), source),
+        group_sizes,
+        multiplier,
+        key_words(name, key) if format.stochastic else None,
+        operand_specs=(spec and source.base_spec(spec), of_groups, of_groups, None),
+        format=format,
+        blocks=blocks,
+        directions=directions,
+        zero_rest=zero_rest,
     )
-
-
-def _both_op(ndim: int) -> Op:
-    def terms(dims: Names, group: str):
-        return (dims, (dims[0], group), None, *[dims] * 4)
-
-    return Op(
-        "grouped_quantize_both",
-        both_reference,
-        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g")),
-        whole=("d1", "g"),
-        roles=rule_of(*terms(("participants", *["."] * (ndim - 1)), ".")),
-        plan=plan_blocks,
-        kernels=_triton("grouped_quantize_both", _why_not_both),
-    )
+    if format.block is not None and format.scale != "float8_e4m3fn":
+        return copies
+    first, second = (q and dataclasses.replace(q, group_sizes=group_sizes) for q in copies[:2])
+    return Copies(first, second, copies.amax)
 
 
 def grouped_quantize(
@@ -210,8 +291,19 @@ def grouped_quantize(
     Under sharding P and the dimensions after the rows keep their axes; the amax of a group is maximised over those that
     do not shard P (one number per group). An axis that shards the rows is a RuntimeWarning: they are gathered over it.
     """
-    of = x, group_sizes, format, axis, multiplier, key, spec, debug
-    return _quantize("grouped_quantize", *of)[0]
+    name = "grouped_quantize"
+    check_source(name, x, format)
+    along_rows = format.block is not None and x.ndim > 2 and axis in (1, 1 - x.ndim)
+    if format.block is not None and not along_rows and axis not in (-1, x.ndim - 1):
+        raise ValueError(
+            f"{name}: axis must be the last dimension, or 1, the rows; got x {x.shape}, axis={axis}; "
+            "pass that of the contraction"
+        )
+    if debug and format.block is not None and along_rows:
+        check_starts(name, group_sizes, format.block[1])
+    formats = (None, format) if along_rows else (format, None)
+    options = dict(multiplier=multiplier, keys=(key, key), spec=spec)
+    return quantize_rows(name, Rows(x), group_sizes, formats, **options)[along_rows]
 
 
 def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
@@ -230,80 +322,18 @@ def grouped_quantize_both(
       x, group_sizes, spec: as of `grouped_quantize`.
       keys: one for each format.
     """
-    last, rows = formats
-    if quantized_once(last, rows):
-        of = x, group_sizes, last, x.ndim - 1, None, None, spec, False
-        first, _, second = _quantize("grouped_quantize", *of, twice=True)
-        return first, second
-    if not quantizes_both_at_once(last, rows):
-        along = zip(formats, (x.ndim - 1, 1), keys, strict=True)
-        first, second = (
-            grouped_quantize(x, group_sizes, format, axis=axis, key=key, spec=spec)
-            for format, axis, key in along
-        )
-        return first, second
     name = "grouped_quantize"
-    check_source(name, x, last)
-    check_groups(name, x, group_sizes)
-    blocks = tuple(block_shape(name, x.shape, last, axis, None, 1) for axis in (x.ndim - 1, 1))
-    operands = not_differentiable(x, f"{name}: use grouped_dense"), group_sizes
-    rows_spec = None if spec is None else PartitionSpec(*tuple(spec)[:1])
-    out = _both_op(x.ndim)(*operands, operand_specs=(spec, rows_spec), format=last, blocks=blocks)
-    first, second = (
-        QuantizedArray(data, scale, None, None, block, last, x.dtype.name)
-        for (data, scale), block in zip((out[:2], out[2:]), blocks, strict=True)
-    )
-    return first, second
+    for format in formats:
+        check_source(name, x, format)
+    return quantize_rows(name, Rows(x), group_sizes, formats, keys=keys, spec=spec)[:2]
 
 
-def grouped_quantize_with_amax(
-    x, group_sizes, format: TensorFormat, multiplier, *, spec=None, twice: bool = False
-):
-    """(`grouped_quantize` by a given multiplier; the amax of the groups, float32[P, G]; if `twice` the former as the
-    weight's gradient reads it)."""
-    of = x, group_sizes, format, -1, multiplier, None, spec, False
-    return _quantize("quantize_delayed", *of, twice=twice)
-
-
-def _quantize(
-    name, x, group_sizes, format, axis, multiplier, key, spec, debug, twice: bool = False
-):
-    """(q; the amax by a given multiplier, else None; q again, if `twice` as the weight's gradient reads it)."""
-    check_source(name, x, format)
-    check_groups(name, x, group_sizes)
-    block = block_shape(name, x.shape, format, axis, None, 1)
-    if debug and block and block[1] > 1:
-        check_starts(name, group_sizes, block[1])
-    operands = [not_differentiable(x, f"{name}: use grouped_dense"), group_sizes]
-    if multiplier is not None:
-        check_multiplier(name, multiplier, group_sizes.shape, block)
-        operands.append(jnp.asarray(multiplier, jnp.float32))
-    rows = None if spec is None else PartitionSpec(*tuple(spec)[:1])
-    specs = [spec, *[rows] * (len(operands) - 1)]
-    if format.stochastic:
-        operands.append(key_words(name, key))
-        specs.append(None)
-    two_level, given = format.scale == "float8_e4m3fn", multiplier is not None
-    data, scale, *more = _op(x.ndim, two_level, bool(block), given, format.stochastic, twice)(
-        *operands,
-        operand_specs=tuple(specs),
-        format=format,
-        block=block,
-        has_multiplier=given,
-        twice=twice,
-    )
-    again = more.pop() if twice else data
-    third = more[0] if more else None
-    kept = None if block and not two_level else group_sizes
-    q = QuantizedArray(data, scale, third if two_level else None, kept, block, format, x.dtype.name)
-    return q, None if two_level else third, dataclasses.replace(q, data=again)
-
-
-def check_groups(name: str, x, group_sizes) -> None:
+def check_groups(name: str, shape, group_sizes) -> None:
+    """Raises in the name of `name` unless rows of this shape can have these groups."""
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
-    if x.ndim < 2 or group_sizes.ndim != 2 or x.shape[0] != group_sizes.shape[0]:
+    if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
         raise ValueError(
-            f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {x.shape}, "
+            f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {tuple(shape)}, "
             f"group_sizes {group_sizes.shape}; add the dimension P, 1 where nothing is sharded"
         )
 

@@ -6,27 +6,23 @@ What a weight's gradient contracts, where rows arrive quantized and nowhere else
 C rows per participant, K features, G groups per participant.
 """
 
+import dataclasses
+from typing import Any, ClassVar
+
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.grouped_quantize import (
-    both_reference,
-    check_groups,
-    grouped_quantize,
-    plan_blocks,
+    Rows,
+    quantize_rows,
+    quantize_rows_op,
     quantizes_both_at_once,
+    why_not_one,
 )
-from expertmesh.core.ops.quantize import (
-    block_shape,
-    dequantize,
-    dequantize_values,
-    why_no_blocks,
-)
+from expertmesh.core.ops.quantize import dequantize, dequantize_values, why_no_blocks
 from expertmesh.core.quantized import QuantizedArray, check_quantized
 from expertmesh.core.recipe import TensorFormat
-from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["grouped_requantize"]
 
@@ -55,50 +51,45 @@ def grouped_requantize(
     Raises:
       As `dequantize` and `grouped_quantize`. Under sharding as `grouped_quantize`.
     """
-    name = "grouped_requantize"
-    check_quantized(name, q)
-    at_once = quantizes_both_at_once(q.format, format) and not format.stochastic and q.ndim == 3
-    if not at_once or q.block[1] > 1:
-        return grouped_quantize(dequantize(q, spec=spec), group_sizes, format, axis=1, spec=spec)
-    check_groups(name, q.data, group_sizes)
-    block = block_shape(name, q.shape, format, 1, None, 1)
-    of_groups = None if spec is None else PartitionSpec(*tuple(spec)[:1])
-    data, scale = _op(
-        not_differentiable(q.data, f"{name}: use grouped_dense"),
-        q.scale,
-        group_sizes,
-        operand_specs=(spec, spec, of_groups),
-        format=format,
-        blocks=(q.block, block),
-        dtype=jnp.dtype(q.dtype),
-        zero_rest=zero_rest,
-    )
-    return QuantizedArray(data, scale, None, None, block, format, q.dtype)
+    check_quantized("grouped_requantize", q)
+    options = dict(spec=spec, zero_rest=zero_rest)
+    of = Dequantized(q), group_sizes, (None, format)
+    return quantize_rows("grouped_requantize", *of, **options).along_rows
 
 
-def _reference(data, scale, group_sizes, *, format, blocks, dtype, zero_rest=True, **options):
-    """(data, scale) in the second of `blocks`, of numbers in the first."""
-    first, second = blocks
-    x = dequantize_values(data, scale, block=first, dtype=dtype)
-    return both_reference(x, group_sizes, format=format, blocks=(second,), **options)
-
-
-def _why_not(data, scale, group_sizes, *, blocks, **options) -> str | None:
+def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
-    del scale, options
-    if data.shape[0] != 1 or group_sizes.shape[1] == 0:
-        return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
-    return next(filter(None, (why_no_blocks(data, block) for block in blocks)), None)
+    del multiplier, key, options
+    reasons = (why_no_blocks(source.base.data, block) for block in blocks)
+    return why_not_one(source, group_sizes) or next(filter(None, reasons), None)
 
 
-_op = Op(
-    "grouped_requantize",
-    _reference,
-    "d0 d1 d2, d0 d1 d2, d0 g -> d0 d1 d2, d0 d1 d2",
-    whole=("d1", "g"),
-    roles="participants . ., participants . ., participants . -> participants . ., participants . .",
-    plan=plan_blocks,
+_op = dataclasses.replace(
+    quantize_rows_op,
+    name="grouped_requantize",
     kernels=(
         Kernel.triton("expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _why_not),
     ),
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dequantized(Rows):
+    """`dequantize(base)`."""
+
+    op: ClassVar[Op] = _op
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        return self.base.per_leaf(of_data, of_groups)
+
+    def rows(self) -> jax.Array:
+        q = self.base
+        return dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        return dequantize(self.base, spec=spec)
+
+    def fuses(self, formats) -> bool:
+        at_once = formats[0] is None and quantizes_both_at_once(self.base.format, formats[1])
+        return at_once and self.ndim == 3 and self.block[1] == 1
