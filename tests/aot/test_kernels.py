@@ -15,17 +15,15 @@ from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
-from expertmesh.core.ops import (
+from expertmesh.core.ops import activate_rows, activation, grouped_gemm
+from expertmesh.core.quantization import (
     activate_quantize,
-    activate_rows,
-    activation,
-    grouped_gemm,
-    grouped_quantize,
     grouped_requantize,
     quantize,
+    quantize_rows,
 )
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import (
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     LayerFormats,
@@ -607,7 +605,7 @@ def test_quantize(monkeypatch, recipe, arch):
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     blocks = formats.x.block is not None
     both = tuple(quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1))
-    rows, op = grouped_quantize.Rows(x), grouped_quantize.quantize_rows_op
+    rows, op = quantize_rows.Rows(x), quantize_rows.quantize_rows_op
     options = dict(format=formats.x, blocks=both)
     for i, axis in enumerate((2, 1)):
         operands = rows, sizes, None, None

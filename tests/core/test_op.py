@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, global_shard_guard
 from expertmesh.core.op import leaf_specs
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.rule import Query
 from expertmesh.core.support import missing_distribution
 

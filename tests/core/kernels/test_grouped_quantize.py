@@ -7,7 +7,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, check, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import grouped_quantize
-from expertmesh.core.ops.grouped_quantize import (
+from expertmesh.core.quantization.quantize_rows import (
     Rows,
     grouped_quantize_both,
     quantize_rows,

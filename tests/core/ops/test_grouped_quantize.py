@@ -22,7 +22,7 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.grouped_quantize import grouped_quantize_both
+from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 
 CURRENT = Float8CurrentScaling().formats()
 BLOCK = Float8BlockScaling().formats()

@@ -2,7 +2,7 @@
 
 Either is rounded to the dtype of h, then as by `kernels/quantize.py`: what the compiler, or `kernels/activation.py`,
 and that kernel give, but for the last bits of float32; both kernels here give the same bits. The one for Hopper is in
-CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py`.
+CUDA C++ (`activate_quantize.cu`). Dimension key as in `quantization/activate_quantize.py`.
 """
 
 import dataclasses

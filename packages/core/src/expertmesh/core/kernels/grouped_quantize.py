@@ -13,7 +13,7 @@ def grouped_quantize(
     source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
     origin=(),
 ):  # fmt: skip
-    """The leaves of what the reference of `ops/grouped_quantize.py` gives, for one participant.
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant.
 
     Blocks in both directions take one pass unless the last dimension ends in a block.
     """

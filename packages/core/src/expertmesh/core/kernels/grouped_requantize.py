@@ -81,8 +81,8 @@ _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 def grouped_requantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
-    """The leaves of what the reference of `ops/grouped_quantize.py` gives, for one participant; without `zero_rest`
-    rows after the last group may be unwritten."""
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant; without
+    `zero_rest` rows after the last group may be unwritten."""
     del multiplier, key, options  # a block lies within a shard
     data, scale, dtype = source.base.data, source.base.scale, source.base.dtype
     _, C, K = data.shape

@@ -1,8 +1,9 @@
 """Quantization to 8 bits, and back, for NVIDIA GPUs: numbers are read once, data and scales are written once.
 
-Bit for bit the reference of `ops/quantize.py`: magnitudes are compared as integers, quotients are rounded as IEEE 754
-says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties to even,
-saturates, and writes NaN as 0x7F. A scale per tensor or group from its own amax takes a pass more: one finds the amax.
+Bit for bit the reference of `quantization/quantize.py`: magnitudes are compared as integers, quotients are rounded as
+IEEE 754 says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties
+to even, saturates, and writes NaN as 0x7F. A scale per tensor or group from its own amax takes a pass more: one finds
+the amax.
 
 An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of the array is SPLIT of M's.
 """
@@ -17,11 +18,12 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from expertmesh.core import _jax, numerics
+from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text
 from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
-from expertmesh.core.scales import reciprocal, tensor_scales
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.scales import reciprocal, tensor_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +300,7 @@ WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
 
 
 def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
-    """The leaves of what the reference of `ops/quantize.py` gives."""
+    """The leaves of what the reference of `quantization/quantize.py` gives."""
     del key, origin
     if block:
         return blocks(x, None, format, block)
@@ -399,7 +401,7 @@ def blocks(x, sizes, format, block, tiles: Tiles | None = None):
 
 
 def dequantize_array(q, *, block):
-    """As the reference of `ops/quantize.py`, for blocks."""
+    """As the reference of `quantization/quantize.py`, for blocks."""
     return dequantize(q.data, q.scale, block=block, dtype=q.dtype)
 
 

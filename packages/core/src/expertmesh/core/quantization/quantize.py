@@ -29,13 +29,20 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core import _jax, numerics
+from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.quantized import QuantizedArray, check_quantized
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.core.quantization.scales import (
+    block_amax,
+    block_scales,
+    reciprocal,
+    spread,
+    tensor_scales,
+)
 from expertmesh.core.rule import plan_by_rule
-from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
 from expertmesh.core.specs import axis_size, entry_axes, pad_spec, spec_axes
 from expertmesh.core.vjp import not_differentiable
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.ops.quantize import (
+from expertmesh.core.quantization.quantize import (
     block_shape,
     check_blocks,
     check_multiplier,
@@ -31,8 +31,8 @@ from expertmesh.core.ops.quantize import (
     row_groups,
     why_no_kernel,
 )
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import TensorFormat, quantized_once
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import TensorFormat, quantized_once
 from expertmesh.core.rule import plan_by_rule
 from expertmesh.core.specs import entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable

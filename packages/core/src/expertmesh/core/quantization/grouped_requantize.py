@@ -13,16 +13,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.grouped_quantize import (
+from expertmesh.core.quantization.quantize import dequantize, dequantize_values, why_no_blocks
+from expertmesh.core.quantization.quantize_rows import (
     Rows,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
     why_not_one,
 )
-from expertmesh.core.ops.quantize import dequantize, dequantize_values, why_no_blocks
-from expertmesh.core.quantized import QuantizedArray, check_quantized
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["grouped_requantize"]
 

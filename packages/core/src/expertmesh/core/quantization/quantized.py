@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.recipe import TensorFormat
 
 
 @jax.tree_util.register_dataclass

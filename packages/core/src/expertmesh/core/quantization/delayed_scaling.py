@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import numerics
 from expertmesh.core.op import Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.grouped_quantize import Rows, quantize_rows
-from expertmesh.core.ops.quantize import check_source, quantize_with_amax
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import DelayedScaling
-from expertmesh.core.scales import amax_multiplier
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.quantize import check_source, quantize_with_amax
+from expertmesh.core.quantization.quantize_rows import Rows, quantize_rows
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import DelayedScaling
+from expertmesh.core.quantization.scales import amax_multiplier
 
 __all__ = ["DelayedState", "grouped_quantize_delayed", "init_delayed", "quantize_delayed"]
 

@@ -2,7 +2,7 @@
 
     a = activate(h)                                 as of ops/activation.py, rounded to the dtype of h
     d_h = the gradient of h for the cotangent d_a   likewise
-    q = grouped_quantize(a or d_h, ...) in both directions as of ops/grouped_quantize.py
+    q = grouped_quantize(a or d_h, ...) in both directions as of quantization/quantize_rows.py
 
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
@@ -23,16 +23,16 @@ from expertmesh.core.ops.activation import (
     gated_reference,
     with_pair,
 )
-from expertmesh.core.ops.grouped_quantize import (
+from expertmesh.core.quantization.quantize import check_source, why_no_blocks
+from expertmesh.core.quantization.quantize_rows import (
     Rows,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
     why_not_one,
 )
-from expertmesh.core.ops.quantize import check_source, why_no_blocks
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["activate_grad_quantize", "activate_quantize"]
 
