@@ -10,6 +10,7 @@ This is the only module that knows mesh axis types, `shard_map` and `custom_part
 | some Manual, others Auto, no resource | an error: the compiler's hand-over loses the device order there |
 """
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -194,7 +195,8 @@ class Op:
         """
         if self.results_are_trees or not jax.tree_util.all_leaves(operands):
             specs = operand_specs and leaf_specs(operands, operand_specs)
-            results = self._result_types(operands, options) if self.results_are_trees else None
+            with _sizes_known(self.name, operands):
+                results = self._result_types(operands, options) if self.results_are_trees else None
             out = self.of_leaves(operands, results, **options)(
                 *jax.tree.leaves(operands), implementation=implementation, operand_specs=specs,
                 result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
@@ -214,13 +216,8 @@ class Op:
             tuple(sorted(options.items())),
             current_resource(),
         )
-        try:
+        with _sizes_known(self.name, operands):
             return _run(call, *operands)
-        except jax.errors.InconclusiveDimensionOperation as error:
-            raise NotImplementedError(
-                f"{self.name}: the op needs sizes that are known when it is traced; got operands "
-                f"{[x.shape for x in operands]}; export one program for each size"
-            ) from error
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""
@@ -304,6 +301,18 @@ class Op:
             parameter=self.parameter,
             plan=self.plan and _BatchedPlan(self.plan, in_batched),
         )
+
+
+@contextlib.contextmanager
+def _sizes_known(name: str, operands):
+    """Says which op could not do with symbolic sizes."""
+    try:
+        yield
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise NotImplementedError(
+            f"{name}: the op needs sizes that are known when it is traced; got operands "
+            f"{[x.shape for x in jax.tree.leaves(operands)]}; export one program for each size"
+        ) from error
 
 
 def _fresh(sharding: str) -> str:

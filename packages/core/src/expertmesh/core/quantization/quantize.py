@@ -234,25 +234,43 @@ def check_blocks(name: str, shape, block, spec, mesh_shape) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class BlockPlan:
     """The layout of the first operand, for everything; its amax is that of all its shards."""
 
     name: str
 
     def __call__(self, query: Query) -> Plan:
-        block = query.options["block"]
-        check_blocks(self.name, query.shapes[0], block, query.operand_specs[0], query.mesh_shape)
+        names, shape, options = query.rule.operands[0], query.shapes[0], query.options
+        entries = pad_spec(query.operand_specs[0], len(shape))
+        kept = [
+            None if name in query.whole else entry
+            for name, entry in zip(names, entries, strict=True)
+        ]
+        for block in filter(None, options.get("blocks", (options.get("block"),))):
+            # Rows may lack dimensions after the second that the operand has of which they are made.
+            block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
+            check_blocks(self.name, shape, block, kept, query.mesh_shape)
         # Where results are wanted otherwise, those are moved: they are fewer bytes, and no block is cut.
         query = dataclasses.replace(query, result_specs=None)
         plan = plan_by_rule(query, query.rule, query.whole, query.summed)
-        if "batch_dims" not in query.options:
+        if "format" not in options:
             return plan
         spec = plan.operand_specs[0]
-        local = {
-            "amax_axes": spec_axes(spec[query.options["batch_dims"] :]),
-            "origin": tuple(map(entry_axes, spec)),
-        }
-        return dataclasses.replace(plan, options=local)
+        used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
+        return dataclasses.replace(
+            plan,
+            options={
+                "amax_axes": spec_axes(spec[options.get("batch_dims", 1) :]),
+                "origin": tuple(map(entry_axes, spec)),
+            },
+            idle_axes=tuple(
+                axis
+                for name, entry in zip(names, entries, strict=True)
+                if name in query.whole
+                for axis in entry_axes(entry)
+                if axis not in used
+            ),
+        )
 
 
 def why_no_kernel(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
@@ -284,7 +302,7 @@ _quantize_op = Op(
     "batch_dims... ..., batch_dims..., key -> batch_dims... ..., batch_dims...",
     whole=("key",),
     roles=". rows, ., . -> . rows, .",
-    plan=_Plan("quantize"),
+    plan=BlockPlan("quantize"),
     kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
     results_are_trees=True,
 )
@@ -296,7 +314,7 @@ _dequantize_op = Op(
     _dequantize_reference,
     "... -> ...",
     roles="rows -> rows",
-    plan=_Plan("dequantize"),
+    plan=BlockPlan("dequantize"),
     kernels=(
         Kernel.triton("expertmesh.core.kernels.quantize", "dequantize_array", _why_not_dequantize),
     ),

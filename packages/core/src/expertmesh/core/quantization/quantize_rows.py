@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.quantization.quantize import (
+    BlockPlan,
     block_shape,
-    check_blocks,
     check_multiplier,
     check_source,
     key_words,
@@ -33,8 +33,6 @@ from expertmesh.core.quantization.quantize import (
 )
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat, quantized_once
-from expertmesh.core.rule import plan_by_rule
-from expertmesh.core.specs import entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["grouped_quantize"]
@@ -95,28 +93,6 @@ def _reference(
     return Copies(first, second, copies[blocks[directions[0]]][1])
 
 
-def _plan(query: Query) -> Plan:
-    """The layout of the rows, each participant's whole."""
-    given, shape = query.operand_specs[0], query.shapes[0]
-    kept = PartitionSpec(given[0], None, *given[2:])
-    for block in filter(None, query.options["blocks"]):
-        # The rows may lack dimensions after the second that the first operand has.
-        block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
-        check_blocks("grouped_quantize", shape, block, kept, query.mesh_shape)
-    query = dataclasses.replace(query, result_specs=None)
-    plan = plan_by_rule(query, query.rule, query.whole, query.summed)
-    spec = plan.operand_specs[0]
-    used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
-    return dataclasses.replace(
-        plan,
-        options={
-            "amax_axes": spec_axes(spec[1:]),
-            "origin": tuple(map(entry_axes, spec)),
-        },
-        idle_axes=tuple(axis for axis in entry_axes(given[1]) if axis not in used),
-    )
-
-
 def _why_not(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
     """What keeps these types from the kernels, or None."""
     del multiplier, key, options
@@ -141,7 +117,7 @@ quantize_rows_op = Op(
     whole=("n", "g", "key"),
     roles="participants . ., participants ., participants ., . "
     "-> participants . ., participants . ., participants .",
-    plan=_plan,
+    plan=BlockPlan("grouped_quantize"),
     kernels=(
         Kernel.triton("expertmesh.core.kernels.grouped_quantize", "grouped_quantize", _why_not),
     ),
