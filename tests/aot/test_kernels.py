@@ -433,7 +433,9 @@ def _check_resources(compiled):
 
 
 def _launches(monkeypatch, op: Op, *operands, **options) -> list:
-    """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types."""
+    """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types.
+
+    Its results are of the types of the reference's."""
     from expertmesh.core.kernels import launcher
 
     launches = []
@@ -457,9 +459,12 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
     monkeypatch.setattr(launcher, "triton_call", record)
-    (kernel,), leaves = op.of_leaves(operands, **options).kernels, jax.tree.leaves(operands)
+    op, leaves = op.of_leaves(operands, **options), jax.tree.leaves(operands)
+    (kernel,) = op.kernels
     assert kernel.refuses(leaves, options, "cuda") is None
-    jax.eval_shape(lambda *x: kernel.launch(*x, **options), *leaves)
+    runs = (functools.partial(run, **options) for run in (kernel.launch, op.reference))
+    got, want = (jax.tree.leaves(jax.eval_shape(run, *leaves)) for run in runs)
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
     return launches
 
 
@@ -620,7 +625,12 @@ def test_quantize(monkeypatch, recipe, arch):
     launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)
     assert len(launches) == 1 + (not blocks), "one for the amax, one for both copies"
     _check_launches(launches, arch)
-    if blocks:
+    if not blocks:
+        given = jax.ShapeDtypeStruct(sizes.shape, jnp.float32)
+        launches = _launches(monkeypatch, op, rows, sizes, given, None, **options)
+        assert len(launches) == 1, "the amax comes with the copies"
+        _check_launches(launches, arch)
+    else:
         scale = jnp.float8_e8m0fnu if formats.x.scale == "float8_e8m0fnu" else jnp.float32
         of_x = tuple(-(-n // b) for n, b in zip(x.shape, both[0], strict=True))
         data = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale)

@@ -253,20 +253,13 @@ class Op:
             if getattr(x, "block", ())
         )
         rule = parse_rule(self.sharding, [None if x is None else x.ndim for x in operands], options)
-        # An array stands for its own term.
+        # What is no tree stands for one leaf.
         sides = operands, results or (tree,) * len(rule.results)
-        terms, roles = (
-            " -> ".join(_leaf_terms(*side, group) for side in zip(sides, named, strict=True))
-            for named, group in (
-                ((rule.operands, rule.results), "g"),
-                (role_names(self.roles, self.sharding, rule), "."),
-            )
-        )
         return dataclasses.replace(
             self,
             reference=_OfTree(self.reference, tree),
-            sharding=terms,
-            roles=roles,
+            sharding=_leaf_terms(sides, (rule.operands, rule.results), "g"),
+            roles=_leaf_terms(sides, role_names(self.roles, self.sharding, rule), "."),
             parameter=at,
             plan=_WholeBlocks(self.plan, blocks) if blocks else self.plan,
             kernels=tuple(
@@ -328,11 +321,17 @@ def _per_leaf(x, of_data: tuple, of_groups) -> tuple[tuple, ...]:
     return x.per_leaf(of_data, of_groups) if hasattr(x, "per_leaf") else (of_data,)
 
 
-def _leaf_terms(values, terms, group: str) -> str:
-    """Names, or roles, of values as those of their leaves; `group`: of a dimension of groups, which no data has."""
-    pairs = zip(values, terms, strict=True)
-    leaves = [names for x, term in pairs for names in _per_leaf(x, term, group)]
-    return ", ".join(" ".join(names) or "()" for names in leaves)
+def _leaf_terms(sides, terms, group: str) -> str:
+    """A rule, or roles, of the leaves of operands and results; `group`: of a dimension of groups, which no data has."""
+    texts = [
+        ", ".join(
+            " ".join(names) or "()"
+            for x, term in zip(values, of_values, strict=True)
+            for names in _per_leaf(x, term, group)
+        )
+        for values, of_values in zip(sides, terms, strict=True)
+    ]
+    return " -> ".join(texts)
 
 
 def leaf_specs(operands, specs) -> tuple[PartitionSpec | None, ...]:
