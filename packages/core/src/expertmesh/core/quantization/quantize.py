@@ -43,7 +43,7 @@ from expertmesh.core.quantization.scales import (
     tensor_scales,
 )
 from expertmesh.core.rule import plan_by_rule
-from expertmesh.core.specs import axis_size, entry_axes, pad_spec, spec_axes
+from expertmesh.core.specs import axis_size, entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
@@ -215,15 +215,14 @@ def _column_sums(x, *, feature_dims, out_dtype):
     return jnp.sum(numerics.widen(x), axis=rows).astype(out_dtype)
 
 
-def check_blocks(name: str, shape, block, spec, mesh_shape) -> None:
+def check_blocks(name: str, shape, block, entries, mesh_shape) -> None:
     """Raises ValueError where a mesh axis would cut a block in two.
 
     Args:
-      shape, spec: of the data, global.
-      block: elements of each dimension that share a scale; () for none.
+      shape, entries: of the data, global, and of their spec.
+      block: elements of each dimension that share a scale.
     """
-    for dim, b in enumerate(block):
-        entry = pad_spec(spec, len(shape))[dim]
+    for dim, (b, entry) in enumerate(zip(block, entries, strict=True)):
         shards = axis_size(mesh_shape, entry)
         if shards > 1 and b > 1 and shape[dim] % (shards * b):
             raise ValueError(
@@ -240,12 +239,9 @@ class BlockPlan:
     name: str
 
     def __call__(self, query: Query) -> Plan:
-        names, shape, options = query.rule.operands[0], query.shapes[0], query.options
-        entries = pad_spec(query.operand_specs[0], len(shape))
-        kept = [
-            None if name in query.whole else entry
-            for name, entry in zip(names, entries, strict=True)
-        ]
+        shape, options = query.shapes[0], query.options
+        given = list(zip(query.rule.operands[0], query.operand_specs[0], strict=True))
+        kept = [None if name in query.whole else entry for name, entry in given]
         for block in filter(None, options.get("blocks", (options.get("block"),))):
             # Rows may lack dimensions after the second that the operand has of which they are made.
             block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
@@ -257,19 +253,14 @@ class BlockPlan:
             return plan
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
+        gathered = (a for name, entry in given if name in query.whole for a in entry_axes(entry))
         return dataclasses.replace(
             plan,
             options={
                 "amax_axes": spec_axes(spec[options.get("batch_dims", 1) :]),
                 "origin": tuple(map(entry_axes, spec)),
             },
-            idle_axes=tuple(
-                axis
-                for name, entry in zip(names, entries, strict=True)
-                if name in query.whole
-                for axis in entry_axes(entry)
-                if axis not in used
-            ),
+            idle_axes=tuple(axis for axis in gathered if axis not in used),
         )
 
 
