@@ -34,11 +34,11 @@ def test_groups_take_the_ranks_of_the_operands():
 
 
 def test_a_group_is_as_long_as_the_option_of_its_name_says():
-    sharding = "lead... ..., lead... -> ..."
-    rule = parse_rule(sharding, [3, None], {"lead": 1, "other": 2})
-    assert rule.operands == (("lead_0", "_0", "_1"), ("lead_0",))
+    sharding = "n..., lead... ..., k, lead... -> ..."
+    rule = parse_rule(sharding, [None, 3, 1, None], {"lead": 1, "other": 2})
+    assert rule.operands == ((), ("lead_0", "_0", "_1"), ("k",), ("lead_0",))
     assert rule.results == (("_0", "_1"),)
-    assert rule.expand(("lead...", "_1", "gone")) == {"lead_0", "_1"}
+    assert rule.expand(("lead...", "k", "gone")) == {"lead_0", "k"}
     # As of a rule whose groups were expanded before.
     assert parse_rule("lead_0 _0 _1 -> _0", [3]).expand(("...",)) == {"_0", "_1"}
 

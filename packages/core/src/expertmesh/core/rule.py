@@ -42,11 +42,8 @@ class Rule:
 
     def expand(self, names: Sequence[str]) -> frozenset[str]:
         """`names`, which may hold groups, as names of dimensions."""
-        known = " ".join(itertools.chain(*self.operands, *self.results))
-        patterns = (
-            rf"{name[:-3]}_\d+" if name.endswith("...") else re.escape(name) for name in names
-        )
-        return frozenset(re.findall(rf"(?<!\S)(?:{'|'.join(patterns)})(?!\S)", known))
+        dims = itertools.chain(*self.operands, *self.results)
+        return frozenset(dim for dim in dims if re.sub(r"_\d+$", "...", dim) in names)
 
 
 @dataclasses.dataclass(frozen=True)
