@@ -8,15 +8,37 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, is_nan, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import ACTIVATIONS, Activation, activate, grouped_quantize
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 
 
-def both(h, sizes, format, activation):
+def routing(rows):
+    """Weights of rows, of which every seventh holds no token and has NaN."""
+    rng = np.random.default_rng(3)
+    source = rng.integers(0, rows, (1, rows)).astype(np.int32)
+    source[:, ::7] = -1
+    weights = np.where(source < 0, np.nan, rng.normal(size=(1, rows))).astype(np.float32)
+    return dict(weights=jnp.asarray(weights), row_source=jnp.asarray(source))
+
+
+def weigh(x, weights, row_source):
+    """`x` [1, rows, ...] times the weights in float32."""
+    shape = (*weights.shape, *[1] * (x.ndim - 2))
+    weighted = weights.reshape(shape) * x.astype(jnp.float32)
+    return jnp.where(row_source.reshape(shape) >= 0, weighted, 0)
+
+
+def both(h, sizes, format, activation, of=None):
     """What the kernel gives, and what the layers give one by one."""
-    got = run_twice(lambda h, s: activate_quantize(h, s, (format, format), activation), h, sizes)
+    of = of or {}
+    got = run_twice(
+        lambda h, s: activate_quantize(h, s, (format, format), activation, **of)[:2], h, sizes
+    )
     a = jax.jit(lambda h: activate(h, activation))(h)
+    if of:
+        wide = jax.jit(lambda h: activate(h.astype(jnp.float32), activation))(h)
+        a = weigh(wide, **of).astype(h.dtype)
     want = [grouped_quantize(a, sizes, format, axis=axis) for axis in (2, 1)]
     assert [q.block for q in got] == [q.block for q in want]
     return got, want
@@ -45,9 +67,10 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("which, rows, width", SHAPES)
-def test_swiglu_but_for_its_last_bit(which, rows, width, dtype):
+def test_swiglu_but_for_its_last_bit(which, rows, width, dtype, weighted):
     """Rows that belong to no group, an Inf and a NaN."""
     rng = np.random.default_rng(0)
     h = oracle.wild_numbers(rng, (1, rows, 2, width), np.dtype(jnp.dtype(dtype)))
@@ -57,7 +80,8 @@ def test_swiglu_but_for_its_last_bit(which, rows, width, dtype):
         0  # its activation is zero for the kernels, and not yet for the compiler
     )
     sizes = jnp.asarray([[64, 0, 56]], jnp.int32)
-    compare(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu"))
+    of = routing(rows) if weighted else None
+    compare(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu", of))
 
 
 @pytest.mark.parametrize("which, rows, width", [("block", 512, 264), ("mx", 192, 96)])
@@ -73,8 +97,8 @@ def test_rows_that_nobody_reads_change_no_other(which, rows, width):
         options = dict(activation="silu", zero_rest=zero_rest)
         run = jax.jit(
             lambda h, d: (
-                *activate_quantize(h, sizes, formats, **options),
-                *activate_grad_quantize(h, d, sizes, formats, **options),
+                *activate_quantize(h, sizes, formats, **options)[:2],
+                *activate_grad_quantize(h, d, sizes, formats, **options)[:2],
             )
         )
         return run(h, d)
@@ -96,7 +120,8 @@ def test_other_activations_but_for_their_last_bit(activation):
     h = rng.normal(size=(1, 512, 2, 512)) * 2.0 ** rng.integers(-4, 5, size=(1, 512, 1, 1))
     h[:, 400:] = np.nan
     sizes = jnp.asarray([[128, 256]], jnp.int32)
-    compare(*both(jnp.asarray(h, jnp.bfloat16), sizes, FORMATS["block"][0], activation))
+    for of in (None, routing(512)):
+        compare(*both(jnp.asarray(h, jnp.bfloat16), sizes, FORMATS["block"][0], activation, of))
 
 
 GRADIENTS = [name for name in ACTIVATIONS if name != "gelu_exact"]
@@ -118,9 +143,43 @@ def test_gradients_but_for_their_last_bit(which, rows, width, activation, dtype)
     h, d, sizes = jnp.asarray(h, dtype), jnp.asarray(d, dtype), jnp.asarray([[64, 0, 56]])
     format = FORMATS[which][0]
     got = run_twice(
-        lambda h, d, s: activate_grad_quantize(h, d, s, (format, format), activation), h, d, sizes
+        lambda h, d, s: activate_grad_quantize(h, d, s, (format, format), activation)[:2],
+        *(h, d, sizes),
     )
     (d_h,) = jax.jit(lambda h, d: jax.vjp(lambda h: activate(h, activation), h)[1](d))(h, d)
     want = [grouped_quantize(d_h, sizes, format, axis=axis) for axis in (3, 1)]
     assert [q.block for q in got] == [q.block for q in want]
     compare(got, want)
+
+
+@pytest.mark.parametrize("activation, dtype", CASES, ids=str)
+@pytest.mark.parametrize("which, rows, width", SHAPES)
+def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
+    """Against float64 gradients; rows that hold no token have NaN, and gradients of exact zeros."""
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(1, rows, 2, width)) * 2.0 ** rng.integers(-4, 5, size=(1, rows, 1, 1))
+    d = rng.normal(size=(1, rows, width))
+    of, sizes, format = routing(rows), jnp.asarray([[64, 0, 56]]), FORMATS[which][0]
+    source = np.asarray(of["row_source"]).copy()
+    source[:, 120:] = -1
+    of["row_source"] = jnp.asarray(source)
+    h[source < 0], d[source < 0] = np.nan, np.nan
+    h, d = jnp.asarray(h, dtype), jnp.asarray(d, dtype)
+    *got, amax, d_weights = run_twice(
+        lambda h, d, s: activate_grad_quantize(h, d, s, (format, format), activation, **of),
+        *(h, d, sizes),
+    )
+    assert amax is None
+    holds = jnp.asarray(source >= 0)
+    wide = [jnp.where(holds.reshape(1, rows, *[1] * (x.ndim - 2)), x, 0) for x in (h, d)]
+    a, pull = jax.jit(
+        lambda h, d: (
+            activate(h, activation),
+            jax.vjp(lambda h: activate(h, activation), h)[1](weigh(d, **of))[0],
+        )
+    )(*(x.astype(jnp.float32) for x in wide))
+    want = np.where(source >= 0, np.sum(np.asarray(a, np.float64) * np.asarray(wide[1], np.float64), -1), 0)
+    assert np.linalg.norm(np.asarray(d_weights) - want) < 1e-5 * np.linalg.norm(want)
+    assert not np.asarray(d_weights)[source < 0].any()
+    d_h = pull.astype(h.dtype)
+    compare(got, [grouped_quantize(d_h, sizes, format, axis=axis) for axis in (3, 1)])

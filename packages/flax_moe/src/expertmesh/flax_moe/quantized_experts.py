@@ -18,7 +18,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activation import Activation, activate_at
 from expertmesh.core.ops.grouped_dense import (
     grouped_dense_bwd,
@@ -28,10 +27,11 @@ from expertmesh.core.ops.grouped_dense import (
     product_grads,
     stateless_layer,
 )
-from expertmesh.core.ops.grouped_quantize import grouped_quantize, quantizes_both_at_once
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import Recipe
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.quantize_rows import grouped_quantize, quantizes_both_at_once
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import differentiable
 from expertmesh.flax_moe import quantized_dispatch as dispatched
 from expertmesh.flax_moe.config import dispatches_quantized
@@ -117,7 +117,7 @@ def _fwd(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
     h, of_rows = dispatched.fwd(rows, quantized, wi, None, sizes, extras[0], layer=layers[0])
     h, layer = named("hidden", h), layers[1]
     formats = layer.formats.x, layer.formats.x_wgrad
-    q_a, along_rows = activate_quantize(
+    q_a, along_rows, *_ = activate_quantize(
         h, sizes, formats, activation, spec=layer.used[0], zero_rest=layer.zero_rest
     )
     y, q_wo = _product(q_a, wo, sizes, extras[1], layer)
@@ -133,7 +133,7 @@ def _bwd(carried, dy, *, layers, activation):
     copies = activate_grad_quantize(
         h, d_a, sizes, formats, activation, spec=layer.used[2], zero_rest=layer.zero_rest
     )
-    d_rows, d_wi = product_grads(q_rows, q_wi, sizes, copies, layer)
+    d_rows, d_wi = product_grads(q_rows, q_wi, sizes, copies[:2], layer)
     return d_rows, None, d_wi, d_wo, None, None
 
 

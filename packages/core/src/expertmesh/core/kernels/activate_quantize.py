@@ -2,7 +2,7 @@
 
 Either is rounded to the dtype of h, then as by `kernels/quantize.py`: what the compiler, or `kernels/activation.py`,
 and that kernel give, but for the last bits of float32; both kernels here give the same bits. The one for Hopper is in
-CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py`.
+CUDA C++ (`activate_quantize.cu`). Dimension key as in `quantization/activate_quantize.py`.
 """
 
 import dataclasses
@@ -191,22 +191,13 @@ HOPPER = HopperTiles(warps=16, programs=1)
 HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 
 
-def both(h, group_sizes, weights=None, source=None, **options):
-    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; times the weights [1, C] of rows whose source
-    is not negative."""
-    return _copies(h, None, group_sizes, weights, source, **options)[:4]
+def activate_quantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
+    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; with [1, C, F] -> of [1, C, 2, F].
 
-
-def gradient_both(h, d_out, group_sizes, weights=None, source=None, **options):
-    """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows; with weights their gradient,
-    float32[1, C], too."""
-    return _copies(h, d_out, group_sizes, weights, source, **options)
-
-
-def _copies(
-    h, d_out, group_sizes, weights, source, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
-):  # fmt: skip
-    del blocks, amax_axes, origin  # a block lies within a shard
+    With weights the gradient has theirs, float32[1, C], too.
+    """
+    del multiplier, key, options  # a block lies within a shard
+    h, d_out, activation = source.base, getattr(source, "d_out", None), source.activation
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
     halves = () if d_out is None else (2,)
     shape, turned = (1, C, *halves, F), quantize.is_turned(BLOCK)
@@ -217,17 +208,15 @@ def _copies(
     same = d_out is None or d_out.dtype == h.dtype
     on_hopper = same and quantize.suits_hopper(C, F, h.dtype, format)
     run = partial(launch_hopper, zero_rest=zero_rest) if on_hopper else launch
-    given = () if weights is None else (weights, source)
+    weights = () if source.weights is None else (source.weights, source.row_source)
     data, scale, data_rows, scale_rows, *sums = run(
-        h, d_out, given, sizes, activation=activation, format=format, out_type=(*first, *second)
+        h, d_out, weights, sizes, activation=activation, format=format, out_type=(*first, *second)
     )
     data_rows = data_rows.T.reshape(shape) if turned else data_rows
     # What no program has written is of rows without a token.
-    d_weights = [jnp.where(source >= 0, of_tiles.sum(0), jnp.float32(0)) for of_tiles in sums]
-    return (
-        data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format),
-        *d_weights,
-    )  # fmt: skip
+    d_weights = [jnp.where(weights[1] >= 0, x.sum(0), jnp.float32(0)) for x in sums]
+    copies = data, quantize._stored(scale, format), data_rows, quantize._stored(scale_rows, format)
+    return *copies, *d_weights
 
 
 def _with_sums(out_type, weighted: bool, rows: int, columns: int, tile: int):

@@ -19,17 +19,22 @@ import jax.numpy as jnp
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import Activation, function_and_gradient
 
-__all__ = ["activate_rows_grad_op", "activate_rows_op"]
+__all__ = [
+    "activate_rows_grad_op",
+    "activate_rows_grad_reference",
+    "activate_rows_op",
+    "activate_rows_reference",
+]
 
 
-def _value_reference(h, weights, source, group_sizes, *, activation):
+def activate_rows_reference(h, weights, source, group_sizes, *, activation):
     """float[P, C, F] in h's dtype, computed in float32 and rounded once."""
     del group_sizes  # zeros cost nothing here
     value, _ = function_and_gradient(activation, h.astype(jnp.float32))
     return _selected(source, weights[..., None] * value, h.dtype)
 
 
-def _grad_reference(h, d_out, weights, source, group_sizes, *, activation):
+def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, activation):
     """d_h like h, float32 d_weights [P, C], and the value, [P, C, F]."""
     del group_sizes
     value, pull = function_and_gradient(activation, h.astype(jnp.float32))
@@ -63,7 +68,7 @@ def _kernel(function: str, supports) -> tuple[Kernel, ...]:
 
 activate_rows_op = Op(
     "activate_rows",
-    _value_reference,
+    activate_rows_reference,
     "p c two... f, p c, p c, p g -> p c f",
     whole=("two...", "g"),
     roles="participants . . tp, participants ., participants ., participants . -> participants . tp",
@@ -71,7 +76,7 @@ activate_rows_op = Op(
 )
 activate_rows_grad_op = Op(
     "activate_rows_grad",
-    _grad_reference,
+    activate_rows_grad_reference,
     "p c two... f, p c f, p c, p c, p g -> p c two... f, p c, p c f",
     whole=("two...", "g"),
     summed=("f",),

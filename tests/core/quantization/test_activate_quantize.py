@@ -20,7 +20,7 @@ from expertmesh.core import (
     global_shard_guard,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x
@@ -55,7 +55,7 @@ def check_copies(pair, x, format):
     """Both are those of `x`, whose rows from 64 on are of no group, along its last dimension and its rows."""
     x = np.array(x)
     x[:, 64:] = 0
-    for q, axis in zip(pair, (x.ndim - 1, 1), strict=True):
+    for q, axis in zip(pair[:2], (x.ndim - 1, 1), strict=True):
         block = tuple(format.block[1] if dim == axis else 1 for dim in range(x.ndim))
         assert q.block == block and q.dtype == "bfloat16"
         data, scale, _ = oracle.quantize(x, format, block).codes(format)
@@ -78,6 +78,64 @@ def test_copies_are_those_of_the_gradient(format, activation):
     check_copies(pair, jax.vjp(lambda h: activate(h, activation), h)[1](d)[0], format)
 
 
+def routing():
+    """Weights and sources of the rows of `operands`; every fifth row holds no token, and NaN."""
+    rng = np.random.default_rng(2)
+    weights = rng.normal(size=(2, 96)).astype(np.float32)
+    source = rng.integers(0, 50, (2, 96)).astype(np.int32)
+    source[:, 64:] = source[:, ::5] = -1
+    weights[source < 0] = np.nan
+    weights[0, 1] = 0  # legal, with a gradient
+    return jnp.asarray(weights), jnp.asarray(source)
+
+
+def weighted(h, weights, source, activation):
+    return jnp.where(
+        (source >= 0)[..., None],
+        weights[..., None] * activate(h.astype(jnp.float32), activation),
+        0,
+    )
+
+
+def check_close(got, want):
+    want = np.asarray(want, np.float64)
+    assert np.isfinite(np.asarray(got, np.float64)).all()
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) < 1e-6 * np.linalg.norm(want)
+
+
+@CASES
+def test_copies_are_those_of_the_weighted_activation(format, activation):
+    h, sizes = operands()
+    h = h.at[:, ::5].set(np.nan)
+    weights, source = routing()
+    of = dict(weights=weights, row_source=source)
+    copies = activate_quantize(h, sizes, (format, format), activation, **of)
+    check_copies(copies, weighted(h, weights, source, activation).astype(h.dtype), format)
+    assert copies.d_weights is None
+
+
+@covering(
+    "formats, activation",
+    [(MX, MX), (BLOCK, BLOCK), (Float8CurrentScaling().formats().x, MX)],
+    ["silu", "gelu", GPT_OSS],
+    covers=[((MX, MX), "gelu"), ((BLOCK, BLOCK), GPT_OSS)],
+)
+def test_gradients_of_the_weighted_activation(formats, activation):
+    h, sizes = operands()
+    weights, source = routing()
+    d, holds = cotangent(h), (source >= 0)
+    h, d = (x.at[:, ::5].set(np.nan) for x in (h, d))
+    clean = [jnp.where(holds.reshape(2, 96, *[1] * (x.ndim - 2)), x, 0) for x in (h, d, weights)]
+    wide = (x.astype(jnp.float32) for x in (clean[0], clean[2]))
+    _, pull = jax.vjp(lambda h, w: weighted(h, w, source, activation), *wide)
+    d_h, d_weights = pull(clean[1].astype(jnp.float32))
+    of = dict(weights=weights, row_source=source)
+    copies = activate_grad_quantize(h, d, sizes, formats, activation, **of)
+    check_close(copies.d_weights, jnp.where(holds, d_weights, 0))
+    if formats[0] == formats[1]:
+        check_copies(copies, d_h.astype(h.dtype), formats[0])
+
+
 def test_formats_that_are_not_made_at_once():
     h, sizes = operands()
     x, d = Float8CurrentScaling().formats().x, cotangent(h)
@@ -87,7 +145,7 @@ def test_formats_that_are_not_made_at_once():
         (pull(d)[0], activate_grad_quantize(h, d, sizes, (x, MX), "silu")),
     ):
         want = np.nan_to_num(np.asarray(want, np.float64))
-        for q in pair:
+        for q in pair[:2]:
             back = np.asarray(dequantize(q), np.float64)
             assert np.linalg.norm(back - want) < 0.05 * np.linalg.norm(want)
 
@@ -98,25 +156,32 @@ def test_layouts(kind):
     h, sizes = operands(width=128)
     d = cotangent(h)
 
-    def both(h, d, sizes, spec=None, of_h=None):
-        pair = activate_quantize(h, sizes, (MX, MX), "silu", spec=spec)
-        return pair, activate_grad_quantize(h, d, sizes, (MX, MX), "silu", spec=of_h)
+    def both(h, d, sizes, *routing, spec=None, of_h=None):
+        of = dict(zip(("weights", "row_source"), routing, strict=False))
+        pair = activate_quantize(h, sizes, (MX, MX), "silu", spec=spec, **of)
+        return pair, activate_grad_quantize(h, d, sizes, (MX, MX), "silu", spec=of_h, **of)
 
-    want = both(h, d, sizes)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     of_h, of_d = P("fsdp", None, None, "tp"), P("fsdp", None, "tp")
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(x, NamedSharding(mesh, s))
-            for x, s in zip((h, d, sizes), (of_h, of_d, P("fsdp")), strict=True)
+            for x, s in zip((h, d, sizes, *routing()), (of_h, of_d, *[P("fsdp")] * 3), strict=True)
         ]
-        function = jax.jit(lambda h, d, s: both(h, d, s, of_d, of_h))
+        function = jax.jit(lambda *operands: both(*operands, spec=of_d, of_h=of_h))
         resource = MeshResource(fsdp_resource="fsdp", tp_resource="tp")
         with global_shard_guard(resource):
-            got = function(*placed)
-            assert not collectives(function.lower(*placed).compile().as_text())
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+            plain, weighted = function(*placed[:3]), function(*placed)
+            assert not collectives(function.lower(*placed[:3]).compile().as_text())
+            (summed,) = collectives(function.lower(*placed).compile().as_text())
+    assert summed.kind == "all-reduce"  # the weights' gradient over tp
+    check_close(weighted[1].d_weights, both(h, d, sizes, *routing())[1].d_weights)
+    for got, want in ((plain, both(h, d, sizes)), (weighted, both(h, d, sizes, *routing()))):
+        got, want = ([q for copies in pairs for q in copies[:2]] for pairs in (got, want))
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8)
+            )
 
 
 def test_errors():

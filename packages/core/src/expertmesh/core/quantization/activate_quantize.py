@@ -1,0 +1,257 @@
+"""A gated activation of rows in groups, or its gradient, quantized along its features and along the rows.
+
+    a = activate(h)                                 as of ops/activation.py, rounded to the dtype of h
+    d_h = the gradient of h for the cotangent d_a   likewise
+    q = grouped_quantize(a or d_h, ...) in both directions as of quantization/quantize_rows.py
+
+With routing weights a, d_h, and d_weights are those of ops/activate_rows.py: a row that holds no token is zeros.
+
+Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.activate_rows import (
+    activate_rows_grad_op,
+    activate_rows_grad_reference,
+    activate_rows_op,
+    activate_rows_reference,
+)
+from expertmesh.core.ops.activation import (
+    Activation,
+    activate_at,
+    check_gated,
+    gated_grad_op,
+    gated_grad_reference,
+    gated_reference,
+    with_pair,
+)
+from expertmesh.core.quantization.quantize import check_source, why_no_blocks
+from expertmesh.core.quantization.quantize_rows import (
+    Copies,
+    Rows,
+    quantize_rows,
+    quantize_rows_op,
+    quantizes_both_at_once,
+    why_not_one,
+)
+from expertmesh.core.quantization.recipe import TensorFormat
+
+__all__ = ["activate_grad_quantize", "activate_quantize"]
+
+
+def activate_quantize(
+    h: jax.Array,
+    group_sizes: jax.Array,
+    formats: tuple[TensorFormat, TensorFormat],
+    activation: str | Activation,
+    *,
+    weights: jax.Array | None = None,
+    row_source: jax.Array | None = None,
+    spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
+) -> Copies:
+    """`grouped_quantize_both(activate(h, activation), group_sizes, formats)`, times the rows' weights if given.
+
+    Args:
+      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
+      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever h holds there.
+      formats: of the copy along F and of the one along the rows.
+      activation: with a gate.
+      weights, row_source: float32[P, C] and int[P, C], both or none: a row's weight, and where its token comes from;
+        negative where it holds none, whatever h and its weight hold.
+      spec: where the activation [P, C, F] is, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group, as no grouped product does: their data and scales
+        may then be anything.
+
+    Returns:
+      Copies of [P, C, F]. Where both formats are one of 8 bits with blocks, h is read once and nothing else is
+      written: 4 bytes are read and 2 are written per number, in place of 6 and 4. One number in some thousands may be
+      rounded otherwise by the kernel ("gelu_exact" has none).
+
+    Raises:
+      As `activate` and `grouped_quantize`.
+    """
+    name = "activate_quantize"
+    activation = check_gated(name, h, activation)
+    source = Activated(h, weights, row_source, activation)
+    return _copies(name, source, group_sizes, formats, spec, zero_rest)
+
+
+def activate_grad_quantize(
+    h: jax.Array,
+    d_out: jax.Array,
+    group_sizes: jax.Array,
+    formats: tuple[TensorFormat, TensorFormat],
+    activation: str | Activation,
+    *,
+    weights: jax.Array | None = None,
+    row_source: jax.Array | None = None,
+    spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
+) -> Copies:
+    """`grouped_quantize_both(d_h, group_sizes, formats)` of the gradient d_h of `activate(h, activation)`.
+
+    Args:
+      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
+      d_out: float[P, C, F], the activation's cotangent.
+      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever h and d_out hold there.
+      formats: of the copy along F and of the one along the rows.
+      activation: with a gate.
+      weights, row_source: as of `activate_quantize`; d_out is then the cotangent of the weighted activation.
+      spec: where h is, for Auto axes under a MeshResource.
+      zero_rest: as of `activate_quantize`.
+
+    Returns:
+      Copies of [P, C, 2, F], and with weights their gradient. Where both formats are one of 8 bits with blocks, h and d_out are read once and
+      nothing else is written: 3 bytes are read and 2 are written per number of h, in place of 5 and 4. One number in
+      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
+
+    Raises:
+      As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
+    """
+    name = "activate_grad_quantize"
+    activation = check_gated(name, h, activation)
+    if d_out.shape != (*h.shape[:2], h.shape[3]):
+        raise ValueError(
+            f"{name}: d_out must have the shape of the activation, {(*h.shape[:2], h.shape[3])}; got {d_out.shape}; "
+            "reshape it"
+        )
+    source = ActivatedGrad(h, weights, row_source, activation, d_out)
+    return _copies(name, source, group_sizes, formats, spec, zero_rest)
+
+
+def _copies(name, source, group_sizes, formats, spec, zero_rest):
+    for format in formats:
+        check_source(name, source.base, format)
+    options = dict(spec=spec, zero_rest=zero_rest)
+    return quantize_rows(name, source, group_sizes, formats, **options)
+
+
+def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+    """What keeps these types from the kernel, or None."""
+    del multiplier, key, options
+    if source.activation.function == "gelu_exact":
+        return f"{source.activation.function} and a tile do not fit into registers"
+    if not source.base.size:
+        return "there must be elements"
+    # Those of h.
+    reasons = (why_no_blocks(source.base, (*block[:2], 1, block[-1])) for block in blocks)
+    return why_not_one(source.base, group_sizes) or next(filter(None, reasons), None)
+
+
+_activate_op = dataclasses.replace(
+    quantize_rows_op,
+    name="activate_quantize",
+    sharding="p n two f, p g, p g, key -> p n f, p n f, p g, p n",
+    whole=("n", "g", "key", "two"),
+    roles="participants . . tp, participants ., participants ., . "
+    "-> participants . tp, participants . tp, participants ., participants .",
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.activate_quantize", "activate_quantize", _why_not),
+    ),
+)
+_activate_grad_op = dataclasses.replace(
+    _activate_op,
+    name="activate_grad_quantize",
+    sharding="p n two f, p g, p g, key -> p n two f, p n two f, p g, p n",
+    summed=("f",),
+    roles="participants . . tp, participants ., participants ., . "
+    "-> participants . . tp, participants . . tp, participants ., participants .",
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activated(Rows):
+    """`activate(base, activation)`, times `weights` in rows whose `row_source` is not negative, if these are given."""
+
+    weights: jax.Array | None
+    row_source: jax.Array | None
+    activation: Activation = dataclasses.field(metadata=dict(static=True))
+    op: ClassVar[Op] = _activate_op
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.base.shape[:2], *self.base.shape[3:])
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        del of_groups
+        return of_data, *self._of_routing(of_data)
+
+    def _of_routing(self, of_data):
+        return () if self.weights is None else (of_data[:2], of_data[:2])
+
+    def rows(self) -> jax.Array:
+        if self.weights is None:
+            return gated_reference(self.base, activation=self.activation)
+        operands = self.base, self.weights, self.row_source, None
+        return activate_rows_reference(*operands, activation=self.activation)
+
+    def apart(self, group_sizes, spec):
+        if self.weights is None:
+            return activate_at(self.base, self.activation, spec), None
+        operands, specs = (self.base, self.weights, self.row_source, group_sizes), None
+        if spec is not None:
+            of_h, of_rows = with_pair(spec), PartitionSpec(*spec[:2])
+            specs = of_h, of_rows, of_rows, PartitionSpec(*spec[:1])
+        a = activate_rows_op(*operands, activation=self.activation, operand_specs=specs)
+        return a, None
+
+    def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        return with_pair(spec)
+
+    def fuses(self, formats) -> bool:
+        return quantizes_both_at_once(*formats)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivatedGrad(Activated):
+    """The gradient of `base` for the cotangent `d_out` of the rows of `Activated`."""
+
+    d_out: jax.Array
+    op: ClassVar[Op] = _activate_grad_op
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        del of_groups
+        return of_data, *self._of_routing(of_data), (*of_data[:2], *of_data[3:])
+
+    def _gradients(self):
+        operands = self.base, self.d_out, self.weights, self.row_source, None
+        return activate_rows_grad_reference(*operands, activation=self.activation)
+
+    def rows(self) -> jax.Array:
+        if self.weights is None:
+            return gated_grad_reference(self.base, self.d_out, activation=self.activation)
+        return self._gradients()[0]
+
+    def d_weights(self) -> jax.Array | None:
+        return None if self.weights is None else self._gradients()[1]
+
+    def apart(self, group_sizes, spec):
+        of_d = spec and PartitionSpec(*spec[:2], *spec[3:])
+        if self.weights is None:
+            specs = spec and (spec, of_d)
+            operands = self.base, self.d_out
+            d_h = gated_grad_op(*operands, operand_specs=specs, activation=self.activation)
+            return d_h, None
+        operands = self.base, self.d_out, self.weights, self.row_source, group_sizes
+        of_rows = spec and PartitionSpec(*spec[:2])
+        specs = spec and (spec, of_d, of_rows, of_rows, PartitionSpec(*spec[:1]))
+        d_h, d_weights, _ = activate_rows_grad_op(
+            *operands, operand_specs=specs, activation=self.activation
+        )
+        return d_h, d_weights
+
+    def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        return spec
