@@ -11,9 +11,9 @@ from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
 from benchmarks.grouped_quantize import arrays_of_both
 from expertmesh.core import Activation, Float8BlockScaling, MXFP8BlockScaling
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activation import gated_grad_op
-from expertmesh.core.ops.grouped_quantize import grouped_quantize_both
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 
 # rows, expert width, groups
 GPU, CPU = (32768, 4096, 32), (1024, 256, 8)

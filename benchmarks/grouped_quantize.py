@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
 from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from expertmesh.core.ops.grouped_quantize import grouped_quantize, grouped_quantize_both
+from expertmesh.core.quantization.quantize_rows import grouped_quantize, grouped_quantize_both
 
 # rows, width, groups
 GPU = {"dsv3 hidden": (32768, 7168, 32)}

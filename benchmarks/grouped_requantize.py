@@ -11,8 +11,8 @@ from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
 from benchmarks.grouped_quantize import arrays_along_rows
 from expertmesh.core import Float8BlockScaling, MXFP8BlockScaling, dequantize, quantize
-from expertmesh.core.ops.grouped_quantize import grouped_quantize
-from expertmesh.core.ops.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantize_rows import grouped_quantize
 
 # rows, width, groups
 GPU, CPU = (32768, 7168, 32), (1024, 256, 8)

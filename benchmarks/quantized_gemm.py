@@ -16,7 +16,7 @@ from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from benchmarks.quantized_grouped_gemm import ALONG, _laid, dense, keep_8_bits, quantized, wide
 from expertmesh.core.ops.quantized_gemm import _dgrad_op, _fprop_op, _wgrad_op
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.testing import relative_error
 
 # Tokens, contraction, width: a shared expert's two products.

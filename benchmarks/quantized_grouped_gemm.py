@@ -28,8 +28,8 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_wgrad_op,
 )
 from expertmesh.core.ops.quantized_grouped_gemm import _dgrad_op, _fprop_op, _wgrad_op
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import alignment_of
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import alignment_of
 from expertmesh.core.testing import relative_error
 
 DATA = jnp.float8_e4m3fn

@@ -15,17 +15,15 @@ from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
-from expertmesh.core.ops import (
+from expertmesh.core.ops import activate_rows, activation, grouped_gemm
+from expertmesh.core.quantization import (
     activate_quantize,
-    activate_rows,
-    activation,
-    grouped_gemm,
-    grouped_quantize,
     grouped_requantize,
     quantize,
+    quantize_rows,
 )
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import (
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     LayerFormats,
@@ -436,7 +434,9 @@ def _check_resources(compiled):
 
 
 def _launches(monkeypatch, op: Op, *operands, **options) -> list:
-    """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types."""
+    """(kernel, types, constants, warps, options) of each launch that an op makes for operands of these types.
+
+    Its results are of the types of the reference's."""
     from expertmesh.core.kernels import launcher
 
     launches = []
@@ -460,9 +460,12 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
 
     monkeypatch.setattr(launcher, "triton_call", record)
+    op, leaves = op.of_leaves(operands, **options), jax.tree.leaves(operands)
     (kernel,) = op.kernels
-    assert kernel.refuses(operands, options, "cuda") is None
-    jax.eval_shape(lambda *x: kernel.launch(*x, **options), *operands)
+    assert kernel.refuses(leaves, options, "cuda") is None
+    runs = (functools.partial(run, **options) for run in (kernel.launch, op.reference))
+    got, want = (jax.tree.leaves(jax.eval_shape(run, *leaves)) for run in runs)
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
     return launches
 
 
@@ -512,17 +515,16 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     format = recipe.formats().x
     along = format.block[1]
-    options = {
-        "activation": activation.Activation(function=function, limit=limit, up_offset=1),
-        "format": format,
-        "blocks": ((1, 1, 1, along), (1, along, 1, 1)),
-    }
+    act = activation.Activation(function=function, limit=limit, up_offset=1)
     d = jax.ShapeDtypeStruct((1, 4096, 1536), h.dtype)
-    for op, operands in (
-        (activate_quantize._op, (h, sizes)),
-        (activate_quantize._grad_op, (h, d, sizes)),
+    for source in (
+        activate_quantize.Activated(h, activation=act),
+        activate_quantize.ActivatedGrad(h, d, act),
     ):
-        launches = _launches(monkeypatch, op, *operands, **options)
+        between = (1,) * (len(source.shape) - 3)
+        blocks = (1, 1, *between, along), (1, along, *between, 1)
+        options = dict(format=format, blocks=blocks, directions=(0, 1))
+        launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)
         assert len(launches) == 1, "the activation, or its gradient, would be written"
         _check_launches(launches, arch)
 
@@ -575,8 +577,9 @@ def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
             jax.ShapeDtypeStruct((1, rows, width), of_d),
             jax.ShapeDtypeStruct((1, 8), jnp.int32),
         )
-        options = dict(activation=activation.Activation(), format=recipe.formats().x, blocks=None)
-        jax.eval_shape(lambda *x: kernels.gradient_both(*x, **options), h, d, sizes)
+        source = activate_quantize.ActivatedGrad(h, d, activation.Activation())
+        run = functools.partial(kernels.activate_quantize, format=recipe.formats().x)
+        jax.eval_shape(run, source, sizes, None, None)
         return chosen[-1] == "launch_hopper"
 
     monkeypatch.setattr(shared, "nvrtc", lambda: "libnvrtc.so")
@@ -607,32 +610,35 @@ def test_quantize(monkeypatch, recipe, arch):
     kernel = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.float32)
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     blocks = formats.x.block is not None
-    for axis in (1, 2):
-        block = quantize.block_shape("test", x.shape, formats.x, axis, None, 1)
-        options = dict(format=formats.x, block=block, has_multiplier=False)
-        op = grouped_quantize._op(3, False, blocks, False, False, False)
-        _check_launches(_launches(monkeypatch, op, x, sizes, **options), arch)
+    both = tuple(quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1))
+    rows, op = quantize_rows.Rows(x), quantize_rows.quantize_rows_op
+    options = dict(format=formats.x, blocks=both)
+    for i, axis in enumerate((2, 1)):
+        operands = rows, sizes, None, None
+        launches = _launches(monkeypatch, op, *operands, directions=(i,), **options)
+        _check_launches(launches, arch)
         block = quantize.block_shape("test", kernel.shape, formats.kernel, axis, 3 - axis, 1)
-        options = dict(format=formats.kernel, block=block, has_multiplier=False, batch_dims=1)
-        op = quantize._quantize_op(3, 1, False, blocks, False, False)
-        _check_launches(_launches(monkeypatch, op, kernel, **options), arch)
+        of_kernel = dict(format=formats.kernel, block=block, batch_dims=1)
+        operands = kernel, None, None
+        launches = _launches(monkeypatch, quantize._quantize_weights_op, *operands, **of_kernel)
+        _check_launches(launches, arch)
+    options["directions"] = 0, 1
+    launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)
+    assert len(launches) == 1 + (not blocks), "one for the amax, one for both copies"
+    _check_launches(launches, arch)
     if not blocks:
-        op = grouped_quantize._op(3, False, False, False, False, True)
-        options = dict(format=formats.x, block=(), has_multiplier=False, twice=True)
-        launches = _launches(monkeypatch, op, x, sizes, **options)
-        assert len(launches) == 2, "one for the amax, one for both copies"
+        given = jax.ShapeDtypeStruct(sizes.shape, jnp.float32)
+        launches = _launches(monkeypatch, op, rows, sizes, given, None, **options)
+        assert len(launches) == 1, "the amax comes with the copies"
         _check_launches(launches, arch)
     else:
-        both = [quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1)]
-        op = grouped_quantize._both_op(3)
-        launches = _launches(monkeypatch, op, x, sizes, format=formats.x, blocks=tuple(both))
-        assert len(launches) == 1, "x would be read twice"
-        _check_launches(launches, arch)
         scale = jnp.float8_e8m0fnu if formats.x.scale == "float8_e8m0fnu" else jnp.float32
         of_x = tuple(-(-n // b) for n, b in zip(x.shape, both[0], strict=True))
-        operands = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale), sizes
-        options = dict(format=formats.x, blocks=tuple(both), dtype=jnp.dtype("float32"))
-        launches = _launches(monkeypatch, grouped_requantize._op, *operands, **options)
+        data = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale)
+        q = QuantizedArray(*data, block=both[0], format=formats.x, dtype="float32")
+        source = grouped_requantize.Dequantized(q)
+        options["directions"] = (1,)
+        launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)
         assert len(launches) == 1, "the numbers would be written in 16 bits"
         _check_launches(launches, arch)
 
@@ -643,10 +649,9 @@ def test_dequantize(monkeypatch, block, arch):
     shape = 8, 1536, 2048
     scale = [-(-n // b) for n, b in zip(shape, block, strict=True)]
     kind = jnp.float8_e8m0fnu if 32 in block else jnp.float32
-    operands = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scale, kind)
-    op = quantize._dequantize_op(3, 0, True, False, False)
-    options = dict(block=block, dtype=jnp.dtype("bfloat16"), two_level=False)
-    launches = _launches(monkeypatch, op, *operands, **options)
+    data = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scale, kind)
+    q = QuantizedArray(*data, block=block)
+    launches = _launches(monkeypatch, quantize._dequantize_op, q, block=block)
     _check_launches(launches, arch)
 
 

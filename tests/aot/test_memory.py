@@ -26,7 +26,7 @@ from expertmesh.core import (
     route,
     unpermute,
 )
-from expertmesh.core.ops.activate_quantize import activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_quantize
 
 pytestmark = [pytest.mark.aot, needs_triton]
 

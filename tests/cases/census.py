@@ -41,7 +41,7 @@ from expertmesh.core import (
     quantize_kernel,
     rows_to_choices,
 )
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.testing import OpCase
 from expertmesh.flax_moe import (
     MoEConfig,

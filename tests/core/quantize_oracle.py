@@ -1,4 +1,4 @@
-"""Quantization by loops over blocks, in NumPy and ml_dtypes, as the table of `expertmesh.core.ops.quantize` says it.
+"""Quantization by loops over blocks, in NumPy and ml_dtypes, as the table of core's `quantization/quantize.py` says.
 
 Products and quotients are made in float64 and rounded to the 24 bits of float32 by `round24`, which knows no subnormal
 numbers; ml_dtypes rounds to 8 and 4 bits.

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, global_shard_guard
 from expertmesh.core.op import leaf_specs
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.rule import Query
 from expertmesh.core.support import missing_distribution
 
@@ -342,7 +343,7 @@ class TestAnOperandOfSeveralArrays:
         q = self.quantized(*made)
         operands = q, jnp.ones((3, 128, 4)), jnp.ones((2, 3), jnp.int32)
         op = self.OP.of_leaves(operands)
-        assert op.sharding.replace(" ", "") == f"{terms},ekn...,pg->pcn...".replace(" ", "")
+        assert op.sharding.replace(" ", "") == f"{terms},ekn_0,pg->pcn_0".replace(" ", "")
         assert op.roles.startswith(f"{roles}, experts fsdp .")
         assert op.parameter == len(specs)
         assert leaf_specs(operands, (P("a", "b"), None, P())) == (*specs, None, P())
@@ -374,3 +375,35 @@ class TestAnOperandOfSeveralArrays:
         twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (q, y))
         got = jax.vmap(op)(*jax.tree.map(np.asarray, twice))
         np.testing.assert_array_equal(got, [want, 4 * (want - y) + 2 * np.asarray(y)])
+
+
+class TestAResultOfSeveralArrays:
+    """Of blocks along the last dimension, and the sum of those of a row if it is asked for."""
+
+    OP = Op(
+        "halved",
+        lambda x, *, sums: (
+            QuantizedArray(x, x[..., ::4], None, None, (*[1] * (x.ndim - 1), 4)),
+            x.sum(-1) if sums else None,
+        ),
+        "... k -> ... k, ...",
+        whole=("k",),
+        results_are_trees=True,
+    )
+
+    @pytest.mark.parametrize("sums", [False, True])
+    @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+    def test_on_a_mesh_and_under_vmap(self, kind, sums):
+        x = np.arange(96.0, dtype=np.float32).reshape(3, 4, 8)
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "a", "b")))
+        got = jax.jit(partial(self.OP, sums=sums))(placed)
+        batched = jax.vmap(partial(self.OP, sums=sums))(x)
+        for (q, total), block in ((got, (1, 1, 4)), (batched, (1, 4))):
+            assert q.block == block and (total is not None) == sums
+            np.testing.assert_array_equal(q.data, x)
+            np.testing.assert_array_equal(q.scale, x[..., ::4])
+        if sums:
+            np.testing.assert_array_equal(got[1], x.sum(-1))
+        if kind == "Explicit":
+            assert jax.typeof(got[0].scale).sharding.spec == P(None, "a", None)

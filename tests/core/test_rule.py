@@ -33,6 +33,16 @@ def test_groups_take_the_ranks_of_the_operands():
     assert parse_rule("... e -> e, ()", [1]).results == (("e",), ())
 
 
+def test_a_group_is_as_long_as_the_option_of_its_name_says():
+    sharding = "n..., lead... ..., k, lead... -> ..."
+    rule = parse_rule(sharding, [None, 3, 1, None], {"lead": 1, "other": 2})
+    assert rule.operands == ((), ("lead_0", "_0", "_1"), ("k",), ("lead_0",))
+    assert rule.results == (("_0", "_1"),)
+    assert rule.expand(("lead...", "k", "gone")) == {"lead_0", "k"}
+    # As of a rule whose groups were expanded before.
+    assert parse_rule("lead_0 _0 _1 -> _0", [3]).expand(("...",)) == {"_0", "_1"}
+
+
 def test_a_group_that_no_operand_has_is_empty():
     sharding = "t k -> t k n..."
     rule = parse_rule(sharding, [2])
@@ -53,6 +63,13 @@ def test_roles():
     )
     assert operands == (("tokens", "sequence", "."), ("fsdp", "."))
     assert results == (("tokens", "sequence", "."),)
+    # Of whole arrays the last dimension is of features.
+    of_rows = [
+        role_names("rows -> rows", "... -> ...", parse_rule("... -> ...", [n]))[0][0]
+        for n in range(5)
+    ]
+    tokens = ("tokens", "sequence")
+    assert of_rows == [(), tokens[:1], ("tokens", "."), (*tokens, "."), (*tokens, ".", ".")]
     # The second dimension of any other group has no role.
     rule = parse_rule("k, k n... -> n...", [1, 3])
     assert role_names("., . fsdp -> fsdp", "k, k n... -> n...", rule)[0][1] == (".", "fsdp", ".")

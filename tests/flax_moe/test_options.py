@@ -17,7 +17,7 @@ from core.router import router_oracle
 from expertmesh.core import Activation
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
-from expertmesh.core.recipe import RECIPES
+from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.core.support import is_supported as core_is_supported
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
-from expertmesh.core.recipe import RECIPES
+from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.train import checkpoint, data, job, model, options
 from expertmesh.train.mesh import AXES, RESOURCE

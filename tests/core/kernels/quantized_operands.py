@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Length of the blocks (0: one scale per group and expert), dtypes of both operands, largest relative error: products

@@ -8,7 +8,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, is_nan, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import ACTIVATIONS, Activation, activate, grouped_quantize
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 

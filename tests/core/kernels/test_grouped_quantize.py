@@ -7,9 +7,10 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, check, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import grouped_quantize
-from expertmesh.core.ops.grouped_quantize import (
+from expertmesh.core.quantization.quantize_rows import (
+    Rows,
     grouped_quantize_both,
-    grouped_quantize_with_amax,
+    quantize_rows,
 )
 
 
@@ -75,8 +76,8 @@ def test_both_ways_without_blocks(shape, given):
         if not given:
             return grouped_quantize_both(x, sizes, (format, format))
         multiplier = jnp.array([[2.0**-3, 1.0, 1.7]])
-        q, _, again = grouped_quantize_with_amax(x, sizes, format, multiplier, twice=True)
-        return q, again
+        formats = format, format
+        return quantize_rows("test", Rows(x), sizes, formats, multiplier=multiplier)[:2]
 
     first, second = run_twice(both, x, sizes)
     multiplier = jnp.array([[2.0**-3, 1.0, 1.7]]) if given else None
@@ -94,8 +95,8 @@ def test_by_a_given_multiplier():
     sizes = np.array([[100, 0, 90]], np.int32)
     poisoned = rows.copy()
     poisoned[:, 190:] = np.nan
-    q, amax, _ = run_twice(
-        lambda x, s, m: grouped_quantize_with_amax(x, s, format, m),
+    q, _, amax = run_twice(
+        lambda x, s, m: quantize_rows("test", Rows(x), s, (format, None), multiplier=m),
         jnp.asarray(poisoned),
         jnp.asarray(sizes),
         jnp.asarray(multipliers[None]),

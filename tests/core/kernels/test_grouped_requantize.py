@@ -9,7 +9,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import dequantize, grouped_quantize, quantize
-from expertmesh.core.ops.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 
 # Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
 SHAPES = [(name, 192, width) for name in ("mx", "mx e5m2") for width in (96, 1024)]

@@ -16,7 +16,7 @@ from expertmesh.core import (
     dequantize,
     quantize,
 )
-from expertmesh.core.ops.quantize import quantize_with_amax
+from expertmesh.core.quantization.quantize import quantize_with_amax
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 

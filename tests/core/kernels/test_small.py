@@ -20,11 +20,11 @@ from expertmesh.core import (
     route,
     unpermute,
 )
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation, activate
-from expertmesh.core.ops.grouped_requantize import grouped_requantize
 from expertmesh.core.ops.permute import plan_rows
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]

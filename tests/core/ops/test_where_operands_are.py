@@ -20,8 +20,8 @@ from expertmesh.core import (
     quantize_kernel,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.activate_quantize import activate_quantize
-from expertmesh.core.ops.grouped_quantize import grouped_quantize_both
+from expertmesh.core.quantization.activate_quantize import activate_quantize
+from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 from expertmesh.core.testing import magnitudes
 
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")

@@ -13,19 +13,12 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
-from expertmesh.core.ops.delayed_scaling import (
-    DelayedState,
-    grouped_quantize_delayed,
-    init_delayed,
-    quantize_delayed,
-)
 from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gather_weight import gather_weight
 from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.gemm import gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
-from expertmesh.core.ops.grouped_quantize import grouped_quantize
 from expertmesh.core.ops.permute import (
     PermutePlan,
     choices_to_rows,
@@ -37,10 +30,17 @@ from expertmesh.core.ops.permute import (
     shard_rows,
     unpermute,
 )
-from expertmesh.core.ops.quantize import dequantize, quantize, quantize_dbias
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import (
+from expertmesh.core.quantization.delayed_scaling import (
+    DelayedState,
+    grouped_quantize_delayed,
+    init_delayed,
+    quantize_delayed,
+)
+from expertmesh.core.quantization.quantize import dequantize, quantize, quantize_dbias
+from expertmesh.core.quantization.quantize_rows import grouped_quantize
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import (
     RECIPES,
     DelayedScaling,
     Float8BlockScaling,

@@ -10,6 +10,7 @@ This is the only module that knows mesh axis types, `shard_map` and `custom_part
 | some Manual, others Auto, no resource | an error: the compiler's hand-over loses the device order there |
 """
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -139,14 +140,16 @@ class Op:
       name: for messages and profiles.
       reference: `reference(*operands, **options) -> array or tuple of arrays`, pure JAX: the definition, the CPU path,
         the shape rule, the vmap rule, and, unless a kernel replaces it, the function that runs on each shard.
-      sharding: a rule of `expertmesh.core.rule`, one term for each operand. Of an operand of several arrays, such as a
-        QuantizedArray, the term is that of its data; the others follow from it.
+      sharding: a rule of `expertmesh.core.rule`, one term for each operand. Of an operand or result of several arrays,
+        such as a QuantizedArray, the term is that of its data; the others follow from it.
       summed, whole: factors of the rule that are not free.
       roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
       parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
         in its spec decide before the first operand's.
       plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
       kernels: faster implementations.
+      results_are_trees: whether the reference returns a tuple of pytrees, None for one that is absent; a kernel returns
+        their leaves.
     """
 
     name: str
@@ -158,6 +161,7 @@ class Op:
     parameter: int | None = None
     plan: Callable[[Query], Plan] | None = None
     kernels: tuple[Kernel, ...] = ()
+    results_are_trees: bool = False
 
     def __call__(
         self,
@@ -189,12 +193,15 @@ class Op:
             op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
             reference needs numbers.
         """
-        if not jax.tree_util.all_leaves(operands):
+        if self.results_are_trees or not jax.tree_util.all_leaves(operands):
             specs = operand_specs and leaf_specs(operands, operand_specs)
-            return self.of_leaves(operands)(
+            with _sizes_known(self.name, operands):
+                results = self._result_types(operands, options) if self.results_are_trees else None
+            out = self.of_leaves(operands, results, **options)(
                 *jax.tree.leaves(operands), implementation=implementation, operand_specs=specs,
                 result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
             )  # fmt: skip
+            return out if results is None else jax.tree.unflatten(jax.tree.structure(results), out)
         names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
         if implementation not in names:
             raise ValueError(
@@ -209,17 +216,12 @@ class Op:
             tuple(sorted(options.items())),
             current_resource(),
         )
-        try:
+        with _sizes_known(self.name, operands):
             return _run(call, *operands)
-        except jax.errors.InconclusiveDimensionOperation as error:
-            raise NotImplementedError(
-                f"{self.name}: the op needs sizes that are known when it is traced; got operands "
-                f"{[x.shape for x in operands]}; export one program for each size"
-            ) from error
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""
-        rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes])
+        rule = parse_rule(self.sharding, [len(shape) for shape in query.shapes], query.options)
         known = dataclasses.replace(
             query,
             rule=rule,
@@ -229,8 +231,15 @@ class Op:
         )
         return self.plan(known) if self.plan else _plan_by_rule(known)
 
-    def of_leaves(self, operands: tuple[Any, ...]) -> "Op":
-        """The op whose operands are the leaves of these: an operand that is None has none."""
+    def _result_types(self, operands, options) -> tuple[Any, ...]:
+        """The reference's results, as types."""
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype), operands)
+        return _evaluated.eval_shape(self.reference, tuple(sorted(options.items())), *types)
+
+    def of_leaves(
+        self, operands: tuple[Any, ...], results: tuple[Any, ...] | None = None, **options: Any
+    ) -> "Op":
+        """The op whose operands, and results unless they are None, are the leaves of these: of None there are none."""
         tree = jax.tree.structure(operands)
         counts = [len(jax.tree.leaves(x)) for x in operands]
         starts = list(itertools.accumulate(counts, initial=0))
@@ -243,11 +252,14 @@ class Op:
             for start, x in zip(starts, operands, strict=False)
             if getattr(x, "block", ())
         )
+        rule = parse_rule(self.sharding, [None if x is None else x.ndim for x in operands], options)
+        # What is no tree stands for one leaf.
+        sides = operands, results or (tree,) * len(rule.results)
         return dataclasses.replace(
             self,
             reference=_OfTree(self.reference, tree),
-            sharding=_leaf_terms(operands, self.sharding, "g"),
-            roles=self.roles and _leaf_terms(operands, self.roles, "."),
+            sharding=_leaf_terms(sides, (rule.operands, rule.results), "g"),
+            roles=_leaf_terms(sides, role_names(self.roles, self.sharding, rule), "."),
             parameter=at,
             plan=_WholeBlocks(self.plan, blocks) if blocks else self.plan,
             kernels=tuple(
@@ -258,6 +270,7 @@ class Op:
                 )
                 for kernel in self.kernels
             ),
+            results_are_trees=False,
         )
 
     def batched(self, in_batched: tuple[bool, ...]) -> "Op":
@@ -283,6 +296,18 @@ class Op:
         )
 
 
+@contextlib.contextmanager
+def _sizes_known(name: str, operands):
+    """Says which op could not do with symbolic sizes."""
+    try:
+        yield
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise NotImplementedError(
+            f"{name}: the op needs sizes that are known when it is traced; got operands "
+            f"{[x.shape for x in jax.tree.leaves(operands)]}; export one program for each size"
+        ) from error
+
+
 def _fresh(sharding: str) -> str:
     """A factor name that the rule does not use; vmap may be nested."""
     used = {name for side in sharding.split("->") for term in parse_terms(side) for name in term}
@@ -296,12 +321,17 @@ def _per_leaf(x, of_data: tuple, of_groups) -> tuple[tuple, ...]:
     return x.per_leaf(of_data, of_groups) if hasattr(x, "per_leaf") else (of_data,)
 
 
-def _leaf_terms(operands, text: str, group: str) -> str:
-    """A rule, or roles, of operands as those of their leaves; `group`: of a dimension of groups, which no data has."""
-    left, arrow, right = text.partition("->")
-    terms = zip(operands, parse_terms(left), strict=True)
-    leaves = [names for x, term in terms for names in _per_leaf(x, term, group)]
-    return ", ".join(" ".join(names) or "()" for names in leaves) + f" {arrow}{right}"
+def _leaf_terms(sides, terms, group: str) -> str:
+    """A rule, or roles, of the leaves of operands and results; `group`: of a dimension of groups, which no data has."""
+    texts = [
+        ", ".join(
+            " ".join(names) or "()"
+            for x, term in zip(values, of_values, strict=True)
+            for names in _per_leaf(x, term, group)
+        )
+        for values, of_values in zip(sides, terms, strict=True)
+    ]
+    return " -> ".join(texts)
 
 
 def leaf_specs(operands, specs) -> tuple[PartitionSpec | None, ...]:
@@ -315,13 +345,21 @@ def leaf_specs(operands, specs) -> tuple[PartitionSpec | None, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _OfTree:
-    """A function of operands as one of their leaves; equal for equal arguments, so that no op is traced twice."""
+    """A function of operands as one of their leaves, and of its results; equal for equal arguments, so that no op is
+    traced twice."""
 
     function: Callable
     tree: jax.tree_util.PyTreeDef
 
     def __call__(self, *leaves, **options):
-        return self.function(*self.tree.unflatten(leaves), **options)
+        out = self.function(*self.tree.unflatten(leaves), **options)
+        return tuple(jax.tree.leaves(out)) if isinstance(out, tuple) else out
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _evaluated(reference, options, *operands):
+    """For its types, which jit keeps."""
+    return reference(*operands, **dict(options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -569,7 +607,7 @@ def _reduce(plan: Plan, out):
 
 def _on_shards(call: _Call, operands, mesh, kinds, resource):
     """Inside a shard_map over every axis that is not Manual."""
-    rule = parse_rule(call.op.sharding, [x.ndim for x in operands])
+    rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
     explicit, auto = kinds[AxisType.Explicit], kinds[AxisType.Auto]
     mesh_shape = {axis: size for axis, size in mesh.shape.items() if axis in explicit | auto}
     _check_resource(call.op.name, mesh, kinds, resource)
@@ -709,7 +747,7 @@ def _reshard(x, mesh, spec):
 
 def _partitioned(call: _Call, operands):
     """Under the compiler's own propagation, which asks for a plan when it has chosen the layouts."""
-    rule = parse_rule(call.op.sharding, [x.ndim for x in operands])
+    rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
 
     def plan_of(mesh, operand_infos, result_infos):
         results = jax.tree.leaves(result_infos)

@@ -1,12 +1,16 @@
 """Sharding rules: one string of named factors, and the plan that follows from it. Pure; tested without devices.
 
 `"p t d, p n k -> p n d"` names each dimension of each operand and result. Equal names are equal factors. `...` stands
-for the same leading or trailing dimensions in every term that has it; `n...` is a second such group; `()` is a term of
-rank 0. A factor is *free* (it may be split; `f(shard(x)) == shard(f(x))` along it), *whole* (a shard must hold all of
-it) or *summed* (it may be split; results that lack it are sums over its shards).
+for the same leading or trailing dimensions in every term that has it; `n...` is a second such group, and one that has
+an option's name is as long as the option says; `()` is a term of rank 0. A factor is *free* (it may be split;
+`f(shard(x)) == shard(f(x))` along it), *whole* (a shard must hold all of it) or *summed* (it may be split; results that
+lack it are sums over its shards).
 """
 
 import dataclasses
+import itertools
+import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +42,8 @@ class Rule:
 
     def expand(self, names: Sequence[str]) -> frozenset[str]:
         """`names`, which may hold groups, as names of dimensions."""
-        return frozenset(_expand(tuple(names), dict(self.groups)))
+        dims = itertools.chain(*self.operands, *self.results)
+        return frozenset(dim for dim in dims if re.sub(r"_\d+$", "...", dim) in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +104,12 @@ def parse_terms(side: str) -> tuple[Names, ...]:
     return tuple(() if term.strip() == "()" else tuple(term.split()) for term in side.split(","))
 
 
-def parse_rule(sharding: str, ndims: Sequence[int]) -> Rule:
-    """The rule for operands of these ranks.
+def parse_rule(
+    sharding: str,
+    ndims: Sequence[int | None],
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Rule:
+    """The rule for operands of these ranks, None of an absent one, and of an op with these options.
 
     Raises:
       ValueError: the string and the ranks do not fit.
@@ -112,14 +121,14 @@ def parse_rule(sharding: str, ndims: Sequence[int]) -> Rule:
             f"sharding rule: it must have one term per operand and '->'; got {sharding!r} for {len(ndims)} operands; "
             "pass every operand of the op"
         )
-    groups = _group_sizes(terms, ndims)
+    groups = _group_sizes(terms, ndims, options)
     rule = Rule(
         tuple(_expand(term, groups) for term in terms),
         tuple(_expand(term, groups) for term in results),
         tuple(groups.items()),
     )
     for names, ndim in zip(rule.operands, ndims, strict=True):
-        if len(names) != ndim:
+        if ndim is not None and len(names) != ndim:
             raise ValueError(
                 f"sharding rule: operand ranks must fit {sharding!r}; got ranks {tuple(ndims)}; "
                 "reshape the operand that has another rank"
@@ -127,13 +136,14 @@ def parse_rule(sharding: str, ndims: Sequence[int]) -> Rule:
     return rule
 
 
-def _group_sizes(terms: Sequence[Names], ndims: Sequence[int]) -> dict[str, int]:
-    """Number of dimensions of each group, from the terms in which it is the only unknown one."""
-    groups: dict[str, int] = {}
+def _group_sizes(terms: Sequence[Names], ndims, options: Mapping[str, Any]) -> dict[str, int]:
+    """Number of dimensions of each group, from the options or the terms in which it is the only unknown one."""
+    names = {name for term in terms for name in term if name.endswith("...")}
+    groups: dict[str, int] = {name: options[name[:-3]] for name in names if name[:-3] in options}
     for _ in terms:
         for term, ndim in zip(terms, ndims, strict=True):
-            unknown = {name for name in term if name.endswith("...")} - set(groups)
-            if len(unknown) == 1:
+            unknown = names & set(term) - set(groups)
+            if len(unknown) == 1 and ndim is not None:
                 known = sum(groups.get(name, 0) if name.endswith("...") else 1 for name in term)
                 groups[unknown.pop()] = max(ndim - known, 0)
     return groups
@@ -159,7 +169,8 @@ def role_names(
     Args:
       roles: one role per name of `sharding`, in its form; "" for the default: `...` and `t...` are tokens, `p` is
         participants, `e` is experts, all else has none. The role of a group is that of its first dimension; if that is
-        tokens, the second is the sequence.
+        tokens, the second is the sequence. A group that is a whole array has the role `rows`: tokens, sequence, and a
+        last dimension of features.
       rule: `sharding`, parsed.
     """
     groups = dict(rule.groups)
@@ -187,6 +198,8 @@ def role_names(
 
 
 def _group_roles(first: str, length: int) -> Names:
+    if first == "rows":
+        return (*_group_roles("tokens", length - 1), ".") if length > 1 else ("tokens",) * length
     second = "sequence" if first == "tokens" else "."
     return (first, second, *["."] * length)[:length]
 

@@ -8,7 +8,7 @@ import warnings
 import jax
 
 from expertmesh.core import _jax, _native
-from expertmesh.core.recipe import RECIPES
+from expertmesh.core.quantization.recipe import RECIPES
 
 # The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
 _NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
@@ -54,8 +54,8 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
 
     Args:
       feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs; a name of
-        `expertmesh.core.recipe.RECIPES`: GEMMs that multiply its operands as they are. Where that is not so the recipe
-        runs emulated: the operands are dequantized inside the GEMM, to the same numbers.
+        `expertmesh.core.RECIPES`: GEMMs that multiply its operands as they are. Where that is not so the recipe runs
+        emulated: the operands are dequantized inside the GEMM, to the same numbers.
       device: None for the default device.
 
     Returns:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.operands import debug_check_ids
 from expertmesh.core.ops.gather_rows import gather_values
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
 from expertmesh.ep.config import EpConfig, check_transport

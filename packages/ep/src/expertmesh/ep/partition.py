@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from expertmesh.core.mesh import MeshResource, current_resource
 from expertmesh.core.op import Plan, Query
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.specs import (
     Entry,
     axes_of_type,

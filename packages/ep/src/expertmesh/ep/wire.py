@@ -10,9 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.ops.quantize import dequantize, quantize
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.quantize import dequantize, quantize
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import TensorFormat
 
 
 def travels(format: TensorFormat) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.activation import Activation, check_activation
-from expertmesh.core.recipe import Recipe, alignment_of, recipe_of
+from expertmesh.core.quantization.recipe import Recipe, alignment_of, recipe_of
 from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES

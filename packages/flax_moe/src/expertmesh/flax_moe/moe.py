@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.operands import check_token_mask
-from expertmesh.core.recipe import current_recipe
+from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.specs import entry_axes, make_entry, pad_spec, spec_axes, strip_axes
 from expertmesh.flax_moe import stages
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held

@@ -28,11 +28,11 @@ from expertmesh.core.ops.grouped_dense import (
     product,
     stateless_layer,
 )
-from expertmesh.core.ops.grouped_requantize import grouped_requantize
-from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import Recipe
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named

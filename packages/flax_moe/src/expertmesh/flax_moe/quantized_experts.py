@@ -18,7 +18,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.ops.activation import Activation, activate_at
 from expertmesh.core.ops.grouped_dense import (
     grouped_dense_bwd,
@@ -28,10 +27,11 @@ from expertmesh.core.ops.grouped_dense import (
     product_grads,
     stateless_layer,
 )
-from expertmesh.core.ops.grouped_quantize import grouped_quantize, quantizes_both_at_once
 from expertmesh.core.ops.quantize_kernel import QuantizedKernel
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import Recipe
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.quantize_rows import grouped_quantize, quantizes_both_at_once
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import differentiable
 from expertmesh.flax_moe import quantized_dispatch as dispatched
 from expertmesh.flax_moe.config import dispatches_quantized

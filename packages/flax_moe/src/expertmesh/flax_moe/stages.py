@@ -35,8 +35,8 @@ from expertmesh.core.ops.gathered_gemm import gathered_gemm
 from expertmesh.core.ops.grouped_dense import grouped_dense
 from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.permute import PermutePlan
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import current_recipe
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.router.balance import (
     expert_counts,
     load_balance_loss,

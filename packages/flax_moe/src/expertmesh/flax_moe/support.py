@@ -2,7 +2,7 @@
 
 import jax
 
-from expertmesh.core.recipe import RECIPES
+from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.core.support import check_feature
 from expertmesh.core.support import is_supported as core_is_supported
 

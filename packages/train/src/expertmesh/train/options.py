@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The names of expertmesh.core.recipe, which is not imported before the options are read.
+# The names of expertmesh.core.quantization.recipe, which is not imported before the options are read.
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 # What is done again in the backward, rising; those between are policies of the block, as expertmesh.flax_moe.remat.
 REMAT = ("none", "save_min", "recompute", "full")

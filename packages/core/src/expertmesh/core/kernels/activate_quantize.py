@@ -2,7 +2,7 @@
 
 Either is rounded to the dtype of h, then as by `kernels/quantize.py`: what the compiler, or `kernels/activation.py`,
 and that kernel give, but for the last bits of float32; both kernels here give the same bits. The one for Hopper is in
-CUDA C++ (`activate_quantize.cu`). Dimension key as in `ops/activate_quantize.py`.
+CUDA C++ (`activate_quantize.cu`). Dimension key as in `quantization/activate_quantize.py`.
 """
 
 import dataclasses
@@ -172,20 +172,10 @@ HOPPER = HopperTiles(warps=16, programs=1)
 HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 
 
-def both(h, group_sizes, **options):
-    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows."""
-    return _copies(h, None, group_sizes, **options)
-
-
-def gradient_both(h, d_out, group_sizes, **options):
-    """[1, C, 2, F], [1, C, F] -> (data [1, C, 2, F], scale) along F, and along the rows."""
-    return _copies(h, d_out, group_sizes, **options)
-
-
-def _copies(
-    h, d_out, group_sizes, *, activation, format, blocks, zero_rest=True, amax_axes=(), origin=()
-):
-    del blocks, amax_axes, origin  # a block lies within a shard
+def activate_quantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
+    """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; with [1, C, F] -> of [1, C, 2, F]."""
+    del multiplier, key, options  # a block lies within a shard
+    h, d_out, activation = source.base, getattr(source, "d_out", None), source.activation
     (_, C, _, F), BLOCK, sizes = h.shape, format.block[1], group_sizes[0].astype(jnp.int32)
     halves = () if d_out is None else (2,)
     shape, turned = (1, C, *halves, F), quantize.is_turned(BLOCK)

@@ -10,13 +10,19 @@ from expertmesh.core.kernels import quantize
 
 
 def grouped_quantize(
-    x, group_sizes, *rest, format, block, has_multiplier, twice=False, amax_axes=(), origin=()
-):
-    """As the reference of `ops/grouped_quantize.py`, for one participant."""
-    del origin
-    sizes = group_sizes[0].astype(jnp.int32)
-    if block:
-        return quantize.blocks(x, sizes, format, block)
+    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
+    origin=(),
+):  # fmt: skip
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant.
+
+    Blocks in both directions take one pass unless the last dimension ends in a block.
+    """
+    del key, zero_rest, origin
+    x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
+    if format.block is not None:
+        if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
+            return quantize.both(x, sizes, format)
+        return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
     C = x.shape[1]
 
     def found(parts):
@@ -27,14 +33,7 @@ def grouped_quantize(
         amax = jnp.max(jnp.where(mine, jnp.max(parts[0], axis=1), 0), axis=1, initial=0)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    multiplier = rest[0] if has_multiplier else None
-    return quantize.by_tensor(x, multiplier, sizes, (1, C, x.size // C), found, format, twice)
-
-
-def grouped_quantize_both(x, group_sizes, *, format, blocks, amax_axes=(), origin=()):
-    """(data, scale) along the last dimension, and along the rows: one pass unless the last one ends in a block."""
-    del amax_axes, origin
-    sizes = group_sizes[0].astype(jnp.int32)
-    if x.ndim == 3 or x.shape[-1] % format.block[1] == 0:
-        return quantize.both(x, sizes, format)
-    return tuple(part for block in blocks for part in quantize.blocks(x, sizes, format, block))
+    shape = 1, C, x.size // C
+    data, scale, *more = quantize.by_tensor(x, multiplier, sizes, shape, found, format, both)
+    again = (more.pop(), scale) if both else ()
+    return data, scale, *again, *more

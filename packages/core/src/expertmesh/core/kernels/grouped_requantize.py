@@ -80,12 +80,11 @@ HOPPER = HopperTiles(warps=8, programs=2)
 _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
-def grouped_requantize(
-    data, scale, group_sizes, *, format, blocks, dtype, zero_rest=True, amax_axes=(), origin=()
-):
-    """As the reference of `ops/grouped_requantize.py`, for one participant; without `zero_rest` rows after the last
-    group may be unwritten."""
-    del blocks, amax_axes, origin  # a block lies within a shard
+def grouped_requantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant; without
+    `zero_rest` rows after the last group may be unwritten."""
+    del multiplier, key, options  # a block lies within a shard
+    data, scale, dtype = source.base.data, source.base.scale, source.base.dtype
     _, C, K = data.shape
     # Where nothing turns the two are as fast.
     on_hopper = quantize.is_turned(format.block[1]) and quantize.suits_hopper(C, K, dtype, format)

@@ -1,8 +1,9 @@
 """Quantization to 8 bits, and back, for NVIDIA GPUs: numbers are read once, data and scales are written once.
 
-Bit for bit the reference of `ops/quantize.py`: magnitudes are compared as integers, quotients are rounded as IEEE 754
-says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties to even,
-saturates, and writes NaN as 0x7F. A scale per tensor or group from its own amax takes a pass more: one finds the amax.
+Bit for bit the reference of `quantization/quantize.py`: magnitudes are compared as integers, quotients are rounded as
+IEEE 754 says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties
+to even, saturates, and writes NaN as 0x7F. A scale per tensor or group from its own amax takes a pass more: one finds
+the amax.
 
 An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of the array is SPLIT of M's.
 """
@@ -17,11 +18,12 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from expertmesh.core import _jax, numerics
+from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.cuda_call import cuda_call, nvrtc, source_text
 from expertmesh.core.kernels.grouped_gemm import _num_programs, _num_steps
-from expertmesh.core.scales import reciprocal, tensor_scales
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.scales import reciprocal, tensor_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,9 +299,9 @@ WIDE_ROWS = Tiles(elements=4096, columns=1024, warps=4)
 WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
 
 
-def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), origin=()):
-    """As the reference of `ops/quantize.py`."""
-    del origin
+def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
+    """The leaves of what the reference of `quantization/quantize.py` gives."""
+    del key, origin
     if block:
         return blocks(x, None, format, block)
     lead, inner = x.shape[:batch_dims], x.shape[batch_dims:]
@@ -309,7 +311,7 @@ def quantize(x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), 
         amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    return by_tensor(x, rest[0] if has_multiplier else None, None, shape, found, format)
+    return by_tensor(x, multiplier, None, shape, found, format)
 
 
 def by_tensor(x, multiplier, sizes, shape, found, format, twice=False):
@@ -398,9 +400,13 @@ def blocks(x, sizes, format, block, tiles: Tiles | None = None):
     return data, _stored(scale, format)
 
 
-def dequantize(data, scale, *, block, dtype, two_level=False, tiles: Tiles | None = None):
-    """As the reference of `ops/quantize.py`, for blocks."""
-    del two_level
+def dequantize_array(q, *, block):
+    """As the reference of `quantization/quantize.py`, for blocks."""
+    return dequantize(q.data, q.scale, block=block, dtype=q.dtype)
+
+
+def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
+    """`data * scale` in `dtype`."""
     (A, M, B, N), (BM, BN) = view(data.shape, block)
     tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
     TN = max(BN, launcher.divisor(N, tiles.columns))

@@ -30,9 +30,7 @@ from expertmesh.core.layer import (
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.delayed_scaling import quantize_delayed
 from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
-from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
@@ -44,7 +42,9 @@ from expertmesh.core.ops.quantized_gemm import (
     quantized_gemm_dgrad,
     quantized_gemm_wgrad,
 )
-from expertmesh.core.recipe import Recipe, current_recipe, recipe_of
+from expertmesh.core.quantization.delayed_scaling import quantize_delayed
+from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.recipe import Recipe, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec, spec_axes
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import at_rest, differentiable

@@ -12,7 +12,7 @@ from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Op, check_reduce_dtype
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.vjp import at_rest, differentiable
 
 

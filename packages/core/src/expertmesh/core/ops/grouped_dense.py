@@ -30,7 +30,6 @@ from expertmesh.core.layer import (
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
-from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.ops.grouped_gemm import (
     bias_spec,
     check_operands,
@@ -38,11 +37,6 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_op,
     grouped_gemm,
     with_participant,
-)
-from expertmesh.core.ops.grouped_quantize import (
-    check_starts,
-    grouped_quantize,
-    grouped_quantize_both,
 )
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
@@ -55,7 +49,13 @@ from expertmesh.core.ops.quantized_grouped_gemm import (
     quantized_grouped_gemm_dgrad,
     quantized_grouped_gemm_wgrad,
 )
-from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
+from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.quantization.quantize_rows import (
+    check_starts,
+    grouped_quantize,
+    grouped_quantize_both,
+)
+from expertmesh.core.quantization.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import at_rest, differentiable

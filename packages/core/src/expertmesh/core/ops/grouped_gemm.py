@@ -22,9 +22,9 @@ from expertmesh.core import _jax
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
 from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
-from expertmesh.core.ops.quantize import of_rows, row_groups
 from expertmesh.core.ops.quantized_gemm import both_quantized
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantize import of_rows, row_groups
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.rule import (
     Split,
     factor_sizes,

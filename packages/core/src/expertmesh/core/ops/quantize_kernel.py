@@ -8,10 +8,16 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, check_arrays
-from expertmesh.core.ops.delayed_scaling import DelayedState, quantize_delayed
-from expertmesh.core.ops.quantize import quantize
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import DelayedScaling, LayerFormats, Recipe, current_recipe, recipe_of
+from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
+from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import (
+    DelayedScaling,
+    LayerFormats,
+    Recipe,
+    current_recipe,
+    recipe_of,
+)
 
 __all__ = ["QuantizedKernel", "quantize_kernel"]
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import check_out_dtype
-from expertmesh.core.ops.quantize import dequantize_values
-from expertmesh.core.quantized import QuantizedArray, check_quantized
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.quantize import dequantize_values
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["quantized_gemm", "quantized_gemm_dgrad", "quantized_gemm_wgrad"]

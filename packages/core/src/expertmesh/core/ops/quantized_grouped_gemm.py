@@ -26,9 +26,9 @@ from expertmesh.core.ops.grouped_gemm import (
     per_participant,
     rows_reader,
 )
-from expertmesh.core.ops.quantize import dequantize_values
 from expertmesh.core.ops.quantized_gemm import check_pair, rows_unsupported, unsupported
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantization.quantize import dequantize_values
+from expertmesh.core.quantization.quantized import QuantizedArray
 
 __all__ = [
     "quantized_grouped_gemm",

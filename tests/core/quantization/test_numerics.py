@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from expertmesh.core import numerics
+from expertmesh.core.quantization import numerics
 
 COUNT = 50_000
 LARGEST = np.finfo(np.float32).max

@@ -25,7 +25,7 @@ from expertmesh.core import (
     recipe_of,
     support,
 )
-from expertmesh.core.recipe import quantized_once
+from expertmesh.core.quantization.recipe import quantized_once
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 

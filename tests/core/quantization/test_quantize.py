@@ -29,7 +29,7 @@ from expertmesh.core import (
     quantize_dbias,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.quantize import dequantize_values, random_bits, rotate
+from expertmesh.core.quantization.quantize import dequantize_values, random_bits, rotate
 
 CURRENT = Float8CurrentScaling().formats()
 BLOCK = Float8BlockScaling().formats()

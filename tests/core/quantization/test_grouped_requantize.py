@@ -20,7 +20,7 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 
 MX = MXFP8BlockScaling().formats().x
 BLOCK = Float8BlockScaling().formats().x

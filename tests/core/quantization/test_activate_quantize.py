@@ -20,7 +20,7 @@ from expertmesh.core import (
     global_shard_guard,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x

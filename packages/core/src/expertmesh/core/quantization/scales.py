@@ -1,13 +1,13 @@
 """From the largest magnitudes of blocks and tensors to their scales, and to the multipliers that quantize them.
 
-The table of ops/quantize.py says what is computed. Magnitudes are those of numerics.py: float32's bits as integers.
+The table of quantize.py says what is computed. Magnitudes are those of numerics.py: float32's bits as integers.
 """
 
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core import numerics
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.recipe import TensorFormat
 
 
 def block_amax(magnitudes, block: tuple[int, ...]):

@@ -29,14 +29,21 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core import _jax, numerics
+from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.quantized import QuantizedArray, check_quantized
-from expertmesh.core.recipe import TensorFormat
-from expertmesh.core.rule import Names, plan_by_rule
-from expertmesh.core.scales import block_amax, block_scales, reciprocal, spread, tensor_scales
-from expertmesh.core.specs import axis_size, entry_axes, pad_spec, spec_axes
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.core.quantization.scales import (
+    block_amax,
+    block_scales,
+    reciprocal,
+    spread,
+    tensor_scales,
+)
+from expertmesh.core.rule import plan_by_rule
+from expertmesh.core.specs import axis_size, entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
@@ -121,34 +128,48 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     return values.astype(dtype)
 
 
-def _quantize_reference(
-    x, *rest, format, block, batch_dims, has_multiplier, amax_axes=(), origin=()
-):
-    """(data, scale), (data, scale, tensor_scale), or with a given multiplier (data, scale, amax)."""
-    multiplier = rest[0] if has_multiplier else None
-    bits = random_bits(rest[-1], x.shape, origin) if format.stochastic else None
+def quantized_array(x, format, block, multiplier, bits, *, amax, of_elements, of_blocks):
+    """(QuantizedArray, the amax by a given multiplier, else None).
+
+    Args:
+      multiplier: of each tensor or group, or None.
+      bits: uint32 for each element of a stochastic format.
+      amax: from the magnitudes of elements to those of tensors or groups.
+      of_elements, of_blocks: values of tensors or groups, to be broadcast over elements or blocks.
+    """
+    dtype, tensor_scale, found = x.dtype.name, None, None
     if format.hadamard:
         x = rotate(x, block.index(16))
     magnitudes = numerics.magnitude(x)
-    wide = numerics.widen(x)
+    if block:
+        g = None
+        if format.scale == "float8_e4m3fn":
+            g, tensor_scale = tensor_scales(amax(magnitudes), format)
+            g = of_blocks(g)
+        multiplier, scale = block_scales(block_amax(magnitudes, block), format, x.dtype, g)
+        factor = spread(multiplier, x.shape, block)
+    else:
+        if multiplier is None:
+            multiplier, scale = tensor_scales(amax(magnitudes), format)
+        else:
+            scale, found = reciprocal(multiplier), numerics.from_magnitude(amax(magnitudes))
+        factor = of_elements(multiplier)
+    data = to_data(numerics.widen(x), factor, format, bits)
+    return QuantizedArray(data, scale, tensor_scale, None, block, format, dtype), found
 
-    def tensor_amax():
-        amax = jnp.max(magnitudes, axis=tuple(range(batch_dims, x.ndim)), initial=0)
-        return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    if has_multiplier:
-        data = to_data(wide, lead(multiplier, x.ndim), format, bits)
-        return data, reciprocal(multiplier), numerics.from_magnitude(tensor_amax())
-    if not block:
-        multiplier, scale = tensor_scales(tensor_amax(), format)
-        return to_data(wide, lead(multiplier, x.ndim), format, bits), scale
-    two_level = format.scale == "float8_e4m3fn"
-    g, tensor_scale = tensor_scales(tensor_amax(), format) if two_level else (None, None)
-    multiplier, scale = block_scales(
-        block_amax(magnitudes, block), format, x.dtype, None if g is None else lead(g, x.ndim)
+def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
+    """(QuantizedArray, the amax by a given multiplier, else None)."""
+
+    def amax(magnitudes):
+        of_tensors = jnp.max(magnitudes, axis=tuple(range(batch_dims, x.ndim)), initial=0)
+        return jax.lax.pmax(of_tensors, amax_axes) if amax_axes else of_tensors
+
+    bits = random_bits(key, x.shape, origin) if format.stochastic else None
+    of_all = partial(lead, ndim=x.ndim)
+    return quantized_array(
+        x, format, block, multiplier, bits, amax=amax, of_elements=of_all, of_blocks=of_all
     )
-    data = to_data(wide, spread(multiplier, x.shape, block), format, bits)
-    return (data, scale, tensor_scale) if two_level else (data, scale)
 
 
 def row_groups(group_sizes_PG, num_rows: int):
@@ -164,31 +185,29 @@ def of_rows(values_PG, groups_PC, fill=0):
     return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
 
 
-def _dequantize_reference(data, scale, *rest, block, dtype, two_level):
-    tensor_scale = rest[0] if two_level else None
-    if len(rest) == two_level:
-        return dequantize_values(data, scale, tensor_scale, block=block, dtype=dtype)
-    groups_PC = row_groups(rest[-1], data.shape[1])
-    if two_level:
-        tensor_scale = of_rows(tensor_scale, groups_PC)
-    else:
-        scale = scale if block else of_rows(scale, groups_PC)
-    values = dequantize_values(data, scale, tensor_scale, block=block, dtype=dtype)
-    live_PC = groups_PC < rest[-1].shape[1]
-    return jnp.where(lead(live_PC, data.ndim), values, jnp.zeros((), dtype))
+def _dequantize_reference(q, *, block):
+    del block
+    values = partial(dequantize_values, block=q.block, dtype=q.dtype)
+    if q.group_sizes is None:
+        return values(q.data, q.scale, q.tensor_scale)
+    groups_PC = row_groups(q.group_sizes, q.shape[1])
+    scale = q.scale if q.block else of_rows(q.scale, groups_PC)
+    tensor_scale = None if q.tensor_scale is None else of_rows(q.tensor_scale, groups_PC)
+    live_PC = groups_PC < q.group_sizes.shape[1]
+    wide = values(q.data, scale, tensor_scale)
+    return jnp.where(lead(live_PC, q.ndim), wide, jnp.zeros((), q.dtype))
 
 
-def _why_not_dequantize(data, scale, *rest, block, dtype, **options) -> str | None:
+def _why_not_dequantize(q, *, block) -> str | None:
     """What keeps these types from the kernel, or None."""
-    del rest
-    if not block or options["two_level"]:
-        return f"the scales must be of blocks alone; block={block}, {options}"
+    if not block or q.tensor_scale is not None:
+        return f"the scales must be of blocks alone; block={block}, format={q.format}"
     eight = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-    if data.dtype not in eight or scale.dtype not in (jnp.float32, jnp.float8_e8m0fnu):
-        return f"numbers must be e4m3 or e5m2, scales float32 or e8m0; they are {data.dtype}, {scale.dtype}"
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"the result must be float32, bfloat16 or float16; it is {dtype}"
-    return why_no_blocks(data, block)
+    if q.data.dtype not in eight or q.scale.dtype not in (jnp.float32, jnp.float8_e8m0fnu):
+        return f"numbers must be e4m3 or e5m2, scales float32 or e8m0; they are {q.data.dtype}, {q.scale.dtype}"
+    if q.dtype not in ("float32", "bfloat16", "float16"):
+        return f"the result must be float32, bfloat16 or float16; it is {q.dtype}"
+    return why_no_blocks(q.data, block)
 
 
 def _column_sums(x, *, feature_dims, out_dtype):
@@ -196,15 +215,14 @@ def _column_sums(x, *, feature_dims, out_dtype):
     return jnp.sum(numerics.widen(x), axis=rows).astype(out_dtype)
 
 
-def check_blocks(name: str, shape, block, spec, mesh_shape) -> None:
+def check_blocks(name: str, shape, block, entries, mesh_shape) -> None:
     """Raises ValueError where a mesh axis would cut a block in two.
 
     Args:
-      shape, spec: of the data, global.
-      block: elements of each dimension that share a scale; () for none.
+      shape, entries: of the data, global, and of their spec.
+      block: elements of each dimension that share a scale.
     """
-    for dim, b in enumerate(block):
-        entry = pad_spec(spec, len(shape))[dim]
+    for dim, (b, entry) in enumerate(zip(block, entries, strict=True)):
         shards = axis_size(mesh_shape, entry)
         if shards > 1 and b > 1 and shape[dim] % (shards * b):
             raise ValueError(
@@ -215,39 +233,35 @@ def check_blocks(name: str, shape, block, spec, mesh_shape) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class BlockPlan:
     """The layout of the first operand, for everything; its amax is that of all its shards."""
 
     name: str
-    batch_dims: int = 0
-    finds_amax: bool = False
 
     def __call__(self, query: Query) -> Plan:
-        block = query.options["block"]
-        check_blocks(self.name, query.shapes[0], block, query.operand_specs[0], query.mesh_shape)
+        shape, options = query.shapes[0], query.options
+        given = list(zip(query.rule.operands[0], query.operand_specs[0], strict=True))
+        kept = [None if name in query.whole else entry for name, entry in given]
+        for block in filter(None, options.get("blocks", (options.get("block"),))):
+            # Rows may lack dimensions after the second that the operand has of which they are made.
+            block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
+            check_blocks(self.name, shape, block, kept, query.mesh_shape)
         # Where results are wanted otherwise, those are moved: they are fewer bytes, and no block is cut.
         query = dataclasses.replace(query, result_specs=None)
         plan = plan_by_rule(query, query.rule, query.whole, query.summed)
-        if not self.finds_amax:
+        if "format" not in options:
             return plan
         spec = plan.operand_specs[0]
-        local = {
-            "amax_axes": spec_axes(spec[self.batch_dims :]),
-            "origin": tuple(map(entry_axes, spec)),
-        }
-        return dataclasses.replace(plan, options=local)
-
-
-def rule_of(*terms: Names | None) -> str:
-    """Of the operands, None, the results."""
-    text = " , ".join("->" if term is None else " ".join(term) or "()" for term in terms)
-    return text.replace(" , -> , ", " -> ")
-
-
-def data_roles(ndim: int, batch_dims: int) -> Names:
-    """Of tokens, or of weights where there is a batch of them, for Auto axes under a MeshResource."""
-    roles = ("experts", "fsdp") if batch_dims else ("tokens", "sequence" if ndim > 2 else ".")
-    return (*roles, *["."] * ndim)[:ndim]
+        used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
+        gathered = (a for name, entry in given if name in query.whole for a in entry_axes(entry))
+        return dataclasses.replace(
+            plan,
+            options={
+                "amax_axes": spec_axes(spec[options.get("batch_dims", 1) :]),
+                "origin": tuple(map(entry_axes, spec)),
+            },
+            idle_axes=tuple(axis for axis in gathered if axis not in used),
+        )
 
 
 def why_no_kernel(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
@@ -268,29 +282,49 @@ def why_no_blocks(x, block: tuple[int, ...]) -> str | None:
     return None if x.size else "there must be elements"
 
 
-def _why_not(x, *rest, format, block, **options) -> str | None:
-    del rest, options
+def _why_not(x, multiplier, key, *, format, block, **options) -> str | None:
+    del multiplier, key, options
     return why_no_kernel(x, format, block)
 
 
-def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, given: bool, key: bool):
-    """The op for these operands: x, the multiplier if it is given, the key if there is one."""
-
-    def terms(dims: Names, word: str) -> tuple[Names | None, ...]:
-        lead = dims[:batch_dims]
-        third = (lead,) if given or two_level else ()
-        scale = dims if blocks else lead
-        return (dims, *[lead] * given, *[(word,)] * key, None, dims, scale, *third)
-
-    return Op(
-        "quantize",
-        _quantize_reference,
-        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "key")),
-        whole=("key",),
-        roles=rule_of(*terms(data_roles(ndim, batch_dims), ".")),
-        plan=_Plan("quantize", batch_dims, finds_amax=True),
-        kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
-    )
+_quantize_op = Op(
+    "quantize",
+    _quantize_reference,
+    "batch_dims... ..., batch_dims..., key -> batch_dims... ..., batch_dims...",
+    whole=("key",),
+    roles=". rows, ., . -> . rows, .",
+    plan=BlockPlan("quantize"),
+    kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
+    results_are_trees=True,
+)
+_quantize_weights_op = dataclasses.replace(
+    _quantize_op, roles="experts fsdp, experts, . -> experts fsdp, experts"
+)
+_dequantize_op = Op(
+    "dequantize",
+    _dequantize_reference,
+    "... -> ...",
+    roles="rows -> rows",
+    plan=BlockPlan("dequantize"),
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.quantize", "dequantize_array", _why_not_dequantize),
+    ),
+)
+_dequantize_weights_op = dataclasses.replace(
+    _dequantize_op, sharding="e ... -> e ...", roles="experts fsdp -> experts fsdp"
+)
+_dequantize_groups_op = dataclasses.replace(
+    _dequantize_op,
+    sharding="p n ... -> p n ...",
+    whole=("n", "g"),
+    roles="tokens sequence . -> tokens sequence .",
+)
+_dbias_op = Op(
+    "dbias",
+    _column_sums,
+    "... feature_dims... -> feature_dims...",
+    summed=("...",),
+)
 
 
 def quantize(
@@ -346,29 +380,23 @@ def quantize_with_amax(x, format: TensorFormat, multiplier, *, batch_dims=0, spe
 def _quantize(name, x, format, axis, across, batch_dims, multiplier, key, spec):
     check_source(name, x, format)
     block = block_shape(name, x.shape, format, axis, across, batch_dims)
-    operands, specs = [not_differentiable(x, f"{name}: use dense or grouped_dense")], [spec]
     if multiplier is not None:
         check_multiplier(name, multiplier, x.shape[:batch_dims], block)
-        operands.append(jnp.asarray(multiplier, jnp.float32))
-        specs.append(None if spec is None else PartitionSpec(*tuple(spec)[:batch_dims]))
-    if format.stochastic:
-        operands.append(key_words(name, key))
-        specs.append(None)
-    two_level = format.scale == "float8_e4m3fn"
-    op = _quantize_op(
-        x.ndim, batch_dims, two_level, bool(block), multiplier is not None, format.stochastic
-    )
-    data, scale, *third = op(
-        *operands,
-        operand_specs=tuple(specs),
+        multiplier = jnp.asarray(multiplier, jnp.float32)
+    op = _quantize_weights_op if batch_dims else _quantize_op
+    return op(
+        not_differentiable(x, f"{name}: use dense or grouped_dense"),
+        multiplier,
+        key_words(name, key) if format.stochastic else None,
+        operand_specs=(
+            spec,
+            None if spec is None else PartitionSpec(*tuple(spec)[:batch_dims]),
+            None,
+        ),
         format=format,
         block=block,
         batch_dims=batch_dims,
-        has_multiplier=multiplier is not None,
     )
-    third = third[0] if third else None
-    tensor_scale, amax = (third, None) if two_level else (None, third)
-    return QuantizedArray(data, scale, tensor_scale, None, block, format, x.dtype.name), amax
 
 
 def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.Array:
@@ -390,57 +418,19 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.A
     No communication: the scales follow the layout of the data.
     """
     check_quantized("dequantize", q)
-    two_level, grouped = q.tensor_scale is not None, q.group_sizes is not None
-    scales = [q.scale] if q.tensor_scale is None else [q.scale, q.tensor_scale]
-    op = _dequantize_op(q.ndim, _leading_dims(q), bool(q.block), two_level, grouped)
-    operands = (q.data, *scales, *([q.group_sizes] if grouped else []))
-    q_data = not_differentiable(q.data, "dequantize: use dense or grouped_dense")
-    return op(
-        q_data,
-        *operands[1:],
-        operand_specs=(spec, *[_scale_spec(spec, x, q) for x in operands[1:]]),
-        block=q.block,
-        dtype=jnp.dtype(q.dtype),
-        two_level=two_level,
-    )
+    data = not_differentiable(q.data, "dequantize: use dense or grouped_dense")
+    op = _dequantize_weights_op if _is_of_weights(q) else _dequantize_op
+    op = op if q.group_sizes is None else _dequantize_groups_op
+    return op(dataclasses.replace(q, data=data), operand_specs=(spec,), block=q.block)
 
 
-def _leading_dims(q: QuantizedArray) -> int:
-    """The dimensions with tensor scales of their own; where there are none, what the block lets one know of them."""
+def _is_of_weights(q: QuantizedArray) -> bool:
+    """Whether tensor scales are of leading dimensions; where there are none, what the block lets one know of it."""
     if q.tensor_scale is not None:
-        return q.tensor_scale.ndim
+        return q.tensor_scale.ndim > 0
     if not q.block:
-        return q.scale.ndim
-    return int(q.block[0] == 1 and sum(b > 1 for b in q.block) > 1)  # only weights have such blocks
-
-
-def _scale_spec(spec, scale, q: QuantizedArray):
-    """Where scales, or group sizes, are whose data are at `spec`."""
-    if spec is None:
-        return None
-    if q.block and scale is q.scale:
-        return spec
-    lead = scale.ndim if q.group_sizes is None else 1
-    return PartitionSpec(*tuple(spec)[:lead])
-
-
-def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, grouped: bool) -> Op:
-    def terms(dims: Names, group: str):
-        lead = (dims[0], group) if grouped else dims[:lead_dims]
-        scale = dims if blocks else lead
-        return (dims, scale, *[lead] * two_level, *[lead] * grouped, None, dims)
-
-    return Op(
-        "dequantize",
-        _dequantize_reference,
-        rule_of(*terms(tuple(f"d{i}" for i in range(ndim)), "g")),
-        whole=("d1", "g") if grouped else (),
-        roles=rule_of(*terms(data_roles(ndim, lead_dims * (not grouped)), ".")),
-        plan=_Plan("dequantize"),
-        kernels=(
-            Kernel.triton("expertmesh.core.kernels.quantize", "dequantize", _why_not_dequantize),
-        ),
-    )
+        return q.scale.ndim > 0
+    return q.block[0] == 1 and sum(b > 1 for b in q.block) > 1
 
 
 def quantize_dbias(
@@ -476,19 +466,9 @@ def quantize_dbias(
             f"x {x.shape}; count the dimensions of the bias"
         )
     q = quantize(x, format, spec=spec, **options)
-    rows, features = x.ndim - feature_dims, feature_dims
-    names = tuple(f"t{i}" for i in range(rows)), tuple(f"n{i}" for i in range(features))
-    roles = data_roles(x.ndim, options.get("batch_dims", 0))
-    op = Op(
-        "dbias",
-        _column_sums,
-        rule_of((*names[0], *names[1]), None, names[1]),
-        summed=names[0],
-        roles=rule_of(roles, None, roles[rows:]),
-    )
     x = not_differentiable(x, "quantize_dbias: use dense or grouped_dense")
     dtype = check_out_dtype("quantize_dbias", dbias_dtype or x.dtype, "dbias_dtype")
-    return q, op(x, operand_specs=(spec,), feature_dims=features, out_dtype=dtype)
+    return q, _dbias_op(x, operand_specs=(spec,), feature_dims=feature_dims, out_dtype=dtype)
 
 
 def check_source(name: str, x, format) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from expertmesh.core.recipe import TensorFormat
+from expertmesh.core.quantization.recipe import TensorFormat
 
 
 @jax.tree_util.register_dataclass
@@ -51,13 +51,15 @@ class QuantizedArray:
         Scales of blocks have the data's dimensions, others their first ones; of groups of rows, the participants and
         the groups.
         """
-        per_tensor = self.scale if self.tensor_scale is None else self.tensor_scale
-        lead = of_data[: per_tensor.ndim] if per_tensor.ndim < 2 else (*of_data[:1], of_groups)
+        shape = (self.scale if self.tensor_scale is None else self.tensor_scale).shape
+        groups = (*of_data[:1], of_groups)
+        grouped = self.group_sizes is not None or shape != self.shape[: len(shape)]
+        lead = groups if len(shape) == 2 and grouped else of_data[: len(shape)]
         leaves = {
             "data": of_data,
             "scale": of_data if self.block else lead,
             "tensor_scale": lead,
-            "group_sizes": (*of_data[:1], of_groups),
+            "group_sizes": groups,
         }
         return tuple(of for name, of in leaves.items() if getattr(self, name) is not None)
 

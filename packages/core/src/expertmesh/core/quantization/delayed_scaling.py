@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core import numerics
 from expertmesh.core.op import Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.grouped_quantize import grouped_quantize_with_amax
-from expertmesh.core.ops.quantize import quantize_with_amax
-from expertmesh.core.quantized import QuantizedArray
-from expertmesh.core.recipe import DelayedScaling
-from expertmesh.core.scales import amax_multiplier
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.quantize import check_source, quantize_with_amax
+from expertmesh.core.quantization.quantize_rows import Rows, quantize_rows
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import DelayedScaling
+from expertmesh.core.quantization.scales import amax_multiplier
 
 __all__ = ["DelayedState", "grouped_quantize_delayed", "init_delayed", "quantize_delayed"]
 
@@ -146,8 +146,15 @@ def grouped_quantize_delayed_both(
             f"{state.multiplier.shape}; make it with init_delayed(recipe)"
         )
     multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
-    q, amax_PG, again = grouped_quantize_with_amax(
-        x, group_sizes, recipe.formats().x, multiplier, spec=spec, twice=twice
+    format, name = recipe.formats().x, "quantize_delayed"
+    check_source(name, x, format)
+    q, again, amax_PG = quantize_rows(
+        name,
+        Rows(x),
+        group_sizes,
+        (format, format if twice else None),
+        multiplier=multiplier,
+        spec=spec,
     )
     amax = numerics.from_magnitude(jnp.max(numerics.magnitude(amax_PG), initial=0))
     return q, again, _updated(state, amax, recipe)

@@ -1,0 +1,1 @@
+"""Quantization: number formats and recipes, scales, QuantizedArrays, and the ops that make and undo them."""

@@ -1,0 +1,95 @@
+"""Rows in groups that are quantized along their features, quantized again along the rows.
+
+    out = grouped_quantize(dequantize(q), group_sizes, format, axis=1)
+
+What a weight's gradient contracts, where rows arrive quantized and nowhere else exist. Dimension key: P participants,
+C rows per participant, K features, G groups per participant.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.quantization.quantize import dequantize, dequantize_values, why_no_blocks
+from expertmesh.core.quantization.quantize_rows import (
+    Rows,
+    quantize_rows,
+    quantize_rows_op,
+    quantizes_both_at_once,
+    why_not_one,
+)
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.recipe import TensorFormat
+
+__all__ = ["grouped_requantize"]
+
+
+def grouped_requantize(
+    q: QuantizedArray,
+    group_sizes: jax.Array,
+    format: TensorFormat,
+    *,
+    spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
+) -> QuantizedArray:
+    """`grouped_quantize(dequantize(q), group_sizes, format, axis=1)`.
+
+    Args:
+      q: of [P, C, K], its blocks along K.
+      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever q holds there.
+      format: of the result.
+      spec: where q is, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
+
+    Returns:
+      A QuantizedArray of [P, C, K]. Where both formats are one of 8 bits with blocks, one byte is read and one is
+      written per number, in place of three and three at 16 bits between the steps; the bits are the same.
+
+    Raises:
+      As `dequantize` and `grouped_quantize`. Under sharding as `grouped_quantize`.
+    """
+    check_quantized("grouped_requantize", q)
+    options = dict(spec=spec, zero_rest=zero_rest)
+    of = Dequantized(q), group_sizes, (None, format)
+    return quantize_rows("grouped_requantize", *of, **options).along_rows
+
+
+def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+    """What keeps these types from the kernel, or None."""
+    del multiplier, key, options
+    reasons = (why_no_blocks(source.base.data, block) for block in blocks)
+    return why_not_one(source, group_sizes) or next(filter(None, reasons), None)
+
+
+_op = dataclasses.replace(
+    quantize_rows_op,
+    name="grouped_requantize",
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _why_not),
+    ),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dequantized(Rows):
+    """`dequantize(base)`."""
+
+    op: ClassVar[Op] = _op
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        return self.base.per_leaf(of_data, of_groups)
+
+    def rows(self) -> jax.Array:
+        q = self.base
+        return dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        return dequantize(self.base, spec=spec)
+
+    def fuses(self, formats) -> bool:
+        at_once = formats[0] is None and quantizes_both_at_once(self.base.format, formats[1])
+        return at_once and self.ndim == 3 and self.block[1] == 1

@@ -1,0 +1,327 @@
+"""Quantization of rows in groups: each group's numbers are those of `quantize` of its rows alone.
+
+    scale[p, g] = amax(rows of group g of participant p) / max          formats without blocks
+    blocks restart at row 0 of a participant                            formats with blocks
+
+Rows are contiguous by group, as in `grouped_gemm`; rows after the last group are zeros and enter no amax. Dimension
+key: P participants, C rows per participant, G groups per participant.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import INTEGERS, check_arrays
+from expertmesh.core.quantization.quantize import (
+    BlockPlan,
+    block_shape,
+    check_multiplier,
+    check_source,
+    key_words,
+    lead,
+    of_rows,
+    quantized_array,
+    random_bits,
+    row_groups,
+    why_no_kernel,
+)
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import TensorFormat, quantized_once
+from expertmesh.core.vjp import not_differentiable
+
+__all__ = ["grouped_quantize"]
+
+
+def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
+    """int32[P, G]; rows of the group `num_groups` enter none."""
+    rows_PC = jnp.max(magnitudes, axis=tuple(range(2, magnitudes.ndim)), initial=0)
+    amax_PG = jax.vmap(
+        lambda rows, groups: jnp.zeros(num_groups, jnp.int32).at[groups].max(rows, mode="drop")
+    )(rows_PC, groups_PC)
+    return jax.lax.pmax(amax_PG, axes) if axes else amax_PG
+
+
+class Copies(NamedTuple):
+    """Rows in up to two directions.
+
+    Attributes:
+      along_features, along_rows: a QuantizedArray in blocks along the last dimension, and along the rows; None where
+        not asked for.
+      amax: float32[P, G] of the groups by a given multiplier, else None.
+    """
+
+    along_features: Any
+    along_rows: Any
+    amax: Any
+
+
+def _reference(
+    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
+    origin=(),
+):  # fmt: skip
+    """Copies, of which `directions` says those that are wanted: 0 and 1."""
+    del zero_rest
+    x = source.rows()
+    num_groups = group_sizes.shape[1]
+    groups_PC = row_groups(group_sizes, x.shape[1])
+    x = jnp.where(lead(groups_PC < num_groups, x.ndim), x, jnp.zeros((), x.dtype))
+    bits = random_bits(key, x.shape, origin) if format.stochastic else None
+
+    def quantized(block):
+        return quantized_array(
+            x,
+            format,
+            block,
+            multiplier,
+            bits,
+            amax=lambda magnitudes: _group_amax(magnitudes, groups_PC, num_groups, amax_axes),
+            of_elements=lambda values_PG: lead(of_rows(values_PG, groups_PC), x.ndim),
+            # A group starts with a block, so a block's first row says whose it is.
+            of_blocks=lambda values_PG: lead(
+                of_rows(values_PG, groups_PC[:, :: block[1]], fill=1), x.ndim
+            ),
+        )
+
+    copies = {block: quantized(block) for block in {blocks[i]: None for i in directions}}
+    first, second = (copies[blocks[i]][0] if i in directions else None for i in (0, 1))
+    return Copies(first, second, copies[blocks[directions[0]]][1])
+
+
+def _why_not(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
+    """What keeps these types from the kernels, or None."""
+    del multiplier, key, options
+    x = source.base
+    if x.ndim < 3 or any(b > 1 for i in directions for b in blocks[i][2:-1]):
+        return f"blocks must lie along the rows or the last of other dimensions; they are {blocks}"
+    reasons = (why_no_kernel(x, format, blocks[i]) for i in directions)
+    return why_not_one(x, group_sizes) or next(filter(None, reasons), None)
+
+
+def why_not_one(x, group_sizes) -> str | None:
+    """What keeps kernels, which take one participant, from these rows, or None."""
+    if x.shape[0] == 1 and group_sizes.shape[1]:
+        return None
+    return f"a device must hold one participant with groups; it holds {group_sizes.shape}"
+
+
+quantize_rows_op = Op(
+    "grouped_quantize",
+    _reference,
+    "p n ..., p g, p g, key -> p n ..., p n ..., p g",
+    whole=("n", "g", "key"),
+    roles="participants . ., participants ., participants ., . "
+    "-> participants . ., participants . ., participants .",
+    plan=BlockPlan("grouped_quantize"),
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.grouped_quantize", "grouped_quantize", _why_not),
+    ),
+    results_are_trees=True,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows to quantize; a subclass makes them of other arrays, which are read in their place.
+
+    Attributes:
+      base: the array that the op's term names; here the rows.
+      op: `quantize_rows_op`, or one with the sharding and the kernels of a subclass.
+    """
+
+    base: Any
+    op: ClassVar[Op] = quantize_rows_op
+
+    @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return self.base.shape
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Of what is read, if it is in blocks of its own."""
+        return getattr(self.base, "block", ())
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        """As of a QuantizedArray."""
+        del of_groups
+        return (of_data,)
+
+    def rows(self) -> jax.Array:
+        """The rows [P, C, ...], inside of an op."""
+        return self.base
+
+    def apart(self, spec: PartitionSpec | None) -> jax.Array:
+        """The rows at `spec`, by an op of their own."""
+        del spec
+        return self.base
+
+    def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Where `base` is, for rows at `spec`."""
+        return spec
+
+    def fuses(self, formats) -> bool:
+        """Whether rows in these formats are made and quantized at once."""
+        del formats
+        return True
+
+
+def quantize_rows(
+    name, source, group_sizes, formats, *, multiplier=None, keys=(None, None), spec=None, zero_rest=True
+):  # fmt: skip
+    """Copies of rows in groups, of one read where one kernel can write them all.
+
+    Args:
+      name: of the caller, for errors.
+      source: of rows [P, C, *K].
+      group_sizes: int32[P, G], rows of each group.
+      formats, keys: of the copy along the features and of the one along the rows; no format, no copy.
+      multiplier: float32[P, G], in place of max / amax; only without blocks.
+      spec: where the rows are, for Auto axes under a MeshResource.
+      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
+    """
+    if not source.fuses(formats):
+        source = Rows(source.apart(spec))
+    run = partial(_quantize_at_once, name, source, group_sizes, multiplier, spec, zero_rest)
+    along_features, along_rows = formats
+    if along_features is None or along_rows is None:
+        at = int(along_features is None)
+        return run(formats[at], keys[at], directions=(at,))
+    if quantized_once(*formats) or quantizes_both_at_once(*formats):
+        return run(along_features, keys[0], directions=(0, 1))
+    first, second = (run(formats[i], keys[i], directions=(i,)) for i in (0, 1))
+    return first._replace(along_rows=second.along_rows)
+
+
+def _quantize_at_once(
+    name, source, group_sizes, multiplier, spec, zero_rest, format, key, *, directions
+):
+    check_groups(name, source.shape, group_sizes)
+    axes = len(source.shape) - 1, 1
+    blocks = tuple(
+        block_shape(name, source.shape, format, axes[i], None, 1) if i in directions else source.block
+        for i in (0, 1)
+    )  # fmt: skip
+    if multiplier is not None:
+        check_multiplier(name, multiplier, group_sizes.shape, blocks[directions[0]])
+        multiplier = jnp.asarray(multiplier, jnp.float32)
+    of_groups = None if spec is None else PartitionSpec(*tuple(spec)[:1])
+    copies = source.op(
+        jax.tree.map(partial(not_differentiable, remedy=f"{name}: use grouped_dense"), source),
+        group_sizes,
+        multiplier,
+        key_words(name, key) if format.stochastic else None,
+        operand_specs=(spec and source.base_spec(spec), of_groups, of_groups, None),
+        format=format,
+        blocks=blocks,
+        directions=directions,
+        zero_rest=zero_rest,
+    )
+    if format.block is not None and format.scale != "float8_e4m3fn":
+        return copies
+    first, second = (q and dataclasses.replace(q, group_sizes=group_sizes) for q in copies[:2])
+    return Copies(first, second, copies.amax)
+
+
+def grouped_quantize(
+    x: jax.Array,
+    group_sizes: jax.Array,
+    format: TensorFormat,
+    *,
+    axis: int = -1,
+    multiplier: jax.Array | None = None,
+    key: jax.Array | None = None,
+    spec: PartitionSpec | None = None,
+    debug: bool = False,
+) -> QuantizedArray:
+    """Quantizes the rows of each group for a grouped GEMM.
+
+    Args:
+      x: float32, bfloat16 or float16 [P, C, *K].
+      group_sizes: int32[P, G], rows of each group, sum at most C.
+      format: from a recipe; `format.block[0]` must be 1.
+      axis: the dimension that the GEMM contracts: -1, or 1, the rows, for the weight's gradient. Then the first row of
+        every group must be a multiple of `format.block[1]` (`alignment_of(recipe)`).
+      multiplier: float32[P, G], in place of max / amax; only without blocks.
+      key: for stochastic formats, else unused, as of `quantize`.
+      spec: where `x` is, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep).
+      debug: under `jax.experimental.checkify.checkify`, group starts that are no multiples of the block are errors.
+
+    Returns:
+      A QuantizedArray; `scale` without blocks, or `tensor_scale`, is float32[P, G], and then `group_sizes` is kept.
+      Rows after the last group have data 0, whatever `x` holds there. An empty group's scale is that of amax 0.
+
+    Raises:
+      As `quantize`; ValueError: `group_sizes` of another shape; TypeError: they are not integers.
+
+    Under sharding P and the dimensions after the rows keep their axes; the amax of a group is maximised over those that
+    do not shard P (one number per group). An axis that shards the rows is a RuntimeWarning: they are gathered over it.
+    """
+    name = "grouped_quantize"
+    check_source(name, x, format)
+    along_rows = format.block is not None and x.ndim > 2 and axis in (1, 1 - x.ndim)
+    if format.block is not None and not along_rows and axis not in (-1, x.ndim - 1):
+        raise ValueError(
+            f"{name}: axis must be the last dimension, or 1, the rows; got x {x.shape}, axis={axis}; "
+            "pass that of the contraction"
+        )
+    if debug and format.block is not None and along_rows:
+        check_starts(name, group_sizes, format.block[1])
+    formats = (None, format) if along_rows else (format, None)
+    options = dict(multiplier=multiplier, keys=(key, key), spec=spec)
+    return quantize_rows(name, Rows(x), group_sizes, formats, **options)[along_rows]
+
+
+def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
+    """Whether copies in these formats are made of one read."""
+    return last == rows and last.block is not None and last.dtype != "float4_e2m1fn"
+
+
+def grouped_quantize_both(
+    x, group_sizes, formats: tuple[TensorFormat, TensorFormat], *, keys=(None, None), spec=None
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """(`grouped_quantize` by the first format along the last dimension, by the second along the rows).
+
+    Where both are one 8-bit format, `x` is read once; without blocks both have the same data.
+
+    Args:
+      x, group_sizes, spec: as of `grouped_quantize`.
+      keys: one for each format.
+    """
+    name = "grouped_quantize"
+    for format in formats:
+        check_source(name, x, format)
+    return quantize_rows(name, Rows(x), group_sizes, formats, keys=keys, spec=spec)[:2]
+
+
+def check_groups(name: str, shape, group_sizes) -> None:
+    """Raises in the name of `name` unless rows of this shape can have these groups."""
+    check_arrays(name, INTEGERS, group_sizes=group_sizes)
+    if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
+        raise ValueError(
+            f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {tuple(shape)}, "
+            f"group_sizes {group_sizes.shape}; add the dimension P, 1 where nothing is sharded"
+        )
+
+
+def check_starts(name: str, group_sizes, block: int) -> None:
+    """A checkify error where a group that is not empty starts within a block."""
+    starts = jnp.cumsum(group_sizes, axis=1) - group_sizes
+    checkify.debug_check(
+        jnp.all((starts % block == 0) | (group_sizes == 0)),
+        name
+        + ": groups must start at multiples of the block, {block}; got starts {starts}; permute with "
+        "alignment_of(recipe)",
+        block=jnp.int32(block),
+        starts=starts,
+    )
