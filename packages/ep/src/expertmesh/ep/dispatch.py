@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.operands import debug_check_ids
 from expertmesh.core.ops.gather_rows import gather_values
+from expertmesh.core.ops.row_map import holds_token
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
@@ -115,8 +116,8 @@ def _dispatch_quantized_reference(
     else:
         bytes_C = chosen.dispatch(to_bytes(*parts_T), route, axis=axis)
         data_CD, scale_CB = from_bytes(bytes_C, data.shape[-1], data.dtype, scale.dtype)
-    is_padding_C1 = route.source_C[:, None] < 0
-    scale_CB = jnp.where(is_padding_C1, scale_of_zeros(format), scale_CB)
+    holds_token_C1 = holds_token(route.source_C)[:, None]
+    scale_CB = jnp.where(holds_token_C1, scale_CB, scale_of_zeros(format))
     return data_CD[None], scale_CB[None]
 
 
