@@ -164,13 +164,6 @@ def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
     return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
 
 
-def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
-    topk_idx_PTK = wide_ids(topk_idx_PTK)
-    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
-    ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
-    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
-
-
 def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
     del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
@@ -189,7 +182,6 @@ _plan = Op(
     whole=("t", "k"),
     kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
 )
-_roll = Op("roll_experts", _roll_reference, "p t k, p -> p t k")
 
 
 def padded_rows(num_choices: int, num_experts: int, alignment: int = 1) -> int:
@@ -351,7 +343,13 @@ def group_roll(function, roll, num_groups):
 
 
 def _rolled(topk_idx_PTK, roll_P, num_experts):
-    return topk_idx_PTK if roll_P is None else _roll(topk_idx_PTK, roll_P, num_experts=num_experts)
+    """The ids by the places of their experts; -1 for those not routed."""
+    if roll_P is None:
+        return topk_idx_PTK
+    topk_idx_PTK = wide_ids(topk_idx_PTK)
+    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
+    ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
+    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
 
 
 def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
