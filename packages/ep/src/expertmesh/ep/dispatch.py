@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Op
 from expertmesh.core.operands import debug_check_ids
-from expertmesh.core.ops.gather_rows import gather_values
-from expertmesh.core.ops.row_map import holds_token
+from expertmesh.core.ops.row_map import RowMap, holds_token, move_values
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
@@ -135,14 +134,13 @@ def _combine_quantized_reference(
 
 
 def _dispatch_values_reference(values, slot, source_1C, row_1GK, *, axis):
-    del slot, row_1GK
+    del slot
     values_GK = all_gather(flatten_leading(values), axis)
-    return gather_values(values_GK[None], source_1C)
+    return move_values(values_GK[None], RowMap(row_1GK, source_1C))
 
 
 def _combine_values_reference(values_1C, slot, source_1C, row_1GK, *, axis):
-    del source_1C
-    here_GK = gather_values(values_1C, row_1GK)[0]
+    here_GK = move_values(values_1C, RowMap(row_1GK, source_1C).inverse)[0]
     # Each choice has a row on one rank only, so the sum is exact.
     return sum_scatter(here_GK, axis).reshape(slot.shape)
 
