@@ -463,7 +463,7 @@ def _experts_in_8_bits(params, dispatched, config, given):
 
 
 def _weighed(rows, weights_PC, handle, spec=None):
-    return weight_rows(rows, weights_PC, handle.group_sizes, handle.tokens_per_expert, y_spec=spec)
+    return weight_rows(rows, weights_PC, handle.source, y_spec=spec)
 
 
 def _first_product(params, dispatched, config, given):

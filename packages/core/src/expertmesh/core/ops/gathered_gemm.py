@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.mesh import narrow_at_rest
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.gather_rows import gather_rows, select_rows
+from expertmesh.core.ops.gather_rows import select_rows
 from expertmesh.core.ops.grouped_gemm import (
     check_operands,
     grouped_gemm_dgrad_op,
@@ -21,7 +21,8 @@ from expertmesh.core.ops.grouped_gemm import (
     plan_grouped,
     why_no_rows,
 )
-from expertmesh.core.ops.permute import PermutePlan, spread
+from expertmesh.core.ops.permute import PermutePlan
+from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["gathered_gemm"]
@@ -102,14 +103,14 @@ def _bwd(residuals, d_out, *, rhs_dtype, rhs_spec):
     specs = (None, rhs_spec, None)
     d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)
     d_rhs = grouped_gemm_wgrad_op(
-        spread(x, row, source),
+        move_rows(x, RowMap(row, source)),
         d_out,
         group_sizes,
         num_experts=rhs.shape[0],
         out_dtype=rhs_dtype,
         result_specs=(at_rest(rhs, rhs_spec),),
     )
-    return gather_rows(d_rows, row), None, None, None, None, d_rhs
+    return move_rows(d_rows, RowMap(source, row)), None, None, None, None, d_rhs
 
 
 _gathered_gemm = differentiable(_fwd, _bwd)
