@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -27,22 +28,26 @@ from expertmesh.core.layer import (
     residuals,
     specs_in_use,
 )
+from expertmesh.core.linear.pair import multiply
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.delayed_scaling import quantize_delayed
-from expertmesh.core.ops.gemm import add_bias_op, bias_grad_op, bias_spec, gemm
+from expertmesh.core.ops.gemm import (
+    add_bias_op,
+    bias_grad_op,
+    bias_spec,
+    gemm,
+    gemm_dgrad_op,
+    gemm_op,
+    gemm_wgrad_op,
+)
 from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.ops.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
     forward_copy,
     serves_both,
-)
-from expertmesh.core.ops.quantized_gemm import (
-    quantized_gemm,
-    quantized_gemm_dgrad,
-    quantized_gemm_wgrad,
 )
 from expertmesh.core.recipe import Recipe, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec, spec_axes
@@ -187,12 +192,14 @@ def _forward(x, kernel, bias, extra: Extra, layer: Layer):
         q_kernel, w_state = forward_copy(kernel, layer.recipe, 0, w_state, w_spec)
     else:
         q_kernel = extra.kernel_quantized.forward
-    y = quantized_gemm(
-        q_x,
-        q_kernel,
-        out_dtype=layer.out_dtype,
+    y = multiply(
+        gemm_op,
+        "gemm",
+        (q_x, q_x.ndim - 1),
+        (q_kernel, 0),
         specs=(x_spec, w_spec),
-        out_spec=layer.given[2],
+        out_dtype=layer.out_dtype,
+        result_specs=(layer.given[2],),
     )
     if bias is not None:
         y = add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
@@ -222,19 +229,24 @@ def _bwd(carried, cotangent, *, layer: Layer):
     dy = cotangent[0] if layer.delayed else cotangent
     dy_n, dy_t = _dy_copies(dy, q_x.ndim - 2, layer, key)
     q_kernel, dy_n = after(q_kernel, dy_n)
-    dx = quantized_gemm_dgrad(
-        dy_n,
-        q_kernel,
-        out_dtype=q_x.dtype,
+    dx = multiply(
+        gemm_dgrad_op,
+        "gemm's input gradient",
+        (dy_n, dy_n.ndim - 1),
+        (q_kernel, q_kernel.ndim - 1),
         specs=(out_spec, w_spec),
-        out_spec=at_rest(q_x.data, layer.given[0]),
+        out_dtype=jnp.dtype(q_x.dtype),
+        result_specs=(at_rest(q_x.data, layer.given[0]),),
     )
-    dw = quantized_gemm_wgrad(
-        q_x,
-        dy_t,
-        out_dtype=q_kernel.dtype,
+    dw = multiply(
+        gemm_wgrad_op,
+        "gemm's weight gradient",
+        (q_x, q_x.ndim - 2),
+        (dy_t, q_x.ndim - 2),
+        multiple=False,
         specs=(x_spec, out_spec),
-        out_spec=at_rest(q_kernel.data, layer.given[1]),
+        out_dtype=jnp.dtype(q_kernel.dtype),
+        result_specs=(at_rest(q_kernel.data, layer.given[1]),),
         reduce_dtype=layer.reduce_dtype,
     )
     if bias is None:

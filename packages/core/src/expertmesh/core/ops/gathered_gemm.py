@@ -18,8 +18,8 @@ from expertmesh.core.ops.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
+    plain_rows_unsupported,
     plan_grouped,
-    why_no_rows,
 )
 from expertmesh.core.ops.permute import PermutePlan, spread
 from expertmesh.core.vjp import at_rest, differentiable
@@ -70,11 +70,11 @@ def _reference(lhs, index, rhs, group_sizes, *, out_dtype):
     return grouped_gemm_op.reference(rows, rhs, group_sizes, out_dtype=out_dtype)
 
 
-def _why_not(lhs, index, rhs, group_sizes, **options) -> str | None:
+def _unsupported(lhs, index, rhs, group_sizes, **options) -> str | None:
     del options
     if not index.size:
         return f"there must be rows; the index is {index.shape}"
-    return why_no_rows(lhs, rhs, group_sizes)
+    return plain_rows_unsupported(lhs, rhs, group_sizes)
 
 
 gathered_gemm_op = Op(
@@ -85,7 +85,7 @@ gathered_gemm_op = Op(
     roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
     parameter=2,
     plan=plan_grouped,
-    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _unsupported),),
 )
 
 

@@ -3,21 +3,36 @@
 Dimension key: t token dimensions (any number), K contraction, n output dimensions (any number).
 """
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from expertmesh.core.linear.pair import (
+    both_quantized,
+    dequantized,
+    multiply,
+    precision_of,
+    rows_unsupported,
+    unsupported,
+)
 from expertmesh.core.mesh import filter_roles, narrow_at_rest
-from expertmesh.core.op import Op, check_reduce_dtype
+from expertmesh.core.op import Kernel, Op, check_reduce_dtype
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
-from expertmesh.core.quantized import QuantizedArray
+from expertmesh.core.quantized import QuantizedArray, is_quantized
 from expertmesh.core.vjp import at_rest, differentiable
 
 
 def _dot(a, b, dims, out_dtype):
-    out = jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.float32)
+    out = jax.lax.dot_general(
+        dequantized(a),
+        dequantized(b),
+        (dims, ((), ())),
+        precision=precision_of(a),
+        preferred_element_type=jnp.float32,
+    )
     return out.astype(out_dtype)
 
 
@@ -44,6 +59,25 @@ def _bias_grad_reference(dy, bias, *, out_dtype):
     return jnp.sum(dy.astype(jnp.float32), axis=tokens).astype(out_dtype)
 
 
+def _rows_unsupported(rows, w, *, out_dtype) -> str | None:
+    """For the forward (x w) and the input gradient (dy w^T)."""
+    return rows_unsupported(rows, w, w.shape, out_dtype)
+
+
+def _weights_unsupported(x, dy, *, out_dtype) -> str | None:
+    *tokens, K = x.shape
+    along = max(x.block, default=1)
+    if len(tokens) > 1 and tokens[-1] % along:
+        return f"the last dimension of tokens must consist of blocks of {along}; it is {tokens[-1]}"
+    return unsupported(x, dy, (K, prod(dy.shape[len(tokens) :])), (1, 1), out_dtype)
+
+
+def _kernels(function: str, unsupported) -> tuple[Kernel, ...]:
+    """Of quantized operands; XLA's GEMM is as fast for others."""
+    module = "expertmesh.core.kernels.quantized_gemm"
+    return (Kernel.triton(module, function, unsupported, takes=is_quantized),)
+
+
 gemm_op = Op(
     "gemm",
     _gemm_reference,
@@ -51,6 +85,7 @@ gemm_op = Op(
     summed=("k",),
     roles="tokens ., fsdp . -> tokens .",
     parameter=1,
+    kernels=_kernels("fprop", _rows_unsupported),
 )
 gemm_dgrad_op = Op(
     "gemm_dgrad",
@@ -59,6 +94,7 @@ gemm_dgrad_op = Op(
     summed=("n...",),
     roles="tokens ., fsdp . -> tokens .",
     parameter=1,
+    kernels=_kernels("dgrad", _rows_unsupported),
 )
 gemm_wgrad_op = Op(
     "gemm_wgrad",
@@ -67,6 +103,7 @@ gemm_wgrad_op = Op(
     summed=("t...",),
     roles="tokens ., tokens . -> fsdp .",
     parameter=2,
+    kernels=_kernels("wgrad", _weights_unsupported),
 )
 add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...")
 bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
@@ -134,7 +171,7 @@ def gemm(
         )
     out_dtype = check_out_dtype("gemm", out_dtype or x.dtype)
     reduce_dtype = check_reduce_dtype("gemm", reduce_dtype)
-    if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
+    if is_quantized(x, w):
         return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)
     return _gemm(
         x,
@@ -151,7 +188,15 @@ def gemm(
 
 def _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec):
     x, w = both_quantized("gemm", "dense", x, w)
-    y = quantized_gemm(x, w, out_dtype=out_dtype, specs=(x_spec, w_spec), out_spec=out_spec)
+    y = multiply(
+        gemm_op,
+        "gemm",
+        (x, x.ndim - 1),
+        (w, 0),
+        specs=(x_spec, w_spec),
+        result_specs=(out_spec,),
+        out_dtype=out_dtype,
+    )
     return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -27,6 +28,7 @@ from expertmesh.core.layer import (
     residuals,
     specs_in_use,
 )
+from expertmesh.core.linear.pair import multiply
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
@@ -37,6 +39,9 @@ from expertmesh.core.ops.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
     grouped_gemm,
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
     with_participant,
 )
 from expertmesh.core.ops.grouped_quantize import (
@@ -49,11 +54,6 @@ from expertmesh.core.ops.quantize_kernel import (
     dgrad_copy,
     forward_copy,
     serves_both,
-)
-from expertmesh.core.ops.quantized_grouped_gemm import (
-    quantized_grouped_gemm,
-    quantized_grouped_gemm_dgrad,
-    quantized_grouped_gemm_wgrad,
 )
 from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec
@@ -207,13 +207,15 @@ def _forward(q_x, x_state, kernel, group_sizes, bias, extra: Extra, layer: Layer
 def product(q_x, q_kernel, group_sizes, bias, layer: Layer):
     """The forward's product, and the bias."""
     x_spec, w_spec, out_spec = layer.used
-    y = quantized_grouped_gemm(
-        q_x,
-        q_kernel,
+    y = multiply(
+        grouped_gemm_op,
+        "grouped_gemm",
+        (q_x, 2),
+        (q_kernel, 1),
         group_sizes,
-        out_dtype=layer.out_dtype,
         specs=(x_spec, w_spec),
-        out_spec=layer.given[2],
+        out_dtype=layer.out_dtype,
+        result_specs=(layer.given[2],),
         zero_rest=layer.zero_rest,
     )
     if bias is None:
@@ -299,23 +301,28 @@ def product_grads(q_x, q_kernel, group_sizes, dy_copies, layer: Layer):
     x_spec, w_spec, out_spec = layer.used
     dy_n, dy_t = dy_copies
     q_kernel, dy_n = after(q_kernel, dy_n)
-    dx = quantized_grouped_gemm_dgrad(
-        dy_n,
-        q_kernel,
+    dx = multiply(
+        grouped_gemm_dgrad_op,
+        "grouped_gemm's input gradient",
+        (dy_n, dy_n.ndim - 1),
+        (q_kernel, q_kernel.ndim - 1),
         group_sizes,
-        out_dtype=q_x.dtype,
         specs=(out_spec, w_spec),
-        out_spec=at_rest(q_x.data, layer.given[0]),
+        out_dtype=jnp.dtype(q_x.dtype),
+        result_specs=(at_rest(q_x.data, layer.given[0]),),
         zero_rest=layer.zero_rest,
     )
-    dw = quantized_grouped_gemm_wgrad(
-        q_x,
-        dy_t,
+    dw = multiply(
+        grouped_gemm_wgrad_op,
+        "grouped_gemm's weight gradient",
+        (q_x, 1),
+        (dy_t, 1),
         group_sizes,
-        num_experts=q_kernel.shape[0],
-        out_dtype=q_kernel.dtype,
+        multiple=False,
         specs=(x_spec, out_spec),
-        out_spec=at_rest(q_kernel.data, layer.given[1]),
+        num_experts=q_kernel.shape[0],
+        out_dtype=jnp.dtype(q_kernel.dtype),
+        result_specs=(at_rest(q_kernel.data, layer.given[1]),),
         reduce_dtype=layer.reduce_dtype,
     )
     return dx, dw
