@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from benchmarks.quantized_grouped_gemm import ALONG, _laid, dense, keep_8_bits, quantized, wide
-from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.testing import relative_error
 

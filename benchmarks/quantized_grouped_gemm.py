@@ -22,7 +22,7 @@ from jax.experimental.layout import Format, Layout
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import CPU, GPU, group_sizes, on_gpu
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,

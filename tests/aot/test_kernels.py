@@ -14,12 +14,12 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
+from expertmesh.core.linear import grouped_gemm
 from expertmesh.core.op import Op
 from expertmesh.core.ops import (
     activate_quantize,
     activate_rows,
     activation,
-    grouped_gemm,
     grouped_quantize,
     grouped_requantize,
     quantize,

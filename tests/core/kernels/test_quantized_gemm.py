@@ -7,7 +7,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import KINDS, paired, quantized, run_twice
-from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("capability")]

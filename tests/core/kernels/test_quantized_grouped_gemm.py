@@ -9,7 +9,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2, KINDS, paired, quantized, run_twice
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,

@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.grouped_dense import (
+from expertmesh.core.linear.grouped_dense import (
     grouped_dense_bwd,
     kernel_for_dgrad,
     kernel_for_fprop,
     product,
     stateless_layer,
 )
+from expertmesh.core.linear.layer import Extra, Layer, residuals
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.ops.grouped_requantize import grouped_requantize
 from expertmesh.core.ops.quantize import quantize
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import Recipe
 from expertmesh.core.vjp import differentiable

@@ -17,10 +17,7 @@ participant.
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
-from expertmesh.core.ops.activation import Activation, activate_at
-from expertmesh.core.ops.grouped_dense import (
+from expertmesh.core.linear.grouped_dense import (
     grouped_dense_bwd,
     kernel_for_dgrad,
     kernel_for_fprop,
@@ -28,8 +25,11 @@ from expertmesh.core.ops.grouped_dense import (
     product_grads,
     stateless_layer,
 )
+from expertmesh.core.linear.layer import Extra, Layer, residuals
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel
+from expertmesh.core.ops.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.ops.activation import Activation, activate_at
 from expertmesh.core.ops.grouped_quantize import grouped_quantize, quantizes_both_at_once
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import Recipe
 from expertmesh.core.vjp import differentiable

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel, check_state
 from expertmesh.core.mesh import filter_roles
 from expertmesh.core.ops.delayed_scaling import DelayedState, init_delayed
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, check_state
 from expertmesh.core.quantized import QuantizedArray
 from expertmesh.core.recipe import DelayedScaling, LayerFormats, Recipe, quantized_once
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes

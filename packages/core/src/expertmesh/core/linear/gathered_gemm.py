@@ -3,17 +3,13 @@
     out[p, r] = lhs[p, index[p, r]] @ rhs[expert of row r]        0 where there is no row index[p, r]
 
 Dimension key: P participants, T source rows (tokens), C rows, K contraction, N output dimensions (any number), E
-experts (weights), G groups per participant. Rows lie by group as in `ops/grouped_gemm.py`.
+experts (weights), G groups per participant. Rows lie by group as in `linear/grouped_gemm.py`.
 """
 
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.mesh import narrow_at_rest
-from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.gather_rows import gather_rows, select_rows
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     check_operands,
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
@@ -21,6 +17,10 @@ from expertmesh.core.ops.grouped_gemm import (
     plain_rows_unsupported,
     plan_grouped,
 )
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.ops.gather_rows import gather_rows, select_rows
 from expertmesh.core.ops.permute import PermutePlan, spread
 from expertmesh.core.vjp import at_rest, differentiable
 

@@ -17,7 +17,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.layer import (
+from expertmesh.core.linear.grouped_gemm import (
+    bias_spec,
+    check_operands,
+    group_bias_grad_op,
+    group_bias_op,
+    grouped_gemm,
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+    with_participant,
+)
+from expertmesh.core.linear.layer import (
     DenseState,
     Extra,
     Layer,
@@ -29,31 +40,20 @@ from expertmesh.core.layer import (
     specs_in_use,
 )
 from expertmesh.core.linear.pair import multiply
-from expertmesh.core.mesh import current_resource
-from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
-from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
-from expertmesh.core.ops.grouped_gemm import (
-    bias_spec,
-    check_operands,
-    group_bias_grad_op,
-    group_bias_op,
-    grouped_gemm,
-    grouped_gemm_dgrad_op,
-    grouped_gemm_op,
-    grouped_gemm_wgrad_op,
-    with_participant,
-)
-from expertmesh.core.ops.grouped_quantize import (
-    check_starts,
-    grouped_quantize,
-    grouped_quantize_both,
-)
-from expertmesh.core.ops.quantize_kernel import (
+from expertmesh.core.linear.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
     forward_copy,
     serves_both,
+)
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
+from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.ops.grouped_quantize import (
+    check_starts,
+    grouped_quantize,
+    grouped_quantize_both,
 )
 from expertmesh.core.recipe import Recipe, alignment_of, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec

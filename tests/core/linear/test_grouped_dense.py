@@ -10,7 +10,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
-from core.ops import dense_oracle
+from core.linear import dense_oracle
 from expertmesh.core import (
     DelayedScaling,
     Float8CurrentScaling,

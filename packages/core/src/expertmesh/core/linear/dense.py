@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.layer import (
+from expertmesh.core.linear.gemm import (
+    add_bias_op,
+    bias_grad_op,
+    bias_spec,
+    gemm,
+    gemm_dgrad_op,
+    gemm_op,
+    gemm_wgrad_op,
+)
+from expertmesh.core.linear.layer import (
     DenseState,
     Extra,
     Layer,
@@ -29,26 +38,17 @@ from expertmesh.core.layer import (
     specs_in_use,
 )
 from expertmesh.core.linear.pair import multiply
-from expertmesh.core.mesh import current_resource
-from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.delayed_scaling import quantize_delayed
-from expertmesh.core.ops.gemm import (
-    add_bias_op,
-    bias_grad_op,
-    bias_spec,
-    gemm,
-    gemm_dgrad_op,
-    gemm_op,
-    gemm_wgrad_op,
-)
-from expertmesh.core.ops.quantize import quantize
-from expertmesh.core.ops.quantize_kernel import (
+from expertmesh.core.linear.quantize_kernel import (
     QuantizedKernel,
     dgrad_copy,
     forward_copy,
     serves_both,
 )
+from expertmesh.core.mesh import current_resource
+from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.ops.delayed_scaling import quantize_delayed
+from expertmesh.core.ops.quantize import quantize
 from expertmesh.core.recipe import Recipe, current_recipe, recipe_of
 from expertmesh.core.specs import pad_spec, spec_axes
 from expertmesh.core.support import warn_if_emulated
