@@ -10,6 +10,7 @@ dimensions (any number), E experts (weights), G groups per participant, R partic
 import dataclasses
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
-from expertmesh.core.linear.pair import (
-    both_quantized,
-    dequantized,
-    multiply,
-    precision_of,
-    rows_unsupported,
-    unsupported,
-)
-from expertmesh.core.mesh import filter_roles, narrow_at_rest
-from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
+from expertmesh.core.linear.apply import apply_linear, layer_of
+from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
+from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.ops.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.ops.grouped_quantize import grouped_quantize, grouped_quantize_both
 from expertmesh.core.ops.quantize import dequantize_values, of_rows, row_groups
 from expertmesh.core.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.rule import (
@@ -39,7 +36,6 @@ from expertmesh.core.rule import (
     scatter_sums,
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
-from expertmesh.core.vjp import at_rest, differentiable
 
 _MAX_BLOCK = 128
 
@@ -422,6 +418,39 @@ group_bias_grad_op = Op(
 )
 
 
+def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+    formats, spec = layer.formats, layer.used[0]
+    if state is not None and layer.delayed is not None:
+        return grouped_quantize_delayed_both(
+            x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
+        )
+    if not for_wgrad:
+        q_x = grouped_quantize(x, group_sizes, formats.x, axis=2, spec=spec)
+        return q_x, q_x, None
+    both = formats.x, formats.x_wgrad
+    return *grouped_quantize_both(x, group_sizes, both, spec=spec), None
+
+
+def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+    del tokens
+    both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
+
+
+GROUPED = Linear(
+    name="grouped_dense",
+    fprop=grouped_gemm_op,
+    dgrad=grouped_gemm_dgrad_op,
+    wgrad=grouped_gemm_wgrad_op,
+    add_bias=group_bias_op,
+    bias_grad=group_bias_grad_op,
+    row_roles=("participants",),
+    weight_roles=("experts", "fsdp"),
+    quantize_x=_x_copies,
+    quantize_dy=_dy_copies,
+)
+
+
 def grouped_gemm(
     lhs: jax.Array | QuantizedArray,
     rhs: jax.Array | QuantizedArray,
@@ -480,55 +509,36 @@ def grouped_gemm(
     is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
     shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
-    reduce_dtype = check_reduce_dtype("grouped_gemm", reduce_dtype)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
-    out_dtype = check_out_dtype("grouped_gemm", out_dtype or lhs.dtype)
-    if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
-        specs = lhs_spec, rhs_spec, out_spec
-        return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
-    flat = lhs.ndim == 2
-    if flat:
-        lhs, group_sizes = lhs[None], group_sizes[None]
-    out = _grouped_gemm(
+    if is_quantized(lhs, rhs) and lhs.ndim == 2:
+        raise ValueError(
+            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
+            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
+        )
+    return apply_grouped(
+        "grouped_gemm",
         lhs,
         rhs,
         group_sizes,
         bias,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
-        rhs_dtype=rhs.dtype,
-        lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
-        rhs_spec=rhs_spec,
-        out_spec=with_participant(out_spec) if flat else out_spec,
+        specs=(lhs_spec, rhs_spec, out_spec),
         zero_rest=zero_rest,
     )
-    return out[0] if flat else out
 
 
-def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
-    lhs_spec, rhs_spec, out_spec = specs
-    lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
-    if lhs.ndim == 2:
-        raise ValueError(
-            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
-            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
-        )
-    out = multiply(
-        grouped_gemm_op,
-        "grouped_gemm",
-        (lhs, 2),
-        (rhs, 1),
-        group_sizes,
-        specs=(lhs_spec, rhs_spec),
-        out_dtype=out_dtype,
-        result_specs=(out_spec,),
-        zero_rest=zero_rest,
-    )
-    if bias is None:
-        return out
-    return group_bias_op(
-        out, bias, group_sizes, operand_specs=(out_spec, bias_spec(rhs_spec), None)
-    )
+def apply_grouped(
+    name: str, x, w, group_sizes, bias, extra: Extra | None = None, recipe=None, *, specs, **options
+) -> Any:
+    """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
+    flat = x.ndim == 2
+    if flat:
+        x, group_sizes = x[None], group_sizes[None]
+        specs = with_participant(specs[0]), specs[1], with_participant(specs[2])
+    extra = extra or Extra()
+    layer = layer_of(name, GROUPED, x, w, extra, recipe, specs=specs, **options)
+    return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
 
 
 def _check_data(name, lhs, group_sizes):
@@ -596,72 +606,3 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
         )
     if debug:
         _check_data(name, lhs, group_sizes)
-
-
-def _grouped_gemm_fwd(
-    lhs, rhs, group_sizes, bias, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec,
-    zero_rest,
-):  # fmt: skip
-    del reduce_dtype, rhs_dtype
-    rhs = narrow_at_rest(rhs, lhs.dtype, rhs_spec, ("experts", "fsdp"))
-    out = grouped_gemm_op(
-        lhs,
-        rhs,
-        group_sizes,
-        out_dtype=out_dtype,
-        zero_rest=zero_rest,
-        operand_specs=(lhs_spec, rhs_spec, None),
-        result_specs=(out_spec,),
-    )
-    if bias is not None:
-        specs = (out_spec, bias_spec(rhs_spec), None)
-        out = group_bias_op(out, bias, group_sizes, operand_specs=specs)
-    return out, (lhs, rhs, group_sizes, bias)
-
-
-def _grouped_gemm_bwd(
-    residuals, dy, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec, zero_rest
-):
-    del out_dtype
-    lhs, rhs, group_sizes, bias = residuals
-    num_experts = rhs.shape[0]
-    dlhs = grouped_gemm_dgrad_op(
-        dy,
-        rhs,
-        group_sizes,
-        out_dtype=lhs.dtype,
-        zero_rest=zero_rest,
-        operand_specs=(out_spec, rhs_spec, None),
-        result_specs=(at_rest(lhs, lhs_spec),),
-    )
-    drhs = grouped_gemm_wgrad_op(
-        lhs,
-        dy,
-        group_sizes,
-        num_experts=num_experts,
-        out_dtype=rhs_dtype,
-        operand_specs=(lhs_spec, out_spec, None),
-        result_specs=(at_rest(rhs, rhs_spec),),
-        reduce_dtype=reduce_dtype,
-    )
-    if bias is None:
-        return dlhs, drhs, None, None
-    db = group_bias_grad_op(
-        dy,
-        group_sizes,
-        num_experts=num_experts,
-        out_dtype=bias.dtype,
-        operand_specs=(out_spec, None),
-        result_specs=(at_rest(bias, bias_spec(rhs_spec)),),
-    )
-    return dlhs, drhs, None, db
-
-
-def bias_spec(rhs_spec):
-    """Of a weight's bias in use, whose dimensions are those of the weight without K."""
-    if rhs_spec is None:
-        return None
-    return filter_roles((*rhs_spec[:1], *rhs_spec[2:]), "experts", "tp")
-
-
-_grouped_gemm = differentiable(_grouped_gemm_fwd, _grouped_gemm_bwd)
