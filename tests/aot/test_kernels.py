@@ -14,8 +14,9 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
+from expertmesh.core.linear import grouped_gemm
 from expertmesh.core.op import Op
-from expertmesh.core.ops import activate_rows, activation, grouped_gemm
+from expertmesh.core.ops import activate_rows, activation
 from expertmesh.core.quantization import (
     activate_quantize,
     grouped_requantize,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import MISSING, needs_triton
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,

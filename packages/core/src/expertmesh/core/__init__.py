@@ -3,7 +3,13 @@
 __version__ = "0.1.0"
 
 from expertmesh.core import specs
-from expertmesh.core.layer import DenseState, init_dense_state
+from expertmesh.core.linear.dense import dense
+from expertmesh.core.linear.gathered_gemm import gathered_gemm
+from expertmesh.core.linear.gemm import gemm
+from expertmesh.core.linear.grouped_dense import grouped_dense
+from expertmesh.core.linear.grouped_gemm import grouped_gemm
+from expertmesh.core.linear.layer import DenseState, init_dense_state
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
@@ -13,12 +19,7 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
-from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gather_weight import gather_weight
-from expertmesh.core.ops.gathered_gemm import gathered_gemm
-from expertmesh.core.ops.gemm import gemm
-from expertmesh.core.ops.grouped_dense import grouped_dense
-from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.permute import (
     PermutePlan,
     padded_rows,
@@ -28,7 +29,6 @@ from expertmesh.core.ops.permute import (
     shard_rows,
     unpermute,
 )
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.ops.row_map import RowMap, move_rows, move_values
 from expertmesh.core.quantization.delayed_scaling import (
     DelayedState,

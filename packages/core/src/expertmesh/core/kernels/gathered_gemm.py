@@ -1,7 +1,7 @@
 """Grouped GEMM of rows through an index, for NVIDIA GPUs from compute capability 9.0.
 
 As the forward of `grouped_gemm.py`, but a program copies its tile's rows by pointers, 128 bytes of each a step.
-Dimension key as in `ops/gathered_gemm.py`.
+Dimension key as in `linear/gathered_gemm.py`.
 """
 
 from math import prod

@@ -1,7 +1,7 @@
 """The gradient of a bias per group, for NVIDIA GPUs: the sum of the rows of each group, in a fixed order.
 
 Every group is cut into as many parts as keep the GPU busy, whatever the sizes are; the parts' sums are added last.
-Dimension key as in `ops/grouped_gemm.py`, for one participant.
+Dimension key as in `linear/grouped_gemm.py`, for one participant.
 """
 
 import dataclasses

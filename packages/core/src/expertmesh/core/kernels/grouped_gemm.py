@@ -3,7 +3,7 @@
 Forward and input gradient are one kernel: C rows in G groups times each group's weight. The weight gradient contracts
 over the rows of a group. Hopper has kernels of its own for both, in CUDA C++ (`grouped_gemm.cu`,
 `grouped_gemm_weights.cu`). Every byte of the outputs is written, but for rows after the last group without `zero_rest`.
-Dimension key as in `ops/grouped_gemm.py`.
+Dimension key as in `linear/grouped_gemm.py`.
 
 The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
 that allocates it cannot be part of a captured loop.

@@ -4,7 +4,7 @@ later GPUs are in `quantized_grouped_gemm_sm100.py`.
 Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
 the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `quantize.py` leaves
 them. Blocks of 32 are widened to bfloat16, exactly, for the kernels of `grouped_gemm.py`. Every byte of the outputs is
-written, but for rows after the last group without `zero_rest`. Dimension key as in `ops/quantized_grouped_gemm.py`.
+written, but for rows after the last group without `zero_rest`. Dimension key as in `linear/grouped_gemm.py`.
 
 All are in CUDA C++: rows of blocks, whose products of 128 of the contraction have a scale for each row
 (`block_scaled_gemm.cu`); rows with a scale for each group (`grouped_gemm.cu`); and the weight gradients: of blocks,

@@ -3,7 +3,7 @@
 Their tensor cores take 8-bit operands whichever way these lie, and multiply blocks of 32 by their scales themselves.
 Blocks of 128 and tensors are scaled in float32. Hopper, which runs these kernels too, has its own in
 `quantized_grouped_gemm.py`. What is written of the outputs, as there. Dimension key as in
-`ops/quantized_grouped_gemm.py`.
+`linear/grouped_gemm.py`.
 """
 
 import dataclasses

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.op import Kernel
-from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["router_logits"]

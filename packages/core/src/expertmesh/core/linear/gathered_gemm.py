@@ -3,24 +3,24 @@
     out[p, r] = lhs[p, index[p, r]] @ rhs[expert of row r]        0 where there is no row index[p, r]
 
 Dimension key: P participants, T source rows (tokens), C rows, K contraction, N output dimensions (any number), E
-experts (weights), G groups per participant. Rows lie by group as in `ops/grouped_gemm.py`.
+experts (weights), G groups per participant. Rows lie by group as in `linear/grouped_gemm.py`.
 """
 
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.mesh import narrow_at_rest
-from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.gather_rows import select_rows
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     check_operands,
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
+    plain_rows_unsupported,
     plan_grouped,
-    why_no_rows,
 )
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.ops.gather_rows import select_rows
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.vjp import at_rest, differentiable
@@ -71,11 +71,11 @@ def _reference(lhs, index, rhs, group_sizes, *, out_dtype):
     return grouped_gemm_op.reference(rows, rhs, group_sizes, out_dtype=out_dtype)
 
 
-def _why_not(lhs, index, rhs, group_sizes, **options) -> str | None:
+def _unsupported(lhs, index, rhs, group_sizes, **options) -> str | None:
     del options
     if not index.size:
         return f"there must be rows; the index is {index.shape}"
-    return why_no_rows(lhs, rhs, group_sizes)
+    return plain_rows_unsupported(lhs, rhs, group_sizes)
 
 
 gathered_gemm_op = Op(
@@ -86,7 +86,7 @@ gathered_gemm_op = Op(
     roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
     parameter=2,
     plan=plan_grouped,
-    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _unsupported),),
 )
 
 

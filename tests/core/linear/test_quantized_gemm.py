@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.ops import dense_oracle
+from core.linear import dense_oracle
 from expertmesh.core import (
     Float8BlockScaling,
     MXFP8BlockScaling,

@@ -10,6 +10,7 @@ dimensions (any number), E experts (weights), G groups per participant, R partic
 import dataclasses
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
-from expertmesh.core.mesh import filter_roles, narrow_at_rest
-from expertmesh.core.op import Kernel, Op, Plan, Query, check_reduce_dtype
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_out_dtype
-from expertmesh.core.ops.quantized_gemm import both_quantized
-from expertmesh.core.quantization.quantize import of_rows, row_groups
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.linear.apply import apply_linear, layer_of
+from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
+from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.quantization.quantize import dequantize_values, of_rows, row_groups
+from expertmesh.core.quantization.quantize_rows import grouped_quantize, grouped_quantize_both
+from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.rule import (
     Split,
     factor_sizes,
@@ -32,7 +36,6 @@ from expertmesh.core.rule import (
     scatter_sums,
 )
 from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
-from expertmesh.core.vjp import at_rest, differentiable
 
 _MAX_BLOCK = 128
 
@@ -63,34 +66,53 @@ def _blocks(group_sizes_G, block):
     return last_step_G[-1], locate
 
 
-def rows_reader(x_CD, block):
-    """A function from a step's first row and group to its rows; the last step may read beyond the end."""
-    x_CD = jnp.pad(x_CD, ((0, block), *[(0, 0)] * (x_CD.ndim - 1)))
-    return lambda first, group: jax.lax.dynamic_slice_in_dim(x_CD, first, block)
+def _rows_reader(x, step):
+    """A function from a step's first row and group to its rows of one participant, [step, flattened D].
+
+    The last step may read beyond the end; rows [C, *D] that are quantized are dequantized, their blocks being those of
+    [P, C, *D].
+    """
+    quantized = isinstance(x, QuantizedArray)
+    data = x.data if quantized else x
+    data = jnp.pad(data, ((0, step), *[(0, 0)] * (data.ndim - 1)))
+
+    def read(first, group):
+        rows = jax.lax.dynamic_slice_in_dim(data, first, step)
+        return _flattened(_dequantized_rows(x, rows, first, group) if quantized else rows, 1)
+
+    return read
 
 
-def multiply_rows(
-    lhs_reader,
-    weight_of,
-    group_sizes_G,
-    shape,
-    operands,
-    *,
-    contract_rhs,
-    out_dtype,
-    precision=None,
-):
+def _dequantized_rows(q, data, first, group):
+    """`data`, rows of `q` from `first` on."""
+    if not q.block:
+        return dequantize_values(data, q.scale[group])
+    # A step may end within a block, and read beyond the last one.
+    blocks = (first + jnp.arange(data.shape[0])) // q.block[1]
+    scale = jnp.take(q.scale, blocks, axis=0, mode="clip")
+    per_group = None if q.tensor_scale is None else q.tensor_scale[group]
+    return dequantize_values(data, scale, per_group, block=(1, *q.block[2:]))
+
+
+def _weight_of(w, group):
+    """One expert's weight of [G, K, *N], [K, flattened N]."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False), w)
+    if isinstance(one, QuantizedArray):
+        one = dequantized(dataclasses.replace(one, block=one.block[1:]))
+    return _flattened(one, 1)
+
+
+def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
     """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared.
 
     Args:
-      lhs_reader: `lhs_reader(block)` is a function from (first row, group) to [block, K].
-      weight_of: `weight_of(group)` is [K, N].
+      lhs: [C, *D].
+      rhs: [G, K, *N].
       shape: (C, N) of the result.
-      operands: what the readers read.
     """
     C, N = shape
     block = _block_rows(C, group_sizes_G.shape[0])
-    rows_of = lhs_reader(block)
+    rows_of = _rows_reader(lhs, block)
     num_steps, locate = _blocks(group_sizes_G, block)
     dims = (((1,), (contract_rhs - 1,)), ((), ()))
 
@@ -98,44 +120,24 @@ def multiply_rows(
         group, first, _ = locate(step)
         y = jax.lax.dot_general(
             rows_of(first, group),
-            weight_of(group),
+            _weight_of(rhs, group),
             dims,
-            precision=precision,
+            precision=precision_of(lhs),
             preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
 
-    out_CN = jnp.zeros((C + block, N), out_dtype)
-    out_CN = jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((out_CN, *operands))[0])
+    out_CN = _vary_like(jnp.zeros((C + block, N), out_dtype), lhs, rhs)
+    out_CN = jax.lax.fori_loop(0, num_steps, body, out_CN)
     live_C = jnp.arange(C) < jnp.sum(group_sizes_G)
     return jnp.where(live_C[:, None], out_CN[:C], 0)
 
 
-def _multiply(lhs_CK, rhs_GKN, group_sizes_G, *, contract_rhs, out_dtype):
-    """One participant."""
-    return multiply_rows(
-        partial(rows_reader, lhs_CK),
-        lambda group: jax.lax.dynamic_index_in_dim(rhs_GKN, group, keepdims=False),
-        group_sizes_G,
-        (lhs_CK.shape[0], rhs_GKN.shape[2 if contract_rhs == 1 else 1]),
-        (lhs_CK, rhs_GKN),
-        contract_rhs=contract_rhs,
-        out_dtype=out_dtype,
-    )
-
-
-def accumulate_weights(lhs_reader, dy_reader, group_sizes_G, rows, shape, operands, precision=None):
-    """One participant's weight gradients, float32[G, K, N].
-
-    Args:
-      lhs_reader, dy_reader: as in `multiply_rows`.
-      rows: C.
-      shape: (K, N) of a weight.
-      operands: what the readers read.
-    """
+def _accumulate_weights(lhs, dy, group_sizes_G, shape):
+    """One participant's weight gradients, float32[G, K, N], of [C, *K] and [C, *N]; `shape`: (K, N)."""
     G = group_sizes_G.shape[0]
-    block = _block_rows(rows, G)
-    readers = lhs_reader(block), dy_reader(block)
+    block = _block_rows(lhs.shape[0], G)
+    readers = _rows_reader(lhs, block), _rows_reader(dy, block)
     num_steps, locate = _blocks(group_sizes_G, block)
 
     def body(step, dw_GKN):
@@ -144,84 +146,65 @@ def accumulate_weights(lhs_reader, dy_reader, group_sizes_G, rows, shape, operan
         x, dy = (jnp.where(live, rows_of(first, group), 0) for rows_of in readers)
         dims = (((0,), (0,)), ((), ()))
         dw_KN = jax.lax.dot_general(
-            x, dy, dims, precision=precision, preferred_element_type=jnp.float32
+            x, dy, dims, precision=precision_of(lhs), preferred_element_type=jnp.float32
         )
         old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
 
-    dw_GKN = jnp.zeros((G, *shape), jnp.float32)
-    return jax.lax.fori_loop(0, num_steps, body, _jax.match_varying((dw_GKN, *operands))[0])
+    dw_GKN = _vary_like(jnp.zeros((G, *shape), jnp.float32), lhs, dy)
+    return jax.lax.fori_loop(0, num_steps, body, dw_GKN)
 
 
-def _accumulate(lhs_CK, dy_CN, group_sizes_G):
-    """One participant's weight gradients, float32[G, K, N]."""
-    return accumulate_weights(
-        partial(rows_reader, lhs_CK),
-        partial(rows_reader, dy_CN),
-        group_sizes_G,
-        lhs_CK.shape[0],
-        (lhs_CK.shape[1], dy_CN.shape[1]),
-        (lhs_CK, dy_CN),
-    )
-
-
-def per_participant(function, num_sets, *operands):
+def _per_participant(function, num_sets, *operands):
     """Calls `function(set, *operands[p])` for each participant p, one after the other; set = p % num_sets."""
     P = operands[0].shape[0]
     if P == 1:
-        return function(0, *(x[0] for x in operands))[None]
+        return function(0, *jax.tree.map(lambda x: x[0], operands))[None]
     return jax.lax.map(lambda args: function(*args), (jnp.arange(P) % num_sets, *operands))
 
 
-def flattened(x, keep):
+def _flattened(x, keep):
     """Merges all dimensions after the first `keep`."""
     return x.reshape(*x.shape[:keep], prod(x.shape[keep:]))
 
 
-def _grouped(lhs_PCK, rhs_EKN, group_sizes_PG, contract_rhs, out_dtype):
-    G = group_sizes_PG.shape[1]
-    num_sets = rhs_EKN.shape[0] // max(G, 1)
-    rhs_RGKN = rhs_EKN.reshape(num_sets, G, *rhs_EKN.shape[1:])
+def _vary_like(x, *operands):
+    """`x` over the Manual axes over which the operands vary."""
+    return _jax.match_varying((x, *jax.tree.leaves(operands)))[0]
 
-    def one(r, lhs_CK, group_sizes_G):
-        rhs_GKN = rhs_RGKN[0] if num_sets == 1 else rhs_RGKN[r]
-        return _multiply(
-            lhs_CK, rhs_GKN, group_sizes_G, contract_rhs=contract_rhs, out_dtype=out_dtype
+
+def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, zero_rest=True):
+    del zero_rest  # zeros cost nothing here
+    (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
+    shape = P, C, *(N if contract_rhs == 1 else (K,))
+    if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
+        return _vary_like(jnp.zeros(shape, out_dtype), lhs, rhs, group_sizes)
+    num_sets = E // G
+    sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), rhs)
+
+    def one(r, lhs_C, group_sizes_G):
+        return _multiply_rows(
+            lhs_C,
+            jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets),
+            group_sizes_G,
+            (C, prod(shape[2:])),
+            contract_rhs=contract_rhs,
+            out_dtype=out_dtype,
         )
 
-    return per_participant(one, num_sets, lhs_PCK, group_sizes_PG)
-
-
-def empty_result(shape, dtype, *operands):
-    """The zeros that an op on empty operands returns; XLA:CPU crashes on loops over empty buffers."""
-    return _jax.match_varying((jnp.zeros(shape, dtype), *operands))[0]
-
-
-def _fprop_reference(lhs, rhs, group_sizes, *, out_dtype, zero_rest=True):
-    del zero_rest  # zeros cost nothing here
-    shape = (*lhs.shape[:2], *rhs.shape[2:])
-    if lhs.size == 0 or rhs.size == 0:
-        return empty_result(shape, out_dtype, lhs, rhs)
-    return _grouped(lhs, flattened(rhs, 2), group_sizes, 1, out_dtype).reshape(shape)
-
-
-def _dgrad_reference(dy, rhs, group_sizes, *, out_dtype, zero_rest=True):
-    del zero_rest
-    if dy.size == 0 or rhs.size == 0:
-        return empty_result((*dy.shape[:2], rhs.shape[1]), out_dtype, dy, rhs)
-    return _grouped(flattened(dy, 2), flattened(rhs, 2), group_sizes, 2, out_dtype)
+    return _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
 
 
 def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
     shape = (num_experts, lhs.shape[2], *dy.shape[2:])
-    if lhs.size == 0 or dy.size == 0:
-        return empty_result(shape, out_dtype, lhs, dy)
+    if 0 in (*lhs.shape, *dy.shape):
+        return _vary_like(jnp.zeros(shape, out_dtype), lhs, dy, group_sizes)
 
-    def one(_, lhs_CK, dy_CN, group_sizes_G):
-        return _accumulate(lhs_CK, dy_CN, group_sizes_G)
+    def one(_, lhs_C, dy_C, group_sizes_G):
+        return _accumulate_weights(lhs_C, dy_C, group_sizes_G, (shape[1], prod(shape[2:])))
 
     num_sets = num_experts // group_sizes.shape[1]
-    dw_PGKN = per_participant(one, num_sets, lhs, flattened(dy, 2), group_sizes)
+    dw_PGKN = _per_participant(one, num_sets, lhs, dy, group_sizes)
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
@@ -319,28 +302,38 @@ def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
     return tuple(dict.fromkeys(idle))
 
 
-def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.grouped_gemm", function, supports),)
+def _kernels(function: str, plain, quantized) -> tuple[Kernel, ...]:
+    """Of plain and of quantized operands, with what keeps operands from each."""
+    modules = "grouped_gemm", "quantized_grouped_gemm"
+    return tuple(
+        Kernel.triton(f"expertmesh.core.kernels.{module}", function, unsupported, takes)
+        for module, unsupported, takes in zip(
+            modules, (plain, quantized), (is_plain, is_quantized), strict=True
+        )
+    )
 
 
-def why_no_rows(x, rhs, group_sizes, **options) -> str | None:
+def plain_rows_unsupported(x, rhs, group_sizes, **options) -> str | None:
     """For the forward (x = lhs) and the input gradient (x = dy)."""
     del options
-    return _why_not(x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:])))
+    return _plain_unsupported(
+        x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:]))
+    )
 
 
-def _weights_supported(lhs, dy, group_sizes, *, num_experts, **options) -> str | None:
+def _plain_weights_unsupported(lhs, dy, group_sizes, *, num_experts, **options) -> str | None:
     del options
-    return _why_not(lhs, dy, group_sizes, num_experts, (lhs.shape[2], prod(dy.shape[2:])))
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _plain_unsupported(lhs, dy, group_sizes, num_experts, widths)
 
 
-def _why_not(a, b, group_sizes, num_experts, widths) -> str | None:
+def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
     """What keeps these types from the kernels, or None."""
     capability = _jax.compute_capability()
     if capability is not None and capability < 9.0:
         return f"the kernels load through TMA, from compute capability 9.0 on; this GPU has {capability}"
-    if group_sizes.shape != (1, num_experts):
-        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+    if reason := _several_participants(group_sizes, num_experts):
+        return reason
     if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):
         return f"operands must both be bfloat16 or float16; they are {a.dtype} and {b.dtype}"
     if a.size == 0 or any(width == 0 or width % 8 for width in widths):
@@ -348,34 +341,54 @@ def _why_not(a, b, group_sizes, num_experts, widths) -> str | None:
     return None
 
 
-def _bias_supported(dy, group_sizes, *, num_experts, **options) -> str | None:
+def _quantized_rows_unsupported(rows, rhs, group_sizes, *, out_dtype, **options) -> str | None:
     del options
-    if group_sizes.shape != (1, num_experts):
-        return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
-    return None if dy.size else "there must be elements"
+    return _several_participants(group_sizes, rhs.shape[0]) or rows_unsupported(
+        rows, rhs, rhs.shape[1:], out_dtype
+    )
+
+
+def _quantized_weights_unsupported(lhs, dy, group_sizes, *, num_experts, out_dtype) -> str | None:
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _several_participants(group_sizes, num_experts) or unsupported(
+        lhs, dy, widths, (1, 1), out_dtype
+    )
+
+
+def _several_participants(group_sizes, num_experts: int) -> str | None:
+    if group_sizes.shape == (1, num_experts):
+        return None
+    return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+
+
+def _bias_unsupported(dy, group_sizes, *, num_experts, **options) -> str | None:
+    del options
+    return _several_participants(group_sizes, num_experts) or (
+        None if dy.size else "there must be elements"
+    )
 
 
 _ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
 
 grouped_gemm_op = Op(
     "grouped_gemm",
-    _fprop_reference,
+    partial(_rows_reference, contract_rhs=1),
     "p c k, e k n..., p g -> p c n...",
     summed=("k",),
     roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
-    kernels=_triton("rows", why_no_rows),
+    kernels=_kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported),
 )
 grouped_gemm_dgrad_op = Op(
     "grouped_gemm_dgrad",
-    _dgrad_reference,
+    partial(_rows_reference, contract_rhs=2),
     "p c n..., e k n..., p g -> p c k",
     summed=("n...",),
     roles=_ROWS_WEIGHT,
     parameter=1,
     plan=plan_grouped,
-    kernels=_triton("rows_dgrad", why_no_rows),
+    kernels=_kernels("rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported),
 )
 grouped_gemm_wgrad_op = Op(
     "grouped_gemm_wgrad",
@@ -384,7 +397,7 @@ grouped_gemm_wgrad_op = Op(
     roles="participants . ., participants . ., participants . -> experts fsdp .",
     parameter=3,
     plan=plan_grouped,
-    kernels=_triton("weights", _weights_supported),
+    kernels=_kernels("weights", _plain_weights_unsupported, _quantized_weights_unsupported),
 )
 group_bias_op = Op(
     "group_bias",
@@ -400,8 +413,41 @@ group_bias_grad_op = Op(
     parameter=2,
     plan=plan_grouped,
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_supported),
+        Kernel.triton("expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_unsupported),
     ),
+)
+
+
+def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+    formats, spec = layer.formats, layer.used[0]
+    if state is not None and layer.delayed is not None:
+        return grouped_quantize_delayed_both(
+            x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
+        )
+    if not for_wgrad:
+        q_x = grouped_quantize(x, group_sizes, formats.x, axis=2, spec=spec)
+        return q_x, q_x, None
+    both = formats.x, formats.x_wgrad
+    return *grouped_quantize_both(x, group_sizes, both, spec=spec), None
+
+
+def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+    del tokens
+    both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
+
+
+GROUPED = Linear(
+    name="grouped_dense",
+    fprop=grouped_gemm_op,
+    dgrad=grouped_gemm_dgrad_op,
+    wgrad=grouped_gemm_wgrad_op,
+    add_bias=group_bias_op,
+    bias_grad=group_bias_grad_op,
+    row_roles=("participants",),
+    weight_roles=("experts", "fsdp"),
+    quantize_x=_x_copies,
+    quantize_dy=_dy_copies,
 )
 
 
@@ -463,57 +509,36 @@ def grouped_gemm(
     is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
     shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
     """
-    reduce_dtype = check_reduce_dtype("grouped_gemm", reduce_dtype)
     check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
-    out_dtype = check_out_dtype("grouped_gemm", out_dtype or lhs.dtype)
-    if isinstance(lhs, QuantizedArray) or isinstance(rhs, QuantizedArray):
-        specs = lhs_spec, rhs_spec, out_spec
-        return _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest)
-    flat = lhs.ndim == 2
-    if flat:
-        lhs, group_sizes = lhs[None], group_sizes[None]
-    out = _grouped_gemm(
+    if is_quantized(lhs, rhs) and lhs.ndim == 2:
+        raise ValueError(
+            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
+            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
+        )
+    return apply_grouped(
+        "grouped_gemm",
         lhs,
         rhs,
         group_sizes,
         bias,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
-        rhs_dtype=rhs.dtype,
-        lhs_spec=with_participant(lhs_spec) if flat else lhs_spec,
-        rhs_spec=rhs_spec,
-        out_spec=with_participant(out_spec) if flat else out_spec,
+        specs=(lhs_spec, rhs_spec, out_spec),
         zero_rest=zero_rest,
     )
-    return out[0] if flat else out
 
 
-def _quantized(lhs, rhs, group_sizes, bias, out_dtype, specs, zero_rest):
-    from expertmesh.core.ops.quantized_grouped_gemm import (
-        quantized_grouped_gemm,
-    )  # builds on this module
-
-    lhs_spec, rhs_spec, out_spec = specs
-    lhs, rhs = both_quantized("grouped_gemm", "grouped_dense", lhs, rhs)
-    if lhs.ndim == 2:
-        raise ValueError(
-            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
-            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
-        )
-    out = quantized_grouped_gemm(
-        lhs,
-        rhs,
-        group_sizes,
-        out_dtype=out_dtype,
-        specs=(lhs_spec, rhs_spec),
-        out_spec=out_spec,
-        zero_rest=zero_rest,
-    )
-    if bias is None:
-        return out
-    return group_bias_op(
-        out, bias, group_sizes, operand_specs=(out_spec, bias_spec(rhs_spec), None)
-    )
+def apply_grouped(
+    name: str, x, w, group_sizes, bias, extra: Extra | None = None, recipe=None, *, specs, **options
+) -> Any:
+    """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
+    flat = x.ndim == 2
+    if flat:
+        x, group_sizes = x[None], group_sizes[None]
+        specs = with_participant(specs[0]), specs[1], with_participant(specs[2])
+    extra = extra or Extra()
+    layer = layer_of(name, GROUPED, x, w, extra, recipe, specs=specs, **options)
+    return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
 
 
 def _check_data(name, lhs, group_sizes):
@@ -581,72 +606,3 @@ def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
         )
     if debug:
         _check_data(name, lhs, group_sizes)
-
-
-def _grouped_gemm_fwd(
-    lhs, rhs, group_sizes, bias, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec,
-    zero_rest,
-):  # fmt: skip
-    del reduce_dtype, rhs_dtype
-    rhs = narrow_at_rest(rhs, lhs.dtype, rhs_spec, ("experts", "fsdp"))
-    out = grouped_gemm_op(
-        lhs,
-        rhs,
-        group_sizes,
-        out_dtype=out_dtype,
-        zero_rest=zero_rest,
-        operand_specs=(lhs_spec, rhs_spec, None),
-        result_specs=(out_spec,),
-    )
-    if bias is not None:
-        specs = (out_spec, bias_spec(rhs_spec), None)
-        out = group_bias_op(out, bias, group_sizes, operand_specs=specs)
-    return out, (lhs, rhs, group_sizes, bias)
-
-
-def _grouped_gemm_bwd(
-    residuals, dy, *, out_dtype, reduce_dtype, rhs_dtype, lhs_spec, rhs_spec, out_spec, zero_rest
-):
-    del out_dtype
-    lhs, rhs, group_sizes, bias = residuals
-    num_experts = rhs.shape[0]
-    dlhs = grouped_gemm_dgrad_op(
-        dy,
-        rhs,
-        group_sizes,
-        out_dtype=lhs.dtype,
-        zero_rest=zero_rest,
-        operand_specs=(out_spec, rhs_spec, None),
-        result_specs=(at_rest(lhs, lhs_spec),),
-    )
-    drhs = grouped_gemm_wgrad_op(
-        lhs,
-        dy,
-        group_sizes,
-        num_experts=num_experts,
-        out_dtype=rhs_dtype,
-        operand_specs=(lhs_spec, out_spec, None),
-        result_specs=(at_rest(rhs, rhs_spec),),
-        reduce_dtype=reduce_dtype,
-    )
-    if bias is None:
-        return dlhs, drhs, None, None
-    db = group_bias_grad_op(
-        dy,
-        group_sizes,
-        num_experts=num_experts,
-        out_dtype=bias.dtype,
-        operand_specs=(out_spec, None),
-        result_specs=(at_rest(bias, bias_spec(rhs_spec)),),
-    )
-    return dlhs, drhs, None, db
-
-
-def bias_spec(rhs_spec):
-    """Of a weight's bias in use, whose dimensions are those of the weight without K."""
-    if rhs_spec is None:
-        return None
-    return filter_roles((*rhs_spec[:1], *rhs_spec[2:]), "experts", "tp")
-
-
-_grouped_gemm = differentiable(_grouped_gemm_fwd, _grouped_gemm_bwd)

@@ -1,55 +1,30 @@
-"""GEMMs of quantized operands: y = dequantized(x) . dequantized(w), accumulated in float32.
+"""Two quantized operands of a GEMM: which fit each other, and which the kernels take."""
 
-The three GEMMs of a layer contract K (forward), N (input gradient) and the tokens (weight gradient); the blocks of both
-operands lie along the contraction. Dimension key: t token dimensions (any number), K contraction, n output dimensions
-(any number).
-"""
-
+import dataclasses
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from expertmesh.core import _jax
-from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import check_out_dtype
+from expertmesh.core.op import Op
 from expertmesh.core.quantization.quantize import dequantize_values
-from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, is_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import not_differentiable
 
-__all__ = ["quantized_gemm", "quantized_gemm_dgrad", "quantized_gemm_wgrad"]
+
+def dequantized(x):
+    """float32, of a QuantizedArray; an array as it is."""
+    if not isinstance(x, QuantizedArray):
+        return x
+    return dequantize_values(x.data, x.scale, x.tensor_scale, block=x.block)
 
 
-def multiply(a, b, dims, out_dtype):
-    """Exact products: of operands that were 8 bits wide, TensorFloat-32 would lose digits of the scales."""
-    out = jax.lax.dot_general(
-        a,
-        b,
-        (dims, ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return out.astype(out_dtype)
-
-
-def _fprop_reference(x, w, *, out_dtype):
-    return multiply(_wide(x), _wide(w), ((x.ndim - 1,), (0,)), out_dtype)
-
-
-def _dgrad_reference(dy, w, *, out_dtype):
-    n = w.ndim - 1
-    dims = tuple(range(dy.ndim - n, dy.ndim)), tuple(range(1, w.ndim))
-    return multiply(_wide(dy), _wide(w), dims, out_dtype)
-
-
-def _wgrad_reference(x, dy, *, out_dtype):
-    tokens = tuple(range(x.ndim - 1))
-    return multiply(_wide(x), _wide(dy), (tokens, tokens), out_dtype)
-
-
-def _wide(q: QuantizedArray):
-    return dequantize_values(q.data, q.scale, q.tensor_scale, block=q.block)
+def precision_of(x) -> jax.lax.Precision | None:
+    """Exact products of what was 8 bits wide: TensorFloat-32 would lose digits of the scales."""
+    return jax.lax.Precision.HIGHEST if isinstance(x, QuantizedArray) else None
 
 
 def rows_unsupported(rows, w, weight_shape, out_dtype) -> str | None:
@@ -82,109 +57,34 @@ def unsupported(a, b, widths, block_dims, out_dtype) -> str | None:
     return None
 
 
-def _rows_supported(rows, w, *, out_dtype) -> str | None:
-    """For the forward (x w) and the input gradient (dy w^T)."""
-    return rows_unsupported(rows, w, w.shape, out_dtype)
-
-
-def _weights_supported(x, dy, *, out_dtype) -> str | None:
-    *tokens, K = x.shape
-    along = max(x.block, default=1)
-    if len(tokens) > 1 and tokens[-1] % along:
-        return f"the last dimension of tokens must consist of blocks of {along}; it is {tokens[-1]}"
-    return unsupported(x, dy, (K, prod(dy.shape[len(tokens) :])), (1, 1), out_dtype)
-
-
-def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.quantized_gemm", function, supports),)
-
-
-_fprop_op = Op(
-    "quantized_gemm",
-    _fprop_reference,
-    "t... k, k n... -> t... n...",
-    summed=("k",),
-    roles="tokens ., fsdp . -> tokens .",
-    parameter=1,
-    kernels=_triton("fprop", _rows_supported),
-)
-_dgrad_op = Op(
-    "quantized_gemm_dgrad",
-    _dgrad_reference,
-    "t... n..., k n... -> t... k",
-    summed=("n...",),
-    roles="tokens ., fsdp . -> tokens .",
-    parameter=1,
-    kernels=_triton("dgrad", _rows_supported),
-)
-_wgrad_op = Op(
-    "quantized_gemm_wgrad",
-    _wgrad_reference,
-    "t... k, t... n... -> k n...",
-    summed=("t...",),
-    roles="tokens ., tokens . -> fsdp .",
-    parameter=2,
-    kernels=_triton("wgrad", _weights_supported),
-)
-
-
-def quantized_gemm(x: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, out_spec=None):
-    """y[t, n] = sum_k x[t, k] * w[k, n].
+def multiply(
+    op: Op,
+    name: str,
+    a: tuple[Any, int],
+    b: tuple[Any, int],
+    group_sizes=None,
+    *,
+    specs,
+    multiple=True,
+    **options,
+):
+    """A GEMM of two operands, each with the dimension of it that is contracted.
 
     Args:
-      x: [..., K], its blocks along K.
-      w: [K, *N], its blocks along K.
-      out_dtype: dtype of the result.
-      specs: of `x` and `w` over Auto axes, or None for each.
-      out_spec: where the result is wanted.
-
-    Returns:
-      [..., *N]; accumulated in float32, rounded once.
-
-    Raises:
-      ValueError: formats or blocks that no GEMM takes (see `check_pair`).
-
-    Under sharding as `gemm`; what is gathered of the weight is its data and its scales.
+      op: the GEMM; takes `group_sizes` after the operands unless they are None.
+      name: of the GEMM, for the errors of `check_pair`.
+      specs: of both operands over Auto axes, or None for each.
+      multiple: see `check_pair`.
+      options: of the op.
     """
-    check_pair("gemm", (x, x.ndim - 1), (w, 0))
-    for q in (x, w):
-        _check_one_tensor(q)
-    return _call(_fprop_op, x, w, out_dtype, specs, out_spec)
-
-
-def quantized_gemm_dgrad(dy: QuantizedArray, w: QuantizedArray, *, out_dtype, specs, out_spec=None):
-    """dx[t, k] = sum_n dy[t, n] * w[k, n]; blocks along the last dimension of N. Otherwise as `quantized_gemm`."""
-    check_pair("gemm's input gradient", (dy, dy.ndim - 1), (w, w.ndim - 1))
-    return _call(_dgrad_op, dy, w, out_dtype, specs, out_spec)
-
-
-def quantized_gemm_wgrad(
-    x: QuantizedArray,
-    dy: QuantizedArray,
-    *,
-    out_dtype,
-    specs,
-    out_spec=None,
-    reduce_dtype="float32",
-):
-    """dw[k, n] = sum_t x[t, k] * dy[t, n]; blocks along the last token dimension.
-
-    Devices add their parts in `reduce_dtype`. Otherwise as `quantized_gemm`.
-    """
-    tokens = x.ndim - 1
-    check_pair("gemm's weight gradient", (x, tokens - 1), (dy, tokens - 1), multiple=False)
-    return _call(_wgrad_op, x, dy, out_dtype, specs, out_spec, reduce_dtype=reduce_dtype)
-
-
-def _call(op, a, b, out_dtype, specs, out_spec, **options):
-    return op(
-        a,
-        b,
-        out_dtype=check_out_dtype("gemm", out_dtype),
-        operand_specs=tuple(specs),
-        result_specs=(out_spec,),
-        **options,
-    )
+    operands = [a[0], b[0]]
+    if is_quantized(*operands):
+        check_pair(name, a, b, group_sizes, multiple=multiple)
+        # Groups have one size for both operands, which the op takes once.
+        operands = [dataclasses.replace(q, group_sizes=None) for q in operands]
+    if group_sizes is not None:
+        operands, specs = [*operands, group_sizes], (*specs, None)
+    return op(*operands, operand_specs=specs, **options)
 
 
 def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, QuantizedArray]:
@@ -209,23 +109,20 @@ def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, Quantiz
     return jax.tree.map(constant, a), jax.tree.map(constant, b)
 
 
-def _check_one_tensor(q: QuantizedArray) -> None:
-    scale = q.tensor_scale if q.block else q.scale
-    if scale is not None and scale.ndim:
-        raise ValueError(
-            f"gemm: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; quantize it "
-            "with batch_dims=0, or use grouped_gemm"
-        )
-
-
 def check_pair(
-    name: str, a: tuple[QuantizedArray, int], b: tuple[QuantizedArray, int], *, multiple=True
+    name: str,
+    a: tuple[QuantizedArray, int],
+    b: tuple[QuantizedArray, int],
+    group_sizes=None,
+    *,
+    multiple=True,
 ) -> None:
     """Raises ValueError for two operands (and the dimension of each that is contracted) that no GEMM takes.
 
     Both e5m2; scales of different kinds or blocks of different length; two operands with two-dimensional blocks; only
     one operand rotated; blocks across another dimension than the contracted one; scales that do not fit their data; a
-    contraction that is no multiple of what the format needs (see `contraction_multiple`), with `multiple`.
+    contraction that is no multiple of what the format needs (see `contraction_multiple`), with `multiple`; scales of
+    tensors that are not [], or with `group_sizes` not [P, G] of rows and [E] of weights.
     """
     _check_formats(name, a[0].format, b[0].format)
     for q, dim in (a, b):
@@ -241,6 +138,8 @@ def check_pair(
                 f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
                 f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
             )
+    _check_scales(a[0], group_sizes)
+    _check_scales(b[0], group_sizes)
 
 
 def contraction_multiple(format: TensorFormat) -> int:
@@ -273,4 +172,25 @@ def _check_formats(name: str, fa: TensorFormat, fb: TensorFormat) -> None:
         raise ValueError(
             f"{name}: both operands must be rotated by the Hadamard transform or none; got hadamard={fa.hadamard} "
             f"and {fb.hadamard}; use the formats of one GEMM"
+        )
+
+
+def _check_scales(q: QuantizedArray, group_sizes) -> None:
+    scale = q.tensor_scale if q.block else q.scale
+    if scale is None:
+        return
+    if group_sizes is None:
+        if scale.ndim:
+            raise ValueError(
+                f"gemm: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; quantize "
+                "it with batch_dims=0, or use grouped_gemm"
+            )
+        return
+    weights = q.group_sizes is None
+    want = q.shape[:1] if weights else group_sizes.shape
+    if scale.shape != want:
+        raise ValueError(
+            f"grouped_gemm: there must be one scale per {'expert' if weights else 'group'}, {want}; got scale "
+            f"{scale.shape} of data {q.shape}; make it with expertmesh.core."
+            f"{'quantize(..., batch_dims=1)' if weights else 'grouped_quantize'}"
         )

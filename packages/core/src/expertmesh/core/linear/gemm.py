@@ -3,21 +3,32 @@
 Dimension key: t token dimensions (any number), K contraction, n output dimensions (any number).
 """
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.mesh import filter_roles, narrow_at_rest
-from expertmesh.core.op import Op, check_reduce_dtype
-from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.quantized_gemm import both_quantized, quantized_gemm
-from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.core.vjp import at_rest, differentiable
+from expertmesh.core.linear.apply import apply_linear, layer_of
+from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.quantization.delayed_scaling import quantize_delayed
+from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.recipe import quantized_once
 
 
 def _dot(a, b, dims, out_dtype):
-    out = jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.float32)
+    out = jax.lax.dot_general(
+        dequantized(a),
+        dequantized(b),
+        (dims, ((), ())),
+        precision=precision_of(a),
+        preferred_element_type=jnp.float32,
+    )
     return out.astype(out_dtype)
 
 
@@ -44,6 +55,25 @@ def _bias_grad_reference(dy, bias, *, out_dtype):
     return jnp.sum(dy.astype(jnp.float32), axis=tokens).astype(out_dtype)
 
 
+def _rows_unsupported(rows, w, *, out_dtype) -> str | None:
+    """For the forward (x w) and the input gradient (dy w^T)."""
+    return rows_unsupported(rows, w, w.shape, out_dtype)
+
+
+def _weights_unsupported(x, dy, *, out_dtype) -> str | None:
+    *tokens, K = x.shape
+    along = max(x.block, default=1)
+    if len(tokens) > 1 and tokens[-1] % along:
+        return f"the last dimension of tokens must consist of blocks of {along}; it is {tokens[-1]}"
+    return unsupported(x, dy, (K, prod(dy.shape[len(tokens) :])), (1, 1), out_dtype)
+
+
+def _kernels(function: str, unsupported) -> tuple[Kernel, ...]:
+    """Of quantized operands; plain ones have no kernel of ours."""
+    module = "expertmesh.core.kernels.quantized_gemm"
+    return (Kernel.triton(module, function, unsupported, takes=is_quantized),)
+
+
 gemm_op = Op(
     "gemm",
     _gemm_reference,
@@ -51,6 +81,7 @@ gemm_op = Op(
     summed=("k",),
     roles="tokens ., fsdp . -> tokens .",
     parameter=1,
+    kernels=_kernels("fprop", _rows_unsupported),
 )
 gemm_dgrad_op = Op(
     "gemm_dgrad",
@@ -59,6 +90,7 @@ gemm_dgrad_op = Op(
     summed=("n...",),
     roles="tokens ., fsdp . -> tokens .",
     parameter=1,
+    kernels=_kernels("dgrad", _rows_unsupported),
 )
 gemm_wgrad_op = Op(
     "gemm_wgrad",
@@ -67,9 +99,45 @@ gemm_wgrad_op = Op(
     summed=("t...",),
     roles="tokens ., tokens . -> fsdp .",
     parameter=2,
+    kernels=_kernels("wgrad", _weights_unsupported),
 )
 add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...")
 bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
+
+
+def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+    del group_sizes
+    formats, spec = layer.formats, layer.used[0]
+    if state is None or layer.delayed is None:
+        q_x, state = quantize(x, formats.x, axis=x.ndim - 1, spec=spec), None
+    else:
+        q_x, state = quantize_delayed(x, state, layer.delayed, spec=spec)
+    if not for_wgrad or quantized_once(formats.x, formats.x_wgrad):
+        return q_x, q_x, state
+    return q_x, quantize(x, formats.x_wgrad, axis=x.ndim - 2, spec=spec), state
+
+
+def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+    del group_sizes
+    formats, spec = layer.formats, layer.used[2]
+    along_n = quantize(dy, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec)
+    if quantized_once(formats.grad_dgrad, formats.grad_wgrad):
+        return along_n, along_n
+    return along_n, quantize(dy, formats.grad_wgrad, axis=tokens, key=keys[1], spec=spec)
+
+
+DENSE = Linear(
+    name="dense",
+    fprop=gemm_op,
+    dgrad=gemm_dgrad_op,
+    wgrad=gemm_wgrad_op,
+    add_bias=add_bias_op,
+    bias_grad=bias_grad_op,
+    row_roles=("tokens", "sequence"),
+    weight_roles=("fsdp",),
+    quantize_x=_x_copies,
+    quantize_dy=_dy_copies,
+)
 
 
 def gemm(
@@ -121,82 +189,31 @@ def gemm(
     gradient is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype`: in bfloat16 half the
     bytes travel, each of n devices' parts is rounded, and each of the n - 1 sums, by at most 2^-9 of it.
     """
-    check_arrays("gemm", FLOATS, x=x, w=w)
-    check_arrays("gemm", FLOATS, optional=True, bias=bias)
+    check_operands("gemm", x, w, bias)
+    layer = layer_of(
+        "gemm",
+        DENSE,
+        x,
+        w,
+        Extra(),
+        None,
+        out_dtype=out_dtype,
+        reduce_dtype=reduce_dtype,
+        specs=(x_spec, w_spec, out_spec),
+    )
+    return apply_linear(layer, x, w, None, bias)
+
+
+def check_operands(name: str, x, w, bias) -> None:
+    """Raises where the operands of GEMM `name` do not fit."""
+    check_arrays(name, FLOATS, x=x, w=w)
+    check_arrays(name, FLOATS, optional=True, bias=bias)
     if x.ndim < 1 or w.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"gemm: the last dimension of x must equal the first of w; got x {x.shape}, w {w.shape}; transpose w"
+            f"{name}: the last dimension of x must equal the first of w; got x {x.shape}, w {w.shape}; transpose w"
         )
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(
-            f"gemm: bias must have the shape of w without its first dimension, {w.shape[1:]}; got bias {bias.shape}; "
+            f"{name}: bias must have the shape of w without its first dimension, {w.shape[1:]}; got bias {bias.shape}; "
             "reshape it"
         )
-    out_dtype = check_out_dtype("gemm", out_dtype or x.dtype)
-    reduce_dtype = check_reduce_dtype("gemm", reduce_dtype)
-    if isinstance(x, QuantizedArray) or isinstance(w, QuantizedArray):
-        return _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec)
-    return _gemm(
-        x,
-        w,
-        bias,
-        out_dtype=out_dtype,
-        reduce_dtype=reduce_dtype,
-        w_dtype=w.dtype,
-        x_spec=x_spec,
-        w_spec=w_spec,
-        out_spec=out_spec,
-    )
-
-
-def _quantized(x, w, bias, out_dtype, x_spec, w_spec, out_spec):
-    x, w = both_quantized("gemm", "dense", x, w)
-    y = quantized_gemm(x, w, out_dtype=out_dtype, specs=(x_spec, w_spec), out_spec=out_spec)
-    return y if bias is None else add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
-
-
-def _gemm_fwd(x, w, bias, *, out_dtype, reduce_dtype, w_dtype, x_spec, w_spec, out_spec):
-    del reduce_dtype, w_dtype
-    w = narrow_at_rest(w, x.dtype, w_spec, ("fsdp",))
-    y = gemm_op(x, w, out_dtype=out_dtype, operand_specs=(x_spec, w_spec), result_specs=(out_spec,))
-    if bias is not None:
-        y = add_bias_op(y, bias, operand_specs=(out_spec, bias_spec(w_spec)))
-    return y, (x, w, bias)
-
-
-def _gemm_bwd(residuals, dy, *, out_dtype, reduce_dtype, w_dtype, x_spec, w_spec, out_spec):
-    del out_dtype
-    x, w, bias = residuals
-    dx = gemm_dgrad_op(
-        dy,
-        w,
-        out_dtype=x.dtype,
-        operand_specs=(out_spec, w_spec),
-        result_specs=(at_rest(x, x_spec),),
-    )
-    dw = gemm_wgrad_op(
-        x,
-        dy,
-        out_dtype=w_dtype,
-        operand_specs=(x_spec, out_spec),
-        result_specs=(at_rest(w, w_spec),),
-        reduce_dtype=reduce_dtype,
-    )
-    if bias is None:
-        return dx, dw, None
-    db = bias_grad_op(
-        dy,
-        bias,
-        out_dtype=bias.dtype,
-        operand_specs=(out_spec, bias_spec(w_spec)),
-        result_specs=(at_rest(bias, bias_spec(w_spec)),),
-    )
-    return dx, dw, db
-
-
-def bias_spec(w_spec):
-    """Of a weight's bias in use, whose dimensions are those of the weight without K."""
-    return None if w_spec is None else filter_roles(w_spec[1:], "tp")
-
-
-_gemm = differentiable(_gemm_fwd, _gemm_bwd)

@@ -10,7 +10,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
-from core.ops import dense_oracle
+from core.linear import dense_oracle
 from expertmesh.core import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -185,7 +185,7 @@ def struct(*sizes, dtype="float32"):
     "options, shapes, words",
     [
         ({}, ((2, 64, 32), (4, 16, 64), (2, 2)), ["grouped_dense", "(2, 64, 32)", "transpose"]),
-        ({}, ((2, 64, 32), (4, 32), (2, 2)), ["grouped_gemm", "[E, K, *N]"]),
+        ({}, ((2, 64, 32), (4, 32), (2, 2)), ["grouped_dense", "[E, K, *N]"]),
         (dict(recipe="mxfp8"), ((2, 64, 32), (5, 32, 64), (2, 2)), ["multiple of the number of"]),
         (dict(contracting_dims=((-1,), (2,))), ((2, 64, 32), (4, 64, 32), (2, 2)), ["transpose"]),
         (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from expertmesh.core import grouped_gemm, permute, plan_permute
-from expertmesh.core.ops.gathered_gemm import gathered_gemm
+from expertmesh.core.linear.gathered_gemm import gathered_gemm
 from expertmesh.core.testing import relative_error
 
 T, K, N, E, TOP_K = 50, 24, 16, 6, 3

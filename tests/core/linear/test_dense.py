@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from cases.covering import covering
-from core.ops import dense_oracle
+from core.linear import dense_oracle
 from expertmesh.core import (
     DelayedScaling,
     Float8BlockScaling,
