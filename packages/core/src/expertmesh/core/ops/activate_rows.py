@@ -58,7 +58,7 @@ def _value_supported(h, *others, activation: Activation) -> str | None:
 
 
 def _kernel(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.activate_rows", function, supports),)
+    return (Kernel.triton("expertmesh.core.kernels.triton.activate_rows", function, supports),)
 
 
 activate_rows_op = Op(

@@ -277,7 +277,7 @@ gated_grad_op = Op(
     "... c f, ... f -> ... c f",
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
-    kernels=(Kernel.triton("expertmesh.core.kernels.activation", "gated_grad", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", _why_not),),
 )
 _plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
 _plain_grad_op = Op(

@@ -85,7 +85,7 @@ gathered_gemm_op = Op(
     roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
     parameter=2,
     plan=plan_grouped,
-    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gathered_gemm", "rows", _why_not),),
 )
 
 

@@ -137,7 +137,7 @@ def _why_not_both(x, group_sizes, *, format, blocks, **options) -> str | None:
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.grouped_quantize", function, supports),)
+    return (Kernel.triton("expertmesh.core.kernels.triton.grouped_quantize", function, supports),)
 
 
 def _op(ndim: int, two_level: bool, blocks: bool, given: bool, key: bool, twice: bool) -> Op:

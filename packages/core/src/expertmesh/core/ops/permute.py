@@ -250,14 +250,14 @@ _plan = Op(
     _plan_reference,
     "p t k, p -> p t k, p n, p e, p e, p, p",
     whole=("t", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "plan", _plan_supported),),
 )
 spread = Op(
     "permute",
     _spread_reference,
     "p t d, p t k, p n -> p n d",
     whole=("t", "k", "n"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "spread", _spread_supported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "spread", _spread_supported),),
 )
 _unpermute_grad = Op(
     "unpermute_grad",
@@ -267,7 +267,7 @@ _unpermute_grad = Op(
     summed=("d",),
     kernels=(
         Kernel.triton(
-            "expertmesh.core.kernels.permute", "unpermute_grad", _unpermute_grad_supported
+            "expertmesh.core.kernels.triton.permute", "unpermute_grad", _unpermute_grad_supported
         ),
     ),
 )

@@ -289,7 +289,7 @@ def _quantize_op(ndim: int, batch_dims: int, two_level: bool, blocks: bool, give
         whole=("key",),
         roles=rule_of(*terms(data_roles(ndim, batch_dims), ".")),
         plan=_Plan("quantize", batch_dims, finds_amax=True),
-        kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
+        kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _why_not),),
     )
 
 
@@ -438,7 +438,9 @@ def _dequantize_op(ndim: int, lead_dims: int, blocks: bool, two_level: bool, gro
         roles=rule_of(*terms(data_roles(ndim, lead_dims * (not grouped)), ".")),
         plan=_Plan("dequantize"),
         kernels=(
-            Kernel.triton("expertmesh.core.kernels.quantize", "dequantize", _why_not_dequantize),
+            Kernel.triton(
+                "expertmesh.core.kernels.triton.quantize", "dequantize", _why_not_dequantize
+            ),
         ),
     )
 

@@ -226,7 +226,7 @@ def _live_tokens(token_mask):
 
 
 def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.load_balance", function, supports),)
+    return (Kernel.triton("expertmesh.core.kernels.triton.load_balance", function, supports),)
 
 
 def _why_no_sums(logits, *rest, score_function="softmax") -> str | None:

@@ -257,7 +257,7 @@ _choose_op = Op(
     "... e, e, ... -> ... k, ... k",
     whole=("e", "k"),
     roles="tokens ., ., tokens -> tokens ., tokens .",
-    kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.router", "choose", _why_not),),
 )
 _keep_op = Op(
     "route_keep",
@@ -272,7 +272,7 @@ _weigh_grad_op = Op(
     _weigh_grad,
     "... e, ... k, ... k, ... k -> ... e",
     whole=("e", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.router", "weigh_grad", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.router", "weigh_grad", _why_not),),
 )
 
 

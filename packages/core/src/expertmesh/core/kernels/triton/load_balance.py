@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.permute import count
+from expertmesh.core.kernels.triton.permute import count
 from expertmesh.core.operands import wide_ids
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py
