@@ -165,7 +165,7 @@ def test_weight_gradients_on_hopper(groups, out, operands, tmp_path):
 
     wide = out == "float32"
     tiles = (choice.WEIGHTS_HOPPER_WIDE if wide else choice.WEIGHTS_HOPPER).fit(groups, out)
-    assert tiles.stages >= tiles.least
+    assert tiles.stages >= tiles.min_stages
     ptx, said = _assemble_cuda(kernels.weights_source(operands, out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
@@ -237,7 +237,7 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
-    tiles = (choice.WEIGHTS_BLOCKS if blocks else choice.WEIGHTS_WHOLE).fit(groups, out)
+    tiles = (choice.WEIGHTS_BLOCKS if blocks else choice.WEIGHTS_TENSORS).fit(groups, out)
     text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, tiles, blocks=blocks)
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"

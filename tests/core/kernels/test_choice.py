@@ -202,7 +202,7 @@ def fits(config, groups, out, itemsize):
     assert 128 * (less + 2 * more) <= REGISTERS and less % 8 == more % 8 == 0
     assert config.programs % 2 == 0 or config.kernel == "block_scaled", "clusters are of two"
     if isinstance(tiles, plain.WeightTiles):
-        assert tiles.stages >= tiles.least
+        assert tiles.stages >= tiles.min_stages
         taken = 1024 + tiles.slots(out) + tiles.stages * tiles.slot + 16 * groups
     elif isinstance(tiles, quantized.BlockTiles):
         assert tiles.stages >= 2

@@ -120,7 +120,7 @@ class WeightTiles:
 
     Attributes:
       stages: steps of the contraction under way at most.
-      least: and at least.
+      min_stages: and at least.
       slot: bytes of shared memory of each.
       staged: where results begin in shared memory.
       handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
@@ -132,7 +132,7 @@ class WeightTiles:
     """
 
     stages: int
-    least: int
+    min_stages: int
     slot: int
     staged: int
     handed: int
@@ -176,7 +176,7 @@ ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 WEIGHTS_HOPPER = WeightTiles(
-    stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
+    stages=4, min_stages=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
 )  # fmt: skip
 # Float32 results wait in no registers: each warp sends its own.
@@ -205,7 +205,7 @@ def choose_weights(gemm: Weights) -> Config:
     wide = jnp.dtype(gemm.out_dtype).itemsize == 4
     cuda = (WEIGHTS_HOPPER_WIDE if wide else WEIGHTS_HOPPER).fit(gemm.groups, gemm.out_dtype)
     # The windows of rows that are loaded need as many rows as a step.
-    if gemm.device.runs_cuda and gemm.rows >= STEP and cuda.stages >= cuda.least:
+    if gemm.device.runs_cuda and gemm.rows >= STEP and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
     tiles = WEIGHTS.fit(gemm.widths[1], gemm.out_dtype)
     return Config("triton", tiles, gemm.device.programs())

@@ -56,10 +56,10 @@ class BlockTiles:
 ROWS_BLOCKS = BlockTiles(stages=4, band=16, defer=True, registers=(56, 224))
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(
-    stages=3, least=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
+    stages=3, min_stages=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
 )
-WEIGHTS_WHOLE = WeightTiles(
-    stages=4, least=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
+WEIGHTS_TENSORS = WeightTiles(
+    stages=4, min_stages=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
 )
 # Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
 # of rows, whose scales change along the contraction, half as much again.
@@ -85,8 +85,8 @@ def choose_weights(gemm: Weights) -> Config:
     """The weight gradient."""
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
-    cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_WHOLE).fit(gemm.groups, gemm.out_dtype)
-    if gemm.device.runs_cuda and cuda.stages >= cuda.least:
+    cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_TENSORS).fit(gemm.groups, gemm.out_dtype)
+    if gemm.device.runs_cuda and cuda.stages >= cuda.min_stages:
         kernel = "block_scaled" if gemm.along else "tensor_scaled"
         return cuda.config(gemm, BLOCK, kernel)
     tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype)

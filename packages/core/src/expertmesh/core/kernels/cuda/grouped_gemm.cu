@@ -236,7 +236,7 @@ struct Result {
     }
   }
 #else
-  // Where this lane's row of 8 x 8 matrices goes, 16 bytes at places that turn with the row, for all banks; and where
+  // Where this lane's row of 8 x 8 matrices goes, 16 bytes swizzled by the row, for all banks; and where
   // this thread's part of a row is then.
   u32 to, from;
   u8* at;  // this thread's part of a row, in the result's first rows
@@ -279,7 +279,7 @@ struct Result {
                    "r"(packed[i + 3]) : "memory");
   }
 
-  // Stages the next piece in shared memory, where it is turned, and stores the one before, which all have staged.
+  // Stages the next piece in shared memory, where it is transposed, and stores the one before, which all have staged.
   __device__ __forceinline__ void send_piece() {
     asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
     const int4 upper = get(from + turn), lower = get(from + turn + PIECE / 2 * LINE);

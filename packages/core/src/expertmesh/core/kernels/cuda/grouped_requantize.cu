@@ -1,6 +1,6 @@
 // Rows in blocks of 8 bits along their features, quantized again in blocks along the rows, for Hopper: with what
 // `quantize.cuh` has, which comes before this text. Between the two a number has 16 bits.
-static_assert(TURNED, "the copy leaves in whole lines alone");
+static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
 
 // 8 bytes, or zeros, for which nothing is read.
 __device__ __forceinline__ void copy_8(u32 to, const u8* from, bool wanted) {
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
         for (int k = 0; k < 4; k++)
           down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
       }
-      turn(down, r, thread, smem);
+      transpose(down, r, thread, smem);
     }
-    store_turned(data_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
+    store_transposed(data_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
   }
 }

@@ -31,7 +31,7 @@ def source(
         BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, SLOT=slot, SHARED=shared,
         HALF=int(jnp.dtype(dtype) == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"],
         FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
-        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TURNED=int(config.transposed),
+        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TRANSPOSED=int(config.transposed),
     )  # fmt: skip
     return Source(source_text("quantize.cuh", file, defined=defined), shared)
 

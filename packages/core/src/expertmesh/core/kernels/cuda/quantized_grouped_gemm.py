@@ -5,8 +5,8 @@ the contraction and W the width of the result; for the weight gradient [W, C] of
 leaves them. Dimension key as in `ops/quantized_grouped_gemm.py`.
 
 Rows of blocks, whose products of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the weight
-gradients of blocks, whose products have a scale for each number (`quantized_grouped_gemm.cu`), and with a scale for
-each group (`quantized_grouped_gemm_whole.cu`). Rows with a scale for each group are in `cuda/grouped_gemm.py`.
+gradients of blocks, whose products have a scale for each number (`block_scaled_weight_gradient.cu`), and with a scale
+for each group (`tensor_scaled_weight_gradient.cu`). Rows with a scale for each group are in `cuda/grouped_gemm.py`.
 """
 
 import jax
@@ -76,10 +76,10 @@ def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks
         width // 2,
         "1, 1",
     )
-    file = "quantized_grouped_gemm.cu" if blocks else "quantized_grouped_gemm_whole.cu"
+    file = "block_scaled_weight_gradient.cu" if blocks else "tensor_scaled_weight_gradient.cu"
     return weight_gradients.source(file, out_dtype, tiles, INSTRUCTION=multiply)
 
 
 def _transposed(x):
-    """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `kernels/quantize.py` leaves it."""
+    """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `triton/quantize.py` leaves it."""
     return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))).T

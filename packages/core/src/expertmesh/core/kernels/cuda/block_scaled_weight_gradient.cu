@@ -1,7 +1,7 @@
 // Weight gradient of 8-bit operands in blocks of 128 rows, for Hopper: out[g] = sum over the rows r of group g of
 // (lhs[r] * its scales) (dy[r] * its scales)^T, zeros for a group without rows.
 //
-// Operands lie turned, [columns, rows], so that the contraction is contiguous. A cluster of two blocks works on 256
+// Operands are K-major, [columns, rows]: the contraction is contiguous. A cluster of two blocks works on 256
 // columns of lhs and 256 of dy; the blocks have half of the former each, and share the latter by multicast. In a block
 // one warp loads, and two roles of four warps have half of the columns of dy each: 64 columns of lhs at a time, for
 // products of more would not fit into registers beside all sums. A step is a block of 128 rows: one role scales a

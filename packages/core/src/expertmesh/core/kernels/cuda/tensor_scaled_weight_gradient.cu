@@ -1,7 +1,7 @@
 // Weight gradient of 8-bit operands with a scale for each group, for Hopper: out[g] = (sum over the rows r of group g
 // of lhs[r]^T dy[r]) * lhs_scale[g] * dy_scale[g], zeros for a group without rows.
 //
-// Operands lie turned, [columns, rows], so that the contraction is contiguous, as the tensor cores read 8 bits alone.
+// Operands are K-major, [columns, rows]: the contraction is contiguous, as the tensor cores read 8 bits alone.
 // In a block one warp loads, two clear the rows of other groups, and two roles of four warps multiply 64 columns of lhs
 // by 256 of dy each: at their own pace, so that one multiplies while the other ends a tile. A role keeps a result in
 // registers, rounded, of which a piece leaves in each step of the next tile. Shared memory is as busy as the tensor
