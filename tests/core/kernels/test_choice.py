@@ -203,7 +203,7 @@ def fits(config, groups, out, itemsize):
     assert config.programs % 2 == 0 or config.kernel == "block_scaled", "clusters are of two"
     if isinstance(tiles, plain.WeightTiles):
         assert tiles.stages >= tiles.min_stages
-        taken = 1024 + tiles.slots(out) + tiles.stages * tiles.slot + 16 * groups
+        taken = 1024 + tiles.stages_at(out) + tiles.stages * tiles.stage_bytes + 16 * groups
     elif isinstance(tiles, quantized.BlockTiles):
         assert tiles.stages >= 2
         taken = 128 * 128 * out.itemsize + tiles.stages * 48 * 1024 + 288 + 8 * (groups + 1)

@@ -95,12 +95,12 @@ class RowTiles:
     """How the kernel of rows in CUDA C++ runs.
 
     Attributes:
-      boxes: of 64 columns, that a role multiplies by at most 256 / boxes rows.
+      boxes: of 64 columns, that a consumer multiplies by at most 256 / boxes rows.
       rows: at least and at most so many in a tile of a large group, in steps of `grain`.
       cost: of a tile's step, beside that of its rows, in rows.
       band: tiles of rows that run together.
       box: rows of one TMA load.
-      registers: of the role that loads, and of those that multiply.
+      registers: of the producer, and of consumers.
       parts: of a tile of the last round, unless programs take turns, which fill each other's last rounds.
     """
 
@@ -121,19 +121,19 @@ class WeightTiles:
     Attributes:
       stages: steps of the contraction under way at most.
       min_stages: and at least.
-      slot: bytes of shared memory of each.
+      stage_bytes: of shared memory, of each.
       staged: where results begin in shared memory.
-      handed: parts of 64 x 128 of a result of 16 bits that a role stages at once; of 32 bits, one.
+      handed: parts of 64 x 128 of a result of 16 bits that a consumer stages at once; of 32 bits, one.
       band: tiles, of 256 columns of lhs, that run together.
-      registers: of the role that loads, and of those that multiply.
+      registers: of the producer, and of consumers.
       passing: results leave L2 first, which operands then keep.
-      strips: of 64 lines of 128 bytes of a result that a role has under way, if each of its warps sends its own lines
-        (of 16 bits alone), in place of parts.
+      strips: of 64 lines of 128 bytes of a result that a consumer has under way, if each of its warps sends its own
+        lines (of 16 bits alone), in place of parts.
     """
 
     stages: int
     min_stages: int
-    slot: int
+    stage_bytes: int
     staged: int
     handed: int
     band: int
@@ -142,10 +142,10 @@ class WeightTiles:
     strips: int = 0
 
     def handed_of(self, out_dtype) -> int:
-        """The parts of a result of this type that a role stages at once."""
+        """The parts of a result of this type that a consumer stages at once."""
         return self.handed if jnp.dtype(out_dtype).itemsize == 2 else 1
 
-    def slots(self, out_dtype) -> int:
+    def stages_at(self, out_dtype) -> int:
         """Where the first step is in shared memory."""
         part = 64 * 128 * jnp.dtype(out_dtype).itemsize
         return self.staged + 2 * (self.strips * STRIP or self.handed_of(out_dtype) * part)
@@ -157,7 +157,7 @@ class WeightTiles:
 
     def fit(self, G: int, out_dtype) -> "WeightTiles":
         """What results and the table of groups take of shared memory is not there for steps."""
-        stages = (SHARED_BYTES - 1024 - self.slots(out_dtype) - 16 * G) // self.slot
+        stages = (SHARED_BYTES - 1024 - self.stages_at(out_dtype) - 16 * G) // self.stage_bytes
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
     def config(self, gemm: Weights, step: int, kernel: str = "cuda") -> Config:
@@ -165,7 +165,7 @@ class WeightTiles:
         return Config(kernel, self, gemm.programs((128, 256, step)) // 2 * 2)
 
 
-STRIP = 64 * 128  # bytes that a role stages, of a result
+STRIP = 64 * 128  # bytes that a consumer stages, of a result
 # NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
@@ -176,7 +176,7 @@ ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 WEIGHTS_HOPPER = WeightTiles(
-    stages=4, min_stages=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
+    stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
 )  # fmt: skip
 # Float32 results wait in no registers: each warp sends its own.

@@ -38,7 +38,7 @@ class BlockTiles:
       stages: steps of 128 of the contraction under way at most.
       band: tiles of 128 rows that run together.
       defer: left results are staged beside a tile's last product, not after it.
-      registers: of the role that loads and stores, and of those that multiply.
+      registers: of the producer, which stores too, and of consumers.
     """
 
     stages: int
@@ -56,11 +56,11 @@ class BlockTiles:
 ROWS_BLOCKS = BlockTiles(stages=4, band=16, defer=True, registers=(56, 224))
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(
-    stages=3, min_stages=2, slot=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240)
-)
+    stages=3, min_stages=2, stage_bytes=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240),
+)  # fmt: skip
 WEIGHTS_TENSORS = WeightTiles(
-    stages=4, min_stages=3, slot=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232)
-)
+    stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
+)  # fmt: skip
 # Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
 # of rows, whose scales change along the contraction, half as much again.
 TILES = Tiles(m=128, n=256, k=128, warps=8, stages=4)

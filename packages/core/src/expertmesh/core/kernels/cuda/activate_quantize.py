@@ -23,5 +23,5 @@ def source(dtype, *, config: Config, activation, format, gradient: bool) -> quan
         defined["BOUND"] = quantize.literal(activation.limit)
     return quantize.source(
         "activate_quantize.cu", dtype, config=config, format=format,
-        halves=1 + gradient, slot=16 * (2 + gradient), **defined,
+        halves=1 + gradient, row_bytes=16 * (2 + gradient), **defined,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def rows_source(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
         BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
-        REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
+        REGISTERS_PRODUCER=tiles.registers[0], REGISTERS_CONSUMER=tiles.registers[1],
     )  # fmt: skip
     if places:
         defined["PLACES"] = ", ".join(map(str, places))

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, all_columns);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * SLOT + i * READ);
+    for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * ROW_BYTES + i * READ);
   }
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
-      const u32 from = smem + thread * SLOT + i * READ;
+      const u32 from = smem + thread * ROW_BYTES + i * READ;
       const uint2 eight = get_8(from);
       const float factor = factor_of(scales[i]);
       scales[i] = next.read(i, from);

@@ -17,5 +17,5 @@ def launch(data, scale, sizes, *, config: Config, format, dtype, out_type, zero_
 def source(dtype, *, config: Config, format) -> quantize.Source:
     """The kernel with `dtype` between the two formats."""
     return quantize.source(
-        "grouped_requantize.cu", dtype, config=config, format=format, halves=1, slot=8
+        "grouped_requantize.cu", dtype, config=config, format=format, halves=1, row_bytes=8
     )

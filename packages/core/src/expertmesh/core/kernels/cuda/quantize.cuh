@@ -6,8 +6,8 @@
 // is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
 // Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
-// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), SLOT (bytes that a thread
-// reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
+// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), ROW_BYTES (bytes that a
+// thread reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
 // float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous).
 
 constexpr int THREADS = WARPS * 32;
@@ -18,7 +18,7 @@ static_assert(ROWS % 4 == 0 && ROWS <= PEERS, "four rows fill a word, and each r
 
 // Shared memory: what was read, by rows of a thread; the multipliers of columns; and the columns' largest numbers by
 // warp, where later a half of the tile is transposed.
-constexpr int READ = THREADS * SLOT;
+constexpr int READ = THREADS * ROW_BYTES;
 constexpr int MULTIPLIERS = ROWS * READ;
 constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS * 4;
 constexpr int ROOM_BYTES = TRANSPOSED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;

@@ -18,17 +18,17 @@ class Source:
 
 
 def source(
-    file: str, dtype, *, config: Config, format, halves: int, slot: int, **defined
+    file: str, dtype, *, config: Config, format, halves: int, row_bytes: int, **defined
 ) -> Source:
-    """The kernel of `file`; `halves`, `slot` and `defined` are macros of it and of `quantize.cuh`."""
+    """The kernel of `file`; `halves`, `row_bytes` and `defined` are macros of it and of `quantize.cuh`."""
     block, columns, tiles = format.block[1], 128, config.tiles
     known = scaling(jnp.dtype(dtype), format)
     # Of what is read, of multipliers, and where a tile is transposed.
-    read = block // (2 * tiles.warps) * tiles.warps * 32 * slot
+    read = block // (2 * tiles.warps) * tiles.warps * 32 * row_bytes
     rest = 4 * halves + (block if config.transposed else tiles.warps * halves * 2)
     shared = read + rest * columns
     defined |= dict(
-        BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, SLOT=slot, SHARED=shared,
+        BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, ROW_BYTES=row_bytes, SHARED=shared,
         HALF=int(jnp.dtype(dtype) == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"],
         FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
         FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TRANSPOSED=int(config.transposed),

@@ -42,7 +42,7 @@ def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
         BAND=tiles.band, DEFER=int(tiles.defer), SHARED=SHARED_BYTES,
-        REGISTERS_LESS=less, REGISTERS_MORE=more,
+        REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
     multiply = wgmma(

@@ -12,10 +12,10 @@ def source(file: str, out_dtype, tiles: WeightTiles, **lines: str) -> str:
     out_dtype = jnp.dtype(out_dtype)
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
-        SLOT=tiles.slot, SLOTS=tiles.slots(out_dtype), STAGED=tiles.staged,
+        STAGE_BYTES=tiles.stage_bytes, STAGES_AT=tiles.stages_at(out_dtype), STAGED=tiles.staged,
         HANDED=tiles.handed_of(out_dtype), OWN=tiles.strips, BAND=tiles.band,
         PASSING=int(tiles.passing), SHARED=SHARED_BYTES,
-        REGISTERS_LESS=tiles.registers[0], REGISTERS_MORE=tiles.registers[1],
+        REGISTERS_PRODUCER=tiles.registers[0], REGISTERS_CONSUMER=tiles.registers[1],
     )  # fmt: skip
     return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
 
