@@ -86,7 +86,7 @@ gathered_gemm_op = Op(
     roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
     parameter=2,
     plan=plan_grouped,
-    kernels=(Kernel.triton("expertmesh.core.kernels.gathered_gemm", "rows", _unsupported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gathered_gemm", "rows", _unsupported),),
 )
 
 

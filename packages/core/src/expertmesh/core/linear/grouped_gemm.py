@@ -413,7 +413,9 @@ group_bias_grad_op = Op(
     parameter=2,
     plan=plan_grouped,
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.group_bias", "group_bias_grad", _bias_unsupported),
+        Kernel.triton(
+            "expertmesh.core.kernels.triton.group_bias", "group_bias_grad", _bias_unsupported
+        ),
     ),
 )
 

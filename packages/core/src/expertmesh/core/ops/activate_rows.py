@@ -48,7 +48,7 @@ def _selected(source, x, dtype):
     return jnp.where(holds, x, jnp.float32(0)).astype(dtype)
 
 
-def _value_supported(h, *others, activation: Activation) -> str | None:
+def _unsupported(h, *others, activation: Activation) -> str | None:
     """What keeps these types from the kernels, or None."""
     del others
     if not activation.gated:
@@ -58,8 +58,8 @@ def _value_supported(h, *others, activation: Activation) -> str | None:
     return None if h.size else "there must be elements"
 
 
-def _kernel(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.activate_rows", function, supports),)
+def _kernel(function: str, unsupported) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.triton.activate_rows", function, unsupported),)
 
 
 activate_rows_op = Op(
@@ -68,7 +68,7 @@ activate_rows_op = Op(
     "p c two... f, p c, p c, p g -> p c f",
     whole=("two...", "g"),
     roles="participants . . tp, participants ., participants ., participants . -> participants . tp",
-    kernels=_kernel("value", _value_supported),
+    kernels=_kernel("value", _unsupported),
 )
 activate_rows_grad_op = Op(
     "activate_rows_grad",
@@ -78,5 +78,5 @@ activate_rows_grad_op = Op(
     summed=("f",),
     roles="participants . . tp, participants . tp, participants ., participants ., participants . "
     "-> participants . . tp, participants ., participants . tp",
-    kernels=_kernel("grad", _value_supported),
+    kernels=_kernel("grad", _unsupported),
 )

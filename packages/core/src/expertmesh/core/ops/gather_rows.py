@@ -123,7 +123,7 @@ _gather = Op(
     _reference,
     "p s d, p n k, p n k -> p n d",
     whole=("s", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.gather_rows", "gather", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gather_rows", "gather", _why_not),),
 )
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 

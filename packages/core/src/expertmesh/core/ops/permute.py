@@ -180,7 +180,7 @@ _plan = Op(
     _plan_reference,
     "p t k, p -> p t k, p n, p e, p e, p, p",
     whole=("t", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "plan", _plan_supported),),
 )
 
 

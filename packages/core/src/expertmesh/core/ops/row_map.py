@@ -207,7 +207,7 @@ def _grad_supported(d_out, x, weights, source, row) -> str | None:
 
 
 def _kernel(function, supports):
-    return (Kernel.triton("expertmesh.core.kernels.permute", function, supports),)
+    return (Kernel.triton("expertmesh.core.kernels.triton.permute", function, supports),)
 
 
 _spread_rows = Op(

@@ -30,7 +30,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _value_and_slope(x, FUNCTION: tl.constexpr, SIGMOID: tl.constexpr = _sigmoid):
+def value_and_slope(x, FUNCTION: tl.constexpr, SIGMOID: tl.constexpr = _sigmoid):
     """act(x) and act'(x)."""
     if FUNCTION == "silu" or FUNCTION == "quick_gelu":
         factor: tl.constexpr = 1.0 if FUNCTION == "silu" else 1.702
@@ -55,12 +55,12 @@ def _value_and_slope(x, FUNCTION: tl.constexpr, SIGMOID: tl.constexpr = _sigmoid
 
 
 @triton.jit
-def _load(pointer, inside):
+def load(pointer, inside):
     return tl.load(pointer, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def _clamp(gate, up, LIMIT: tl.constexpr):
+def clamp(gate, up, LIMIT: tl.constexpr):
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -81,10 +81,10 @@ def _gated_grad_kernel(
     if F % BF != 0:
         inside = inside & (columns < F)
     at = rows * (2 * F) + columns
-    raw_gate, raw_up = _load(h + at, inside), _load(h + at + F, inside)
-    d = _load(d_out + rows * F + columns, inside)
-    gate, up = _clamp(raw_gate, raw_up, LIMIT)
-    value, slope = _value_and_slope(gate, FUNCTION)
+    raw_gate, raw_up = load(h + at, inside), load(h + at + F, inside)
+    d = load(d_out + rows * F + columns, inside)
+    gate, up = clamp(raw_gate, raw_up, LIMIT)
+    value, slope = value_and_slope(gate, FUNCTION)
     d_gate = d * slope * (up + OFFSET)
     d_up = d * value
     if LIMIT is not None:

@@ -3,10 +3,10 @@
 //
 // Operands are taken as they lie, [rows, columns]: of 16 bits the tensor cores read contiguous columns too. TMA has
 // them as windows of a step's rows, one from each row on, and what lies beyond a window is zeros: the last step of a
-// group is a part of the window that ends where the group ends. In a block one warp loads, and two roles of four warps
-// multiply 64 columns of lhs by 256 of dy each: at their own pace, so that one multiplies while the other ends a
-// tile. A role keeps a result in registers, rounded, of which a piece leaves in each step of the next tile. Products
-// and loads have all of the 128 bytes that shared memory gives in a clock.
+// group is a part of the window that ends where the group ends. In a block one producer warp loads, and two consumer
+// warpgroups multiply 64 columns of lhs by 256 of dy each: at their own pace, so that one multiplies while the other
+// ends a tile. A consumer keeps a result in registers, rounded, of which a piece leaves in each step of the next tile.
+// Products and loads have all of the 128 bytes that shared memory gives in a clock.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
 // replaced: INSTRUCTIONS (`multiply` for both widths).
@@ -14,9 +14,10 @@
 constexpr int ROWS = 64;               // of a step, and of a window
 constexpr int DEPTH = 16;              // rows of one instruction
 constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
-constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a slot
+constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
 constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
-static_assert(SLOT == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2, "as launched, and two are left if one has zeros");
+static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2,
+              "as launched, and two are left if one has zeros");
 
 template <int WIDTH>
 __device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
@@ -29,23 +30,23 @@ struct Cut : Done {
 };
 
 #if OWN
-// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are turned by their number. Odd lines take other
-// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A role.
+// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are swizzled by their number. Odd lines take other
+// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A consumer.
 __device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, line = lane / 4;
   const bool odd = line % 2;
-  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, turned = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
+  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {  // 8 columns and their next but one; both lines
     const float *x = sums + i, *y = x + 8;
     const u32 to = at + i % 4 / 2 * 8 * 128, c = i / 4 * 32;
-    put_pair(to + (c ^ turned), odd ? y[0] : x[0], odd ? y[1] : x[1]);
-    put_pair(to + (c + 64 ^ turned), odd ? x[0] : y[0], odd ? x[1] : y[1]);
+    put_pair(to + (c ^ swizzle), odd ? y[0] : x[0], odd ? y[1] : x[1]);
+    put_pair(to + (c + 64 ^ swizzle), odd ? x[0] : y[0], odd ? x[1] : y[1]);
   }
 }
 
-// A tile's result of a role on its way out, of which each warp sends its 16 lines: pieces of 128 bytes of them, as many
-// under way as there are strips. No warp waits for another.
+// A tile's result of a consumer on its way out, of which each warp sends its 16 lines: pieces of 128 bytes of them, as
+// many under way as there are strips. No warp waits for another.
 struct Sending {
   static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
   Result result;
@@ -181,7 +182,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
   }
 }
 
-// Zeros in the rows of some panels from `live` on, whatever they hold. A role.
+// Zeros in the rows of some panels from `live` on, whatever they hold. A consumer.
 __device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
 #pragma unroll 1
   for (int i = 0; i < panels; i++)
@@ -205,13 +206,13 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender) {
-  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.role * PANEL;
+  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
   const bool all = rows >= ROWS;
   wait_barrier(ring.full(), ring.parity);
   if (mixed) {
     clear_rows(lhs, 1, rows);
-    clear_rows(dy, WIDTH / 64, rows);  // by both roles, which write the same
+    clear_rows(dy, WIDTH / 64, rows);  // by both consumers, which write the same
     fence_shared();
     sender.result.meet();
   }
@@ -249,7 +250,7 @@ __device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sendin
   float sums[PARTS * SUMS];
   bool more = tiles.next();
   while (more) {
-    const Cut tile{{tiles.group, tiles.m + sender.result.role * PART_M, tiles.n}, tiles.columns};
+    const Cut tile{{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n}, tiles.columns};
     if (tile.columns == TILE_N)
       multiply_rows<TILE_N>(sums, ring, tiles.start, tiles.end, sender);
     else
@@ -269,27 +270,27 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy, const int* sizes, int K, int N,
     int num_groups, const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
-  const int role = role_of_warp();
+  const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
-    init_slots(smem, STAGES, 4 * ROLES);
+    init_stages(smem, STAGES, 4 * CONSUMERS);
   }
   const int live = order(sizes, num_groups, smem, table);
-  // The last slot is for zeros, if some are stored and there is no other room.
-  const bool room = table >= smem + SLOTS + STAGES * SLOT + BOX;
+  // The last stage is for zeros, if some are stored and there is no other room.
+  const bool room = table >= smem + STAGES_AT + STAGES * STAGE_BYTES + BOX;
   const int stages = live < num_groups && !room ? STAGES - 1 : STAGES;
   cluster_sync();
   const CutTiles tiles(table, live, K, N);
-  if (role < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, SLOTS, SLOT, stages, 1});
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});
     if (threadIdx.x / 32 == 1 && live < num_groups)
-      store_zeros(&out, smem + SLOTS + stages * SLOT, table, live, num_groups, K, N);
+      store_zeros(&out, smem + STAGES_AT + stages * STAGE_BYTES, table, live, num_groups, K, N);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Sending sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
-    multiply_tiles(tiles, Ring{smem, SLOTS, SLOT, stages, 0}, sender);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Sending sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
+    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0}, sender);
   }
   __syncwarp();
-  cluster_sync();  // the other block may still arrive here, or write to its slots
+  cluster_sync();  // the other block may still arrive here, or write to its stages
 }

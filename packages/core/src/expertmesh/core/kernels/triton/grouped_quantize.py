@@ -6,7 +6,7 @@ Group sizes are read on the device; rows after the last group are not read, and 
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.kernels import quantize
+from expertmesh.core.kernels.triton import quantize
 
 
 def grouped_quantize(

@@ -3,12 +3,12 @@
 // A program takes tiles of BLOCK rows and 128 columns one after the other. A thread has 8 columns of ROWS rows. What it
 // reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the numbers
 // stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along the rows
-// turns in shared memory, four rows in a word, and leaves in lines of 128 bytes.
+// is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
 // Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
-// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), SLOT (bytes that a thread
-// reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
-// float32), LIMIT, FORMAT (of PTX) and TURNED (the copy along the rows lies with its rows contiguous).
+// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), ROW_BYTES (bytes that a
+// thread reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
+// float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous).
 
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;               // of a tile, for 16 threads
@@ -17,11 +17,11 @@ constexpr int PEERS = BLOCK / 8;           // threads that have a block of a row
 static_assert(ROWS % 4 == 0 && ROWS <= PEERS, "four rows fill a word, and each row's scale is a thread's");
 
 // Shared memory: what was read, by rows of a thread; the multipliers of columns; and the columns' largest numbers by
-// warp, where later a half of the tile is turned.
-constexpr int READ = THREADS * SLOT;
+// warp, where later a half of the tile is transposed.
+constexpr int READ = THREADS * ROW_BYTES;
 constexpr int MULTIPLIERS = ROWS * READ;
 constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS * 4;
-constexpr int ROOM_BYTES = TURNED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;
+constexpr int ROOM_BYTES = TRANSPOSED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;
 static_assert(ROOM + ROOM_BYTES == SHARED, "as launched");
 
 __device__ __forceinline__ u32 get_u16(u32 from) {
@@ -185,16 +185,16 @@ __device__ __forceinline__ float4 multipliers(u32 smem, int column) {
   return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
 }
 
-// Four rows, from row `r` of this thread on, of its 8 columns: eight rows of a column lie together, at places that turn
-// with the thread, for all banks.
-__device__ __forceinline__ void turn(const u32 (&down)[8], int r, int thread, u32 smem) {
+// Four rows, from row `r` of this thread on, of its 8 columns: eight rows of a column lie together, at places that
+// are swizzled by the thread, for all banks.
+__device__ __forceinline__ void transpose(const u32 (&down)[8], int r, int thread, u32 smem) {
   const int in_row = thread % 16, line = thread / 16 * ROWS + r, to = (line / 8 ^ in_row) * 8 + line % 8;
 #pragma unroll
   for (int j = 0; j < 8; j++) put_word(smem + ROOM + (in_row * 8 + j) * BLOCK + to, down[j]);
 }
 
-// Stores a turned tile of BLOCK rows, which is in shared memory when all threads are here, and waits for all.
-__device__ __forceinline__ void store_turned(
+// Stores a transposed tile of BLOCK rows, which is in shared memory when all threads are here, and waits for all.
+__device__ __forceinline__ void store_transposed(
     u8* out, int thread, u32 smem, int first_row, int first_column, int num_rows, int width) {
   __syncthreads();
 #pragma unroll

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from expertmesh.core import _jax, disk_cache
-from expertmesh.core.kernels.cuda_call import cuda_call, source_text
+from expertmesh.core.kernels.cuda.cuda_call import cuda_call, source_text
 
 LINES = 96  # of which enough lie in each half, and near each pair
 LAUNCHES = 5  # whose median counts: some clusters may change places

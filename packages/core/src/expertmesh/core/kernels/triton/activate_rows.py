@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.activation import TILES, Tiles, _clamp, _load, _value_and_slope
-from expertmesh.core.kernels.quantize import _num_live
+from expertmesh.core.kernels.triton.activation import TILES, Tiles, clamp, load, value_and_slope
+from expertmesh.core.kernels.triton.quantize import count_live
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _rows_held(
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     end = R
     if G > 0:
-        end = tl.minimum(_num_live(group_sizes, G, G_POW2), R)
+        end = tl.minimum(count_live(group_sizes, G, G_POW2), R)
     held = tl.load(source + rows, mask=rows < R, other=-1) >= 0
     weight = tl.load(weights + rows, mask=held, other=0)
     return rows, rows < end, held, weight, tl.program_id(0).to(tl.int64) * BR < end
@@ -46,8 +46,8 @@ def _activate_rows_kernel(
             columns = start + tl.arange(0, BF)[None, :]
             at = rows * (2 * F) + columns
             inside = held & (columns < F)
-            gate, up = _clamp(_load(h + at, inside), _load(h + at + F, inside), LIMIT)
-            value, _ = _value_and_slope(gate, FUNCTION)
+            gate, up = clamp(load(h + at, inside), load(h + at + F, inside), LIMIT)
+            value, _ = value_and_slope(gate, FUNCTION)
             value = tl.where(held, weight * (value * (up + OFFSET)), 0.0)
             there = written & (columns < F)
             tl.store(out + rows * F + columns, value.to(out.dtype.element_ty), mask=there)
@@ -69,10 +69,10 @@ def _activate_rows_grad_kernel(
             columns = start + tl.arange(0, BF)[None, :]
             at = rows * (2 * F) + columns
             inside = held & (columns < F)
-            raw_gate, raw_up = _load(h + at, inside), _load(h + at + F, inside)
-            d = _load(d_out + rows * F + columns, inside)
-            gate, up = _clamp(raw_gate, raw_up, LIMIT)
-            value, slope = _value_and_slope(gate, FUNCTION)
+            raw_gate, raw_up = load(h + at, inside), load(h + at + F, inside)
+            d = load(d_out + rows * F + columns, inside)
+            gate, up = clamp(raw_gate, raw_up, LIMIT)
+            value, slope = value_and_slope(gate, FUNCTION)
             product = value * (up + OFFSET)
             dots += tl.sum(d * product, 1)[:, None]
             d_gate = weight * d * slope * (up + OFFSET)

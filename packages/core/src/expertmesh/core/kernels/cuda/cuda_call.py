@@ -5,6 +5,7 @@ For what Triton's language does not have, such as products whose shape is chosen
 
 import functools
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -59,7 +60,7 @@ def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
     folder = pathlib.Path(__file__).parent
     text = "".join((folder / file).read_text() for file in ("words.cuh", *files))
     for name, of_name in lines.items():
-        text = text.replace(f"{name}\n", of_name, 1)
+        text = re.sub(rf"^ *{name}\n", of_name.replace("\\", r"\\"), text, count=1, flags=re.M)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text
 
 

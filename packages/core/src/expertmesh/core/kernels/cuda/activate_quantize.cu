@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
           const float of[4] = {m.x, m.y, m.z, m.w};
 #pragma unroll
           for (int k = 0; k < 4; k++)
-            if (TURNED)
+            if (TRANSPOSED)
               down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
             else
               also[k][j / 4] = to_8_bits(v[k][0] * m.x, v[k][1] * m.y, v[k][2] * m.z, v[k][3] * m.w);
@@ -194,12 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
           if (r + k < inside) {
             const u64 at = first + (u64)(r + k) * HALVES * width;
             *(uint2*)(data + at) = make_uint2(along[k][0], along[k][1]);
-            if (!TURNED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
+            if (!TRANSPOSED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
           }
-        if (TURNED) turn(down, r, thread, smem);
+        if (TRANSPOSED) transpose(down, r, thread, smem);
       }
-      if (TURNED)
-        store_turned(
+      if (TRANSPOSED)
+        store_transposed(
             data_rows + (u64)half * width * num_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
     }
   }

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.gather_rows import Tiles, as_words, fit
+from expertmesh.core.kernels.triton.gather_rows import Tiles, as_words, fit
 from expertmesh.core.operands import wide_ids
 
 

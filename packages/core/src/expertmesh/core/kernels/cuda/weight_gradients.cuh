@@ -2,29 +2,29 @@
 // which have half of the former each and share the latter; groups in order; results that leave by TMA.
 //
 // Compiled at run time after `hopper.cuh`, before a kernel's own text. Macros that come before both: WIDE (float32
-// results) or HALF (float16 ones), STAGES (slots), SLOT (bytes of each), SLOTS (where they begin), STAGED (where
-// results are staged), HANDED (parts of a role's that there is room for) or OWN (strips of 128 bytes of them, else 0),
-// BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2), SHARED (bytes),
-// REGISTERS_LESS and REGISTERS_MORE, and perhaps PLACES and KEEPING.
+// results) or HALF (float16 ones), STAGES (of the pipeline), STAGE_BYTES (bytes of each), STAGES_AT (where they begin),
+// STAGED (where results are staged), HANDED (parts of a consumer's that there is room for) or OWN (strips of 128 bytes
+// of them, else 0), BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2),
+// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and KEEPING.
 
-constexpr int ROLES = 2;               // that multiply
-constexpr int THREADS = 128 + ROLES * 128;
+constexpr int CONSUMERS = 2;           // warpgroups that multiply
+constexpr int THREADS = 128 + CONSUMERS * 128;
 constexpr int BLOCK = 128;             // of 8 bits: rows of a step, and bytes of a line of an operand
 constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
-constexpr int PART_M = 64, PART_N = 128;  // of a role's result
+constexpr int PART_M = 64, PART_N = 128;  // of a consumer's result
 constexpr int PARTS = 2;
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;              // of 8 bits: rows of one instruction
-static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
+static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
 
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, slots for operands; and at its
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, stages for operands; and at its
 // end the table of groups.
 constexpr int LINES = OWN ? 16 : 32, BOX = LINES * 128;  // what leaves at once: lines of 128 bytes of a result
 constexpr int LIVE = 128;                           // how many groups have rows
 constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
 constexpr int STRIP = PART_M * 128;
-constexpr int STAGED_BYTES = (OWN ? OWN : HANDED * STRIPS) * STRIP;  // of a role
-static_assert(SLOTS == STAGED + ROLES * STAGED_BYTES && SLOT % 1024 == 0, "as launched");
+constexpr int STAGED_BYTES = (OWN ? OWN : HANDED * STRIPS) * STRIP;  // of a consumer
+static_assert(STAGES_AT == STAGED + CONSUMERS * STAGED_BYTES && STAGE_BYTES % 1024 == 0, "as launched");
 
 __device__ __forceinline__ void put_pair(u32 to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
@@ -117,14 +117,14 @@ __device__ __forceinline__ u32 unit_at(u32 operand, int line, int unit) {
 }
 
 // Stages sums of 64 x 128 or, of 16 bits, packed ones of 64 x 64: lines of 128 bytes, whose units of 16 bytes are
-// turned by their number. A role.
+// swizzled by their number. A consumer.
 #if WIDE
 __device__ __forceinline__ void stage_sums(u32 staged, const float* sums, float factor) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+  const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, swizzle = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
   for (int j = 0; j < SUMS / 4; j++) {
-    const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
+    const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ swizzle);
     put_pair(here, sums[4 * j] * factor, sums[4 * j + 1] * factor);
     put_pair(here + 8 * 128, sums[4 * j + 2] * factor, sums[4 * j + 3] * factor);
   }
@@ -134,11 +134,11 @@ constexpr int PACKED = 16;  // of a thread in a strip
 
 __device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const u32 at = staged + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+  const u32 at = staged + (warp * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
   for (int i = 0; i < PACKED; i += 4)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(at + (i * 8 ^ turned)), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
+                 ::"r"(at + (i * 8 ^ swizzle)), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
                  "r"(packed[i + 3]) : "memory");
 }
 #endif
@@ -168,16 +168,16 @@ struct Done {
   static constexpr int columns = TILE_N;  // of dy
 };
 
-// The way out of a role's results: parts are staged in shared memory, from where TMA stores them.
+// The way out of a consumer's results: parts are staged in shared memory, from where TMA stores them.
 struct Result {
-  int role;
+  int consumer;
   u32 staged;
   const TensorMap* out;
 
-  // All threads of the role are here.
-  __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory"); }
+  // All threads of the consumer are here.
+  __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); }
 
-  // Where a part is staged: in strips of 128 bytes of its lines, units of 16 bytes turned by the line's number.
+  // Where a part is staged: in strips of 128 bytes of its lines, units of 16 bytes swizzled by the line's number.
   __device__ __forceinline__ u32 stage(int part) const {
     if (part % HANDED == 0) {
       if (threadIdx.x % 128 == 0) wait_for_stores();
@@ -204,7 +204,7 @@ struct Result {
   }
 };
 
-// A tile's result of a role, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
+// A tile's result of a consumer, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
 // step of the next tile. `Tile`: `Done`, or one with fewer columns.
 template <class Tile>
 struct Sender {

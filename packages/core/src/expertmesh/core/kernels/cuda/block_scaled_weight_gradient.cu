@@ -1,21 +1,21 @@
 // Weight gradient of 8-bit operands in blocks of 128 rows, for Hopper: out[g] = sum over the rows r of group g of
 // (lhs[r] * its scales) (dy[r] * its scales)^T, zeros for a group without rows.
 //
-// Operands lie turned, [columns, rows], so that the contraction is contiguous. A cluster of two blocks works on 256
-// columns of lhs and 256 of dy; the blocks have half of the former each, and share the latter by multicast. In a block
-// one warp loads, and two roles of four warps have half of the columns of dy each: 64 columns of lhs at a time, for
-// products of more would not fit into registers beside all sums. A step is a block of 128 rows: one role scales a
-// product and adds it while the other multiplies. Results leave by TMA. Shared memory is busiest: products, loads,
+// Operands are K-major, [columns, rows]: the contraction is contiguous. A cluster of two blocks works on 256 columns of
+// lhs and 256 of dy; the blocks have half of the former each, and share the latter by multicast. In a block one
+// producer warp loads, and two consumer warpgroups have half of the columns of dy each: 64 columns of lhs at a time,
+// for products of more would not fit into registers beside all sums. A step is a block of 128 rows: one consumer scales
+// a product and adds it while the other multiplies. Results leave by TMA. Shared memory is busiest: products, loads,
 // scales and results have 1570 of its clocks in a step, for which the tensor cores take 1024.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
 // replaced: INSTRUCTION (`multiply`).
 
-// What a slot holds: both operands, then both scales.
+// What a stage holds: both operands, then both scales.
 constexpr int OF_LHS = TILE_N * BLOCK, SCALES_N = OF_LHS + TILE_M * BLOCK, SCALES_M = SCALES_N + TILE_N * 4;
-constexpr int SLOT_LOADS = SCALES_M + TILE_M * 4;
+constexpr int STAGE_LOADS = SCALES_M + TILE_M * 4;
 constexpr int ZEROS = 1024;  // where a box of them is
-static_assert(SLOT >= SLOT_LOADS && STAGED == ZEROS + BOX, "as launched");
+static_assert(STAGE_BYTES >= STAGE_LOADS && STAGED == ZEROS + BOX, "as launched");
 
 INSTRUCTION
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_tiles(
     for (int chunk = tiles.start / BLOCK; chunk * BLOCK < tiles.end; chunk++) {
       const u32 at = ring.at(), ready = ring.full();
       wait_barrier(ring.empty(), ring.parity);
-      expect_bytes(ready, SLOT_LOADS);
+      expect_bytes(ready, STAGE_LOADS);
       load_shared(dy, at + rank * PART_N * BLOCK, ready, chunk * BLOCK, tiles.n + rank * PART_N);
       load(lhs, at + OF_LHS, ready, chunk * BLOCK, tiles.m);
       load(dy_scales, at + SCALES_N, ready, tiles.n, chunk);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_tiles(
   arrive(ring.full());
 }
 
-// Zeros in the bytes of an operand's lines before `first` and from `end` on. One role.
+// Zeros in the bytes of an operand's lines before `first` and from `end` on. One consumer.
 __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
   constexpr int UNITS = BLOCK / 16;
 #pragma unroll 1
@@ -57,9 +57,9 @@ __device__ __noinline__ void clear(u32 operand, int lines, int first, int end) {
   }
 }
 
-// Stores a tile's sums: a role's columns of dy are its own, and its parts are of lhs.
+// Stores a tile's sums: a consumer's columns of dy are its own, and its parts are of lhs.
 __device__ __forceinline__ void store(const Result& result, const float (&sums)[PARTS][SUMS], Done to) {
-  to.n += result.role * PART_N;
+  to.n += result.consumer * PART_N;
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     const u32 staged = result.stage(part);
@@ -79,15 +79,15 @@ __device__ __forceinline__ void store(const Result& result, const float (&sums)[
   }
 }
 
-// The roles multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction of a
-// product is under way.
-__device__ __forceinline__ void take_turn(int role) { asm volatile("bar.sync %0, 256;" ::"r"(role + 3) : "memory"); }
+// The consumers multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction
+// of a product is under way.
+__device__ __forceinline__ void take_turn(int mine) { asm volatile("bar.sync %0, 256;" ::"r"(mine + 3) : "memory"); }
 
-__device__ __forceinline__ void let_turn(int role) { asm volatile("bar.arrive %0, 256;" ::"r"(role + 3) : "memory"); }
+__device__ __forceinline__ void let_turn(int mine) { asm volatile("bar.arrive %0, 256;" ::"r"(mine + 3) : "memory"); }
 
-__device__ __forceinline__ void end_turn(int role) {
+__device__ __forceinline__ void end_turn(int consumer) {
   wait_products<1>();
-  let_turn(1 - role);
+  let_turn(1 - consumer);
 }
 
 // Begins a product of 64 columns of lhs and 128 of dy.
@@ -104,8 +104,8 @@ __device__ __forceinline__ void begin(float (&product)[SUMS], u32 lhs, u32 dy) {
 // The scales of dy that a thread needs, 8 columns apart.
 typedef float2 OfColumns[SUMS / 4];
 
-__device__ __forceinline__ u32 columns_at(const Ring& ring, int role) {
-  return ring.at() + SCALES_N + (role * PART_N + threadIdx.x % 4 * 2) * 4;
+__device__ __forceinline__ u32 columns_at(const Ring& ring, int consumer) {
+  return ring.at() + SCALES_N + (consumer * PART_N + threadIdx.x % 4 * 2) * 4;
 }
 
 // sums + product, or only the latter, times both scales. If ANEW, each scale of columns makes room for the one of the
@@ -129,44 +129,44 @@ template <bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS][SUMS], float (&product)[SUMS], OfColumns& of_columns, int first, int end, Ring& ring,
     const Result& result, Done done) {
-  const int role = result.role, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const u32 at = ring.at(), lhs = at + OF_LHS, dy = at + role * PART_N * BLOCK;
+  const int consumer = result.consumer, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = ring.at(), lhs = at + OF_LHS, dy = at + consumer * PART_N * BLOCK;
   if (first > 0 || end < BLOCK) {
     clear(lhs, TILE_M, first, end);
     clear(dy, PART_N, first, end);
     fence_shared();
     result.meet();
   }
-  take_turn(role);
+  take_turn(consumer);
   begin(product, lhs, dy);
   if (FIRST) {
-    end_turn(role);
+    end_turn(consumer);
     if (done.group >= 0) store(result, sums, done);
 #pragma unroll
-    for (int j = 0; j < SUMS / 4; j++) of_columns[j] = get_pair(columns_at(ring, role) + j * 32);
+    for (int j = 0; j < SUMS / 4; j++) of_columns[j] = get_pair(columns_at(ring, consumer) + j * 32);
   }
   const u32 rows = at + SCALES_M + (warp * 16 + lane / 4) * 4;
   float upper = get_float(rows), lower = get_float(rows + 32);
-  if (!FIRST) end_turn(role);
+  if (!FIRST) end_turn(consumer);
   finish(product);
   add<FIRST, false>(sums[0], product, upper, lower, of_columns, 0);
-  take_turn(role);
+  take_turn(consumer);
   begin(product, lhs + PART_M * BLOCK, dy);
   upper = get_float(rows + PART_M * 4), lower = get_float(rows + PART_M * 4 + 32);
-  end_turn(role);
+  end_turn(consumer);
   const Ring here = ring;
   ring.next();
   wait_barrier(ring.full(), ring.parity);
   finish(product);
   here.release();
-  add<FIRST, true>(sums[1], product, upper, lower, of_columns, columns_at(ring, role));
+  add<FIRST, true>(sums[1], product, upper, lower, of_columns, columns_at(ring, consumer));
 }
 
 __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Result& result) {
   float sums[PARTS][SUMS], product[SUMS];
   OfColumns of_columns;
   Done done;
-  if (result.role == 1) let_turn(0);
+  if (result.consumer == 1) let_turn(0);
   wait_barrier(ring.full(), ring.parity);
   while (tiles.next()) {
     // Of the rows of the group, from the first row of a block.
@@ -176,7 +176,7 @@ __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Res
 #pragma unroll 1
     while ((end -= BLOCK) > 0) step<false>(sums, product, of_columns, 0, end, ring, result, done);
   }
-  if (result.role == 0) take_turn(0);  // of both the last one is taken
+  if (result.consumer == 0) take_turn(0);  // of both the last one is taken
   if (done.group >= 0) store(result, sums, done);
   wait_for_stores();
 }
@@ -186,25 +186,26 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
     int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
-  const int role = role_of_warp();
+  const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&lhs_scales), prefetch_descriptor(&dy);
     prefetch_descriptor(&dy_scales), prefetch_descriptor(&out);
-    init_slots(smem, STAGES, 4 * ROLES);
+    init_stages(smem, STAGES, 4 * CONSUMERS);
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
   const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
   const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
-  if (role < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, SLOTS, SLOT, STAGES, 1});
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    if (threadIdx.x == 0)
+      load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
     if (threadIdx.x / 32 == 1 && live < num_groups) store_zeros(&out, smem + ZEROS, table, live, num_groups, K, N);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Result result{role, smem + STAGED + role * STAGED_BYTES, &out};
-    multiply_tiles(tiles, Ring{smem, SLOTS, SLOT, STAGES, 0}, result);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Result result{consumer, smem + STAGED + consumer * STAGED_BYTES, &out};
+    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, result);
   }
   __syncwarp();
-  cluster_sync();  // the other block may still arrive here, or write to its slots
+  cluster_sync();  // the other block may still arrive here, or write to its stages
 }

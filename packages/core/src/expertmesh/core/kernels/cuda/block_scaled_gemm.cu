@@ -1,38 +1,40 @@
 // Grouped GEMM of 8-bit operands in blocks of 128, for Hopper: out[r] = sum over the blocks b of the contraction of
 // (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros after the last group.
 //
-// A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One warp loads; two roles
-// of four warps multiply 64 rows each, 128 columns at a time, for products of more would not fit into registers beside
-// all sums; one warp for each role stores. One role scales a product and adds it while the other multiplies. While a
-// product is under way, what the next one needs is computed, read or waited for: it begins right after the sums. Of 16
-// bits, both halves of a tile's results have room in shared memory, so that a role waits for none to leave. Blocks share
-// no operands in clusters: shared memory is busiest, with 96 KB read by products and 48 KB written by loads in a step,
-// 1152 of its clocks, when the tensor cores take 1024; multicast would save neither, and its slots wait for both blocks.
+// A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One producer warp loads;
+// two consumer warpgroups multiply 64 rows each, 128 columns at a time, for products of more would not fit into
+// registers beside all sums; one warp for each consumer stores. One consumer scales a product and adds it while the
+// other multiplies. While a product is under way, what the next one needs is computed, read or waited for: it begins
+// right after the sums. Of 16 bits, both halves of a tile's results have room in shared memory, so that a consumer
+// waits for none to leave. Blocks share no operands in clusters: shared memory is busiest, with 96 KB read by products
+// and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024; multicast would save
+// neither, and its stages wait for both blocks.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (slots), BAND (of tiles of rows that run together), ROOMS (parts of a role's results that
-// are staged at most), REGISTERS_LESS and REGISTERS_MORE. What stands alone on a line is replaced: INSTRUCTION (`multiply`).
+// HALF (float16 ones), STAGES (of the pipeline), BAND (of tiles of rows that run together), ROOMS (parts of a
+// consumer's results that are staged at most), REGISTERS_PRODUCER and REGISTERS_CONSUMER. What stands alone on a line
+// is replaced: INSTRUCTION (`multiply`).
 
-constexpr int ROLES = 2;                   // that multiply
-constexpr int THREADS = 128 + ROLES * 128;
+constexpr int CONSUMERS = 2;               // warpgroups that multiply
+constexpr int THREADS = 128 + CONSUMERS * 128;
 constexpr int BLOCK = 128;                 // of the contraction, and columns of a weight, that share a scale
-constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / ROLES, PART_N = BLOCK;
+constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / CONSUMERS, PART_N = BLOCK;
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;                  // of the contraction, of one instruction
 constexpr int SLICES = BLOCK / SLICE;
 // Of 16 bytes, that a thread stores at once.
-constexpr int BURST = REGISTERS_LESS < 40 ? 2 : REGISTERS_LESS < 56 ? 4 : 8;
-static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
+constexpr int BURST = REGISTERS_PRODUCER < 40 ? 2 : REGISTERS_PRODUCER < 56 ? 4 : 8;
+static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
 
-// Shared memory: results, slots for operands, barriers, and the table of groups.
+// Shared memory: results, stages for operands, barriers, and the table of groups.
 constexpr int STRIP = PART_M * 128;        // lines of 128 bytes of a result
 constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int ROOM = STRIPS * STRIP;        // of a part
-constexpr int STAGED_BYTES = ROOMS * ROOM;  // of a role
-constexpr int SLOTS = ROLES * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, SLOT = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = SLOTS + STAGES * SLOT, TABLE = BARRIERS + 320;
+constexpr int STAGED_BYTES = ROOMS * ROOM;  // of a consumer
+constexpr int STAGES_AT = CONSUMERS * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, STAGE_BYTES = OF_RHS + TILE_N * BLOCK;
+constexpr int BARRIERS = STAGES_AT + STAGES * STAGE_BYTES, TABLE = BARRIERS + 320;
 constexpr int READY = 128, FREE = 160, WHICH = 192;  // among the barriers
-static_assert(STAGES >= 2, "a role waits for the next slot before it frees one");
+static_assert(STAGES >= 2, "a consumer waits for the next stage before it frees one");
 static_assert(STAGES <= 8, "as many barriers have room");
 
 INSTRUCTION
@@ -100,9 +102,9 @@ struct Tiles {
   }
 };
 
-// A tile's first slot says which tile it is: its first row, and where the scales of its left columns (-1 for no tile,
+// A tile's first stage says which tile it is: its first row, and where the scales of its left columns (-1 for no tile,
 // at the end) and of its right columns are.
-__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
+__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
 __device__ __forceinline__ void load_tiles(
     const TensorMap* lhs, const TensorMap* rhs, Tiles tiles, int steps, int width, Ring ring) {
@@ -118,7 +120,7 @@ __device__ __forceinline__ void load_tiles(
       wait_barrier(ring.empty(), ring.parity);
       if (one) {
         if (step == 0) put(which(ring), tile);
-        expect_bytes(ready, SLOT);
+        expect_bytes(ready, STAGE_BYTES);
         load(lhs, at, ready, step * BLOCK, tiles.row);
         load(rhs, at + OF_RHS, ready, step * BLOCK, left * PART_N, tiles.group);
       }
@@ -130,42 +132,43 @@ __device__ __forceinline__ void load_tiles(
 }
 
 // Read anew, so that nothing which follows from it is kept in registers, of which the sums leave few.
-__device__ __forceinline__ u32 thread_of_role() {
+__device__ __forceinline__ u32 thread_of_consumer() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread % 128;
 }
 
-// The way out of a role's results: parts of 64 x 128 are staged in shared memory, from where a warp stores them.
+// The way out of a consumer's results: parts of 64 x 128 are staged in shared memory, from where a warp stores them.
 struct Result {
   u32 staged, ready, free;
   u32 parity;
 
-  __device__ __forceinline__ Result(u32 smem, int role, u32 parity)
-      : staged(smem + role * STAGED_BYTES), ready(smem + BARRIERS + READY + 8 * ROOMS * role),
-        free(smem + BARRIERS + FREE + 8 * ROOMS * role), parity(parity) {}
+  __device__ __forceinline__ Result(u32 smem, int consumer, u32 parity)
+      : staged(smem + consumer * STAGED_BYTES), ready(smem + BARRIERS + READY + 8 * ROOMS * consumer),
+        free(smem + BARRIERS + FREE + 8 * ROOMS * consumer), parity(parity) {}
 
-  // In strips of 128 bytes of a part's lines, units of 16 bytes turned by the line's number. A role.
+  // In strips of 128 bytes of a part's lines, units of 16 bytes swizzled by the line's number. A consumer.
   template <int PART>
   __device__ __forceinline__ void hand_over(const float (&sums)[SUMS]) {
     constexpr int room = PART % ROOMS;
-    const u32 thread = thread_of_role(), lane = thread % 32, warp = thread / 32;
+    const u32 thread = thread_of_consumer(), lane = thread % 32, warp = thread / 32;
     wait_barrier(free + 8 * room, parity);
     if (room == ROOMS - 1) parity ^= 1;
 #if WIDE
-    const u32 at = staged + room * ROOM + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, turned = (lane / 4 ^ lane % 4 / 2) * 16;
+    const u32 at = staged + room * ROOM + (warp * 16 + lane / 4) * 128 + lane % 2 * 8;
+    const u32 swizzle = (lane / 4 ^ lane % 4 / 2) * 16;
 #pragma unroll
     for (int j = 0; j < SUMS / 4; j++) {
-      const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ turned);
+      const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ swizzle);
       put_pair(here, __float_as_int(sums[4 * j]), __float_as_int(sums[4 * j + 1]));
       put_pair(here + 8 * 128, __float_as_int(sums[4 * j + 2]), __float_as_int(sums[4 * j + 3]));
     }
 #else
-    const u32 at = staged + room * ROOM + (warp * 16 + lane % 16) * 128, turned = (lane % 8 ^ lane / 16) * 16;
+    const u32 at = staged + room * ROOM + (warp * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
     for (int j = 0; j < SUMS; j += 8)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(at + j / 32 * STRIP + (j % 32 * 4 ^ turned)), "r"(pack(sums[j], sums[j + 1])),
+                   ::"r"(at + j / 32 * STRIP + (j % 32 * 4 ^ swizzle)), "r"(pack(sums[j], sums[j + 1])),
                    "r"(pack(sums[j + 2], sums[j + 3])), "r"(pack(sums[j + 4], sums[j + 5])),
                    "r"(pack(sums[j + 6], sums[j + 7])) : "memory");
 #endif
@@ -201,19 +204,19 @@ struct Result {
   }
 };
 
-__device__ __forceinline__ void store_tiles(Tiles tiles, int role, Result result, int width, u8* out) {
+__device__ __forceinline__ void store_tiles(Tiles tiles, int consumer, Result result, int width, u8* out) {
   constexpr int SIZE = WIDE ? 4 : 2;
   const u32 pitch = width * SIZE;
   while (tiles.next()) {
-    const int row = tiles.row + role * PART_M;
-const int column = tiles.n * TILE_N, lines = tiles.end - row, bytes = (width - column) * SIZE;
+    const int row = tiles.row + consumer * PART_M;
+    const int column = tiles.n * TILE_N, lines = tiles.end - row, bytes = (width - column) * SIZE;
     u8* to = out + (u64)row * pitch + column * SIZE;
     result.store_part<0>(to, pitch, lines, bytes);
     result.store_part<1>(to + PART_N * SIZE, pitch, lines, bytes - PART_N * SIZE);
   }
 }
 
-// Begins the product of a role's rows and of 128 columns, which these descriptors say.
+// Begins the product of a consumer's rows and of 128 columns, which these descriptors say.
 __device__ __forceinline__ void begin(float (&product)[SUMS], u64 of_rows, u64 of_columns) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -246,15 +249,15 @@ __device__ __forceinline__ float from_lane(float x, u32 lane) {
 struct Scales {
   static constexpr int OF_ROW = 4, OF_WEIGHT = 16;
   const float *rows, *weights;
-  int role, num_rows, steps;
+  int consumer, num_rows, steps;
   u32 upper_at, lower_at, weight_at;  // where a lane's first scales of the tile are
   float upper, lower, weight;
 
-  // To the tile of this slot; whether there is one. What lies beyond the last row is not stored: any scale will do.
+  // To the tile of this stage; whether there is one. What lies beyond the last row is not stored: any scale will do.
   __device__ __forceinline__ bool move(const Ring& ring) {
     const int4 tile = get(which(ring));
-    const u32 thread = thread_of_role(), lane = thread % 32;
-    const int row = tile.x + role * PART_M + thread / 32 * 16 + lane / 4;
+    const u32 thread = thread_of_consumer(), lane = thread % 32;
+    const int row = tile.x + consumer * PART_M + thread / 32 * 16 + lane / 4;
     upper_at = min(row, num_rows - 1) * steps + lane % OF_ROW;
     lower_at = min(row + 8, num_rows - 1) * steps + lane % OF_ROW;
     weight_at = (lane < OF_WEIGHT ? tile.y : tile.z) + lane % OF_WEIGHT;
@@ -265,7 +268,7 @@ struct Scales {
   // Those from this step on, if they are not there.
   __device__ __forceinline__ void read(int step) {
     if (step % OF_ROW != 0 || step >= steps) return;
-    const int left = steps - step, lane = thread_of_role() % 32;
+    const int left = steps - step, lane = thread_of_consumer() % 32;
     if (lane % OF_ROW < left)
       upper = read_scale(rows + (upper_at + step)), lower = read_scale(rows + (lower_at + step));
     if (step % OF_WEIGHT == 0 && lane % OF_WEIGHT < left) weight = read_scale(weights + (weight_at + step));
@@ -280,7 +283,7 @@ struct Scales {
   }
 };
 
-__device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring ring, Result result) {
+__device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring ring, Result result) {
   float left[SUMS], right[SUMS], product[SUMS];
   wait_barrier(ring.full(), ring.parity);
   bool live = scales.move(ring);
@@ -288,7 +291,7 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
   scales.read(0);
   clear(left), clear(right);
   int step = 0;
-  const int mine = role * PART_M * BLOCK;
+  const int mine = consumer * PART_M * BLOCK;
   u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
   float4 factors = scales.of(0), next;
 #pragma unroll 1
@@ -326,7 +329,8 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int role, Ring rin
 // The rows after the last group, up to `end`.
 __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
   const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
-  for (u64 i = live * per_row + blockIdx.x * ROLES * 128 + threadIdx.x - 128; i < last; i += gridDim.x * ROLES * 128)
+  for (u64 i = live * per_row + blockIdx.x * CONSUMERS * 128 + threadIdx.x - 128; i < last;
+       i += gridDim.x * CONSUMERS * 128)
     ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
 }
 
@@ -336,14 +340,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     u8* out) {
   extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
   const u32 smem = (u32)__cvta_generic_to_shared(shared), table = smem + TABLE;
-  const int role = role_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  const int consumer = consumer_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
     for (int i = 0; i < STAGES; i++) {
       init_barrier(smem + BARRIERS + FULL + 8 * i, 1);
-      init_barrier(smem + BARRIERS + EMPTY + 8 * i, ROLES * 4);
+      init_barrier(smem + BARRIERS + EMPTY + 8 * i, CONSUMERS * 4);
     }
-    for (int i = 0; i < ROLES * ROOMS; i++) {
+    for (int i = 0; i < CONSUMERS * ROOMS; i++) {
       init_barrier(smem + BARRIERS + READY + 8 * i, 4);
       init_barrier(smem + BARRIERS + FREE + 8 * i, 1);
     }
@@ -352,15 +356,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
   if (warp == 0) count_tiles(sizes, num_groups, table);
   __syncthreads();
   const Tiles tiles{table, num_groups, (width + TILE_N - 1) / TILE_N};
-  Ring ring{smem + BARRIERS, SLOTS - BARRIERS, SLOT, STAGES, role < 0};
-  if (role < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
+  Ring ring{smem + BARRIERS, STAGES_AT - BARRIERS, STAGE_BYTES, STAGES, consumer < 0};
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (warp == 0) load_tiles(&lhs, &rhs, tiles, steps, width, ring);
     if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Scales scales{row_scales, weight_scales, role, num_rows, steps};
-    multiply_tiles(scales, role, ring, Result(smem, role, 1));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Scales scales{row_scales, weight_scales, consumer, num_rows, steps};
+    multiply_tiles(scales, consumer, ring, Result(smem, consumer, 1));
     store_zeros(get_word(table + 8 * num_groups + 4), out, zeros_end, width);
   }
 }

@@ -1,42 +1,42 @@
 // Grouped GEMM for Hopper, rows times weights: out[r] = lhs[r] @ rhs[group of r], zeros after the last group.
 //
-// wgmma multiplies 64 columns of the weight (its M) by up to 256 rows (its N, any multiple of 8), so that a group
-// costs what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
-// multicast. In a block one warp loads, and two roles of four warps multiply 64 columns each. A role keeps a result
-// in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores hardly
-// wait for an end. Products are issued by half steps, one under way while the next is: a slot is free as soon as it was
-// read, and what else a role does is done beside products. For small groups a role multiplies two boxes of columns by
-// up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
+// wgmma multiplies 64 columns of the weight (its M) by up to 256 rows (its N, any multiple of 8), so that a group costs
+// what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
+// multicast. In a block one producer warp loads, and two consumer warpgroups multiply 64 columns each. A consumer keeps
+// a result in registers, rounded, and stores it in pieces while it multiplies the next tile, so that the tensor cores
+// hardly wait for an end. Products are issued by half steps, one under way while the next is: a stage is free as soon
+// as it was read, and what else a consumer does is done beside products. For small groups a consumer multiplies two
+// boxes of columns by up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
 // Operands of 8 bits have a scale for each group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
 // rhs_scale[group]. A step's bytes are those of 16 bits, and so is all that follows from them.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),
 // TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
-// role), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes), REGISTERS_LESS and
-// REGISTERS_MORE, and perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS (`multiply` for each
-// height) and CASES.
+// consumer), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes),
+// REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS
+// (`multiply` for each height) and CASES.
 
-constexpr int ROLES = 2;              // that multiply
-constexpr int THREADS = 128 + ROLES * 128;
+constexpr int CONSUMERS = 2;          // warpgroups that multiply
+constexpr int THREADS = 128 + CONSUMERS * 128;
 constexpr int LINE = 128;             // bytes of the contraction a step, the width of a swizzle
 constexpr int BK = SCALED ? LINE : LINE / 2;
 constexpr int SLICES = LINE / 32;     // of the contraction, each of one instruction
 constexpr int BOX = 64;               // columns of the weight of one TMA load
-constexpr int NEXT = ROLES * BOX;     // columns from a role's box to its next one
+constexpr int NEXT = CONSUMERS * BOX;     // columns from a consumer's box to its next one
 constexpr int COLUMNS = BOXES * NEXT;  // of a block's tile
 constexpr int MAX_STAGES = 8;
 constexpr int PIECE = 32;             // rows of a result that leave at once
 constexpr int SUMS = BOXES * MAX_ROWS / 2;  // of a thread
 constexpr int HEIGHTS = (MAX_ROWS - MIN_ROWS) / GRAIN + 1;
-static_assert(fit(THREADS, ROLES), "roles would wait forever for registers");
+static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
 static_assert(TRANSPOSED || !SCALED, "the tensor cores read 8 bits along the contraction alone");
 
-// Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, slots for operands;
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, pieces of results, stages for operands;
 // and at its end the table of groups.
 constexpr int COSTS = 128, LIVE = 256, TILES = 384, WHICH = 512, STAGED = 1024;
-constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a role
-constexpr int SLOTS = STAGED + ROLES * STAGED_BYTES;
+constexpr int STAGED_BYTES = WIDE ? 0 : 2 * PIECE * LINE;  // of a consumer
+constexpr int STAGES_AT = STAGED + CONSUMERS * STAGED_BYTES;
 
 template <int ROWS>
 __device__ void multiply(float* d, u64 columns, u64 rows, int accumulate);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void try_height(
 
 // Writes the groups (start, size, index, tiles) to the table, 16 bytes each, those of high tiles first: tiles that run
 // together are alike, and end together. Returns the most grains of a tile, for which the tiles cost least (of equals
-// the fewest, for which slots are the smallest), and how many tiles there are. All threads.
+// the fewest, for which stages are the smallest), and how many tiles there are. All threads.
 __device__ __forceinline__ int2 plan(
     const int* sizes, int num_groups, int num_columns, int most_parts, u32 smem, u32 table) {
   const u32 room = smem + STAGED;  // of what comes there later
@@ -144,9 +144,9 @@ struct Cursor {
   }
 };
 
-// A tile's first slot says which tile it is: row, rows (and above them the group, if it has scales), end of the group,
+// A tile's first stage says which tile it is: row, rows (and above them the group, if it has scales), end of the group,
 // column; no rows are the end.
-__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.slot; }
+__device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 constexpr int ABOVE = 16;  // bits
 
 // The scales of a tile's group.
@@ -209,9 +209,9 @@ __device__ __forceinline__ void load_tiles(
   arrive(ring.full());
 }
 
-// Of one role. The accumulators hold the transposes of rows x 64 results, of one box after the other.
+// Of one consumer. The accumulators hold the transposes of rows x 64 results, of one box after the other.
 struct Result {
-  int role;
+  int consumer;
   u32 staged;  // room for two pieces
   int width;
   u8* out;
@@ -226,7 +226,8 @@ struct Result {
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&d)[SUMS]) {
     const int row = tile.x, rows = tile.y, end = tile.z, column = tile.w;
-    const int thread = threadIdx.x % 128, lane = thread % 32, mine = column + role * BOX + thread / 32 * 16 + lane / 4;
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int mine = column + consumer * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
     float* to = (float*)out + (u64)line * width + mine;
 #pragma unroll
@@ -236,7 +237,7 @@ struct Result {
     }
   }
 #else
-  // Where this lane's row of 8 x 8 matrices goes, 16 bytes at places that turn with the row, for all banks; and where
+  // Where this lane's row of 8 x 8 matrices goes, 16 bytes swizzled by the row, for all banks; and where
   // this thread's part of a row is then.
   u32 to, from;
   u8* at;  // this thread's part of a row, in the result's first rows
@@ -257,7 +258,7 @@ struct Result {
   __device__ __forceinline__ void begin(int4 tile) {
     send_rest();
     const int row = tile.x, rows = min(tile.y, tile.z - row);
-    const int line = threadIdx.x % 128 / 8, mine = tile.w + role * BOX + threadIdx.x % 8 * 8;
+    const int line = threadIdx.x % 128 / 8, mine = tile.w + consumer * BOX + threadIdx.x % 8 * 8;
     pieces = (rows + PIECE - 1) / PIECE, piece = 0;
     live = mine < width ? max(rows - line, 0) : 0;
     if (BOXES == 2 && mine + NEXT < width) live |= max(rows - line, 0) << 16;
@@ -279,9 +280,9 @@ struct Result {
                    "r"(packed[i + 3]) : "memory");
   }
 
-  // Stages the next piece in shared memory, where it is turned, and stores the one before, which all have staged.
+  // Stages the next piece in shared memory, where it is transposed, and stores the one before, which all have staged.
   __device__ __forceinline__ void send_piece() {
-    asm volatile("bar.sync %0, 128;" ::"r"(role + 1) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory");
     const int4 upper = get(from + turn), lower = get(from + turn + PIECE / 2 * LINE);
     turn ^= PIECE * LINE;
     if (piece < BOXES * pieces) {
@@ -337,10 +338,10 @@ __device__ __forceinline__ void multiply_steps(float (&d)[SUMS], Ring& ring, Res
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
-    const u64 columns = descriptor(ring.at() + result.role * BOX * LINE);
+    const u64 columns = descriptor(ring.at() + result.consumer * BOX * LINE);
     const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
     multiply_half<ROWS>(d, columns, rows, 0, step > 0);
-    wait_products<1>();  // half a step stays under way; the slot of the step before is free
+    wait_products<1>();  // half a step stays under way; the stage of the step before is free
     if (step > 0) ring.release_before();
     multiply_half<ROWS>(d, columns, rows, SLICES / 2, true);
     result.send_some();
@@ -376,7 +377,8 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
 // The rows after the last group, up to `end`.
 __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
   const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
-  for (u64 i = live * per_row + blockIdx.x * ROLES * 128 + threadIdx.x - 128; i < last; i += gridDim.x * ROLES * 128)
+  for (u64 i = live * per_row + blockIdx.x * CONSUMERS * 128 + threadIdx.x - 128; i < last;
+       i += gridDim.x * CONSUMERS * 128)
     ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
 }
 
@@ -387,29 +389,29 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #endif
     int zeros_end, int steps, int width, int num_groups, int most_parts, u8* out) {
   const auto [smem, table] = Memory(num_groups);
-  const int role = role_of_warp();
+  const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
-    init_slots(smem, MAX_STAGES, 4 * ROLES);
+    init_stages(smem, MAX_STAGES, 4 * CONSUMERS);
   }
   const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
   const int2 tiles = plan(sizes, num_groups, num_columns, most_parts, smem, table);
   cluster_sync();
-  // Lower tiles leave shared memory for more slots.
+  // Lower tiles leave shared memory for more stages.
   const int bytes = (COLUMNS + (tiles.x * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
-  const Ring ring{smem, SLOTS, bytes, min((int)(table - smem - SLOTS) / bytes, MAX_STAGES), role < 0};
-  if (role < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
+  const Ring ring{smem, STAGES_AT, bytes, min((int)(table - smem - STAGES_AT) / bytes, MAX_STAGES), consumer < 0};
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0)
       load_tiles(&lhs, &rhs, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
 #if SCALED
     const Scales scales{lhs_scale, rhs_scale};
 #else
     const Scales scales{};
 #endif
-    multiply_tiles(steps, ring, Result{role, smem + STAGED + role * STAGED_BYTES, width, out}, scales);
+    multiply_tiles(steps, ring, Result{consumer, smem + STAGED + consumer * STAGED_BYTES, width, out}, scales);
     store_zeros(get_word(smem + LIVE), out, zeros_end, width);
   }
   __syncwarp();

@@ -1,6 +1,6 @@
 // Rows in blocks of 8 bits along their features, quantized again in blocks along the rows, for Hopper: with what
 // `quantize.cuh` has, which comes before this text. Between the two a number has 16 bits.
-static_assert(TURNED, "the copy leaves in whole lines alone");
+static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
 
 // 8 bytes, or zeros, for which nothing is read.
 __device__ __forceinline__ void copy_8(u32 to, const u8* from, bool wanted) {
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, all_columns);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * SLOT + i * READ);
+    for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * ROW_BYTES + i * READ);
   }
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
-      const u32 from = smem + thread * SLOT + i * READ;
+      const u32 from = smem + thread * ROW_BYTES + i * READ;
       const uint2 eight = get_8(from);
       const float factor = factor_of(scales[i]);
       scales[i] = next.read(i, from);
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
         for (int k = 0; k < 4; k++)
           down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
       }
-      turn(down, r, thread, smem);
+      transpose(down, r, thread, smem);
     }
-    store_turned(data_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
+    store_transposed(data_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
   }
 }

@@ -1,20 +1,20 @@
 // Weight gradient of 8-bit operands with a scale for each group, for Hopper: out[g] = (sum over the rows r of group g
 // of lhs[r]^T dy[r]) * lhs_scale[g] * dy_scale[g], zeros for a group without rows.
 //
-// Operands lie turned, [columns, rows], so that the contraction is contiguous, as the tensor cores read 8 bits alone.
-// In a block one warp loads, two clear the rows of other groups, and two roles of four warps multiply 64 columns of lhs
-// by 256 of dy each: at their own pace, so that one multiplies while the other ends a tile. A role keeps a result in
-// registers, rounded, of which a piece leaves in each step of the next tile. Shared memory is as busy as the tensor
-// cores: products and loads have all of its 128 bytes of a clock.
+// Operands are K-major, [columns, rows]: the contraction is contiguous, as the tensor cores read 8 bits alone. In a
+// block one producer warp loads, two clear the rows of other groups, and two consumer warpgroups multiply 64 columns of
+// lhs by 256 of dy each: at their own pace, so that one multiplies while the other ends a tile. A consumer keeps a
+// result in registers, rounded, of which a piece leaves in each step of the next tile. Shared memory is as busy as the
+// tensor cores: products and loads have all of its 128 bytes of a clock.
 //
 // Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
 // replaced: INSTRUCTION (`multiply`).
 
-// What a slot holds: both operands.
-constexpr int OF_LHS = TILE_N * BLOCK, SLOT_LOADS = OF_LHS + TILE_M * BLOCK;
-static_assert(SLOT == SLOT_LOADS && STAGES > 2, "as launched, and two are left where one is for zeros");
+// What a stage holds: both operands.
+constexpr int OF_LHS = TILE_N * BLOCK, STAGE_LOADS = OF_LHS + TILE_M * BLOCK;
+static_assert(STAGE_BYTES == STAGE_LOADS && STAGES > 2, "as launched, and two are left where one is for zeros");
 constexpr int SHARE = TILE_N / 2;  // of dy, which a block loads for both
-constexpr int CLEAN = 192;         // barriers of slots without rows of other groups
+constexpr int CLEAN = 192;         // barriers of stages without rows of other groups
 constexpr int CLEANERS = 2;        // warps
 
 INSTRUCTION
@@ -28,14 +28,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
     for (int row = first_row(tiles); row < tiles.end; row += BLOCK) {
       const u32 at = ring.at(), ready = ring.full();
       wait_barrier(ring.empty(), ring.parity);
-      expect_bytes(ready, SLOT_LOADS);
+      expect_bytes(ready, STAGE_LOADS);
       load_shared(dy, at + rank * SHARE * BLOCK, ready, row, tiles.n + rank * SHARE);
       load(lhs, at + OF_LHS, ready, row, tiles.m);
       ring.next();
     }
 }
 
-__device__ __forceinline__ u32 clean(const Ring& ring) { return ring.smem + CLEAN + 8 * ring.slot; }
+__device__ __forceinline__ u32 clean(const Ring& ring) { return ring.smem + CLEAN + 8 * ring.stage; }
 
 // Zeros in a slice's rows of other groups, before `first` and from `end` on, whatever they are.
 __device__ __forceinline__ void clear_slice(u32 operands, int slice, int first, int end) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
 template <bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], const Ring& ring, int first, int end, Sender<Done>& sender) {
-  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.role * PART_M * BLOCK;
+  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PART_M * BLOCK;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);
   const bool all = end >= BLOCK;
   wait_barrier(all && first == 0 ? ring.full() : clean(ring), ring.parity);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_tiles(
   float sums[PARTS * SUMS];
   bool more = tiles.next();
   while (more) {
-    const Done tile{tiles.group, tiles.m + sender.result.role * PART_M, tiles.n};
+    const Done tile{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n};
     const float of_lhs = read_scale(lhs_scale + tile.group), of_dy = read_scale(dy_scale + tile.group);
     const int row = first_row(tiles);
     int end = tiles.end - row;
@@ -126,28 +126,28 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap lhs, const float* lhs_scale, const __grid_constant__ TensorMap dy,
     const float* dy_scale, const int* sizes, int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
-  const int role = role_of_warp();
+  const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
     for (int i = 0; i < STAGES; i++) init_barrier(smem + CLEAN + 8 * i, CLEANERS);
-    init_slots(smem, STAGES, 4 * ROLES + CLEANERS);
+    init_stages(smem, STAGES, 4 * CONSUMERS + CLEANERS);
   }
   const int live = order(sizes, num_groups, smem, table);
   const int stages = live < num_groups ? STAGES - 1 : STAGES;  // the last one is for zeros, if some are stored
   cluster_sync();
   const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
   const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
-  if (role < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_LESS));
-    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, SLOTS, SLOT, stages, 1});
-    if (threadIdx.x / 32 >= CLEANERS) clean_tiles(tiles, Ring{smem, SLOTS, SLOT, stages, 0});
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});
+    if (threadIdx.x / 32 >= CLEANERS) clean_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0});
     if (threadIdx.x / 32 == 1 && live < num_groups)
-      store_zeros(&out, smem + SLOTS + stages * SLOT, table, live, num_groups, K, N);
+      store_zeros(&out, smem + STAGES_AT + stages * STAGE_BYTES, table, live, num_groups, K, N);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_MORE));
-    const Sender<Done> sender{{role, smem + STAGED + role * STAGED_BYTES, &out}};
-    multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, SLOTS, SLOT, stages, 0}, sender);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Sender<Done> sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
+    multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0}, sender);
   }
   __syncwarp();
-  cluster_sync();  // the other block may still arrive here, or write to its slots
+  cluster_sync();  // the other block may still arrive here, or write to its stages
 }

@@ -1,7 +1,7 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
-// Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_LESS,
-// REGISTERS_MORE and perhaps PLACES and KEEPING (shared operands leave L2 last) are this one's too.
+// Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_PRODUCER,
+// REGISTERS_CONSUMER and perhaps PLACES and KEEPING (shared operands leave L2 last) are this one's too.
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
@@ -132,10 +132,10 @@ __device__ __forceinline__ int place_of(int g, int mine, u32 numbers, int num_gr
   return place;
 }
 
-// Whether what the roles take of registers is there: what a launch of so many threads has, of which one role of 128
-// gives some back. A role that wants more waits forever.
-__device__ constexpr bool fit(int threads, int roles) {
-  return 128 * (REGISTERS_LESS + roles * REGISTERS_MORE) <= threads * (65536 / threads / 8 * 8);
+// Whether what the warpgroups take of registers is there: what a launch of so many threads has, of which one warpgroup
+// gives some back. One that wants more waits forever.
+__device__ constexpr bool fit(int threads, int consumers) {
+  return 128 * (REGISTERS_PRODUCER + consumers * REGISTERS_CONSUMER) <= threads * (65536 / threads / 8 * 8);
 }
 
 // Begins to read a scale: what follows does not wait before it is used.
@@ -184,15 +184,15 @@ struct Memory {
   }
 };
 
-// -1 loads, the others multiply. Shuffled, so that the compiler knows it to be the same in a warp: indices of slots
-// then need no vector registers, nor the warp to gather before each product.
-__device__ __forceinline__ int role_of_warp() { return __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0); }
+// -1 is the producer, which loads; consumers multiply. Shuffled, so that the compiler knows it to be the same in a
+// warp: indices of stages then need no vector registers, nor the warp to gather before each product.
+__device__ __forceinline__ int consumer_of_warp() { return __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0); }
 
-// Barriers of slots in shared memory: at most eight that are full, and as many that are empty.
+// Barriers of stages in shared memory: at most eight that are full, and as many that are empty.
 constexpr int FULL = 0, EMPTY = 64;
 
-// Of slots that so many warps release in each of both blocks. One thread.
-__device__ __forceinline__ void init_slots(u32 smem, int stages, int warps) {
+// Of stages that so many warps release in each of both blocks. One thread.
+__device__ __forceinline__ void init_stages(u32 smem, int stages, int warps) {
   for (int i = 0; i < stages; i++) {
     init_barrier(smem + FULL + 8 * i, 1);
     init_barrier(smem + EMPTY + 8 * i, 2 * warps);
@@ -200,27 +200,27 @@ __device__ __forceinline__ void init_slots(u32 smem, int stages, int warps) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Operands on their way through shared memory: slots, each for those of a step.
+// Operands on their way through shared memory: stages, each for those of a step.
 struct Ring {
   u32 smem;
-  int first, bytes, stages;  // where slots begin, bytes of one, how many there are
+  int first, bytes, stages;  // where stages begin, bytes of one, how many there are
   u32 parity;
-  int slot = 0;
+  int stage = 0;
 
-  __device__ __forceinline__ u32 at() const { return smem + first + slot * bytes; }
-  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * slot; }
-  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * slot; }
+  __device__ __forceinline__ u32 at() const { return smem + first + stage * bytes; }
+  __device__ __forceinline__ u32 full() const { return smem + FULL + 8 * stage; }
+  __device__ __forceinline__ u32 empty() const { return smem + EMPTY + 8 * stage; }
   __device__ __forceinline__ void next() {
-    if (++slot == stages) slot = 0, parity ^= 1;
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
-  // This slot is free, in both blocks.
+  // This stage is free, in both blocks.
   __device__ __forceinline__ void release() const {
     const int lane = threadIdx.x % 32;
     if (lane < 2) arrive_at(empty(), lane);
   }
-  // So is the slot before this one.
+  // So is the stage before this one.
   __device__ __forceinline__ void release_before() const {
     const int lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(smem + EMPTY + 8 * (slot ? slot - 1 : stages - 1), lane);
+    if (lane < 2) arrive_at(smem + EMPTY + 8 * (stage ? stage - 1 : stages - 1), lane);
   }
 };

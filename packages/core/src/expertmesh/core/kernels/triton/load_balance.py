@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.permute import count
+from expertmesh.core.kernels.triton.permute import count
 from expertmesh.core.operands import wide_ids
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py
@@ -70,7 +70,7 @@ def _z_kernel(
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))
 
 
-MOST_PROGRAMS = 1056  # eight for each multiprocessor of an H200
+MAX_PROGRAMS = 1056  # eight for each multiprocessor of an H200
 ELEMENTS = 2048  # of a program's rows at a time
 
 
@@ -119,6 +119,6 @@ def _launch(logits, token_mask):
     E = logits.shape[-1]
     T, E_POW2 = logits.size // E, triton.next_power_of_2(E)
     R = max(ELEMENTS // E_POW2, 1)
-    programs = min(triton.cdiv(T, R), MOST_PROGRAMS)
+    programs = min(triton.cdiv(T, R), MAX_PROGRAMS)
     shapes = dict(T=T, E=E, E_POW2=E_POW2, R=R, PROGRAMS=programs, MASKED=token_mask is not None)
     return shapes | dict(grid=(programs,), num_warps=4), programs

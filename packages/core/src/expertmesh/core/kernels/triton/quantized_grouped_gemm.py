@@ -2,20 +2,23 @@
 
 Their tensor cores take 8-bit operands whichever way these lie, and multiply blocks of 32 by their scales themselves.
 Blocks of 128 and tensors are scaled in float32. Hopper, which runs these kernels too, has its own in
-`quantized_grouped_gemm.py`. What is written of the outputs, as there. Dimension key as in
-`linear/grouped_gemm.py`.
+`cuda/quantized_grouped_gemm.py`. Dimension key as in `linear/grouped_gemm.py`.
 """
-
-import dataclasses
-from math import prod
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.triton.grouped_gemm import (
+    banded_tile,
+    group_of_tile,
+    store_zero_rows,
+    tiles_of_groups,
+    weight_tile,
+)
 
 FORMATS = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 
@@ -56,16 +59,12 @@ def _rows_kernel(
     Scales of blocks of ALONG: of rows [C, D / ALONG], of weights [G, D / ALONG, W / ACROSS], or the last two the other
     way around if TRANSPOSED. ALONG is 0 where groups have one: [G] each.
     """
-    index_G, size_G, end_G, tiles_G, last_tile_G = plain._tiles_of_groups(
-        group_sizes, G, G_POW2, BM
-    )
+    index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
     for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=ALONG != 128):
-        tile_m, tile_n = plain._banded_tile(tile, num_m, num_n, GROUP_M)
-        group, row, end = plain._group_of_tile(
-            tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM
-        )
+        tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
+        group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         columns = tile_n * BN + tl.arange(0, BN)
         # What lies beyond the last row or column is not stored: any scale will do.
@@ -74,7 +73,7 @@ def _rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
             a = lhs_desc.load([row, k * BK])
-            b = plain._weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
+            b = weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
             a_scale, b_scale = _scales_of_step(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
                 D, W, ALONG, ACROSS, TRANSPOSED, BK,
@@ -85,7 +84,7 @@ def _rows_kernel(
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
-    plain._store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_PROGRAMS)
+    store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_PROGRAMS)
 
 
 @triton.jit
@@ -212,95 +211,42 @@ def _scales_of_rows(
         return tl.load(scale + at, mask=inside, other=0)
 
 
-# Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
-# of rows, whose scales change along the contraction, half as much again.
-TILES = plain.Tiles(m=128, n=256, k=128, warps=8, stages=4)
-TILES_OF_128 = dataclasses.replace(TILES, n=128)
-ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
-
-
-def rows(lhs, rhs, group_sizes, **options):
-    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: those of `launch_rows`."""
-    options |= dict(block=_block(rhs.block, 1, -1), transposed=False)
-    of_rows = lhs.data[0], lhs.scale[0]
-    out = launch_rows(*of_rows, flat(rhs.data), flat(rhs.scale), group_sizes[0], **options)
-    return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
-
-
-def rows_dgrad(dy, rhs, group_sizes, **options):
-    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: those of `launch_rows`."""
-    options |= dict(block=_block(rhs.block, -1, 1), transposed=True)
-    of_rows = flat(dy.data)[0], flat(dy.scale)[0]
-    return launch_rows(*of_rows, flat(rhs.data), flat(rhs.scale), group_sizes[0], **options)[None]
-
-
-def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
-    """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
-    options = dict(along=max(lhs.block, default=0), out_dtype=out_dtype)
-    parts = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
-    out = launch_weights(*(x[0] for x in parts), **options)
-    return out.reshape(num_experts, lhs.shape[2], *dy.shape[2:])
-
-
-def flat(x):
-    """Data and scales of blocks [_, _, *N] with one dimension N; scales of tensors as they are."""
-    return x if x.ndim < 3 else x.reshape(*x.shape[:2], prod(x.shape[2:]))
-
-
-def _block(block, along: int, across: int) -> tuple[int, int]:
-    """The lengths of a weight's blocks along its contraction, 0 for none, and across."""
-    return (block[along], block[across]) if block else (0, 1)
-
-
 def launch_rows(
-    lhs, lhs_scale, rhs, rhs_scale, group_sizes, *, block: tuple[int, int], out_dtype, transposed,
-    zero_rest=True,
+    lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
+    config: Config, block: tuple[int, ...], out_dtype, transposed: bool, zero_rest: bool,
 ):  # fmt: skip
-    """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, with blocks as `_block` gives them."""
-    (C, D), G = lhs.shape, group_sizes.shape[0]
+    """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if ()."""
+    (C, D), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     W = rhs.shape[1] if transposed else rhs.shape[2]
-    along, across = block
-    tiles = _rows_tiles(along, W, out_dtype)
-    programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), C, W, D))
+    along, across = (block[::-1] if transposed else block) or (0, 1)
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        plain._descriptor(lhs, (tiles.m, tiles.k)), _bytes(lhs_scale),
-        plain._descriptor(rhs, rhs_block), _bytes(rhs_scale), group_sizes,
+        launcher.TensorMap.of(lhs, (tiles.m, tiles.k)), _bytes(lhs_scale),
+        launcher.TensorMap.of(rhs, rhs_block), _bytes(rhs_scale), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
-        grid=(programs,), num_warps=tiles.warps, num_stages=tiles.stages,
+        grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * zero_rest, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
-        NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
 
-def launch_weights(lhs, lhs_scale, dy, dy_scale, group_sizes, *, along: int, out_dtype):
+def launch_weights(
+    lhs, lhs_scale, dy, dy_scale, group_sizes, *, config: Config, along: int, out_dtype
+):
     """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
-    (C, K), N, G = lhs.shape, dy.shape[1], group_sizes.shape[0]
-    tiles = _tiles(along, N, out_dtype)
-    programs = plain._num_programs(plain._num_steps((tiles.m, tiles.n, tiles.k), K, N, C))
+    K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
-        plain._descriptor(lhs, (tiles.k, tiles.m)), _bytes(lhs_scale),
-        plain._descriptor(dy, (tiles.k, tiles.n)), _bytes(dy_scale), group_sizes, lhs, dy,
+        launcher.TensorMap.of(lhs, (tiles.k, tiles.m)), _bytes(lhs_scale),
+        launcher.TensorMap.of(dy, (tiles.k, tiles.n)), _bytes(dy_scale), group_sizes, lhs, dy,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
-        grid=(programs,), num_warps=tiles.warps, num_stages=tiles.stages,
+        grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along,
         LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
-        NUM_PROGRAMS=programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip
-
-
-def _rows_tiles(along: int, width: int, out_dtype) -> plain.Tiles:
-    tiles = plain._fit(ROWS_OF_128 if along == 128 else TILES, width, out_dtype)
-    # Without blocks a warp has registers for twice as many float32 results.
-    wide = along == 0 and jnp.dtype(out_dtype).itemsize == 4
-    return dataclasses.replace(tiles, warps=4) if wide else tiles
-
-
-def _tiles(along: int, width: int, out_dtype) -> plain.Tiles:
-    return plain._fit(TILES_OF_128 if along == 128 else TILES, width, out_dtype)
 
 
 def _bytes(scale):
