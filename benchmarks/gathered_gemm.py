@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _measure
+from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op
 from expertmesh.core.ops import permute as permute_ops
-from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
-from expertmesh.core.ops.grouped_gemm import grouped_gemm_op
 from expertmesh.core.testing import relative_error
 
 # tokens, width, of the results, experts, choices: the first product of a block

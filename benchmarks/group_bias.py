@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
-from expertmesh.core.ops.grouped_gemm import group_bias_grad_op
+from expertmesh.core.linear.grouped_gemm import group_bias_grad_op
 
 # rows, width, groups
 GPU = {"w13": (32768, 4096, 32), "few groups": (16384, 14336, 8)}

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from benchmarks.quantized_grouped_gemm import ALONG, _laid, dense, keep_8_bits, quantized, wide
-from expertmesh.core.ops.quantized_gemm import _dgrad_op, _fprop_op, _wgrad_op
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.testing import relative_error
 
 # Tokens, contraction, width: a shared expert's two products.
 GPU = {"w13": (32768, 7168, 4096), "w2": (32768, 2048, 7168)}
 CPU = {"small": (512, 256, 384)}
-OPS = {"fprop": _fprop_op, "dgrad": _dgrad_op, "wgrad": _wgrad_op}
+OPS = {"fprop": gemm_op, "dgrad": gemm_dgrad_op, "wgrad": gemm_wgrad_op}
 
 
 def call(recipe, which, shape):

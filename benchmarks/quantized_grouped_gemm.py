@@ -22,12 +22,11 @@ from jax.experimental.layout import Format, Layout
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import CPU, GPU, group_sizes, on_gpu
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
-from expertmesh.core.ops.quantized_grouped_gemm import _dgrad_op, _fprop_op, _wgrad_op
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import alignment_of
 from expertmesh.core.testing import relative_error
@@ -78,14 +77,14 @@ def call(recipe, which, shape):
         if along != 32:
             x, dy = ((_laid(data, (0, 2, 1)), scale) for data, scale in (x, dy))
         both = (QuantizedArray(*q, block=down) for q in (x, dy))
-        return _wgrad_op, (*both, sizes), dict(num_experts=groups)
+        return grouped_gemm_wgrad_op, (*both, sizes), dict(num_experts=groups)
     dgrad = which == "dgrad"
     across = {0: (), 32: of_rows if dgrad else down, 128: (1, 128, 128)}[along]
     x = quantized(keys[0], (1, rows, n if dgrad else k), of_rows, (1, groups))
     w, w_scale = quantized(keys[1], (groups, k, n), across, (groups,))
     if which == "fprop" and along != 32:
         w = _laid(w, (0, 2, 1))
-    op = _dgrad_op if dgrad else _fprop_op
+    op = grouped_gemm_dgrad_op if dgrad else grouped_gemm_op
     weight = QuantizedArray(w, w_scale, block=across)
     return op, (QuantizedArray(*x, block=of_rows), weight, sizes), {}
 

@@ -27,7 +27,7 @@ def _gpu(seed, clusters=66, noise=4.0):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_neighbours_are_of_one_half_and_pair(seed):
-    from expertmesh.core.kernels.cluster_order import places
+    from expertmesh.core.kernels.cuda.cluster_order import places
 
     half, pair, latencies = _gpu(seed)
     got = places(latencies)
@@ -40,7 +40,7 @@ def test_neighbours_are_of_one_half_and_pair(seed):
 
 def test_the_same_whatever_lines_are_asked():
     """And wherever they lie: in each process they lie elsewhere."""
-    from expertmesh.core.kernels.cluster_order import places
+    from expertmesh.core.kernels.cuda.cluster_order import places
 
     half, pair, latencies = _gpu(1)
     rng = np.random.default_rng(0)
@@ -51,14 +51,14 @@ def test_the_same_whatever_lines_are_asked():
 
 @pytest.mark.parametrize("clusters", [1, 57])
 def test_a_permutation_where_nothing_differs(clusters):
-    from expertmesh.core.kernels.cluster_order import places
+    from expertmesh.core.kernels.cuda.cluster_order import places
 
     np.testing.assert_array_equal(places(np.full((clusters, LINES), 300)), np.arange(clusters))
 
 
 def test_measured_on_a_single_gpu_alone(monkeypatch):
     """Without one there is nothing to measure; programs for several, perhaps of several processes, must not differ."""
-    from expertmesh.core.kernels import cluster_order as kernels
+    from expertmesh.core.kernels.cuda import cluster_order as kernels
 
     def order_on(gpus):
         monkeypatch.setattr(_jax, "local_gpu", lambda: gpus[0])
@@ -73,7 +73,7 @@ def test_measured_on_a_single_gpu_alone(monkeypatch):
 
 def test_the_same_in_the_next_process(monkeypatch, tmp_path):
     """Whatever it measured: a program that holds another order is compiled once more."""
-    from expertmesh.core.kernels import cluster_order as kernels
+    from expertmesh.core.kernels.cuda import cluster_order as kernels
 
     measured = []
 
@@ -101,7 +101,7 @@ def test_the_same_in_the_next_process(monkeypatch, tmp_path):
 
 
 def test_kernels(tmp_path):
-    from expertmesh.core.kernels import cluster_order, grouped_gemm
+    from expertmesh.core.kernels.cuda import cluster_order, grouped_gemm
 
     ptx, _ = _assemble_cuda(cluster_order.source(), tmp_path)
     assert "atom.global.or.b32" in ptx

@@ -15,8 +15,9 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
+from expertmesh.core.linear import grouped_gemm
 from expertmesh.core.op import Op
-from expertmesh.core.ops import activate_rows, activation, grouped_gemm
+from expertmesh.core.ops import activate_rows, activation
 from expertmesh.core.quantization import (
     activate_quantize,
     grouped_requantize,
@@ -79,18 +80,19 @@ def _stack_bytes(cubin: bytes) -> int:
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("which", ["rows", "rows_transposed", "weights", "weights_float32"])
 def test_grouped_gemm(which, arch):
-    from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.choice import grouped_gemm as choice
+    from expertmesh.core.kernels.triton import grouped_gemm as kernels
 
     sizes = {"K": 4096, "N": 28672, "G": 8, "G_POW2": 8}
     if which.startswith("rows"):
-        tiles, transposed = kernels.ROWS, which == "rows_transposed"
+        tiles, transposed = choice.ROWS, which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
         types = [(tiles.m, tiles.k), weight, "*i32", "*bf16"]
         constants = sizes | {"ZEROS_END": 16384, "TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
         compiled = _compile(kernels._rows_kernel, types, tiles, constants, arch)
     else:
         wide = which == "weights_float32"
-        tiles = kernels._fit(kernels.WEIGHTS, sizes["N"], jnp.float32 if wide else jnp.bfloat16)
+        tiles = choice.WEIGHTS.fit(sizes["N"], jnp.float32 if wide else jnp.bfloat16)
         blocks = [(tiles.k, tiles.m), (tiles.k, tiles.n)]
         types = [*blocks, "*i32", "*bf16", "*bf16", "*fp32" if wide else "*bf16"]
         compiled = _compile(kernels._weights_kernel, types, tiles, sizes | {"C": 16384}, arch)
@@ -100,9 +102,9 @@ def test_grouped_gemm(which, arch):
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("contraction", [4096, 4104])
 def test_gathered_gemm(contraction, arch):
-    from expertmesh.core.kernels import gathered_gemm as kernels
+    from expertmesh.core.kernels.choice.grouped_gemm import GATHERED as tiles
+    from expertmesh.core.kernels.triton import gathered_gemm as kernels
 
-    tiles = kernels.TILES
     types = ["*bf16", "*i32", (1, tiles.k, tiles.n), "*i32", "*bf16"]
     sizes = {"T": 4096, "C": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
     constants = sizes | {"GROUP_M": tiles.group_m}
@@ -114,7 +116,7 @@ def test_gathered_gemm(contraction, arch):
 def _assemble_cuda(text, folder):
     """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its compiler says."""
     from expertmesh.core import nvrtc
-    from expertmesh.core.kernels import cuda_call
+    from expertmesh.core.kernels.cuda import cuda_call
 
     if cuda_call.nvrtc() is None:
         pytest.skip("needs NVRTC and the extension of core")
@@ -144,9 +146,10 @@ def _assemble_cuda(text, folder):
     ],
 )
 def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, tmp_path):
-    from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.choice import grouped_gemm as choice
+    from expertmesh.core.kernels.cuda import grouped_gemm as kernels
 
-    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(kernels, tiles))
+    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(choice, tiles))
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
@@ -155,43 +158,21 @@ def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, tmp_path):
     assert kinds in ptx
 
 
-def test_rows_in_cuda_are_for_hopper_and_short_contractions(monkeypatch):
-    from expertmesh.core.kernels import grouped_gemm as kernels
-
-    few, many = (jax.ShapeDtypeStruct((1, groups), jnp.int32) for groups in (8, 4096))
-    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-
-    def launched(rows, contraction, width, sizes=few):
-        return kernels._rows_launch(rows, contraction, width, sizes)
-
-    short = 16384, 4096, 4096
-    assert launched(*short) is kernels.launch_rows_hopper
-    assert launched(128, 4096, 4096) is kernels.launch_rows_hopper
-    assert launched(16384, 14336, 4096) is kernels.launch_rows_hopper
-    assert launched(8192, 8192, 1024) is kernels.launch_rows
-    assert launched(16384, 28672, 4096) is kernels.launch_rows
-    assert launched(*short, many) is kernels.launch_rows
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
-    assert launched(*short) is kernels.launch_rows
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
-    assert launched(*short) is kernels.launch_rows
-
-
 @pytest.mark.parametrize("operands", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("rows, groups", [(32768, 8), (65536, 256), (32768, 256), (65536, 1024)])
 def test_weight_gradients_on_hopper(rows, groups, out, operands, tmp_path):
-    from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.choice import grouped_gemm as choice
+    from expertmesh.core.kernels.cuda import grouped_gemm as kernels
+    from expertmesh.core.kernels.device import Device
 
     wide = out == "float32"
-    tiles = kernels.weight_tiles(rows, groups, out)
-    assert tiles.stages >= tiles.least
+    tiles = choice.choose_weights(choice.Weights(rows, (256, 256), groups, out, Device())).tiles
+    assert tiles.stages >= tiles.min_stages
     ptx, said = _assemble_cuda(kernels.weights_source(operands, out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
-    own = wide or rows <= kernels.SMALL_GROUP * groups  # strips of each warp
+    own = wide or rows <= choice.SMALL_GROUP * groups  # strips of each warp
     assert f"cp.async.bulk.wait_group.read {3 if own else 0};" in ptx
     kind = {"bfloat16": "bf16", "float16": "f16"}[operands]
     products = re.findall(rf"m64n(\d+)k16.f32.{kind}.{kind} .* p, 1, 1, 1, 1;", ptx)
@@ -199,40 +180,15 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, tmp_path):
     assert sorted(products) == ["128"] * 10 + ["256"] * 10
 
 
-def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold(monkeypatch):
-    from expertmesh.core.kernels import grouped_gemm as kernels
-
-    launches = {"CUDA": (kernels, "launch_weights_hopper"), "Triton": (kernels, "launch_weights")}
-    taken = _taken_on_hopper(
-        monkeypatch, launches, lambda lhs, dy, sizes, **_: (*sizes.shape, lhs.shape[1], dy.shape[1])
-    )
-
-    def gradient(rows, groups, out="bfloat16"):
-        shape, to = jax.ShapeDtypeStruct, jnp.dtype(out)
-        lhs, dy = (shape((1, rows, width), jnp.bfloat16) for width in (256, 128))
-        sizes = shape((1, groups), jnp.int32)
-        function = functools.partial(kernels.weights, num_experts=groups, out_dtype=to)
-        assert jax.eval_shape(function, lhs, dy, sizes).shape == (groups, 256, 128)
-        return taken.pop()
-
-    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
-    assert gradient(64, 8) == gradient(4096, 1024) == gradient(4096, 1024, "float32") == "CUDA"
-    assert gradient(63, 8) == gradient(4096, 4096) == gradient(4096, 2048, "float32") == "Triton"
-    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
-    assert gradient(64, 8) == "Triton"
-    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
-    assert gradient(64, 8) == "Triton"
-
-
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 # The rows of the input gradient may be e5m2.
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("groups", [32, 1024])
 def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+    from expertmesh.core.kernels.choice.quantized_grouped_gemm import ROWS_BLOCKS
+    from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
-    tiles = kernels.ROWS_BLOCKS.fit(groups, out)
+    tiles = ROWS_BLOCKS.fit(groups, out)
     ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     # Two products of four in a step.
@@ -245,7 +201,9 @@ def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
 @pytest.mark.parametrize("groups", [1, 32, 1024])
 def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, out, monkeypatch):
     """What a launch says that it takes is what the kernel's text takes."""
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
+    from expertmesh.core.kernels.device import Device
 
     launches = []
 
@@ -260,9 +218,9 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
         shape((groups, width, 384), E4M3), shape((groups, -(-width // 128), 3), jnp.float32),
         shape((groups,), jnp.int32),
     )  # fmt: skip
-    jax.eval_shape(
-        lambda *z: kernels.launch_rows(*z, out_dtype=jnp.dtype(out), zero_rest=False), *operands
-    )
+    gemm = choice.Rows(rows, 384, width, groups, E4M3, jnp.dtype(out), Device(), along=128)
+    options = dict(config=choice.choose_rows(gemm), out_dtype=jnp.dtype(out), zero_rest=False)
+    jax.eval_shape(lambda *z: kernels.launch_rows(*z, **options), *operands)
     (((lhs, _, rhs, _, _), launch),) = launches
     assert (lhs.box, rhs.box) == ((128, 128), (1, 256, 128))
     assert launch["scalars"] == (rows, 0, 3, width, groups)
@@ -280,9 +238,10 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
 )
 def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_path):
     """With scales of blocks, or of groups."""
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
-    tiles = (kernels.WEIGHTS_BLOCKS if blocks else kernels.WEIGHTS_WHOLE).fit(groups, out)
+    tiles = (choice.WEIGHTS_BLOCKS if blocks else choice.WEIGHTS_TENSORS).fit(groups, out)
     text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, tiles, blocks=blocks)
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
@@ -292,105 +251,15 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == want
 
 
-def _taken_on_hopper(monkeypatch, launches, shape):
-    """Names of the launches, (owner, function) each, in the order in which they are made; `shape` of their result."""
-    taken = []
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-
-    def take(name, owner, function):
-        def launch(*operands, out_dtype, **options):
-            taken.append(name)
-            return jnp.zeros(shape(*operands, **options), out_dtype)
-
-        monkeypatch.setattr(owner, function, launch)
-
-    for name, place in launches.items():
-        take(name, *place)
-    return taken
-
-
-def test_quantized_rows_take_the_kernel_that_has_room(monkeypatch):
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
-
-    launches = {
-        "CUDA, blocks": (kernels, "launch_rows"),
-        "CUDA, groups": (kernels.plain, "launch_rows_hopper"),
-        "Triton": (kernels.sm100, "rows"),
-        "Triton, gradient": (kernels.sm100, "rows_dgrad"),
-    }
-    taken = _taken_on_hopper(monkeypatch, launches, lambda lhs, *_, **__: (*lhs.shape[:-1], 256))
-
-    def multiply(function, groups, along=0):
-        shape, float8 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
-        x, w = shape((1, 256, 256), float8), shape((groups, 256, 256), float8)
-        x_scale = shape((1, 256, 2) if along else (1, groups), jnp.float32)
-        w_scale = shape((groups, 2, 2) if along else (groups,), jnp.float32)
-        blocks = ((1, 1, along), (1, along, along)) if along else ((), ())
-        of_rows, of_weight = (
-            QuantizedArray(x, x_scale, block=blocks[0]),
-            QuantizedArray(w, w_scale, block=blocks[1]),
-        )
-        options = {"out_dtype": jnp.dtype("bfloat16")}
-        sizes = shape((1, groups), jnp.int32)
-        jax.eval_shape(lambda *z: function(*z, **options), of_rows, of_weight, sizes)
-        return taken.pop()
-
-    monkeypatch.setattr(kernels.plain, "nvrtc", lambda: "libnvrtc.so")
-    for along, kernel in ((0, "CUDA, groups"), (128, "CUDA, blocks")):
-        for groups in (8, 1024):
-            assert multiply(kernels.rows, groups, along) == kernel
-            assert multiply(kernels.rows_dgrad, groups, along) == kernel
-        assert multiply(kernels.rows, 1025, along) == "Triton"
-        assert multiply(kernels.rows_dgrad, 1025, along) == "Triton, gradient"
-    monkeypatch.setattr(kernels.plain, "nvrtc", lambda: None)
-    for along in (0, 128):
-        assert multiply(kernels.rows, 8, along) == "Triton"
-        assert multiply(kernels.rows_dgrad, 8, along) == "Triton, gradient"
-
-
-def test_quantized_weight_gradients_take_the_kernel_that_has_room(monkeypatch):
-    from expertmesh.core.kernels import quantized_grouped_gemm as kernels
-
-    launches = {
-        "CUDA, blocks": (kernels, "launch_weights_blocks"),
-        "CUDA, groups": (kernels, "launch_weights"),
-        "Triton": (kernels.sm100, "weights"),
-    }
-    taken = _taken_on_hopper(
-        monkeypatch, launches, lambda lhs, *rest, **_: (rest[-1].shape[-1], lhs.shape[-1], 256)
-    )
-
-    def gradient(groups, along=128):
-        shape = jax.ShapeDtypeStruct
-        data = shape((1, 256, 256), jnp.float8_e4m3fn)
-        scale = shape((1, 2, 256) if along else (1, groups), jnp.float32)
-        q = QuantizedArray(data, scale, block=(1, along, 1) if along else ())
-        options = {"num_experts": groups, "out_dtype": jnp.dtype("bfloat16")}
-        sizes = shape((1, groups), jnp.int32)
-        jax.eval_shape(lambda *z: kernels.weights(*z, **options), q, q, sizes)
-        return taken.pop()
-
-    monkeypatch.setattr(kernels, "nvrtc", lambda: "libnvrtc.so")
-    assert gradient(8) == "CUDA, blocks"
-    assert gradient(8, along=0) == "CUDA, groups"
-    assert kernels.WEIGHTS_BLOCKS.fit(3648, jnp.bfloat16).stages == 2
-    assert gradient(3648) == "CUDA, blocks"
-    assert gradient(3649) == "Triton"
-    assert kernels.WEIGHTS_WHOLE.fit(3136, jnp.bfloat16).stages == 3
-    assert gradient(3136, along=0) == "CUDA, groups"
-    assert gradient(3137, along=0) == "Triton"
-    monkeypatch.setattr(kernels, "nvrtc", lambda: None)
-    assert gradient(8) == gradient(8, along=0) == "Triton"
-
-
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 @pytest.mark.parametrize("along", [0, 32, 128])
 @pytest.mark.parametrize("which", ["rows", "rows_transposed", "weights"])
 def test_quantized_grouped_gemm_of_later_gpus(which, along, out):
     """Blocks of 32 by the instruction that multiplies them by their scales; operands as they lie, e5m2 times e4m3."""
-    from expertmesh.core.kernels import quantized_grouped_gemm_sm100 as kernels
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.triton import quantized_grouped_gemm as kernels
 
-    fit = kernels._tiles if which == "weights" else kernels._rows_tiles
+    fit = choice.weight_tiles if which == "weights" else choice.rows_tiles
     tiles = fit(along, 4096, jnp.float32 if out == "fp32" else jnp.bfloat16)
     scale = "*u8" if along == 32 else "*fp32"
     constants = {"G": 32, "G_POW2": 32, "ALONG": along, "NUM_PROGRAMS": 148}
@@ -536,65 +405,33 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
 @pytest.mark.parametrize("limit", [None, 7])
 @pytest.mark.parametrize("function", ["silu", "gelu", "squared_relu"])
 def test_activate_quantize_on_hopper(function, limit, recipe, dtype, tmp_path):
-    from expertmesh.core.kernels import activate_quantize as kernels
+    from expertmesh.core.kernels.choice.quantize import Activated, choose_activation
+    from expertmesh.core.kernels.cuda import activate_quantize as kernels
+    from expertmesh.core.kernels.device import Device
 
     act, format = activation.Activation(function=function, limit=limit), recipe.formats().x
     if function == "gelu":
         format = dataclasses.replace(format, dtype="float8_e5m2")
-    tiles = kernels.HOPPER if format.block[1] == 128 else kernels.HOPPER_SMALL
+    config = choose_activation(Activated(4096, 1536, dtype, format.block[1], Device()))
     for gradient, weighted in itertools.product((False, True), repeat=2):
         if gradient and weighted and (function, limit, dtype) == ("gelu", 7, "float16"):
             continue  # spills 16 bytes; no model has it
         which = dict(gradient=gradient, weighted=weighted)
-        source = kernels.hopper_source(dtype, activation=act, format=format, **which, tiles=tiles)
+        source = kernels.source(dtype, config=config, activation=act, format=format, **which)
         _assemble_cuda(source.text, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("power_2_scale", [True, False])
 def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
-    from expertmesh.core.kernels import grouped_requantize as kernels
+    from expertmesh.core.kernels.choice.quantize import Rows, choose_requantize
+    from expertmesh.core.kernels.cuda import grouped_requantize as kernels
+    from expertmesh.core.kernels.device import Device
 
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
-    source = kernels.hopper_source(dtype, format=format, tiles=kernels.HOPPER)
+    config = choose_requantize(Rows(4096, 1536, dtype, 128, Device()))
+    source = kernels.source(dtype, config=config, format=format)
     _assemble_cuda(source.text, tmp_path)
-
-
-def test_activate_quantize_in_cuda_is_for_hopper_and_16_bytes(monkeypatch):
-    from expertmesh.core.kernels import activate_quantize as kernels
-    from expertmesh.core.kernels import quantize as shared
-
-    chosen = []
-    for name in ("launch", "launch_hopper"):
-
-        def note(h, *rest, name=name, out_type, **options):
-            chosen.append(name)
-            return [jnp.zeros(x.shape, x.dtype) for x in out_type]
-
-        monkeypatch.setattr(kernels, name, note)
-    blocks_of_32, blocks_of_128 = MXFP8BlockScaling(), Float8BlockScaling()
-
-    def suits(rows=4096, width=1536, dtype="bfloat16", of_d="bfloat16", recipe=blocks_of_128):
-        h = jax.ShapeDtypeStruct((1, rows, 2, width), dtype)
-        d, sizes = (
-            jax.ShapeDtypeStruct((1, rows, width), of_d),
-            jax.ShapeDtypeStruct((1, 8), jnp.int32),
-        )
-        source = activate_quantize.ActivatedGrad(h, None, None, activation.Activation(), d)
-        run = functools.partial(kernels.activate_quantize, format=recipe.formats().x)
-        jax.eval_shape(run, source, sizes, None, None)
-        return chosen[-1] == "launch_hopper"
-
-    monkeypatch.setattr(shared, "nvrtc", lambda: "libnvrtc.so")
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-    assert suits() and suits(width=1544) and suits(rows=4088, recipe=blocks_of_32)
-    assert not suits(dtype="float32", of_d="float32") and not suits(of_d="float32")
-    assert not suits(rows=4088) and not suits(width=1540)
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 10.0)
-    assert not suits()
-    monkeypatch.setattr(_jax, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(shared, "nvrtc", lambda: None)
-    assert not suits()
 
 
 RECIPES = [
@@ -665,25 +502,3 @@ def test_group_bias(monkeypatch, arch):
     options = {"num_experts": 8, "out_dtype": jnp.dtype("float32")}
     launches = _launches(monkeypatch, grouped_gemm.group_bias_grad_op, dy, sizes, **options)
     _check_launches(launches, arch)
-
-
-def test_programs_take_turns_among_devices():
-    """Where a collective may run beside; each has LEAST_STEPS at least, and a multiprocessor MOST_TURNS at most."""
-    kernels = pytest.importorskip("expertmesh.core.kernels.grouped_gemm")
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("a")
-
-    def inside(num_steps):
-        found = []
-        shards = jax.shard_map(
-            lambda x: found.append(kernels._num_programs(num_steps)) or x,
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-        )
-        jax.eval_shape(shards, jnp.zeros(2))
-        return found[0]
-
-    least = 132 * kernels.LEAST_STEPS
-    assert [inside(n) for n in (0, 2 * least - 1, 2 * least, 9 * least)] == [132, 132, 264, 528]
-    assert kernels._num_programs(9 * least) == 132

@@ -63,7 +63,7 @@ IDS = ((1, T, K), "int32")
 
 @pytest.mark.parametrize("D, dtype", [(4096, "bfloat16"), (7168, "bfloat16"), (4096, "float32")])
 def test_rows(D, dtype, compiled):
-    from expertmesh.core.kernels import gather_rows, permute
+    from expertmesh.core.kernels.triton import gather_rows, permute
 
     tokens, rows, source = ((1, T, D), dtype), ((1, T * K, D), dtype), ((1, T * K), "int32")
     weights = ((1, T, K), "float32")
@@ -79,7 +79,7 @@ def test_rows(D, dtype, compiled):
 
 @pytest.mark.parametrize("experts, num_ranks", [(256, 1), (8, 2), (500, 1), (256, 8)])
 def test_plan(experts, num_ranks, compiled):
-    from expertmesh.core.kernels import permute
+    from expertmesh.core.kernels.triton import permute
 
     options = {"num_experts": experts, "num_rows": T * K, "alignment": 16, "num_ranks": num_ranks}
     _trace(lambda idx, rank: permute.plan(idx, rank, **options), IDS, ((1,), "int32"))
@@ -102,7 +102,7 @@ def test_plan(experts, num_ranks, compiled):
 )
 def test_router(experts, dtype, options, compiled):
     from expertmesh.core import RouterConfig
-    from expertmesh.core.kernels import router
+    from expertmesh.core.kernels.triton import router
 
     config = RouterConfig(**options)
     logits, choices = ((T, experts), dtype), (T, config.top_k)
@@ -116,7 +116,7 @@ def test_router(experts, dtype, options, compiled):
 
 @pytest.mark.parametrize("experts, dtype", [(256, "float32"), (2048, "bfloat16"), (7, "float32")])
 def test_balance_sums(experts, dtype, compiled):
-    from expertmesh.core.kernels import load_balance
+    from expertmesh.core.kernels.triton import load_balance
 
     logits, mask = ((T, experts), dtype), ((T,), "bool")
     for function in ("softmax", "sigmoid"):

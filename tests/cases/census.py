@@ -26,7 +26,6 @@ from expertmesh.core import (
     NVFP4BlockScaling,
     accumulate_gradient,
     activate,
-    choices_to_rows,
     dense,
     gather_weight,
     gathered_gemm,
@@ -35,11 +34,11 @@ from expertmesh.core import (
     grouped_gemm,
     grouped_quantize,
     init_dense_state,
+    move_values,
     plan_permute,
     quantize,
     quantize_dbias,
     quantize_kernel,
-    rows_to_choices,
 )
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.testing import OpCase
@@ -527,15 +526,15 @@ def cases_of_the_contract() -> list[OpCase]:
 def choices() -> Iterator[Subject]:
     """Values of choices to rows and back; x and the plan over the tokens."""
     layouts = {"data parallel": on_mesh(P(T), P(T), results=(P(T),))}
-    for function, rows in ((choices_to_rows, S * TOP_K), (rows_to_choices, None)):
+    for way, shape in (("to rows", (4, S, TOP_K)), ("to choices", (4, S * TOP_K))):
 
-        def both(values, idx, function=function):
-            return function(values, plan_permute(idx, num_experts=E))
+        def moved(values, idx, way=way):
+            plan = plan_permute(idx, num_experts=E)
+            return move_values(values, plan if way == "to rows" else plan.inverse)
 
-        shape = (4, S, TOP_K) if rows else (4, S * TOP_K)
         yield Subject(
-            name=function.__name__,
-            function=both,
+            name=f"move_values {way}",
+            function=moved,
             operands=types(("float32", *shape), ("int32", 4, S, TOP_K)),
             layouts=layouts,
             wrt=(0,),

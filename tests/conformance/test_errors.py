@@ -305,7 +305,7 @@ TABLE = [
             on_mesh(X, "dp"), on_mesh(jnp.ones((16, 16)), sizes=(4, 2)), recipe="fp8_current"
         ),
         ValueError,
-        *("quantized_gemm: ", "on one mesh", "'dp': 2", "'dp': 4"),
+        *("gemm: ", "on one mesh", "'dp': 2", "'dp': 4"),
     ),
     row(
         "operands on an Explicit and on an Auto mesh",

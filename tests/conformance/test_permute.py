@@ -15,7 +15,7 @@ from conformance.settings import (
     run_on_mesh,
 )
 from expertmesh.core import (
-    choices_to_rows,
+    move_values,
     padded_rows,
     padded_rows_sharded,
     permute,
@@ -77,7 +77,7 @@ def pipeline(routed, x, probs, scale, g, *, form, alignment):
     out, pull = jax.vjp(forward, x, probs)
     return dict(
         rows=permute(x, plan),
-        row_probs=choices_to_rows(probs, plan),
+        row_probs=move_values(probs, plan),
         offsets=plan.group_offsets,
         raw=plan.tokens_per_expert,
         out=out,

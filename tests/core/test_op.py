@@ -78,6 +78,20 @@ def test_a_kernel_may_refuse_operands():
         op(X[:3], implementation="fast")
 
 
+def test_a_kernel_of_other_operands_does_not_exist():
+    """It is neither a choice, nor missing, nor does it refuse."""
+
+    def is_long(x):
+        return x.size > 2
+
+    op = _op(takes=is_long, requires=("a_package_nobody_has",))
+    with pytest.raises(ValueError, match="one of auto, reference; got implementation='fast'"):
+        op(X[:1], implementation="fast")
+    np.testing.assert_array_equal(op(X[:1]), _double(X[:1]))
+    with pytest.raises(ImportError, match="a_package_nobody_has"):
+        op(X, implementation="fast")
+
+
 def test_unknown_implementation_lists_the_choices():
     with pytest.raises(ValueError, match="auto, reference, fast; got implementation='quick'"):
         _op()(X, implementation="quick")

@@ -24,7 +24,6 @@ MASKED = dict(logits=LOGITS, topk_idx=IDX, coeff=0.1, token_mask=MASK)
 CALLS = [
     partial(core.activate, X, core.Activation(function="gelu", gated=False)),
     partial(core.activate, X.reshape(4, 2, 8), "silu"),
-    partial(core.choices_to_rows, IDX, PLAN),
     partial(core.dense, X, W[0], B[0]),
     partial(core.dense, X, W[0], recipe="fp8_current"),
     partial(core.expert_counts, IDX, num_experts=2),
@@ -42,7 +41,8 @@ CALLS = [
     partial(core.local_permute_after_a2a, X[0], COUNTS, 0),
     partial(core.local_unpermute_before_a2a, X[0], COUNTS, 0),
     partial(core.missing_rows, COUNTS, num_rows=4),
-    partial(core.move_chunks, X[0], CHUNKS),
+    partial(core.move_rows, X[0], CHUNKS, jnp.ones(4)),
+    partial(core.move_values, IDX, PLAN),
     partial(core.permute, X, PLAN),
     partial(core.plan_chunks, SIZES, SIZES * 0, num_rows=4),
     partial(core.plan_permute, IDX, num_experts=2),
@@ -59,7 +59,6 @@ CALLS = [
     partial(core.route_map, LOGITS, BIASED, expert_bias=BIAS, token_mask=MASK, topk_idx=IDX),
     partial(core.router_statistics, LOGITS, IDX),
     partial(core.router_z_loss, LOGITS, coeff=0.1, token_mask=MASK),
-    partial(core.rows_to_choices, PLAN.source, PLAN),
     partial(core.sequence_balance_loss, **MASKED),
     partial(core.sort_chunks, X[0], SIZES[0], jnp.array([1, 0])),
     partial(core.to_routing_map, IDX, 2),
@@ -69,9 +68,14 @@ CALLS = [
 ]
 # Operands that may be of any numbers.
 ANY = {
-    *("choices_to_rows values", "gather_weight w", "local_permute_after_a2a x", "permute x"),
-    *("local_unpermute_before_a2a y", "load_balance_loss tokens_per_expert", "move_chunks x"),
-    *("quantile_expert_bias histogram", "rows_to_choices values", "sort_chunks x", "unpermute y"),
+    *(
+        "gather_weight w",
+        "local_permute_after_a2a x",
+        "local_unpermute_before_a2a y",
+        "move_rows x",
+    ),
+    *("load_balance_loss tokens_per_expert", "move_values values", "permute x", "sort_chunks x"),
+    *("quantile_expert_bias histogram", "unpermute y"),
     "update_expert_bias tokens_per_expert",
 }
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import MeshResource
-from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
-from expertmesh.core.ops.grouped_gemm import expert_axes, grouped_gemm_op, grouped_gemm_wgrad_op
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
+from expertmesh.core.linear.grouped_gemm import expert_axes, grouped_gemm_op, grouped_gemm_wgrad_op
 from expertmesh.core.rule import Query, parse_rule, plan_by_rule, role_names
 from expertmesh.core.specs import local_shape, pad_spec, spec_axes
 

@@ -178,7 +178,9 @@ def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
             jax.vjp(lambda h: activate(h, activation), h)[1](weigh(d, **of))[0],
         )
     )(*(x.astype(jnp.float32) for x in wide))
-    want = np.where(source >= 0, np.sum(np.asarray(a, np.float64) * np.asarray(wide[1], np.float64), -1), 0)
+    want = np.where(
+        source >= 0, np.sum(np.asarray(a, np.float64) * np.asarray(wide[1], np.float64), -1), 0
+    )
     assert np.linalg.norm(np.asarray(d_weights) - want) < 1e-5 * np.linalg.norm(want)
     assert not np.asarray(d_weights)[source < 0].any()
     d_h = pull.astype(h.dtype)

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
     """The places of clusters by one of two functions, which measures them, or also keeps them."""
-    from expertmesh.core.kernels import cluster_order, grouped_gemm
+    from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES
+    from expertmesh.core.kernels.cuda import cluster_order
 
     if _jax.compute_capability() != 9.0:
         pytest.skip(
@@ -26,7 +27,7 @@ def asked(monkeypatch, tmp_path):
         )
     gpu = _jax.local_gpu()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    of = gpu, gpu.core_count // 2 * 2, grouped_gemm.SHARED_BYTES
+    of = gpu, gpu.core_count // 2 * 2, SHARED_BYTES
     functions = {"measured": cluster_order._measured, "kept": cluster_order._kept.__wrapped__}
     return lambda function: functions[function](*of)
 
@@ -43,6 +44,7 @@ def test_a_permutation_that_is_the_same_again(asked, function):
 def test_changes_no_bit(asked, width, monkeypatch):
     """Measured, in reverse, and the order of the launch; several rounds of tiles, and less than one."""
     from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.cuda import grouped_gemm as cuda
 
     rng = np.random.default_rng(0)
     lhs = jnp.asarray(rng.normal(size=(1, 3000, 520)), jnp.bfloat16)
@@ -50,7 +52,7 @@ def test_changes_no_bit(asked, width, monkeypatch):
     sizes = jnp.asarray([[900, 0, 1023, 77, 800]], jnp.int32)
 
     def result(places):
-        monkeypatch.setattr(kernels, "cluster_order", lambda *_: places)
+        monkeypatch.setattr(cuda, "cluster_order", lambda *_: places)
         run = jax.jit(lambda *given: kernels.rows(*given, out_dtype=jnp.dtype("bfloat16")))
         return np.asarray(run(lhs, rhs, sizes), np.float32)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.testing import relative_error
 
 # Tokens, rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile.

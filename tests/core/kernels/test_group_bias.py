@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from expertmesh.core.ops.grouped_gemm import group_bias_grad_op
+from expertmesh.core.linear.grouped_gemm import group_bias_grad_op
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import MISSING, needs_triton
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
@@ -160,6 +160,7 @@ def test_more_groups_than_threads():
 def test_programs_that_take_turns_change_no_bit(monkeypatch):
     """Four on each multiprocessor, as among other devices."""
     from expertmesh.core.kernels import grouped_gemm as kernels
+    from expertmesh.core.kernels.device import Device
 
     (lhs, dy, rhs), sizes = _operands(4096, 1024, 512, 64, 900, "bfloat16")
 
@@ -171,8 +172,8 @@ def test_programs_that_take_turns_change_no_bit(monkeypatch):
         drhs = jax.jit(lambda *given: kernels.weights(*given, **options))(lhs, dy, sizes)
         return [np.asarray(x, np.float32) for x in (out, dlhs, drhs)]
 
-    alone, cores = results(), kernels._num_programs()
-    monkeypatch.setattr(kernels, "_num_programs", lambda num_steps=0: 4 * cores)
+    alone = results()
+    monkeypatch.setattr(Device, "programs", lambda device, _=0: 4 * device.multiprocessors)
     for before, after in zip(alone, results(), strict=True):
         np.testing.assert_array_equal(before, after)
 

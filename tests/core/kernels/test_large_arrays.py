@@ -10,7 +10,7 @@ import pytest
 
 from cases.marks import needs_triton
 from expertmesh.core import grouped_gemm, permute, plan_permute, unpermute
-from expertmesh.core.ops.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]

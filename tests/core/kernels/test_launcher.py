@@ -181,7 +181,7 @@ def test_without_the_extension_jax_triton_launches_and_it_is_said_once(monkeypat
 def test_without_any_launcher_kernels_are_missing(monkeypatch):
     monkeypatch.setattr(_native, "host", lambda: "the extension _host is not built")
     monkeypatch.setattr(_jax, "has_jax_triton", lambda: False)
-    kernel = Kernel.triton("expertmesh.core.kernels.activation", "launch", lambda *_: None)
+    kernel = Kernel.triton("expertmesh.core.kernels.triton.activation", "launch", lambda *_: None)
     monkeypatch.setattr("expertmesh.core.op.first_missing", lambda requirements: None)
     assert "not built" in kernel.missing()
     monkeypatch.setattr(_jax, "has_jax_triton", lambda: True)
@@ -197,7 +197,7 @@ class TestOnAGpu:
     @staticmethod
     def double(x):
         """x + x by a kernel that reads through TMA's descriptor of NumPy's scalars and of pointers."""
-        from expertmesh.core.kernels.cuda_call import cuda_call
+        from expertmesh.core.kernels.cuda.cuda_call import cuda_call
 
         source = (
             'extern "C" __global__ void twice(const float* x, int size, float* out) {\n'

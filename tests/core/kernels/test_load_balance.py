@@ -77,7 +77,9 @@ def test_counts(tokens, experts, dtype, masked):
 
 def test_what_the_kernels_refuse():
     logits = jax.ShapeDtypeStruct((4, 64), jnp.float32)
-    assert "sqrtsoftplus" in ops._why_no_sums(logits, score_function="sqrtsoftplus")
-    assert "float64" in ops._why_no_sums(jax.ShapeDtypeStruct((4, 64), jnp.dtype("float64")))
-    assert "2048" in ops._why_no_sums(jax.ShapeDtypeStruct((4, 4096), jnp.float32))
-    assert "choices" in ops._why_no_counts(jax.ShapeDtypeStruct((0, 2), jnp.int32), num_experts=4)
+    assert "sqrtsoftplus" in ops._sums_unsupported(logits, score_function="sqrtsoftplus")
+    assert "float64" in ops._sums_unsupported(jax.ShapeDtypeStruct((4, 64), jnp.dtype("float64")))
+    assert "2048" in ops._sums_unsupported(jax.ShapeDtypeStruct((4, 4096), jnp.float32))
+    assert "choices" in ops._counts_unsupported(
+        jax.ShapeDtypeStruct((0, 2), jnp.int32), num_experts=4
+    )

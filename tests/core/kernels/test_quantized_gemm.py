@@ -7,7 +7,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import KINDS, paired, quantized, run_twice
-from expertmesh.core.ops.quantized_gemm import _dgrad_op, _fprop_op, _wgrad_op
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("capability")]
@@ -29,14 +29,14 @@ def test_products(which, kind, out_dtype):
     if which == "fprop":
         across = {0: (), 32: (32, 1, 1), 128: (128, 1, 128)}[along]
         shapes, blocks = ((*tokens, K), (K, *N)), (row, across)
-        want, op = "abk,kcd->abcd", _fprop_op
+        want, op = "abk,kcd->abcd", gemm_op
     elif which == "dgrad":
         across = {0: (), 32: (1, 1, 32), 128: (128, 1, 128)}[along]
         shapes, blocks = ((*tokens, *N), (K, *N)), ((1, *row) if along else (), across)
-        want, op = "abcd,kcd->abk", _dgrad_op
+        want, op = "abcd,kcd->abk", gemm_dgrad_op
     else:
         shapes, blocks = ((*tokens, K), (*tokens, *N)), (down, (*down, 1) if along else ())
-        want, op, dtypes = "abk,abcd->kcd", _wgrad_op, dtypes[::-1]
+        want, op, dtypes = "abk,abcd->kcd", gemm_wgrad_op, dtypes[::-1]
     (a, a_scale, a_wide), (b, b_scale, b_wide) = (
         quantized(rng, shape, block, dtype, ())
         for shape, block, dtype in zip(shapes, blocks, dtypes, strict=True)
@@ -56,18 +56,16 @@ def test_shapes_that_are_left_to_the_reference():
         return jax.ShapeDtypeStruct(shape, "float8_e4m3fn"), jax.ShapeDtypeStruct(counts, "float32")
 
     def refused(op, a, b):
-        (kernel,) = op.kernels
         operands = paired((*of(*a), *of(*b)), (a[1], b[1]))
+        (kernel,) = op.kernels_for(operands)
         return kernel.supports(*operands, out_dtype=jnp.dtype("bfloat16"))
 
     down = (1, 128, 1)
-    assert refused(_wgrad_op, ((2, 128, 64), down), ((2, 128, 64), down)) is None
+    assert refused(gemm_wgrad_op, ((2, 128, 64), down), ((2, 128, 64), down)) is None
     assert "blocks of 128; it is 200" in refused(
-        _wgrad_op, ((2, 200, 64), down), ((2, 200, 64), down)
+        gemm_wgrad_op, ((2, 200, 64), down), ((2, 200, 64), down)
     )
     weight = (256, 2, 192), (128, 1, 128)
-    assert "blocks of 128; it is 192" in refused(_fprop_op, ((2, 200, 256), (1, 1, 128)), weight)
-    assert "multiples of 16; widths are (64, 24)" in refused(
-        _fprop_op, ((2, 64), ()), ((64, 24), ())
-    )
-    assert "no kernel for blocks" in refused(_fprop_op, ((2, 64), (1, 16)), ((64, 64), (16, 16)))
+    assert "blocks of 128; it is 192" in refused(gemm_op, ((2, 200, 256), (1, 1, 128)), weight)
+    assert "multiples of 16; widths are (64, 24)" in refused(gemm_op, ((2, 64), ()), ((64, 24), ()))
+    assert "no kernel for blocks" in refused(gemm_op, ((2, 64), (1, 16)), ((64, 64), (16, 16)))

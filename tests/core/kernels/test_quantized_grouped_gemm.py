@@ -9,7 +9,11 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2, KINDS, paired, quantized, run_twice
-from expertmesh.core.ops.quantized_grouped_gemm import _dgrad_op, _fprop_op, _wgrad_op
+from expertmesh.core.linear.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
 from expertmesh.core.testing import relative_error
 
 # Rows, contraction, width, groups, rows that belong to no group; no size is a multiple of a tile.
@@ -67,7 +71,7 @@ def test_rows(which, kind, shape):
         want[rows] = x_wide[0, rows] @ weight * factor
     live = sizes.sum()
     got = run_twice(
-        (_fprop_op if forward else _dgrad_op),
+        (grouped_gemm_op if forward else grouped_gemm_dgrad_op),
         (
             _poisoned(x, live),
             _poisoned(x_scale, live) if along else x_scale,
@@ -93,7 +97,7 @@ def test_rows_that_nobody_reads_change_no_other(kind):
     operands = [jnp.asarray(a) for a in (x, x_scale, w, w_scale, sizes[None])]
     operands = paired(operands, (of_rows, of_weight))
     options = dict(out_dtype=jnp.dtype("bfloat16"), implementation="triton")
-    op, live = _fprop_op, sizes.sum()
+    op, live = grouped_gemm_op, sizes.sum()
     written, left = (op(*operands, zero_rest=zero_rest, **options) for zero_rest in (True, False))
     np.testing.assert_array_equal(*(np.asarray(y[0, :live], np.float32) for y in (written, left)))
 
@@ -111,7 +115,7 @@ def test_rows_of_several_rounds_of_tiles(kind, G, out):
     w, w_scale, w_wide = quantized(rng, (G, K, N), (), dtypes[1], (G,))
     live = sizes.sum()
     operands = _poisoned(x, live), x_scale, w, w_scale, sizes[None]
-    got = run_twice(_fprop_op, operands, blocks=((), ()), out_dtype=np.dtype(out))[0]
+    got = run_twice(grouped_gemm_op, operands, blocks=((), ()), out_dtype=np.dtype(out))[0]
     for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows = slice(start, start + size)
         want = x_wide[0, rows] @ w_wide[g] * (float(x_scale[0, g]) * float(w_scale[g]))
@@ -127,7 +131,7 @@ def test_zeros_stay_zeros_where_the_product_of_scales_is_not_finite():
     x[0, 7] = 0
     operands = x, np.full((1, 2), 1e30, np.float32), w, np.full(2, 1e20, np.float32)
     sizes = np.array([[131, 140]], np.int32)
-    got = run_twice(_fprop_op, (*operands, sizes), blocks=((), ()))[0]
+    got = run_twice(grouped_gemm_op, (*operands, sizes), blocks=((), ()))[0]
     assert not got[7].any()
     assert not np.isnan(got).any()
 
@@ -151,7 +155,7 @@ def test_weight_gradients(kind, shape):
     if along:
         x_scale, dy_scale = (_poisoned(scale, -(-live // along)) for scale in (x_scale, dy_scale))
     got = run_twice(
-        _wgrad_op,
+        grouped_gemm_wgrad_op,
         (_poisoned(x, live), x_scale, _poisoned(dy, live), dy_scale, sizes[None]),
         num_experts=G,
         blocks=(block, block),
@@ -176,7 +180,7 @@ def test_weight_gradients_of_many_groups(along, num_rows, out):
         factor = 1 if along else float(x_scale[0, g]) * float(dy_scale[0, g])
         want[g] = x_wide[0, start : start + size].T @ dy_wide[0, start : start + size] * factor
     got = run_twice(
-        _wgrad_op,
+        grouped_gemm_wgrad_op,
         (_poisoned(x, num_rows), x_scale, _poisoned(dy, num_rows), dy_scale, sizes[None]),
         num_experts=G,
         blocks=(block, block),
@@ -198,7 +202,7 @@ def test_weight_gradients_of_several_rounds_of_tiles(G, out):
     dy, dy_scale, dy_wide = quantized(rng, (1, C, N), (), E5M2, (1, G))
     live = sizes.sum()
     got = run_twice(
-        _wgrad_op,
+        grouped_gemm_wgrad_op,
         (_poisoned(x, live), x_scale, _poisoned(dy, live), dy_scale, sizes[None]),
         num_experts=G,
         blocks=((), ()),
@@ -223,7 +227,7 @@ def test_what_is_not_finite_stays_in_its_groups_gradient(value):
     for g in hit:
         x[0, ends[g] - sizes[g] : ends[g]] = value
     operands = x, x_scale, dy, dy_scale, sizes[None]
-    got = run_twice(_wgrad_op, operands, num_experts=G, blocks=((), ()))
+    got = run_twice(grouped_gemm_wgrad_op, operands, num_experts=G, blocks=((), ()))
     assert not np.isfinite(got[hit]).any()
     assert np.isfinite(np.delete(got, hit, axis=0)).all()
 
@@ -237,6 +241,6 @@ def test_what_is_not_finite_stays_in_its_row(value):
     x[0, 130, 7] = value
     sizes = np.array([[131, 140]], np.int32)
     options = {"blocks": ((1, 1, 128), (1, 128, 128))}
-    got = run_twice(_fprop_op, (x, x_scale, w, w_scale, sizes), **options)[0]
+    got = run_twice(grouped_gemm_op, (x, x_scale, w, w_scale, sizes), **options)[0]
     assert not np.isfinite(got[130]).any()
     assert np.isfinite(np.delete(got, 130, axis=0)).all()

@@ -119,4 +119,4 @@ def test_replayed_choices_that_repeat_add_their_gradients():
 )
 def test_what_the_kernels_refuse(shape, options, words):
     config = RouterConfig(**{"top_k": 2} | options)
-    assert words in ops._why_not(jax.ShapeDtypeStruct(shape, jnp.float32), config=config)
+    assert words in ops._unsupported(jax.ShapeDtypeStruct(shape, jnp.float32), config=config)

@@ -1,4 +1,4 @@
-"""plan_permute_map with permute, unpermute and choices_to_rows against loops over (expert, token)."""
+"""plan_permute_map with permute, unpermute and move_values against loops over (expert, token)."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering, full
-from expertmesh.core import choices_to_rows, padded_rows, permute, plan_permute_map, unpermute
+from expertmesh.core import move_values, padded_rows, permute, plan_permute_map, unpermute
 from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import magnitudes, relative_error
 
@@ -114,7 +114,7 @@ def test_top_k_sizes_the_rows_and_what_breaks_it_is_counted():
 
 
 def oracle(routed, probs, x, y, d_rows, d_row_probs, d_out, N, A):
-    """Results and gradients of permute, choices_to_rows and unpermute, entry by entry, in float64."""
+    """Results and gradients of permute, move_values and unpermute, entry by entry, in float64."""
     (T, E), D = routed.shape, x.shape[1]
     row = plan_oracle(routed, N, A)[0]
     rows, row_probs, out = np.zeros((N, D)), np.zeros(N), np.zeros((T, D))
@@ -142,7 +142,7 @@ def operands(kind, T, E, A, D=3, dtype="float32", seed=0):
 @jax.jit
 def _results(plan, probs, x, y, d_rows, d_row_probs, d_out):
     rows, pull_x = jax.vjp(lambda x: permute(x, plan), x)
-    row_probs, pull_p = jax.vjp(lambda p: choices_to_rows(p, plan), probs)
+    row_probs, pull_p = jax.vjp(lambda p: move_values(p, plan), probs)
     out, pull = jax.vjp(lambda y, p: unpermute(y, plan, p), y, probs)
     return (rows, row_probs, out), (*pull_x(d_rows), *pull_p(d_row_probs), *pull(d_out))
 

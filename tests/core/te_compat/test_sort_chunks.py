@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
-from expertmesh.core import move_chunks, plan_chunks, sort_chunks
+from expertmesh.core import move_rows, plan_chunks, sort_chunks
 from expertmesh.core.hlo import collectives
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.
@@ -46,7 +46,7 @@ def test_values_and_gradients(size, full, dtype, seed):
     assert out.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), oracle(host, sizes, order))
     plan = plan_chunks(jnp.asarray(sizes), jnp.asarray(order), num_rows=size[0])
-    np.testing.assert_array_equal(move_chunks(out, plan.inverse), x)
+    np.testing.assert_array_equal(move_rows(out, plan.inverse), x)
     if dtype == "float32":
         pull = jax.vjp(lambda x: sort_chunks(x, jnp.asarray(sizes), jnp.asarray(order)), x)[1]
         np.testing.assert_array_equal(pull(out)[0], x)  # orthogonal: the adjoint is the inverse
@@ -134,7 +134,7 @@ def test_sharding_changes_no_value(kind, layout):
         (lambda x, s: sort_chunks(x, s, s * 1.0), TypeError, "order .* dtype=float32"),
         (lambda x, s: sort_chunks(x, s, s[1:]), ValueError, r"order.shape=\(1,\)"),
         (lambda x, s: sort_chunks(x[0], s, s), ValueError, r"x.shape=\(2,\)"),
-        (lambda x, s: sort_chunks(x[None], s, s), ValueError, r"x.shape=\(1, 5, 2\), plan: \(5,\)"),
+        (lambda x, s: sort_chunks(x[None], s, s), ValueError, r"x.shape=\(1, 5, 2\), map: \(5,\)"),
         (lambda x, s: plan_chunks(s, s, num_rows=2**31), ValueError, "num_rows=2147483648"),
         (lambda x, s: plan_chunks(s, s, num_rows=-1), ValueError, "num_rows=-1"),
     ],

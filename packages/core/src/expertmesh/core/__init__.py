@@ -3,7 +3,13 @@
 __version__ = "0.1.0"
 
 from expertmesh.core import specs
-from expertmesh.core.layer import DenseState, init_dense_state
+from expertmesh.core.linear.dense import dense
+from expertmesh.core.linear.gathered_gemm import gathered_gemm
+from expertmesh.core.linear.gemm import gemm
+from expertmesh.core.linear.grouped_dense import grouped_dense
+from expertmesh.core.linear.grouped_gemm import grouped_gemm
+from expertmesh.core.linear.layer import DenseState, init_dense_state
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
@@ -13,24 +19,17 @@ from expertmesh.core.ops.activation import (
     activate,
     gated_activation,
 )
-from expertmesh.core.ops.dense import dense
 from expertmesh.core.ops.gather_weight import gather_weight
-from expertmesh.core.ops.gathered_gemm import gathered_gemm
-from expertmesh.core.ops.gemm import gemm
-from expertmesh.core.ops.grouped_dense import grouped_dense
-from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.permute import (
     PermutePlan,
-    choices_to_rows,
     padded_rows,
     padded_rows_sharded,
     permute,
     plan_permute,
-    rows_to_choices,
     shard_rows,
     unpermute,
 )
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
+from expertmesh.core.ops.row_map import RowMap, move_rows, move_values
 from expertmesh.core.quantization.delayed_scaling import (
     DelayedState,
     grouped_quantize_delayed,
@@ -84,7 +83,7 @@ from expertmesh.core.te_compat.routing_map import (
     from_routing_map,
     to_routing_map,
 )
-from expertmesh.core.te_compat.sort_chunks import ChunkPlan, move_chunks, plan_chunks, sort_chunks
+from expertmesh.core.te_compat.sort_chunks import plan_chunks, sort_chunks
 from expertmesh.core.te_compat.topk_weights import (
     probs_to_topk_weights,
     topk_weights_to_probs,
@@ -94,7 +93,6 @@ from expertmesh.core.vjp import differentiable
 __all__ = [
     "ACTIVATIONS",
     "Activation",
-    "ChunkPlan",
     "DelayedScaling",
     "DelayedState",
     "DenseRouting",
@@ -121,13 +119,13 @@ __all__ = [
     "RouterConfig",
     "RouterStatistics",
     "Routing",
+    "RowMap",
     "SCORE_FUNCTIONS",
     "TensorFormat",
     "accumulate_gradient",
     "activate",
     "alignment_of",
     "autocast",
-    "choices_to_rows",
     "current_recipe",
     "current_resource",
     "dense",
@@ -151,7 +149,8 @@ __all__ = [
     "local_permute_after_a2a",
     "local_unpermute_before_a2a",
     "missing_rows",
-    "move_chunks",
+    "move_rows",
+    "move_values",
     "padded_rows",
     "padded_rows_sharded",
     "permute",
@@ -171,7 +170,6 @@ __all__ = [
     "route_map",
     "router_statistics",
     "router_z_loss",
-    "rows_to_choices",
     "sequence_balance_loss",
     "shard_rows",
     "sort_chunks",

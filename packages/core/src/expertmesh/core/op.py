@@ -83,6 +83,8 @@ class Kernel:
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
       needs: `needs() -> str | None`: what else is missing in this installation.
+      takes: `takes(*operands) -> bool`: whether it is for operands of these types; for others it does not exist. None:
+        for all.
     """
 
     name: str
@@ -92,13 +94,20 @@ class Kernel:
     install: str = ""
     supports: Callable[..., str | None] | None = None
     needs: Callable[[], str | None] | None = None
+    takes: Callable[..., bool] | None = None
 
     @classmethod
-    def triton(cls, module: str, function: str, supports: Callable[..., str | None]) -> "Kernel":
+    def triton(
+        cls,
+        module: str,
+        function: str,
+        supports: Callable[..., str | None],
+        takes: Callable[..., bool] | None = None,
+    ) -> "Kernel":
         """`function` of `module`, which imports Triton, on NVIDIA GPUs."""
         install = "pip install 'expertmesh-core[cuda13]'"
         launch = _Imported(module, function)
-        return cls("triton", "cuda", launch, TRITON, install, supports, needs=no_launcher)
+        return cls("triton", "cuda", launch, TRITON, install, supports, no_launcher, takes)
 
     def missing(self) -> str | None:
         """Why the kernel cannot run in this installation, or None."""
@@ -147,7 +156,7 @@ class Op:
       parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
         in its spec decide before the first operand's.
       plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
-      kernels: faster implementations.
+      kernels: faster implementations; those of one name are for operands of different types.
       results_are_trees: whether the reference returns a tuple of pytrees, None for one that is absent; a kernel returns
         their leaves.
     """
@@ -202,13 +211,14 @@ class Op:
                 result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
             )  # fmt: skip
             return out if results is None else jax.tree.unflatten(jax.tree.structure(results), out)
-        names = ("auto", "reference", *(kernel.name for kernel in self.kernels))
+        op = dataclasses.replace(self, kernels=self.kernels_for(operands))
+        names = ("auto", "reference", *(kernel.name for kernel in op.kernels))
         if implementation not in names:
             raise ValueError(
                 f"{self.name}: implementation must be one of {', '.join(names)}; got implementation={implementation!r}"
             )
         call = _Call(
-            self,
+            op,
             implementation,
             None if operand_specs is None else tuple(operand_specs),
             None if result_specs is None else tuple(result_specs),
@@ -218,6 +228,10 @@ class Op:
         )
         with _sizes_known(self.name, operands):
             return _run(call, *operands)
+
+    def kernels_for(self, operands: Sequence[Any]) -> tuple[Kernel, ...]:
+        """Those for operands of these types."""
+        return tuple(k for k in self.kernels if k.takes is None or k.takes(*operands))
 
     def make_plan(self, query: Query) -> Plan:
         """The plan for what is known; pure, needs no devices."""
@@ -267,8 +281,9 @@ class Op:
                     kernel,
                     launch=_OfTree(kernel.launch, tree),
                     supports=kernel.supports and _OfTree(kernel.supports, tree),
+                    takes=None,
                 )
-                for kernel in self.kernels
+                for kernel in self.kernels_for(operands)
             ),
             results_are_trees=False,
         )

@@ -80,7 +80,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
 @functools.cache
 def _why_no_kernels() -> str | None:
     """Why the installed versions do not compile a small kernel, or the GPU does not load it, or None."""
-    from expertmesh.core.kernels import probe
+    from expertmesh.core.kernels.triton import probe
 
     try:
         jax.eval_shape(probe.copy, jax.ShapeDtypeStruct((128,), jax.numpy.float32))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Op
 from expertmesh.core.operands import debug_check_ids
-from expertmesh.core.ops.gather_rows import gather_values
+from expertmesh.core.ops.row_map import RowMap, holds_token, move_values
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
@@ -115,8 +115,8 @@ def _dispatch_quantized_reference(
     else:
         bytes_C = chosen.dispatch(to_bytes(*parts_T), route, axis=axis)
         data_CD, scale_CB = from_bytes(bytes_C, data.shape[-1], data.dtype, scale.dtype)
-    is_padding_C1 = route.source_C[:, None] < 0
-    scale_CB = jnp.where(is_padding_C1, scale_of_zeros(format), scale_CB)
+    holds_token_C1 = holds_token(route.source_C)[:, None]
+    scale_CB = jnp.where(holds_token_C1, scale_CB, scale_of_zeros(format))
     return data_CD[None], scale_CB[None]
 
 
@@ -134,14 +134,13 @@ def _combine_quantized_reference(
 
 
 def _dispatch_values_reference(values, slot, source_1C, row_1GK, *, axis):
-    del slot, row_1GK
+    del slot
     values_GK = all_gather(flatten_leading(values), axis)
-    return gather_values(values_GK[None], source_1C)
+    return move_values(values_GK[None], RowMap(row_1GK, source_1C))
 
 
 def _combine_values_reference(values_1C, slot, source_1C, row_1GK, *, axis):
-    del source_1C
-    here_GK = gather_values(values_1C, row_1GK)[0]
+    here_GK = move_values(values_1C, RowMap(row_1GK, source_1C).inverse)[0]
     # Each choice has a row on one rank only, so the sum is exact.
     return sum_scatter(here_GK, axis).reshape(slot.shape)
 

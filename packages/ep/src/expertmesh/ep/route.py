@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from expertmesh.core.operands import wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.ep.capacity import recv_capacity
 
 Axis = tuple[str, ...] | None
@@ -28,7 +29,7 @@ class Route(NamedTuple):
     @property
     def token_C(self) -> jax.Array:
         """The token s * T + t of each row, -1 for padding."""
-        return jnp.where(self.source_C < 0, -1, self.source_C // max(self.row_GK.shape[1], 1))
+        return RowMap(self.row_GK, self.source_C).source_row
 
 
 def group_size(axis: Axis) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from expertmesh.core.layer import DenseState
+from expertmesh.core.linear.layer import DenseState
 
 __all__ = ["permute_experts", "place_experts"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core.layer import DenseState, init_dense_state
+from expertmesh.core.linear.layer import DenseState, init_dense_state
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.quantization.recipe import DelayedScaling, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import Params, param_specs

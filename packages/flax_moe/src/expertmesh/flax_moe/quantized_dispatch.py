@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.grouped_dense import (
-    grouped_dense_bwd,
-    kernel_for_dgrad,
-    kernel_for_fprop,
+from expertmesh.core.linear.apply import (
+    layer_of,
+    linear_bwd,
     product,
-    stateless_layer,
+    weight_for_dgrad,
+    weight_for_fprop,
 )
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel
+from expertmesh.core.linear.grouped_gemm import GROUPED
+from expertmesh.core.linear.layer import Extra, Layer, residuals
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -104,7 +105,16 @@ def dispatched_dense(
     `kernel` quantized along N; the dispatched rows have their checkpoint names too. Costs are those of `grouped_dense`.
     """
     extra = Extra(kernel_quantized=kernel_quantized)
-    layer = stateless_layer("dispatched_dense", rows, kernel, extra, recipe, w_spec, reduce_dtype)
+    layer = layer_of(
+        "dispatched_dense",
+        GROUPED,
+        rows,
+        kernel,
+        extra,
+        recipe,
+        reduce_dtype=reduce_dtype,
+        specs=(None, w_spec, None),
+    )
     return _dispatched_dense(rows, quantized, kernel, bias, group_sizes, extra, layer=layer)
 
 
@@ -128,7 +138,7 @@ def _dispatch_bwd(handle, cotangents, *, format, wire_format):
 
 def _forward(quantized, kernel, bias, group_sizes, extra: Extra, layer: Layer):
     """(y, the kernel quantized along D)."""
-    q_kernel = kernel_for_fprop(kernel, extra, layer)
+    q_kernel, _ = weight_for_fprop(kernel, extra, layer)
     return product(quantized, q_kernel, group_sizes, bias, layer), q_kernel
 
 
@@ -148,12 +158,12 @@ def fwd(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
         spec=layer.used[0],
         zero_rest=layer.zero_rest,
     )
-    q_kernel = kernel_for_dgrad(kernel, q_kernel, extra, layer)
+    q_kernel = weight_for_dgrad(kernel, q_kernel, extra, layer)
     return y, (*residuals(along_rows, q_kernel), group_sizes, bias, None)
 
 
 def _bwd(carried, dy, *, layer: Layer):
-    d_rows, d_kernel, _, d_bias, _ = grouped_dense_bwd(carried, dy, layer=layer)
+    d_rows, d_kernel, _, d_bias, _ = linear_bwd(carried, dy, layer=layer)
     return d_rows, None, d_kernel, d_bias, None, None
 
 

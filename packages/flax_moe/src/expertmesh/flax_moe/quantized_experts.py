@@ -17,17 +17,18 @@ participant.
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.layer import Extra, Layer, residuals
-from expertmesh.core.ops.activation import Activation, activate_at
-from expertmesh.core.ops.grouped_dense import (
-    grouped_dense_bwd,
-    kernel_for_dgrad,
-    kernel_for_fprop,
+from expertmesh.core.linear.apply import (
+    layer_of,
+    linear_bwd,
     product,
     product_grads,
-    stateless_layer,
+    weight_for_dgrad,
+    weight_for_fprop,
 )
-from expertmesh.core.ops.quantize_kernel import QuantizedKernel
+from expertmesh.core.linear.grouped_gemm import GROUPED
+from expertmesh.core.linear.layer import Extra, Layer, residuals
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel
+from expertmesh.core.ops.activation import Activation, activate_at
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.quantization.quantize_rows import grouped_quantize, quantizes_both_at_once
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -82,8 +83,16 @@ def dispatched_experts(
     """
     extras = tuple(Extra(kernel_quantized=kernel) for kernel in kernels_quantized)
     layers = tuple(
-        stateless_layer(
-            "dispatched_experts", rows, w, extra, recipe, spec, reduce_dtype, zero_rest=False
+        layer_of(
+            "dispatched_experts",
+            GROUPED,
+            rows,
+            w,
+            extra,
+            recipe,
+            reduce_dtype=reduce_dtype,
+            specs=(None, spec, None),
+            zero_rest=False,
         )
         for w, extra, spec in zip((wi, wo), extras, w_specs, strict=True)
     )
@@ -101,7 +110,7 @@ def dispatched_experts(
 
 def _product(q_a, wo, group_sizes, extra: Extra, layer: Layer):
     """(y, wo quantized along F)."""
-    q_wo = kernel_for_fprop(wo, extra, layer)
+    q_wo, _ = weight_for_fprop(wo, extra, layer)
     return product(q_a, q_wo, group_sizes, None, layer), q_wo
 
 
@@ -121,13 +130,13 @@ def _fwd(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
         h, sizes, formats, activation, spec=layer.used[0], zero_rest=layer.zero_rest
     )
     y, q_wo = _product(q_a, wo, sizes, extras[1], layer)
-    q_wo = kernel_for_dgrad(wo, q_wo, extras[1], layer)
+    q_wo = weight_for_dgrad(wo, q_wo, extras[1], layer)
     return y, (of_rows, h, (*residuals(along_rows, q_wo), sizes, None, None))
 
 
 def _bwd(carried, dy, *, layers, activation):
     of_rows, h, of_activation = carried
-    d_a, d_wo, *_ = grouped_dense_bwd(of_activation, dy, layer=layers[1])
+    d_a, d_wo, *_ = linear_bwd(of_activation, dy, layer=layers[1])
     layer, (q_rows, q_wi, sizes, *_) = layers[0], of_rows
     formats = layer.formats.grad_dgrad, layer.formats.grad_wgrad
     copies = activate_grad_quantize(

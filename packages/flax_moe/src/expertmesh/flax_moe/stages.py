@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from expertmesh import ep
+from expertmesh.core.linear.dense import dense
+from expertmesh.core.linear.gathered_gemm import gathered_gemm
+from expertmesh.core.linear.grouped_dense import grouped_dense
+from expertmesh.core.linear.grouped_gemm import grouped_gemm
 from expertmesh.core.mesh import current_resource, global_shard_guard
 from expertmesh.core.operands import check_token_mask, debug_check_ids
 from expertmesh.core.ops.activation import activate, activate_at
-from expertmesh.core.ops.dense import dense
-from expertmesh.core.ops.gathered_gemm import gathered_gemm
-from expertmesh.core.ops.grouped_dense import grouped_dense
-from expertmesh.core.ops.grouped_gemm import grouped_gemm
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
@@ -463,7 +463,7 @@ def _experts_in_8_bits(params, dispatched, config, given):
 
 
 def _weighed(rows, weights_PC, handle, spec=None):
-    return weight_rows(rows, weights_PC, handle.group_sizes, handle.tokens_per_expert, y_spec=spec)
+    return weight_rows(rows, weights_PC, handle.source, y_spec=spec)
 
 
 def _first_product(params, dispatched, config, given):

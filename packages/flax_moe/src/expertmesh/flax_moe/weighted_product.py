@@ -14,15 +14,15 @@ Dimension key: P participants, C rows per participant, F expert width, D model w
 import jax
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.mesh import narrow_at_rest
-from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
-from expertmesh.core.ops.activation import Activation
-from expertmesh.core.ops.grouped_gemm import (
+from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
+from expertmesh.core.ops.activation import Activation
 from expertmesh.core.vjp import at_rest, differentiable
 from expertmesh.ep import Handle
 from expertmesh.flax_moe.remat import named

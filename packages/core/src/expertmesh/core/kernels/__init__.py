@@ -1,6 +1,6 @@
-"""Kernels, one file per op with the op's basename: in Triton, and some for Hopper in CUDA C++.
+"""Kernels, one file per op with the op's basename, in two rooms: `triton/`, for all GPUs, and `cuda/`, for Hopper.
 
-Of the latter, `.cu` is one op's and `.cuh` is what several share; `cuda_call.py` compiles them. `launcher.py` launches
-the kernels of both languages. Imported when a kernel is launched, never before. Two have other names than their ops:
-`router.py` is of `router/route.py`, `load_balance.py` of `router/balance.py`.
+`choice/` says which of them runs, and the files here launch it. `launcher.py` launches the kernels of both languages.
+Imported when a kernel is launched, never before. Two have other names than their ops: `router.py` is of
+`router/route.py`, `load_balance.py` of `router/balance.py`.
 """

@@ -1,6 +1,6 @@
 """GEMMs of 8-bit operands for NVIDIA GPUs: grouped GEMMs of one group, which holds all tokens.
 
-Dimension key as in `ops/quantized_gemm.py`; T: all tokens.
+Dimension key as in `linear/gemm.py`; T: all tokens.
 """
 
 import dataclasses

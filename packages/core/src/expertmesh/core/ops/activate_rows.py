@@ -1,6 +1,6 @@
 """Activations of rows times the rows' weights, for rows that hold a token; a group's other rows are zeros.
 
-    out[p, r] = weights[p, r] * act(h[p, r])   if source[p, r] >= 0, else 0
+    out[p, r] = weights[p, r] * act(h[p, r])   if holds_token(source)[p, r], else 0
 
 with act as in ops/activation.py. The backward makes the result again, so that h alone is kept: with `d` the cotangent
 of `out`,
@@ -8,8 +8,8 @@ of `out`,
     d_h[p, r]       = weights[p, r] * d[p, r] * the derivative at h
     d_weights[p, r] = <d[p, r], act(h[p, r])>
 
-Whether a row holds a token is said by `source` alone: 0 is a legal weight with a gradient, and what is not selected may
-be NaN. Rows after the last group, of which nothing is read, may be left as they were in memory; not those of d_weights.
+What is not selected may be NaN. Rows after the last group, of which nothing is read, may be left as they were in
+memory; not those of d_weights.
 
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import Activation, function_and_gradient
+from expertmesh.core.ops.row_map import holds_token
 
 __all__ = [
     "activate_rows_grad_op",
@@ -48,11 +49,11 @@ def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, acti
 
 
 def _selected(source, x, dtype):
-    holds = (source >= 0).reshape(*source.shape, *[1] * (x.ndim - source.ndim))
+    holds = holds_token(source).reshape(*source.shape, *[1] * (x.ndim - source.ndim))
     return jnp.where(holds, x, jnp.float32(0)).astype(dtype)
 
 
-def _value_supported(h, *others, activation: Activation) -> str | None:
+def _unsupported(h, *others, activation: Activation) -> str | None:
     """What keeps these types from the kernels, or None."""
     del others
     if not activation.gated:
@@ -62,8 +63,8 @@ def _value_supported(h, *others, activation: Activation) -> str | None:
     return None if h.size else "there must be elements"
 
 
-def _kernel(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.activate_rows", function, supports),)
+def _kernel(function: str, unsupported) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.triton.activate_rows", function, unsupported),)
 
 
 activate_rows_op = Op(
@@ -72,7 +73,7 @@ activate_rows_op = Op(
     "p c two... f, p c, p c, p g -> p c f",
     whole=("two...", "g"),
     roles="participants . . tp, participants ., participants ., participants . -> participants . tp",
-    kernels=_kernel("value", _value_supported),
+    kernels=_kernel("value", _unsupported),
 )
 activate_rows_grad_op = Op(
     "activate_rows_grad",
@@ -82,5 +83,5 @@ activate_rows_grad_op = Op(
     summed=("f",),
     roles="participants . . tp, participants . tp, participants ., participants ., participants . "
     "-> participants . . tp, participants ., participants . tp",
-    kernels=_kernel("grad", _value_supported),
+    kernels=_kernel("grad", _unsupported),
 )

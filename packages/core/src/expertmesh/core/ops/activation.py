@@ -256,7 +256,7 @@ def function_and_gradient(activation: Activation, h):
     return value, lambda d_out: d_out * slope
 
 
-def _why_not(h, *rest, **options) -> str | None:
+def _unsupported(h, *rest, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del rest, options
     if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -277,7 +277,9 @@ gated_grad_op = Op(
     "... c f, ... f -> ... c f",
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
-    kernels=(Kernel.triton("expertmesh.core.kernels.activation", "gated_grad", _why_not),),
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", _unsupported),
+    ),
 )
 _plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
 _plain_grad_op = Op(

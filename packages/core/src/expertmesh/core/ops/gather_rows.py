@@ -14,10 +14,15 @@ from expertmesh.core.op import Kernel, Op
 MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
 
 
+def exists(index, num_src: int):
+    """Whether there is such a row."""
+    return (index >= 0) & (index < num_src)
+
+
 def select_rows(src_SD, index_N):
     """Rows of src; zeros by select where there is no such row, so that nothing of src leaks there."""
     num_src = src_SD.shape[0]
-    exists_N = (index_N >= 0) & (index_N < num_src)
+    exists_N = exists(index_N, num_src)
     if num_src == 0:  # a gather needs a row to read
         src_SD = jnp.pad(src_SD, [(0, 1)] + [(0, 0)] * (src_SD.ndim - 1))
     rows_ND = jnp.take(src_SD, jnp.where(exists_N, index_N, 0), axis=0, mode="clip")
@@ -50,11 +55,10 @@ def sum_rows(src_SD, index_NK, weight_NK):
         row_ND = select_rows(src_SD, index_NK[:, k]).astype(wide)
         if weight_NK is not None:
             # Select again: a weight without a row may be NaN.
-            exists_N1 = (index_NK[:, k] >= 0) & (index_NK[:, k] < src_SD.shape[0])
+            exists_N1 = exists(index_NK[:, k], src_SD.shape[0])[:, None]
             weight_N1 = weight_NK[:, k].astype(wide)[:, None]
-            row_ND = jnp.where(exists_N1[:, None], weight_N1 * row_ND, jnp.zeros_like(row_ND))
-        out_ND = out_ND + row_ND
-        return out_ND
+            row_ND = jnp.where(exists_N1, weight_N1 * row_ND, jnp.zeros_like(row_ND))
+        return out_ND + row_ND
 
     out_ND = jnp.zeros((num_out, src_SD.shape[1]), wide)
     for k in range(min(num_terms, MAX_UNROLLED)):
@@ -119,7 +123,7 @@ _gather = Op(
     _reference,
     "p s d, p n k, p n k -> p n d",
     whole=("s", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.gather_rows", "gather", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gather_rows", "gather", _why_not),),
 )
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 
@@ -140,7 +144,7 @@ def gather_rows(src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array 
       ValueError: ranks or sizes that do not fit.
 
     Not differentiable by itself: the transpose of a gather is a scatter, unless the inverse index is known, as
-    `permute` and `unpermute` do. Costs no communication when P, N or D is sharded; S and K are held whole.
+    `move_rows` does. Costs no communication when P, N or D is sharded; S and K are held whole.
     """
     _check_fit(src_PSD, index_PNK, weight_PNK)
     return _gather(src_PSD, index_PNK, weight_PNK)

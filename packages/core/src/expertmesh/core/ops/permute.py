@@ -14,22 +14,13 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, wide_ids
-from expertmesh.core.ops.gather_rows import (
-    accumulator_dtype,
-    gather_rows,
-    gather_values,
-    select_rows,
-    sum_rows,
-    why_no_copy,
-    why_no_sum,
-)
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PermutePlan:
-    """Where rows come from and go to. Made by `plan_permute`; without the P where topk_idx had none.
+class PermutePlan(RowMap):
+    """A RowMap from tokens to rows in groups. Made by `plan_permute`; without the P where topk_idx had none.
 
     With `rank(t, k)` the number of choices of the same expert before (t, k), and
     `offset[e] = sum_{e' < e} roundup(tokens_per_expert[e'], alignment)`:
@@ -44,15 +35,13 @@ class PermutePlan:
         `min(offset[e + 1], num_rows) - min(offset[e], num_rows)`.
     """
 
-    row: jax.Array
-    source: jax.Array
     tokens_per_expert: jax.Array
     group_sizes: jax.Array
 
     @property
     def token(self) -> jax.Array:
         """int32[P, N]: the token of each row, -1 for padding."""
-        return _token(self.source, self.row.shape[-1])
+        return self.source_row
 
     @property
     def group_offsets(self) -> jax.Array:
@@ -62,12 +51,8 @@ class PermutePlan:
     @property
     def num_dropped(self) -> jax.Array:
         """int32[P]: routed choices that have no row."""
-        held = jnp.sum(self.source >= 0, axis=-1, dtype=jnp.int32)
+        held = jnp.sum(holds_token(self.source), axis=-1, dtype=jnp.int32)
         return jnp.sum(self.tokens_per_expert, axis=-1, dtype=jnp.int32) - held
-
-
-def _token(source, top_k):
-    return jnp.where(source < 0, -1, source // max(top_k, 1))
 
 
 class RowPlan(NamedTuple):
@@ -179,52 +164,6 @@ def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
     return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
 
 
-@jax.vmap
-def _spread_reference(x_TD, row_TK, source_N):
-    """Each token at its rows. Both maps say the same: the one is read in the order of rows, the other of tokens."""
-    return select_rows(x_TD, _token(source_N, row_TK.shape[1]))
-
-
-@jax.vmap
-def _unpermute_grad_reference(dout_TD, y_ND, weight_TK, row_TK, source_N):
-    """The cotangents of rows and weights: weight[t, k] * dout[t] at row[t, k], and <dout[t], y[row[t, k]]>."""
-    token_N = _token(source_N, row_TK.shape[1])
-    weight_N = select_rows(weight_TK.reshape(-1), source_N)
-    dy_ND = sum_rows(dout_TD, token_N[:, None], weight_N[:, None])
-    # One dot for each choice or for each row, whichever are fewer.
-    if row_TK.size <= token_N.size:
-        return dy_ND, _dots_of_choices(dout_TD, y_ND, row_TK)
-    return dy_ND, select_rows(_dots_of_rows(dout_TD, y_ND, token_N), row_TK)
-
-
-def _dots_of_choices(dout_TD, y_ND, row_TK):
-    wide = accumulator_dtype(y_ND.dtype)
-    dots = []
-    for k in range(row_TK.shape[1]):
-        row_TD = select_rows(y_ND, row_TK[:, k])
-        dot_T = jnp.sum(dout_TD.astype(wide) * row_TD.astype(wide), axis=1)
-        # Select again: the cotangent of a token whose choice has no row may be NaN.
-        dots.append(jnp.where(row_TK[:, k] < 0, jnp.zeros_like(dot_T), dot_T))
-    return jnp.stack(dots, axis=1) if dots else jnp.zeros(row_TK.shape, wide)
-
-
-def _dots_of_rows(dout_TD, y_ND, token_N):
-    wide = accumulator_dtype(y_ND.dtype)
-    return jnp.sum(select_rows(dout_TD, token_N).astype(wide) * y_ND.astype(wide), axis=1)
-
-
-def spread_rows(x_TD, row_TK, source_N):
-    """`permute` of one group by the two maps of a `RowPlan`, which reads a token once for all of its rows."""
-    return spread(x_TD[None], row_TK[None], source_N[None])[0]
-
-
-def _roll_reference(topk_idx_PTK, roll_P, *, num_experts):
-    topk_idx_PTK = wide_ids(topk_idx_PTK)
-    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
-    ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
-    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
-
-
 def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
     del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
@@ -234,15 +173,6 @@ def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ran
     return None
 
 
-def _spread_supported(x, row, source) -> str | None:
-    return why_no_copy(x, row) if source.size else "there must be rows to write"
-
-
-def _unpermute_grad_supported(dout, y, weight, row, source) -> str | None:
-    del weight, source
-    return why_no_sum(y, row) or why_no_sum(dout, row)
-
-
 MOST_EXPERTS = 512
 
 _plan = Op(
@@ -250,28 +180,8 @@ _plan = Op(
     _plan_reference,
     "p t k, p -> p t k, p n, p e, p e, p, p",
     whole=("t", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "plan", _plan_supported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "plan", _plan_supported),),
 )
-spread = Op(
-    "permute",
-    _spread_reference,
-    "p t d, p t k, p n -> p n d",
-    whole=("t", "k", "n"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.permute", "spread", _spread_supported),),
-)
-_unpermute_grad = Op(
-    "unpermute_grad",
-    _unpermute_grad_reference,
-    "p t d, p n d, p t k, p t k, p n -> p n d, p t k",
-    whole=("t", "k", "n"),
-    summed=("d",),
-    kernels=(
-        Kernel.triton(
-            "expertmesh.core.kernels.permute", "unpermute_grad", _unpermute_grad_supported
-        ),
-    ),
-)
-_roll = Op("roll_experts", _roll_reference, "p t k, p -> p t k")
 
 
 def padded_rows(num_choices: int, num_experts: int, alignment: int = 1) -> int:
@@ -433,11 +343,17 @@ def group_roll(function, roll, num_groups):
 
 
 def _rolled(topk_idx_PTK, roll_P, num_experts):
-    return topk_idx_PTK if roll_P is None else _roll(topk_idx_PTK, roll_P, num_experts=num_experts)
+    """The ids by the places of their experts; -1 for those not routed."""
+    if roll_P is None:
+        return topk_idx_PTK
+    topk_idx_PTK = wide_ids(topk_idx_PTK)
+    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
+    ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
+    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
 
 
 def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
-    """Copies each token to its rows: out[p, n] = x[p, source[p, n] // K], and 0 where source is -1.
+    """`move_rows(x, plan)`: each token at its rows, out[p, n] = x[p, source[p, n] // K], and 0 where source is -1.
 
     Args:
       x: [P, T, D], or [T, D] for a plan of [T, K]; any dtype (differentiable if floating).
@@ -452,13 +368,14 @@ def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
 
     Costs no communication when P or D is sharded; T and the plan are held whole.
     """
-    _check_fit("permute", "x", x, plan.row, plan)
-    out_PND = _permute(_as_group(x, 3), *_maps(plan))
-    return out_PND if x.ndim == 3 else out_PND[0]
+    check_fit("permute", plan, x=x)
+    return move_rows(x, plan)
 
 
 def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = None) -> jax.Array:
-    """Adds up each token's rows: out[p, t] = sum_k weight[p, t, k] * y[p, row[p, t, k]].
+    """`move_rows(y, plan.inverse, topk_weights)`: adds up each token's rows.
+
+        out[p, t] = sum_k topk_weights[p, t, k] * y[p, row[p, t, k]]
 
     Args:
       y: float[P, N, D], or [N, D] for a plan of [T, K].
@@ -476,104 +393,16 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
     Costs no communication when P or D is sharded, but that the weights' cotangent is summed over the axes of D; N is
     held whole.
     """
-    _check_fit("unpermute", "y", y, plan.source, plan)
-    y_PND = _as_group(y, 3)
-    if topk_weights is None:
-        out_PTD = _unpermute(y_PND, *_maps(plan))
-    else:
+    check_fit("unpermute", plan.inverse, y=y)
+    if topk_weights is not None:
         check_arrays("unpermute", FLOATS, topk_weights=topk_weights)
-        _check_choices("unpermute", topk_weights, plan)
-        out_PTD = _unpermute_weighted(y_PND, _as_group(topk_weights, 3), *_maps(plan))
-    return out_PTD if y.ndim == 3 else out_PTD[0]
-
-
-def choices_to_rows(values: jax.Array, plan: PermutePlan) -> jax.Array:
-    """Moves one number per choice to its row: out[p, n] = values[p].ravel()[source[p, n]], 0 for padding.
-
-    Args:
-      values: [P, T, K] or [T, K], such as routing weights.
-      plan: from plan_permute, with the same shape.
-
-    Returns:
-      [P, N] (or [N]) in the dtype of values. The cotangent is `rows_to_choices`.
-
-    Costs no communication when P is sharded; T and K are held whole.
-    """
-    check_arrays("choices_to_rows", values=values)
-    _check_choices("choices_to_rows", values, plan)
-    row, source = _maps(plan)
-    out_PN = _choices_to_rows(_as_group(values, 3), row, source)
-    return out_PN if values.ndim == 3 else out_PN[0]
-
-
-def rows_to_choices(values: jax.Array, plan: PermutePlan) -> jax.Array:
-    """The inverse of `choices_to_rows`: out[p, t, k] = values[p, row[p, t, k]], 0 for a choice without a row.
-
-    Args:
-      values: [P, N] or [N].
-      plan: from plan_permute, with the same P and N.
-
-    Returns:
-      [P, T, K] (or [T, K]) in the dtype of values. The cotangent is `choices_to_rows`.
-
-    Costs no communication when P is sharded; N is held whole.
-    """
-    check_arrays("rows_to_choices", values=values)
-    if values.shape != plan.source.shape:
-        raise ValueError(
-            "rows_to_choices: values must have the shape of plan.source; got "
-            f"values.shape={values.shape}, plan.source.shape={plan.source.shape}; use the plan that made the rows"
-        )
-    row, source = _maps(plan)
-    out_PTK = _rows_to_choices(_as_group(values, 2), source, row)
-    return out_PTK if values.ndim == 2 else out_PTK[0]
-
-
-def _permute_fwd(x_PTD, row_PTK, source_PN):
-    return spread(x_PTD, row_PTK, source_PN), row_PTK
-
-
-def _permute_bwd(row_PTK, dout_PND):
-    return gather_rows(dout_PND, row_PTK), None, None
-
-
-def _unpermute_fwd(y_PND, row_PTK, source_PN):
-    return gather_rows(y_PND, row_PTK), (row_PTK, source_PN)
-
-
-def _unpermute_bwd(residuals, dout_PTD):
-    return spread(dout_PTD, *residuals), None, None
-
-
-def _unpermute_weighted_fwd(y_PND, weight_PTK, row_PTK, source_PN):
-    return gather_rows(y_PND, row_PTK, weight_PTK), (y_PND, weight_PTK, row_PTK, source_PN)
-
-
-def _unpermute_weighted_bwd(residuals, dout_PTD):
-    return *_unpermute_grad(dout_PTD, *residuals), None, None
-
-
-def _values_fwd(values, to_source, to_target):
-    return gather_values(values, to_target), to_source
-
-
-def _values_bwd(to_source, dout):
-    return gather_values(dout, to_source), None, None
-
-
-_permute = differentiable(_permute_fwd, _permute_bwd)
-_unpermute = differentiable(_unpermute_fwd, _unpermute_bwd)
-_unpermute_weighted = differentiable(_unpermute_weighted_fwd, _unpermute_weighted_bwd)
-_choices_to_rows = _rows_to_choices = differentiable(_values_fwd, _values_bwd)
+        check_places("unpermute", plan.inverse, topk_weights=topk_weights)
+    return move_rows(y, plan.inverse, topk_weights)
 
 
 def _as_group(x, ndim):
     """Adds P = 1 where it is missing."""
     return x if x.ndim == ndim else x[None]
-
-
-def _maps(plan: PermutePlan):
-    return _as_group(plan.row, 3), _as_group(plan.source, 2)
 
 
 def _check_topk_idx(function, topk_idx):
@@ -582,23 +411,4 @@ def _check_topk_idx(function, topk_idx):
         raise ValueError(
             f"{function}: topk_idx must be [P, T, K] or [T, K]; got shape={topk_idx.shape}; "
             "reshape the leading dimensions into groups P"
-        )
-
-
-def _check_fit(function, name, x, like, plan):
-    """x is [*like's leading dims, D], where like is plan.row without K, or plan.source."""
-    check_arrays(function, **{name: x})
-    leading = plan.source.shape if like is plan.source else plan.row.shape[:-1]
-    if x.ndim != len(leading) + 1 or x.shape[:-1] != leading:
-        raise ValueError(
-            f"{function}: {name} must have the leading dimensions of its plan; got {name}.shape={x.shape}, "
-            f"plan: {leading}; use the plan that was made for it"
-        )
-
-
-def _check_choices(function, values, plan):
-    if values.shape != plan.row.shape:
-        raise ValueError(
-            f"{function}: one value per choice must be given; got shape={values.shape}, "
-            f"plan.row.shape={plan.row.shape}; use the plan made from the same topk_idx"
         )

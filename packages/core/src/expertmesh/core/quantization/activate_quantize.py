@@ -108,9 +108,9 @@ def activate_grad_quantize(
       zero_rest: as of `activate_quantize`.
 
     Returns:
-      Copies of [P, C, 2, F], and with weights their gradient. Where both formats are one of 8 bits with blocks, h and d_out are read once and
-      nothing else is written: 3 bytes are read and 2 are written per number of h, in place of 5 and 4. One number in
-      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
+      Copies of [P, C, 2, F], and with weights their gradient. Where both formats are one of 8 bits with blocks, h and
+      d_out are read once and nothing else is written: 3 bytes are read and 2 are written per number of h, in place of 5
+      and 4. One number in some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
 
     Raises:
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
@@ -242,9 +242,8 @@ class ActivatedGrad(Activated):
         of_d = spec and PartitionSpec(*spec[:2], *spec[3:])
         if self.weights is None:
             specs = spec and (spec, of_d)
-            operands = self.base, self.d_out
-            d_h = gated_grad_op(*operands, operand_specs=specs, activation=self.activation)
-            return d_h, None
+            options = dict(operand_specs=specs, activation=self.activation)
+            return gated_grad_op(self.base, self.d_out, **options), None
         operands = self.base, self.d_out, self.weights, self.row_source, group_sizes
         of_rows = spec and PartitionSpec(*spec[:2])
         specs = spec and (spec, of_d, of_rows, of_rows, PartitionSpec(*spec[:1]))

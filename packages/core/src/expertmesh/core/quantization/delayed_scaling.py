@@ -148,7 +148,7 @@ def grouped_quantize_delayed_both(
     multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
     format, name = recipe.formats().x, "quantize_delayed"
     check_source(name, x, format)
-    q, again, amax_PG = quantize_rows(
+    copies = quantize_rows(
         name,
         Rows(x),
         group_sizes,
@@ -156,8 +156,8 @@ def grouped_quantize_delayed_both(
         multiplier=multiplier,
         spec=spec,
     )
-    amax = numerics.from_magnitude(jnp.max(numerics.magnitude(amax_PG), initial=0))
-    return q, again, _updated(state, amax, recipe)
+    amax = numerics.from_magnitude(jnp.max(numerics.magnitude(copies.amax), initial=0))
+    return *copies[:2], _updated(state, amax, recipe)
 
 
 def _check_state(name: str, state, recipe) -> None:

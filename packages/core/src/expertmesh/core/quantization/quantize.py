@@ -294,7 +294,7 @@ _quantize_op = Op(
     whole=("key",),
     roles=". rows, ., . -> . rows, .",
     plan=BlockPlan("quantize"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.quantize", "quantize", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _why_not),),
     results_are_trees=True,
 )
 _quantize_weights_op = dataclasses.replace(
@@ -307,7 +307,9 @@ _dequantize_op = Op(
     roles="rows -> rows",
     plan=BlockPlan("dequantize"),
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.quantize", "dequantize_array", _why_not_dequantize),
+        Kernel.triton(
+            "expertmesh.core.kernels.triton.quantize", "dequantize_array", _why_not_dequantize
+        ),
     ),
 )
 _dequantize_weights_op = dataclasses.replace(

@@ -121,7 +121,9 @@ quantize_rows_op = Op(
     "-> participants . ., participants . ., participants ., participants .",
     plan=BlockPlan("grouped_quantize"),
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.grouped_quantize", "grouped_quantize", _why_not),
+        Kernel.triton(
+            "expertmesh.core.kernels.triton.grouped_quantize", "grouped_quantize", _why_not
+        ),
     ),
     results_are_trees=True,
 )

@@ -64,6 +64,16 @@ class QuantizedArray:
         return tuple(of for name, of in leaves.items() if getattr(self, name) is not None)
 
 
+def is_quantized(*operands: Any) -> bool:
+    """Whether one of the operands is quantized."""
+    return any(isinstance(x, QuantizedArray) for x in operands)
+
+
+def is_plain(*operands: Any) -> bool:
+    """Whether none of the operands is quantized."""
+    return not is_quantized(*operands)
+
+
 def check_quantized(name: str, q: QuantizedArray) -> None:
     """Raises in the name of `name` unless the parts of `q` fit each other.
 

@@ -225,30 +225,30 @@ def _live_tokens(token_mask):
     return jnp.sum(token_mask, dtype=jnp.int32)
 
 
-def _triton(function: str, supports) -> tuple[Kernel, ...]:
-    return (Kernel.triton("expertmesh.core.kernels.load_balance", function, supports),)
+def _triton(function: str, unsupported) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.triton.load_balance", function, unsupported),)
 
 
-def _why_no_sums(logits, *rest, score_function="softmax") -> str | None:
+def _sums_unsupported(logits, *rest, score_function="softmax") -> str | None:
     """What keeps logits from the kernels, or None."""
     del rest
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or not logits.size:
         return f"logits must be float32, bfloat16 or float16, and there; they are {logits.dtype}{logits.shape}"
-    if logits.shape[-1] > MOST_EXPERTS:
-        return f"a program holds at most {MOST_EXPERTS} experts; there are {logits.shape[-1]}"
+    if logits.shape[-1] > MAX_EXPERTS:
+        return f"a program holds at most {MAX_EXPERTS} experts; there are {logits.shape[-1]}"
     if score_function == "sqrtsoftplus":
         return "the scores must be softmax or sigmoid; they are sqrtsoftplus"
     return None
 
 
-def _why_no_counts(topk_idx, *rest, num_experts) -> str | None:
+def _counts_unsupported(topk_idx, *rest, num_experts) -> str | None:
     del rest
-    if not topk_idx.size or not 0 < num_experts <= MOST_EXPERTS:
-        return f"there must be choices of 1 to {MOST_EXPERTS} experts; they are {topk_idx.shape} of {num_experts}"
+    if not topk_idx.size or not 0 < num_experts <= MAX_EXPERTS:
+        return f"there must be choices of 1 to {MAX_EXPERTS} experts; they are {topk_idx.shape} of {num_experts}"
     return None
 
 
-MOST_EXPERTS = 2048
+MAX_EXPERTS = 2048
 # Roles are given because the experts of these vectors are never split, on whatever axis the weights' experts are.
 _counts_op = Op(
     "expert_counts",
@@ -257,7 +257,7 @@ _counts_op = Op(
     summed=("...",),
     whole=("k", "e"),
     roles="tokens ., tokens -> .",
-    kernels=_triton("counts", _why_no_counts),
+    kernels=_triton("counts", _counts_unsupported),
 )
 _live_tokens_op = Op("num_tokens", _live_tokens, "... -> ()", summed=("...",), roles="tokens -> ()")
 _prob_sums_op = Op(
@@ -267,7 +267,7 @@ _prob_sums_op = Op(
     summed=("...",),
     whole=("e",),
     roles="tokens ., tokens -> .",
-    kernels=_triton("prob_sums", _why_no_sums),
+    kernels=_triton("prob_sums", _sums_unsupported),
 )
 _prob_sums_grad_op = Op(
     "load_balance_grad",
@@ -314,7 +314,7 @@ _z_sum_op = Op(
     summed=("...",),
     whole=("e",),
     roles="tokens ., tokens -> ()",
-    kernels=_triton("z_sum", _why_no_sums),
+    kernels=_triton("z_sum", _sums_unsupported),
 )
 _z_sum_grad_op = Op(
     "z_loss_grad",

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.op import Kernel
-from expertmesh.core.ops.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["router_logits"]
@@ -101,7 +101,7 @@ def _wgrad_of_parts(x, dy, *, out_dtype):
     return _sum_of_parts(wide, len(parts), out_dtype)
 
 
-def _supported(x, w) -> str | None:
+def _unsupported(x, w) -> str | None:
     """What keeps these types from the products of parts, or None."""
     wide = {x.dtype, w.dtype} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if wide:
@@ -109,25 +109,25 @@ def _supported(x, w) -> str | None:
     return None if x.size and w.size else "there must be elements"
 
 
-def _logits_supported(x, kernel, **options) -> str | None:
+def _logits_unsupported(x, kernel, **options) -> str | None:
     del options
     if x.dtype != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {x.dtype}"
-    return _supported(x, kernel)
+    return _unsupported(x, kernel)
 
 
-def _dgrad_supported(dy, kernel, *, out_dtype) -> str | None:
+def _dgrad_unsupported(dy, kernel, *, out_dtype) -> str | None:
     if jnp.dtype(out_dtype) != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {out_dtype}"
-    return _supported(dy, kernel)
+    return _unsupported(dy, kernel)
 
 
-def _wgrad_supported(x, dy, **options) -> str | None:
-    return _logits_supported(x, dy, **options)
+def _wgrad_unsupported(x, dy, **options) -> str | None:
+    return _logits_unsupported(x, dy, **options)
 
 
-def _op(base, name: str, reference, launch, supports):
-    kernel = Kernel("parts", "cuda", launch, supports=supports)
+def _op(base, name: str, reference, launch, unsupported):
+    kernel = Kernel("parts", "cuda", launch, supports=unsupported)
     return dataclasses.replace(base, name=name, reference=reference, kernels=(kernel,))
 
 
@@ -139,21 +139,21 @@ def _wide(reference):
 
 
 router_logits_op = _op(
-    gemm_op, "router_logits", _wide(gemm_op.reference), _logits_of_parts, _logits_supported
+    gemm_op, "router_logits", _wide(gemm_op.reference), _logits_of_parts, _logits_unsupported
 )
 router_logits_dgrad_op = _op(
     gemm_dgrad_op,
     "router_logits_dgrad",
     _wide(gemm_dgrad_op.reference),
     _dgrad_of_parts,
-    _dgrad_supported,
+    _dgrad_unsupported,
 )
 router_logits_wgrad_op = _op(
     gemm_wgrad_op,
     "router_logits_wgrad",
     _wide(gemm_wgrad_op.reference),
     _wgrad_of_parts,
-    _wgrad_supported,
+    _wgrad_unsupported,
 )
 
 

@@ -232,7 +232,7 @@ def _spread(values, topk_idx, num_experts):
     return jnp.sum(jnp.where(hit, values[..., None], jnp.float32(0)), axis=-2)
 
 
-def _why_not(logits, *rest, config) -> str | None:
+def _unsupported(logits, *rest, config) -> str | None:
     """What keeps these types from the kernels, or None."""
     del rest
     num_experts = logits.shape[-1]
@@ -257,7 +257,7 @@ _choose_op = Op(
     "... e, e, ... -> ... k, ... k",
     whole=("e", "k"),
     roles="tokens ., ., tokens -> tokens ., tokens .",
-    kernels=(Kernel.triton("expertmesh.core.kernels.router", "choose", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.router", "choose", _unsupported),),
 )
 _keep_op = Op(
     "route_keep",
@@ -272,7 +272,7 @@ _weigh_grad_op = Op(
     _weigh_grad,
     "... e, ... k, ... k, ... k -> ... e",
     whole=("e", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.router", "weigh_grad", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.router", "weigh_grad", _unsupported),),
 )
 
 

@@ -36,7 +36,7 @@ def plan_permute_map(
     """`plan_permute` of a routing map: experts ascend, inside an expert tokens.
 
     The plan is one with K = E, whose choice e is expert e, so `permute(x, plan)` copies tokens,
-    `choices_to_rows(probs, plan)` brings probs[P, T, E] to the rows, and `unpermute(y, plan, probs)` adds up
+    `move_values(probs, plan)` brings probs[P, T, E] to the rows, and `unpermute(y, plan, probs)` adds up
     `sum_e probs[t, e] * y[row[t, e]]`. A routed entry has its row whatever its probability is, 0 too; an entry that is
     not routed adds nothing and its probability has gradient 0. A token without experts comes back as 0.
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.te_compat.sort_chunks import ChunkPlan, move_chunks, plan_chunks
+from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.te_compat.sort_chunks import plan_chunks
 
 __all__ = [
     "RaggedParams",
@@ -107,7 +108,7 @@ def local_permute_after_a2a(
     """
     check_arrays("local_permute_after_a2a", x=x)
     plan = _local_plan("local_permute_after_a2a", x, counts, shard_id)
-    return move_chunks(x, plan), jnp.sum(_mine(counts, shard_id), axis=0, dtype=jnp.int32)
+    return move_rows(x, plan), jnp.sum(_mine(counts, shard_id), axis=0, dtype=jnp.int32)
 
 
 def local_unpermute_before_a2a(
@@ -126,10 +127,10 @@ def local_unpermute_before_a2a(
       TypeError, ValueError: as `local_permute_after_a2a`.
     """
     check_arrays("local_unpermute_before_a2a", y=y)
-    return move_chunks(y, _local_plan("local_unpermute_before_a2a", y, counts, shard_id).inverse)
+    return move_rows(y, _local_plan("local_unpermute_before_a2a", y, counts, shard_id).inverse)
 
 
-def _local_plan(function, x, counts, shard_id) -> ChunkPlan:
+def _local_plan(function, x, counts, shard_id) -> RowMap:
     _check_counts(function, counts)
     if x.ndim != 2:
         raise ValueError(

@@ -6,7 +6,6 @@
 Dimension key: P row groups, N rows, D features, c chunks.
 """
 
-import dataclasses
 import operator
 
 import jax
@@ -14,33 +13,13 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Op
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.ops.gather_rows import gather_rows
-from expertmesh.core.vjp import differentiable
+from expertmesh.core.ops.row_map import RowMap, move_rows
 
-__all__ = ["ChunkPlan", "move_chunks", "plan_chunks", "sort_chunks"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ChunkPlan:
-    """Where rows come from and go to. Made by `plan_chunks`; without the P where split_sizes had none.
-
-    Attributes:
-      source: int32[P, N]; out[n] = x[source[n]].
-      row: int32[P, N]; x[m] goes to out[row[m]]: the inverse of source.
-    """
-
-    source: jax.Array
-    row: jax.Array
-
-    @property
-    def inverse(self) -> "ChunkPlan":
-        """The plan that moves the rows back."""
-        return ChunkPlan(source=self.row, row=self.source)
+__all__ = ["plan_chunks", "sort_chunks"]
 
 
-def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> ChunkPlan:
-    """Decides where each row goes, for any number of payloads.
+def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> RowMap:
+    """Decides where each row goes: a map for `move_rows`, for any number of payloads, of N rows to as many.
 
     Args:
       split_sizes: int[P, c] or int[c], rows of each chunk of the input, 0 too; negative ones count as 0. Their sum must
@@ -69,37 +48,11 @@ def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> C
     grouped = split_sizes.ndim == 2
     operands = (split_sizes, order) if grouped else (split_sizes[None], order[None])
     out = _plan(*operands, num_rows=operator.index(num_rows))
-    return ChunkPlan(*(out if grouped else (x[0] for x in out)))
-
-
-def move_chunks(x: jax.Array, plan: ChunkPlan) -> jax.Array:
-    """out[p, n] = x[p, source[p, n]].
-
-    Args:
-      x: [P, N, D], or [N, D] for a plan without P; any dtype (differentiable if floating).
-      plan: from plan_chunks, with the same P and N, or its `inverse`.
-
-    Returns:
-      x's shape and dtype. The cotangent is moved by `plan.inverse`.
-
-    Raises:
-      ValueError: x does not fit the plan.
-
-    Costs no communication when P or D is sharded; N is held whole: gathered where it is sharded.
-    """
-    check_arrays("move_chunks", x=x)
-    if x.ndim != plan.source.ndim + 1 or x.shape[:-1] != plan.source.shape:
-        raise ValueError(
-            f"move_chunks: x must have the rows of its plan, and features; got x.shape={x.shape}, "
-            f"plan: {plan.source.shape}; use the plan that was made for it"
-        )
-    if x.ndim == 3:
-        return _move(x, plan.source, plan.row)
-    return _move(x[None], plan.source[None], plan.row[None])[0]
+    return RowMap(*(out if grouped else (x[0] for x in out)))
 
 
 def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.Array:
-    """`move_chunks(x, plan_chunks(split_sizes, order, num_rows=N))`: the chunks of x in another order.
+    """`move_rows(x, plan_chunks(split_sizes, order, num_rows=N))`: the chunks of x in another order.
 
     Args:
       x: [P, N, D], or [N, D].
@@ -109,7 +62,7 @@ def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.A
       x's shape and dtype; rows beyond sum(split_sizes) stay where they are, forward and backward.
 
     Raises:
-      TypeError, ValueError: see `plan_chunks` and `move_chunks`.
+      TypeError, ValueError: see `plan_chunks` and `move_rows`.
 
     Costs no communication when P or D is sharded; N is held whole.
     """
@@ -119,7 +72,7 @@ def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.A
         raise ValueError(
             f"sort_chunks: x must be [P, N, D] or [N, D]; got x.shape={x.shape}; add the missing dimension"
         )
-    return move_chunks(x, plan_chunks(split_sizes, order, num_rows=x.shape[-2]))
+    return move_rows(x, plan_chunks(split_sizes, order, num_rows=x.shape[-2]))
 
 
 def _plan_reference(size_Pc, order_Pc, *, num_rows):
@@ -135,8 +88,8 @@ def _plan_group(size_c, order_c, num_rows):
     start_c, new_start_c = end_c - size_c, new_end_c - size_c[order_c]
     place_c = jnp.argsort(order_c)
     return (
-        _moved(new_end_c, start_c[order_c] - new_start_c, num_rows),
         _moved(end_c, new_start_c[place_c] - start_c, num_rows),
+        _moved(new_end_c, start_c[order_c] - new_start_c, num_rows),
     )
 
 
@@ -148,14 +101,3 @@ def _moved(end_c, shift_c, num_rows):
 
 
 _plan = Op("plan_chunks", _plan_reference, "p c, p c -> p n, p n", whole=("c",))
-
-
-def _move_fwd(x_PND, source_PN, row_PN):
-    return gather_rows(x_PND, source_PN[..., None]), row_PN
-
-
-def _move_bwd(row_PN, dout_PND):
-    return gather_rows(dout_PND, row_PN[..., None]), None, None
-
-
-_move = differentiable(_move_fwd, _move_bwd)

@@ -1,0 +1,242 @@
+"""Which kernel multiplies rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
+
+Triton's kernels run on all GPUs from compute capability 9.0; those in CUDA C++, of which Hopper has its own, are the
+faster ones but for long contractions.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from expertmesh.core.kernels.device import Device, num_steps
+
+SHARED_BYTES = 227 * 1024  # of one program
+STEP = 64  # rows of a weight gradient's step
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows in groups times each group's weight: [rows, contraction] x [groups, contraction, width].
+
+    `dtype` is that of the rows.
+    """
+
+    rows: int
+    contraction: int
+    width: int
+    groups: int
+    dtype: Any
+    out_dtype: Any
+    device: Device
+
+    def programs(self, tiles: tuple[int, int, int]) -> int:
+        """Of a kernel with these tiles."""
+        return self.device.programs(num_steps(tiles, self.rows, self.width, self.contraction))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A weight gradient: [rows, K] x [rows, N] -> [groups, K, N] with `widths` (K, N)."""
+
+    rows: int
+    widths: tuple[int, int]
+    groups: int
+    out_dtype: Any
+    device: Device
+
+    def programs(self, tiles: tuple[int, int, int]) -> int:
+        """Of a kernel with these tiles."""
+        return self.device.programs(num_steps(tiles, *self.widths, self.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A launch.
+
+    Attributes:
+      kernel: "triton", "cuda", or what a function that chooses says beside.
+      tiles: the kernel's.
+      programs: of the launch.
+      turns: programs share a multiprocessor, one after the other.
+    """
+
+    kernel: str
+    tiles: Any = None
+    programs: int = 0
+    turns: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile, and how it is run."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        return self.m, self.n, self.k
+
+    def fit(self, width: int, out_dtype) -> "Tiles":
+        """Narrow outputs take narrow tiles; float32 outputs leave less shared memory for stages."""
+        tiles = dataclasses.replace(self, n=128) if width <= 128 else self
+        if jnp.dtype(out_dtype).itemsize == 4 and tiles.n == 256:
+            tiles = dataclasses.replace(tiles, stages=min(tiles.stages, 3), n=128)
+        return tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """How the kernel of rows in CUDA C++ runs.
+
+    Attributes:
+      boxes: of 64 columns, that a consumer multiplies by at most 256 / boxes rows.
+      rows: at least and at most so many in a tile of a large group, in steps of `grain`.
+      cost: of a tile's step, beside that of its rows, in rows.
+      band: tiles of rows that run together.
+      box: rows of one TMA load.
+      registers: of the producer, and of consumers.
+      parts: of a tile of the last round, unless programs take turns, which fill each other's last rounds.
+    """
+
+    boxes: int
+    rows: tuple[int, int]
+    grain: int
+    cost: int
+    band: int
+    box: int
+    registers: tuple[int, int]
+    parts: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """How a kernel of weight gradients in CUDA C++ runs.
+
+    Attributes:
+      stages: steps of the contraction under way at most.
+      min_stages: and at least.
+      stage_bytes: of shared memory, of each.
+      staged: where results begin in shared memory.
+      handed: parts of 64 x 128 of a result of 16 bits that a consumer stages at once; of 32 bits, one.
+      band: tiles, of 256 columns of lhs, that run together.
+      registers: of the producer, and of consumers.
+      passing: results leave L2 first, which operands then keep.
+      strips: of 64 lines of 128 bytes of a result that a consumer has under way, if each of its warps sends its own
+        lines (of 16 bits alone), in place of parts.
+      keeping: operands that two blocks share leave L2 last.
+    """
+
+    stages: int
+    min_stages: int
+    stage_bytes: int
+    staged: int
+    handed: int
+    band: int
+    registers: tuple[int, int]
+    passing: bool = False
+    strips: int = 0
+    keeping: bool = True
+
+    def handed_of(self, out_dtype) -> int:
+        """The parts of a result of this type that a consumer stages at once."""
+        return self.handed if jnp.dtype(out_dtype).itemsize == 2 else 1
+
+    def stages_at(self, out_dtype) -> int:
+        """Where the first step is in shared memory."""
+        part = 64 * 128 * jnp.dtype(out_dtype).itemsize
+        return self.staged + 2 * (self.strips * STRIP or self.handed_of(out_dtype) * part)
+
+    @property
+    def box(self) -> int:
+        """The lines of a result that leave at once."""
+        return 16 if self.strips else 32
+
+    def fit(self, G: int, out_dtype) -> "WeightTiles":
+        """What results and the table of groups take of shared memory is not there for steps."""
+        stages = (SHARED_BYTES - 1024 - self.stages_at(out_dtype) - 16 * G) // self.stage_bytes
+        return dataclasses.replace(self, stages=min(self.stages, stages))
+
+    def config(self, gemm: Weights, step: int, kernel: str = "cuda") -> Config:
+        """The launch of a kernel of `step` rows a step, in clusters of two."""
+        return Config(kernel, self, gemm.programs((128, 256, step)) // 2 * 2)
+
+
+STRIP = 64 * 128  # bytes that a consumer stages, of a result
+# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+ROWS_HOPPER = RowTiles(
+    boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
+)
+SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32)
+# NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
+ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
+GATHERED = ROWS
+WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+WEIGHTS_HOPPER = WeightTiles(
+    stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
+    passing=True,
+)  # fmt: skip
+# Float32 results wait in no registers: each warp sends its own.
+WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4, registers=(56, 224))
+# Where groups are small, what matters is how results get to memory: a tile's beside each other, and all of a row's.
+WEIGHTS_HOPPER_SMALL = dataclasses.replace(
+    WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False, registers=(56, 224)
+)
+SMALL_GROUP = 192  # rows in the mean, at most
+MAX_GROUPS = 1024  # whose places fit into shared memory
+# From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
+# share more in L2: from the first if there are less than so many tiles for each cluster, from the second anyway.
+LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
+
+
+def choose_rows(gemm: Rows) -> Config:
+    """The forward and the input gradient."""
+    clusters = gemm.device.multiprocessors // 2
+    tiles = gemm.rows * gemm.width / ROWS_HOPPER.rows[1] ** 2 / clusters
+    longest = LONG_CONTRACTION if tiles < FEW_TILES else LONGEST_CONTRACTION
+    return cuda_rows(gemm) if gemm.contraction < longest and fits_cuda(gemm) else triton_rows(gemm)
+
+
+def choose_gathered(gemm: Rows) -> Config:
+    """The forward of rows that are read where they are."""
+    return triton_rows(gemm, GATHERED)
+
+
+def choose_weights(gemm: Weights) -> Config:
+    """The weight gradient."""
+    if jnp.dtype(gemm.out_dtype).itemsize == 4:
+        cuda = WEIGHTS_HOPPER_WIDE
+    elif gemm.rows <= SMALL_GROUP * gemm.groups:
+        cuda = WEIGHTS_HOPPER_SMALL
+    else:
+        cuda = WEIGHTS_HOPPER
+    cuda = cuda.fit(gemm.groups, gemm.out_dtype)
+    # The windows of rows that are loaded need as many rows as a step.
+    if gemm.device.runs_cuda and gemm.rows >= STEP and cuda.stages >= cuda.min_stages:
+        return cuda.config(gemm, STEP)
+    tiles = WEIGHTS.fit(gemm.widths[1], gemm.out_dtype)
+    return Config("triton", tiles, gemm.device.programs())
+
+
+def fits_cuda(gemm: Rows) -> bool:
+    """Whether rows of so many groups can take the kernels in CUDA C++."""
+    return gemm.groups <= MAX_GROUPS and gemm.device.runs_cuda
+
+
+def cuda_rows(gemm: Rows) -> Config:
+    """The kernel of rows in CUDA C++, in clusters of two."""
+    small = gemm.rows <= gemm.groups * SMALL_GROUPS_HOPPER.rows[1]
+    tiles = SMALL_GROUPS_HOPPER if small else ROWS_HOPPER
+    programs = gemm.programs((128, 256, 128 // jnp.dtype(gemm.dtype).itemsize)) // 2 * 2
+    return Config("cuda", tiles, programs, turns=programs > gemm.device.multiprocessors)
+
+
+def triton_rows(gemm: Rows, tiles: Tiles = ROWS) -> Config:
+    """The kernel of rows in Triton."""
+    tiles = tiles.fit(gemm.width, gemm.out_dtype)
+    return Config("triton", tiles, gemm.programs(tiles.mnk))

@@ -1,0 +1,157 @@
+"""Which kernel quantizes rows along their columns and along the rows, with something before it or nothing.
+
+Triton's kernels run on all GPUs. Those in CUDA C++ are Hopper's, of numbers of 16 bits, eight at a time.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from expertmesh.core.kernels.device import Device, num_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is quantized: [rows, columns] of `dtype`, in blocks of `block` numbers, 0 for a scale per group."""
+
+    rows: int
+    columns: int
+    dtype: Any
+    block: int
+    device: Device
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the copy in blocks along the rows is [columns, rows], as Hopper's tensor cores read 8 bits.
+
+        The transpose after the kernel and the one before the weight gradient's are then none.
+        """
+        return self.block in (0, 128) and self.device.capability == 90
+
+    @property
+    def fits_cuda(self) -> bool:
+        """Whether kernels in CUDA C++ take such numbers."""
+        return (
+            self.device.runs_cuda
+            and jnp.dtype(self.dtype).itemsize == 2
+            and self.block in (32, 128)
+            and self.columns % 8 == 0
+            and (self.rows % 16 == 0 or not self.transposed)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Activated(Rows):
+    """The activation of [rows, 2, columns], or its gradient if the activation's is of `grad_dtype`, not None."""
+
+    grad_dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A launch.
+
+    Attributes:
+      kernel: "triton" or "cuda".
+      tiles: the kernel's.
+      transposed: the copy along the rows is [columns, rows].
+      programs: of a kernel in CUDA C++.
+      registers: of a thread of a kernel in Triton, at most; None: as the compiler decides.
+    """
+
+    kernel: str
+    tiles: Any
+    transposed: bool
+    programs: int = 0
+    registers: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Elements and, at most, columns of a tile, and its warps."""
+
+    elements: int
+    columns: int
+    warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationTiles:
+    """Columns of a tile, in how many parts its rows are read, its warps, and at most how many registers of a thread."""
+
+    columns: int
+    parts: int
+    warps: int
+    registers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RequantizeTiles:
+    """Columns of a tile, whose rows are a block's, and its warps."""
+
+    columns: int
+    warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTiles:
+    """Of kernels with `quantize.cuh`: the warps that share a block's rows, and programs of a multiprocessor."""
+
+    warps: int
+    programs: int
+
+
+# NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
+BOTH = Tiles(elements=16384, columns=128, warps=8)
+BOTH_SMALL = Tiles(elements=16384, columns=512, warps=8)
+SCALED = Tiles(elements=8192, columns=1024, warps=8)
+# As many programs as possible share a multiprocessor: two and three.
+ACTIVATION = ActivationTiles(columns=128, parts=2, warps=8, registers=128)
+ACTIVATION_SMALL = ActivationTiles(columns=256, parts=1, warps=8, registers=80)
+GRADIENT = ActivationTiles(columns=128, parts=4, warps=8, registers=128)
+GRADIENT_SMALL = ActivationTiles(columns=128, parts=2, warps=8, registers=80)
+ACTIVATION_HOPPER = HopperTiles(warps=16, programs=1)
+ACTIVATION_HOPPER_SMALL = HopperTiles(warps=4, programs=4)
+REQUANTIZE = RequantizeTiles(columns=128, warps=4)
+REQUANTIZE_SMALL = RequantizeTiles(columns=128, warps=2)
+REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
+
+
+def choose_scaled(rows: Rows, *, twice: bool) -> Config:
+    """With a scale per tensor or group; the copy along the rows too if `twice`."""
+    transposed = twice and rows.transposed
+    return Config("triton", BOTH if transposed else SCALED, transposed)
+
+
+def choose_both(rows: Rows) -> Config:
+    """In blocks, in both directions."""
+    return Config("triton", BOTH if rows.block > 32 else BOTH_SMALL, rows.transposed)
+
+
+def choose_activation(rows: Activated) -> Config:
+    """An activation, or its gradient, in both directions."""
+    gradient, small = rows.grad_dtype is not None, rows.block <= 32
+    if rows.fits_cuda and rows.grad_dtype in (None, rows.dtype):
+        return _cuda(rows, ACTIVATION_HOPPER_SMALL if small else ACTIVATION_HOPPER)
+    large, less = (GRADIENT, GRADIENT_SMALL) if gradient else (ACTIVATION, ACTIVATION_SMALL)
+    tiles = less if small else large
+    # Elsewhere, and of float32, the compiler decides.
+    measured = rows.device.capability == 90 and jnp.dtype(rows.dtype).itemsize == 2
+    registers = tiles.registers if measured else None
+    return Config("triton", tiles, rows.transposed, registers=registers)
+
+
+def choose_requantize(rows: Rows) -> Config:
+    """Rows quantized along their columns, along the rows; `dtype` is that between the two."""
+    # Where nothing is transposed the two are as fast.
+    if rows.transposed and rows.fits_cuda:
+        return _cuda(rows, REQUANTIZE_HOPPER)
+    return Config("triton", REQUANTIZE if rows.block > 32 else REQUANTIZE_SMALL, rows.transposed)
+
+
+def _cuda(rows: Rows, tiles: HopperTiles) -> Config:
+    # 128 x 128 take as long as four steps of a GEMM.
+    steps = num_steps((128, 128, 1), rows.rows, rows.columns, 4)
+    programs = rows.device.programs(steps) * tiles.programs
+    return Config("cuda", tiles, rows.transposed, programs)

@@ -1,0 +1,111 @@
+"""Which kernel multiplies 8-bit rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
+
+Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with a scale for each group.
+"bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for later
+GPUs, which takes the others' place where these cannot run.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from expertmesh.core.kernels.choice import grouped_gemm as plain
+from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config, Tiles, WeightTiles
+
+BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
+MX_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(plain.Rows):
+    """As of `choice/grouped_gemm.py`; `along`: the length of blocks along the contraction, 0 without blocks."""
+
+    along: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights(plain.Weights):
+    """As of `choice/grouped_gemm.py`; `along`: the length of blocks along the rows, 0 without blocks."""
+
+    along: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTiles:
+    """How the kernel in CUDA C++ for rows of blocks runs.
+
+    Attributes:
+      stages: steps of 128 of the contraction under way at most.
+      band: tiles of 128 rows that run together.
+      registers: of the producer, which stores too, and of consumers.
+      rooms: parts of 64 x 128 of a result of 16 bits that a consumer has staged at most; of 32 bits, one.
+    """
+
+    stages: int
+    band: int
+    registers: tuple[int, int]
+    rooms: int
+
+    def rooms_of(self, out_dtype) -> int:
+        """The parts of a result of this type that a consumer has staged at most."""
+        return self.rooms if jnp.dtype(out_dtype).itemsize == 2 else 1
+
+    def fit(self, G: int, out_dtype) -> "BlockTiles":
+        """What results, barriers and the table of groups take of shared memory is not there for steps."""
+        staged = 128 * 128 * jnp.dtype(out_dtype).itemsize * self.rooms_of(out_dtype)
+        stages = (SHARED_BYTES - staged - 320 - 8 * (G + 1)) // (48 * 1024)
+        return dataclasses.replace(self, stages=min(self.stages, stages))
+
+
+# NVIDIA H200, 2026-11-24: docs/dev/performance-log.md says what was measured.
+ROWS_BLOCKS = BlockTiles(stages=3, band=16, registers=(40, 232), rooms=2)
+# NVIDIA H200, 2026-11-23: likewise.
+WEIGHTS_BLOCKS = WeightTiles(
+    stages=3, min_stages=2, stage_bytes=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240),
+)  # fmt: skip
+WEIGHTS_TENSORS = WeightTiles(
+    stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
+)  # fmt: skip
+# Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
+# of rows, whose scales change along the contraction, half as much again.
+TILES = Tiles(m=128, n=256, k=128, warps=8, stages=4)
+TILES_OF_128 = dataclasses.replace(TILES, n=128)
+ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
+
+
+def choose_rows(gemm: Rows) -> Config:
+    """The forward and the input gradient."""
+    if gemm.along == MX_BLOCK and gemm.device.capability < 100:
+        return Config("bfloat16")
+    if not plain.fits_cuda(gemm):
+        tiles = rows_tiles(gemm.along, gemm.width, gemm.out_dtype)
+        return Config("triton", tiles, gemm.programs(tiles.mnk))
+    if not gemm.along:
+        return dataclasses.replace(plain.cuda_rows(gemm), kernel="tensor_scaled")
+    cuda = ROWS_BLOCKS.fit(gemm.groups, gemm.out_dtype)
+    return Config("block_scaled", cuda, gemm.programs((128, 256, BLOCK)))
+
+
+def choose_weights(gemm: Weights) -> Config:
+    """The weight gradient."""
+    if gemm.along == MX_BLOCK and gemm.device.capability < 100:
+        return Config("bfloat16")
+    cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_TENSORS).fit(gemm.groups, gemm.out_dtype)
+    if gemm.device.runs_cuda and cuda.stages >= cuda.min_stages:
+        kernel = "block_scaled" if gemm.along else "tensor_scaled"
+        return cuda.config(gemm, BLOCK, kernel)
+    tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype)
+    return Config("triton", tiles, gemm.programs(tiles.mnk))
+
+
+def rows_tiles(along: int, width: int, out_dtype) -> Tiles:
+    """Those of later GPUs."""
+    tiles = (ROWS_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)
+    # Without blocks a warp has registers for twice as many float32 results.
+    wide = along == 0 and jnp.dtype(out_dtype).itemsize == 4
+    return dataclasses.replace(tiles, warps=4) if wide else tiles
+
+
+def weight_tiles(along: int, width: int, out_dtype) -> Tiles:
+    """Those of later GPUs."""
+    return (TILES_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)

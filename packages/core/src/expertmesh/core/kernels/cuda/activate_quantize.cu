@@ -1,0 +1,246 @@
+// A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper:
+// with what `quantize.cuh` has, which comes before this text. Results are rounded to 16 bits and computed once.
+//
+// Macros besides those: GRADIENT (or the activation), FUNCTION, UP_OFFSET and BOUND (if there is one), WEIGHTED (times
+// each row's routing weight, and 0 in rows that hold no token, of which nothing is read; the gradient has that of the
+// weights, too, as sums over each tile's columns).
+
+__device__ __forceinline__ float most(float a, float b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+__device__ __forceinline__ float least(float a, float b) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+// Within two units of the last place; zero below -87.
+__device__ __forceinline__ float sigmoid(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(-1.4426950408889634f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1 + y));
+  return y;
+}
+
+struct ValueAndSlope {
+  float value, slope;
+};
+
+__device__ __forceinline__ ValueAndSlope swish(float x, float factor) {
+  const float gate = sigmoid(factor * x), value = x * gate;
+  return {value, gate + factor * value * (1 - gate)};
+}
+
+__device__ __forceinline__ ValueAndSlope silu(float x) { return swish(x, 1); }
+
+__device__ __forceinline__ ValueAndSlope quick_gelu(float x) { return swish(x, 1.702f); }
+
+// (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+__device__ __forceinline__ ValueAndSlope gelu(float x) {
+  const float square = x * x, twice = 1.5957691216057308f * x;
+  const float gate = sigmoid(twice * (1 + 0.044715f * square)), inner = twice * (1 + 0.134145f * square);
+  return {x * gate, gate * (1 + inner * (1 - gate))};
+}
+
+__device__ __forceinline__ ValueAndSlope relu(float x) { return {most(x, 0), x > 0 ? 1.0f : 0.0f}; }
+
+__device__ __forceinline__ ValueAndSlope squared_relu(float x) {
+  const float positive = most(x, 0);
+  return {positive * positive, 2 * positive};
+}
+
+// A number of the activation, or of the gradients of gate and up, times `weight`; adds to a row's gradient of it.
+__device__ __forceinline__ void compute(
+    float gate, float up, float d, float weight, float (&out)[HALVES], float& d_weight) {
+#ifdef BOUND
+  const bool gate_moves = !(gate > BOUND), up_moves = !(fabsf(up) > BOUND);
+  gate = least(gate, BOUND);
+  up = most(least(up, BOUND), -BOUND);
+#else
+  const bool gate_moves = true, up_moves = true;
+#endif
+  const ValueAndSlope act = FUNCTION(gate);
+  const float value = act.value * (up + UP_OFFSET);
+#if GRADIENT
+#if WEIGHTED
+  d_weight += d * value;
+  d *= weight;
+#endif
+  out[0] = gate_moves ? d * act.slope * (up + UP_OFFSET) : 0;
+  out[1] = up_moves ? d * act.value : 0;
+#else
+  out[0] = WEIGHTED ? weight * value : value;
+#endif
+}
+
+// Rows of a thread, on their way to shared memory.
+struct Reader {
+  const u8 *gate, *d;
+  u32 held = 0;  // a bit for each row that is read
+  u32 pitch;     // bytes of a row of d
+
+  __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, const int* source, u32 width)
+      : pitch(width * 2) {
+    gate = h + (u64)at.row * (pitch * 2) + at.column * 2;
+    d = all_d + (u64)at.row * pitch + at.column * 2;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      held |= (i < at.live && (!WEIGHTED || __ldg(source + at.row + i) >= 0) ? 1u : 0u) << i;
+  }
+
+  __device__ __forceinline__ void read(int i, u32 to) const {
+    const u8* from = gate + (u64)i * (pitch * 2);
+    const bool wanted = held >> i & 1;
+    copy(to, from, wanted);
+    copy(to + THREADS * 16, from + pitch, wanted);
+    if (GRADIENT) copy(to + THREADS * 32, d + (u64)i * pitch, wanted);
+    end_copies();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
+    const u8* h,
+#if GRADIENT
+    const u8* d,
+#endif
+#if WEIGHTED
+    const float* weights, const int* source,
+#endif
+    const int* sizes, int num_rows, int zeros_end, int all_columns, int groups,
+    u8* data, Stored* scale, u8* data_rows, Stored* scale_rows
+#if GRADIENT && WEIGHTED
+    , float* d_weights
+#endif
+    ) {
+#if !GRADIENT
+  const u8* d = h;
+#endif
+#if !WEIGHTED
+  const int* source = sizes;
+#endif
+  const u32 smem = shared_memory();
+  const int num_live = min(sum(sizes, groups), num_rows);
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((max(num_live, zeros_end) + BLOCK - 1) / BLOCK);
+  u32 held;  // of this tile
+  {
+    const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, source, all_columns);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) first.read(i, smem + threadIdx.x * 16 + i * READ);
+    held = first.held;
+  }
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int thread = anew(threadIdx.x), width = anew(all_columns);
+    const int across = (width + COLUMNS - 1) / COLUMNS, blocks = (width + BLOCK - 1) / BLOCK;
+    const u32 mine = smem + thread * 16;
+    const int in_row = thread % 16, peer = thread % PEERS;
+
+    const Reader next(Place(tile + gridDim.x, width, num_live), h, d, source, width);
+    float weight[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      weight[i] = 0;
+#if WEIGHTED
+      if (held >> i & 1) weight[i] = __ldg(weights + tile / across * BLOCK + thread / 16 * ROWS + i);
+#endif
+    }
+    held = next.held;
+    u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      wait_for_copies<ROWS - 1>();
+      const u32 from = mine + i * READ;
+      u32 gates[4], ups[4], ds[4] = {};
+      unpack(gates, get(from));
+      unpack(ups, get(from + THREADS * 16));
+      if (GRADIENT) unpack(ds, get(from + THREADS * 32));
+      next.read(i, from);
+      u32 of_row[HALVES] = {};
+      float d_weight = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float2 gate = unpack(gates[j]), up = unpack(ups[j]), d_out = unpack(ds[j]);
+        float low[HALVES], high[HALVES];
+        compute(gate.x, up.x, d_out.x, weight[i], low, d_weight);
+        compute(gate.y, up.y, d_out.y, weight[i], high, d_weight);
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          kept[half][i][j] = pack(low[half], high[half]);
+          const u32 magnitudes = kept[half][i][j] & 0x7FFF7FFF;
+          of_columns[half][j] = larger(of_columns[half][j], magnitudes);
+          of_row[half] = larger(of_row[half], magnitudes);
+        }
+      }
+      // The gate's in the low half of a word, the other's in the high one.
+      const u32 other = of_row[HALVES - 1];
+      u32 of_both = larger(__byte_perm(of_row[0], other, 0x5410), __byte_perm(of_row[0], other, 0x7632));
+#pragma unroll
+      for (int apart = PEERS / 2; apart; apart /= 2)
+        of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
+      if (peer == i) of_my_row = of_both;
+#if GRADIENT && WEIGHTED
+#pragma unroll
+      for (int apart = 8; apart; apart /= 2) d_weight += __shfl_xor_sync(~0u, d_weight, apart);
+      const int row = tile / across * BLOCK + thread / 16 * ROWS + i;
+      if (in_row == 0 && row < num_rows) d_weights[(u64)(tile % across) * num_rows + row] = d_weight;
+#endif
+    }
+
+    // The scales of rows: thread i of a block's has those of row i.
+    const Place here(tile, width, num_live);
+    float my_multipliers[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const Scale<Stored> of = scale_of(of_my_row >> (16 * half) & 0xFFFF);
+      my_multipliers[half] = of.multiplier;
+      if (peer < ROWS && here.row + peer < num_rows && here.column / BLOCK < blocks)
+        scale[((u64)(here.row + peer) * HALVES + half) * blocks + here.column / BLOCK] = of.stored;
+    }
+
+    const int first_column = tile % across * COLUMNS;
+    scale_columns(of_columns, thread, smem, here, first_column, width, scale_rows);
+    const int inside = here.column < width ? num_rows - here.row : 0;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const u64 first = ((u64)here.row * HALVES + half) * width + here.column;
+#pragma unroll
+      for (int r = 0; r < ROWS; r += 4) {
+        u32 along[4][2], down[8], also[4][2];
+        float by_row[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) by_row[k] = __shfl_sync(~0u, my_multipliers[half], thread % 32 - peer + r + k);
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+          float v[4][4];
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const float2 low = unpack(kept[half][r + k][j / 2]), high = unpack(kept[half][r + k][j / 2 + 1]);
+            v[k][0] = low.x, v[k][1] = low.y, v[k][2] = high.x, v[k][3] = high.y;
+            const float m = by_row[k];
+            along[k][j / 4] = to_8_bits(v[k][0] * m, v[k][1] * m, v[k][2] * m, v[k][3] * m);
+          }
+          const float4 m = multipliers(smem, half * COLUMNS + in_row * 8 + j);
+          const float of[4] = {m.x, m.y, m.z, m.w};
+#pragma unroll
+          for (int k = 0; k < 4; k++)
+            if (TRANSPOSED)
+              down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
+            else
+              also[k][j / 4] = to_8_bits(v[k][0] * m.x, v[k][1] * m.y, v[k][2] * m.z, v[k][3] * m.w);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (r + k < inside) {
+            const u64 at = first + (u64)(r + k) * HALVES * width;
+            *(uint2*)(data + at) = make_uint2(along[k][0], along[k][1]);
+            if (!TRANSPOSED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
+          }
+        if (TRANSPOSED) transpose(down, r, thread, smem);
+      }
+      if (TRANSPOSED)
+        store_transposed(
+            data_rows + (u64)half * width * num_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
+    }
+  }
+}

@@ -1,0 +1,40 @@
+"""A gated activation, or its gradient, quantized in both directions, for Hopper in CUDA C++."""
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.kernels.choice.quantize import Config
+from expertmesh.core.kernels.cuda import quantize
+
+COLUMNS = 128  # of a tile
+
+
+def launch(
+    h, d_out, weights, sizes, *, config: Config, activation, format, out_type, zero_rest: bool
+):
+    """As `triton/activate_quantize.py`, to the bit but for d_weights."""
+    (_, C, _, F), gradient, weighted = h.shape, d_out is not None, bool(weights)
+    made = dict(activation=activation, format=format, gradient=gradient, weighted=weighted)
+    if gradient and weighted:
+        out_type = *out_type, jax.ShapeDtypeStruct((-(-F // COLUMNS), C), jnp.float32)
+    return quantize.launch(
+        *((h, d_out) if gradient else (h,)), *weights, sizes,
+        source=source(h.dtype, config=config, **made),
+        name="activate_quantize", config=config, rows=C, columns=F, zero_rest=zero_rest, out_type=out_type,
+    )  # fmt: skip
+
+
+def source(
+    dtype, *, config: Config, activation, format, gradient: bool, weighted: bool
+) -> quantize.Source:
+    """The kernel for h of `dtype`."""
+    defined = dict(
+        GRADIENT=int(gradient), WEIGHTED=int(weighted), FUNCTION=activation.function,
+        UP_OFFSET=quantize.literal(activation.up_offset),
+    )  # fmt: skip
+    if activation.limit is not None:
+        defined["BOUND"] = quantize.literal(activation.limit)
+    return quantize.source(
+        "activate_quantize.cu", dtype, config=config, format=format,
+        halves=1 + gradient, row_bytes=16 * (2 + gradient), **defined,
+    )  # fmt: skip

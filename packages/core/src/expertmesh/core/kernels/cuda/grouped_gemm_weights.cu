@@ -1,0 +1,296 @@
+// Weight gradient of 16-bit operands for Hopper: out[g] = sum over the rows r of group g of lhs[r]^T dy[r], zeros for a
+// group without rows.
+//
+// Operands are taken as they lie, [rows, columns]: of 16 bits the tensor cores read contiguous columns too. TMA has
+// them as windows of a step's rows, one from each row on, and what lies beyond a window is zeros: the last step of a
+// group is a part of the window that ends where the group ends. In a block one producer warp loads, and two consumer
+// warpgroups multiply 64 columns of lhs by 256 of dy each: at their own pace, so that one multiplies while the other
+// ends a tile. A consumer keeps a result in registers, rounded, of which a piece leaves in each step of the next tile.
+// Products and loads have all of the 128 bytes that shared memory gives in a clock.
+//
+// Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
+// replaced: INSTRUCTIONS (`multiply` for both widths).
+
+constexpr int ROWS = 64;               // of a step, and of a window
+constexpr int DEPTH = 16;              // rows of one instruction
+constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
+constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
+constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
+static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2,
+              "as launched, and two are left if one has zeros");
+
+template <int WIDTH>
+__device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
+
+INSTRUCTIONS
+
+// A tile's place in the result, of all columns or of half as many.
+struct Cut : Done {
+  int columns = TILE_N;
+};
+
+#if OWN
+// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are swizzled by their number. Odd lines take other
+// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A consumer.
+__device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, line = lane / 4;
+  const bool odd = line % 2;
+  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {  // 8 columns and their next but one; both lines
+    const float *x = sums + i, *y = x + 8;
+    const u32 to = at + i % 4 / 2 * 8 * 128, c = i / 4 * 32;
+    put_pair(to + (c ^ swizzle), odd ? y[0] : x[0], odd ? y[1] : x[1]);
+    put_pair(to + (c + 64 ^ swizzle), odd ? x[0] : y[0], odd ? x[1] : y[1]);
+  }
+}
+
+// A tile's result of a consumer on its way out, of which each warp sends its 16 lines: pieces of 128 bytes of them, as
+// many under way as there are strips. No warp waits for another.
+struct Sending {
+  static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
+  Result result;
+  Cut to;
+  int sent = 0;  // pieces
+
+  // Where the next piece is staged: the one before has left.
+  __device__ __forceinline__ u32 room() const {
+    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OWN - 1) : "memory");
+    __syncwarp();
+    return result.staged + sent % OWN * STRIP;
+  }
+
+  // A piece is staged.
+  __device__ __forceinline__ void leave(int piece, const Cut& to) {
+    const int line = threadIdx.x % 128 / 32 * LINES;
+    const u32 staged = result.staged + sent++ % OWN * STRIP + line * 128;
+    fence_shared();
+    __syncwarp();
+    if (threadIdx.x % 32) return;
+    store_box(result.out, staged, to.n + piece * WIDTH, to.m + line, to.group);
+    end_stores();
+  }
+
+#if WIDE
+  __device__ __forceinline__ void send_some() {}
+  __device__ __forceinline__ void send_rest() {}
+
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
+#pragma unroll
+    for (int piece = 0; piece < PARTS * STRIPS; piece++) {
+      if (piece * WIDTH >= tile.columns) break;
+      stage_strip(room(), sums + piece * WIDTH / 2);
+      leave(piece, tile);
+    }
+  }
+#else
+  static constexpr int PIECES = PARTS * STRIPS;
+  int piece = PIECES;  // to send next
+  u32 packed[PIECES * PACKED];
+
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
+#pragma unroll
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i], sums[2 * i + 1]);
+    to = tile, piece = 0;
+  }
+
+  __device__ __forceinline__ void send_piece() {
+    const u32 at = room();
+    switch (piece) {
+      case 0: stage_packed(at, packed); break;
+      case 1: stage_packed(at, packed + PACKED); break;
+      case 2: stage_packed(at, packed + 2 * PACKED); break;
+      default: stage_packed(at, packed + 3 * PACKED); break;
+    }
+    leave(piece++, to);
+  }
+
+  __device__ __forceinline__ void send_some() {
+    if (piece < to.columns / WIDTH) send_piece();
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (piece < to.columns / WIDTH) send_piece();
+  }
+#endif
+};
+#else
+using Sending = Sender<Cut>;
+#endif
+
+// Tiles, of which those left for a last round are halved where that round has room. One of whose columns half are
+// beyond dy is a half, too. Where no more than 128 columns of lhs are left for both blocks, these share them, and
+// have columns of dy beside each other.
+struct CutTiles : Tiles {
+  int width;  // of dy
+  int each;   // tiles of a group
+  int columns;
+  bool beside;
+
+  __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N)
+      : Tiles{table, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N}, width(N) {
+    each = num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0);
+    items = live * each;
+  }
+
+  __device__ __forceinline__ bool next() {
+    const int clusters = gridDim.x / 2, halved = 2 * (items - first) <= clusters;
+    const int item = first + (place >> halved), half = place & halved;
+    if (item >= items) return false;
+    first += clusters, place = clusters - 1 - place;
+    begin(item / each);
+    const int within = item % each, left = within - num_m * num_n;
+    beside = left >= 0;
+    if (beside)
+      m = num_m * 2 * TILE_M, n = left * 2 * TILE_N;
+    else
+      locate(within);
+    n += half * PART_N;
+    const bool some = n < width;  // in both blocks, or in the first one
+    if (beside) n += rank_in_cluster() * TILE_N;
+    columns = halved || width - n <= PART_N ? PART_N : TILE_N;
+    return some;
+  }
+};
+
+__device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap* dy, CutTiles tiles, Ring ring) {
+  constexpr int OF_TILE = TILE_M / 64;  // panels of lhs
+  const int rank = rank_in_cluster();
+  while (tiles.next()) {
+    const int panels = tiles.columns / 64;
+    for (int row = tiles.start; row < tiles.end; row += ROWS) {
+      // The last window of a group ends where the group ends, unless none does.
+      const int window = max(min(row, tiles.end - ROWS), 0), y = row - window;
+      const u32 at = ring.at(), ready = ring.full();
+      wait_barrier(ring.empty(), ring.parity);
+      expect_bytes(ready, (panels + OF_TILE) * PANEL);
+      // A block loads half of what both have.
+      if (tiles.beside) {
+        load_shared(lhs, at + OF_LHS + rank * PANEL, ready, tiles.m + rank * 64, y, window);
+#pragma unroll 1
+        for (int i = 0; i < panels; i++) load(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
+      } else {
+#pragma unroll 1
+        for (int i = rank * panels / 2; i < (rank + 1) * panels / 2; i++)
+          load_shared(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
+#pragma unroll
+        for (int i = 0; i < OF_TILE; i++) load(lhs, at + OF_LHS + i * PANEL, ready, tiles.m + i * 64, y, window);
+      }
+      ring.next();
+    }
+  }
+}
+
+// Zeros in the rows of some panels from `live` on, whatever they hold. A consumer.
+__device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
+#pragma unroll 1
+  for (int i = 0; i < panels; i++)
+#pragma unroll 1
+    for (int byte = live * 128 + threadIdx.x % 128 * 16; byte < PANEL; byte += 128 * 16)
+      put(panel + i * PANEL + byte, make_int4(0, 0, 0, 0));
+}
+
+// Begins the products of half a step.
+template <int WIDTH>
+__device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 lhs, u64 dy, bool accumulate) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < ROWS / 2; k += DEPTH)
+    multiply<WIDTH>(sums, lhs + k * OF_ROW, dy + k * OF_ROW, accumulate || k > 0);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// A step, of which half is under way in the end, and meanwhile a piece of the tile before leaves. `rows` are left of
+// the group; `mixed`: the window has rows of the next group, too.
+template <int WIDTH, bool FIRST>
+__device__ __forceinline__ void step(
+    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender) {
+  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PANEL;
+  const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
+  const bool all = rows >= ROWS;
+  wait_barrier(ring.full(), ring.parity);
+  if (mixed) {
+    clear_rows(lhs, 1, rows);
+    clear_rows(dy, WIDTH / 64, rows);  // by both consumers, which write the same
+    fence_shared();
+    sender.result.meet();
+  }
+  if (all) {
+    multiply_half<WIDTH>(sums, of_lhs, of_dy, !FIRST);
+  } else {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll 1
+    for (int k = 0; k < rows; k += DEPTH)
+      multiply<WIDTH>(sums, of_lhs + k * OF_ROW, of_dy + k * OF_ROW, !FIRST || k > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  if (!FIRST) {
+    wait_products<1>();
+    ring.release_before();
+  }
+  if (all) multiply_half<WIDTH>(sums, of_lhs + ROWS / 2 * OF_ROW, of_dy + ROWS / 2 * OF_ROW, true);
+  sender.send_some();
+}
+
+// Begins the products of a tile, the last ones of which are under way then.
+template <int WIDTH>
+__device__ __forceinline__ void multiply_rows(
+    float (&sums)[PARTS * SUMS], Ring& ring, int start, int end, Sending& sender) {
+  int rows = end - start;
+  step<WIDTH, true>(sums, ring, rows, end < ROWS, sender);
+#pragma unroll 1
+  while ((rows -= ROWS) > 0) {
+    ring.next();
+    step<WIDTH, false>(sums, ring, rows, false, sender);
+  }
+}
+
+__device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sending sender) {
+  float sums[PARTS * SUMS];
+  bool more = tiles.next();
+  while (more) {
+    const Cut tile{{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n}, tiles.columns};
+    if (tile.columns == TILE_N)
+      multiply_rows<TILE_N>(sums, ring, tiles.start, tiles.end, sender);
+    else
+      multiply_rows<PART_N>(sums, ring, tiles.start, tiles.end, sender);
+    more = tiles.next();  // while the last products run
+    sender.send_rest();
+    finish(sums);
+    ring.release();
+    ring.next();
+    sender.take(sums, 1, tile);
+  }
+  sender.send_rest();
+  wait_for_stores();
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_weights(
+    const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy, const int* sizes, int K, int N,
+    int num_groups, const __grid_constant__ TensorMap out) {
+  const auto [smem, table] = Memory(num_groups);
+  const int consumer = consumer_of_warp();
+  if (threadIdx.x == 32) {
+    prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
+    init_stages(smem, STAGES, 4 * CONSUMERS);
+  }
+  const int live = order(sizes, num_groups, smem, table);
+  // The last stage is for zeros, if some are stored and there is no other room.
+  const bool room = table >= smem + STAGES_AT + STAGES * STAGE_BYTES + BOX;
+  const int stages = live < num_groups && !room ? STAGES - 1 : STAGES;
+  cluster_sync();
+  const CutTiles tiles(table, live, K, N);
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});
+    if (threadIdx.x / 32 == 1 && live < num_groups)
+      store_zeros(&out, smem + STAGES_AT + stages * STAGE_BYTES, table, live, num_groups, K, N);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Sending sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
+    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0}, sender);
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still arrive here, or write to its stages
+}

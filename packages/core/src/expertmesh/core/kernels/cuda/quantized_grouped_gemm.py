@@ -1,0 +1,85 @@
+"""Grouped GEMMs of 8-bit operands for Hopper in CUDA C++.
+
+Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows [C, D] times weights [G, W, D], with D
+the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `triton/quantize.py`
+leaves them. Dimension key as in `linear/grouped_gemm.py`.
+
+Rows of blocks, whose products of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the weight
+gradients of blocks, whose products have a scale for each number (`block_scaled_weight_gradient.cu`), and with a scale
+for each group (`tensor_scaled_weight_gradient.cu`). Rows with a scale for each group are in `cuda/grouped_gemm.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config, WeightTiles
+from expertmesh.core.kernels.choice.quantized_grouped_gemm import BLOCK, BlockTiles
+from expertmesh.core.kernels.cuda import weight_gradients
+from expertmesh.core.kernels.cuda.cuda_call import WGMMA_TYPES, cuda_call, source_text, wgmma
+
+
+def launch_rows(
+    lhs, row_scales, rhs, weight_scales, group_sizes, *, config: Config, out_dtype, zero_rest: bool
+):  # fmt: skip
+    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
+    (C, D), (G, W, _) = lhs.shape, rhs.shape
+    box = launcher.TensorMap.of
+    return cuda_call(
+        box(lhs, (128, BLOCK)), row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
+        group_sizes.astype(jnp.int32),
+        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles), name="block_scaled_gemm",
+        scalars=(C, C * zero_rest, -(-D // BLOCK), W, G),
+        out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
+        programs=config.programs, warps=12, shared=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
+    """The kernel in CUDA C++ for rows of blocks of these types."""
+    out_dtype = jnp.dtype(out_dtype)
+    less, more = tiles.registers
+    defined: dict[str, object] = dict(
+        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
+        BAND=tiles.band, ROOMS=tiles.rooms_of(out_dtype), SHARED=SHARED_BYTES,
+        REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
+    )  # fmt: skip
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
+    multiply = wgmma(
+        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{kinds}", 64, "1, 1"
+    )
+    return source_text("hopper.cuh", "block_scaled_gemm.cu", defined=defined, INSTRUCTION=multiply)
+
+
+def launch_weights(
+    lhs, lhs_scales, dy, dy_scales, group_sizes, *, config: Config, along: int, out_dtype
+):
+    """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
+    source = weights_source(lhs.dtype, dy.dtype, out_dtype, config.tiles, blocks=along > 0)
+    box = launcher.TensorMap.of
+    if along:
+        lhs_scales, dy_scales = box(lhs_scales, (1, 128)), box(dy_scales, (1, 256))
+    return weight_gradients.launch(
+        box(_transposed(lhs), (128, 128)), lhs_scales, box(_transposed(dy), (128, 128)), dy_scales, group_sizes,
+        source=source, name="quantized_grouped_gemm_weights", config=config,
+        widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks: bool) -> str:
+    """A kernel in CUDA C++ for operands of these types, with scales of blocks or of groups."""
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))
+    width = 128 if blocks else 256
+    multiply = wgmma(
+        "__device__ __forceinline__ void multiply",
+        f"m64n{width}k32.f32.{kinds}",
+        width // 2,
+        "1, 1",
+    )
+    file = "block_scaled_weight_gradient.cu" if blocks else "tensor_scaled_weight_gradient.cu"
+    return weight_gradients.source(file, out_dtype, tiles, INSTRUCTION=multiply)
+
+
+def _transposed(x):
+    """[C, W] -> [W, C], in whole words of TMA: no work where `x` lies so, as `triton/quantize.py` leaves it."""
+    return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0))).T

@@ -1,0 +1,274 @@
+// What the kernels of weight gradients share: tiles of 256 columns of lhs and 256 of dy for a cluster of two blocks,
+// which have half of the former each and share the latter; groups in order; results that leave by TMA.
+//
+// Compiled at run time after `hopper.cuh`, before a kernel's own text. Macros that come before both: WIDE (float32
+// results) or HALF (float16 ones), STAGES (of the pipeline), STAGE_BYTES (bytes of each), STAGES_AT (where they begin),
+// STAGED (where results are staged), HANDED (parts of a consumer's that there is room for) or OWN (strips of 128 bytes
+// of them, else 0), BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2),
+// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and KEEPING.
+
+constexpr int CONSUMERS = 2;           // warpgroups that multiply
+constexpr int THREADS = 128 + CONSUMERS * 128;
+constexpr int BLOCK = 128;             // of 8 bits: rows of a step, and bytes of a line of an operand
+constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
+constexpr int PART_M = 64, PART_N = 128;  // of a consumer's result
+constexpr int PARTS = 2;
+constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
+constexpr int SLICE = 32;              // of 8 bits: rows of one instruction
+static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
+
+// Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, stages for operands; and at its
+// end the table of groups.
+constexpr int LINES = OWN ? 16 : 32, BOX = LINES * 128;  // what leaves at once: lines of 128 bytes of a result
+constexpr int LIVE = 128;                           // how many groups have rows
+constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
+constexpr int STRIP = PART_M * 128;
+constexpr int STAGED_BYTES = (OWN ? OWN : HANDED * STRIPS) * STRIP;  // of a consumer
+static_assert(STAGES_AT == STAGED + CONSUMERS * STAGED_BYTES && STAGE_BYTES % 1024 == 0, "as launched");
+
+__device__ __forceinline__ void put_pair(u32 to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
+// Of a result; what lies beyond it is left out.
+__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
+#if PASSING
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
+      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "l"(PASS) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+      ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until what this thread stored has left shared memory.
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Writes the groups (start, end, index) to the table, 16 bytes each, larger ones first: tiles that run together are
+// alike, and end together. Returns how many have rows. All threads.
+__device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem, u32 table) {
+  const u32 room = smem + STAGED;  // of what comes there later
+  if (threadIdx.x == 0) put_word(smem + LIVE, 0);
+  if (threadIdx.x < 32) read_sizes(sizes, num_groups, room);
+  __syncthreads();
+  int live = 0;
+  for (int g = threadIdx.x; g < num_groups; g += THREADS) {
+    const int4 mine = get(room + 16 * g);
+    put(table + 16 * place_of(g, mine.x, room, num_groups), make_int4(mine.y, mine.y + mine.x, g, 0));
+    live += mine.x > 0;
+  }
+  if (live) asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(smem + LIVE), "r"(live) : "memory");
+  fence_shared();
+  __syncthreads();
+  return get_word(smem + LIVE);
+}
+
+// The tiles of a cluster, one after the other: there and back, so that no cluster gets the larger group of each round.
+struct Tiles {
+  u32 table;
+  int num_m, num_n, items;  // num_m: of both blocks
+  int first = 0, place = place_of_cluster();
+  int start, end, group, m, n;
+
+  __device__ __forceinline__ bool next() {
+    const int clusters = gridDim.x / 2, item = first + place;
+    if (item >= items) return false;
+    first += clusters, place = clusters - 1 - place;
+    const int each = num_m * num_n, within = item % each;
+    begin(item / each);
+    locate(within);
+    return true;
+  }
+
+  // A group, by its place in the table.
+  __device__ __forceinline__ void begin(int index) {
+    const int4 of = get(table + 16 * index);
+    start = of.x, end = of.y, group = of.z;
+  }
+
+  // Columns of the group's tile of this number.
+  __device__ __forceinline__ void locate(int within) {
+    const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
+    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
+    n = inner / high * TILE_N;
+  }
+};
+
+// Zeros in those of the 16 bytes at `at` that come before `first` or from `end` on in their line, whatever they hold;
+// they begin with its `byte`.
+__device__ __forceinline__ void clear_unit(u32 at, int byte, int first, int end) {
+  int4 v = get(at);
+  int* words = (int*)&v;
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    const int before = min(max(first - byte - w * 4, 0), 4), live = min(max(end - byte - w * 4, 0), 4);
+    words[w] &= (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
+  }
+  put(at, v);
+}
+
+// A unit of 16 bytes of an operand's line, in shared memory.
+__device__ __forceinline__ u32 unit_at(u32 operand, int line, int unit) {
+  return operand + line * BLOCK + (unit ^ line % 8) * 16;
+}
+
+// Stages sums of 64 x 128 or, of 16 bits, packed ones of 64 x 64: lines of 128 bytes, whose units of 16 bytes are
+// swizzled by their number. A consumer.
+#if WIDE
+__device__ __forceinline__ void stage_sums(u32 staged, const float* sums, float factor) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, swizzle = (lane / 4 ^ lane % 4 / 2) * 16;
+#pragma unroll
+  for (int j = 0; j < SUMS / 4; j++) {
+    const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ swizzle);
+    put_pair(here, sums[4 * j] * factor, sums[4 * j + 1] * factor);
+    put_pair(here + 8 * 128, sums[4 * j + 2] * factor, sums[4 * j + 3] * factor);
+  }
+}
+#else
+constexpr int PACKED = 16;  // of a thread in a strip
+
+__device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const u32 at = staged + (warp * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+  for (int i = 0; i < PACKED; i += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(at + (i * 8 ^ swizzle)), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
+                 "r"(packed[i + 3]) : "memory");
+}
+#endif
+
+// The gradients of the groups without rows: each block of the launch has its share of their boxes. One warp.
+__device__ __forceinline__ void store_zeros(
+    const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
+  const int lane = threadIdx.x % 32;
+  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, make_int4(0, 0, 0, 0));
+  fence_shared();
+  __syncwarp();
+  if (lane) return;
+  constexpr int COLUMNS = PART_N / STRIPS;
+  const int high = (K + LINES - 1) / LINES, boxes = high * ((N + COLUMNS - 1) / COLUMNS);
+  for (int i = live; i < num_groups; i++) {
+    const int group = get(table + 16 * i).z;
+    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
+      store_box(out, zeros, box / high * COLUMNS, box % high * LINES, group);
+  }
+  end_stores();
+  wait_for_stores();
+}
+
+// A tile whose sums are complete.
+struct Done {
+  int group = -1, m, n;
+  static constexpr int columns = TILE_N;  // of dy
+};
+
+// The way out of a consumer's results: parts are staged in shared memory, from where TMA stores them.
+struct Result {
+  int consumer;
+  u32 staged;
+  const TensorMap* out;
+
+  // All threads of the consumer are here.
+  __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); }
+
+  // Where a part is staged: in strips of 128 bytes of its lines, units of 16 bytes swizzled by the line's number.
+  __device__ __forceinline__ u32 stage(int part) const {
+    if (part % HANDED == 0) {
+      if (threadIdx.x % 128 == 0) wait_for_stores();
+      meet();
+    }
+    return staged + part % HANDED * STRIPS * STRIP;
+  }
+
+  // A part is staged, and leaves with those before it; `to` is where the first one goes, the next one by a step on.
+  template <int STEP_M, int STEP_N>
+  __device__ __forceinline__ void leave(int part, Done to) const {
+    if (part % HANDED < HANDED - 1) return;
+    fence_shared();
+    meet();
+    if (threadIdx.x % 128) return;
+#pragma unroll
+    for (int strip = 0; strip < HANDED * STRIPS; strip++) {
+      const int p = part / HANDED * HANDED + strip / STRIPS;
+      for (int line = 0; line < PART_M; line += LINES)
+        store_box(out, staged + strip * STRIP + line * 128, to.n + p * STEP_N + strip % STRIPS * (PART_N / STRIPS),
+                  to.m + p * STEP_M + line, to.group);
+    }
+    end_stores();
+  }
+};
+
+// A tile's result of a consumer, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
+// step of the next tile. `Tile`: `Done`, or one with fewer columns.
+template <class Tile>
+struct Sender {
+  Result result;
+  Tile to;
+#if WIDE
+  __device__ __forceinline__ void send_some() {}
+  __device__ __forceinline__ void send_rest() {}
+
+  // There are no registers in which it could wait.
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      if (part * PART_N >= tile.columns) break;
+      stage_sums(result.stage(part), sums + part * SUMS, factor);
+      result.leave<0, PART_N>(part, tile);
+    }
+  }
+#else
+  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
+  static_assert(STAGED_BYTES >= 2 * STRIP, "as they are staged");
+  int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
+  u32 packed[PIECES * PACKED];
+
+  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
+#pragma unroll
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
+    to = tile, piece = 0;
+  }
+
+  template <int P>
+  __device__ __forceinline__ void stage() const {
+    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
+  }
+
+  // Stages the next piece and stores the one before, which all have staged.
+  __device__ __forceinline__ void send_piece() {
+    const bool first = threadIdx.x % 128 == 0;
+    if (first) wait_for_stores();
+    result.meet();
+    if (first && piece > 0) {
+      const int before = piece - 1;
+      const u32 from = result.staged + before % 2 * STRIP;
+      for (int line = 0; line < PART_M; line += LINES)
+        store_box(result.out, from + line * 128, to.n + before * 64, to.m + line, to.group);
+      end_stores();
+    }
+    switch (piece++) {
+      case 0: stage<0>(); break;
+      case 1: stage<1>(); break;
+      case 2: if (to.columns > PART_N) stage<2>(); break;
+      case 3: stage<3>(); break;
+    }
+    fence_shared();
+  }
+
+  __device__ __forceinline__ bool sends() const { return piece <= to.columns / 64; }
+
+  __device__ __forceinline__ void send_some() {
+    if (piece <= to.columns / 64) send_piece();
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (piece <= to.columns / 64) send_piece();
+  }
+#endif
+};

@@ -1,0 +1,34 @@
+"""What kernels of all languages know of a format, and how they write its scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from expertmesh.core.quantization import numerics
+
+
+def result_types(shape, counts, format):
+    """Types of data and scale as the kernels write them: bytes for the scales that Triton has no type of."""
+    scale = jnp.uint8 if format.scale == "float8_e8m0fnu" else jnp.float32
+    return jax.ShapeDtypeStruct(shape, format.dtype), jax.ShapeDtypeStruct(counts, scale)
+
+
+def stored_scale(scale, format):
+    """What a kernel wrote, in the format's type."""
+    if format.scale != "float8_e8m0fnu":
+        return scale
+    return jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+
+
+def scaling(dtype, format) -> dict:
+    """What a kernel that quantizes numbers of `dtype` is told of the format."""
+    return {
+        "SCALE": format.scale,
+        "LARGEST": _bits(numerics.largest(format.dtype)),
+        "LIMIT": numerics.largest(dtype),
+        "FLOOR": _bits(format.amax_epsilon),
+    }
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))

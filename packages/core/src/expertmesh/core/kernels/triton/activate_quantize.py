@@ -1,0 +1,187 @@
+"""A gated activation, or its gradient, quantized in both directions for NVIDIA GPUs, and not written itself.
+
+Either is rounded to the dtype of h, then as by `triton/quantize.py`: what the compiler, or `triton/activation.py`, and
+that kernel give, but for the last bits of float32. Dimension key as in `quantization/activate_quantize.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.quantize import Config
+from expertmesh.core.kernels.formats import scaling
+from expertmesh.core.kernels.triton.activation import clamp, load, value_and_slope
+from expertmesh.core.kernels.triton.quantize import (
+    block_scales,
+    count_live,
+    magnitudes_of,
+    quantized_tile,
+    rounded,
+    store_along_rows,
+    store_scale,
+)
+
+
+@triton.jit
+def _sigmoid(x):
+    """Within two units of the last place; zero below -87."""
+    wide = 1 + tl.exp2(-1.4426950408889634 * x)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [wide], tl.float32, True, 1
+    )
+
+
+@triton.jit
+def _value(x, FUNCTION: tl.constexpr):
+    """act(x)."""
+    if FUNCTION == "silu":
+        return x * _sigmoid(x)
+    elif FUNCTION == "quick_gelu":
+        return x * _sigmoid(1.702 * x)
+    elif FUNCTION == "gelu":  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))
+    else:
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if FUNCTION == "relu":
+            return positive
+        else:
+            tl.static_assert(FUNCTION == "squared_relu")
+            return positive * positive
+
+
+@triton.jit
+def _activated(
+    h, at, weight, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """The activation of a part of h, in its dtype; zeros where nothing is live, as act(0) = 0."""
+    gate, up = clamp(load(h + at, live), load(h + at + F, live), BOUND)
+    if OFFSET != 0:
+        up = up + OFFSET
+    value = _value(gate, FUNCTION) * up
+    if weight is not None:
+        value = weight * value
+    return rounded(value, h.dtype.element_ty)
+
+
+@triton.jit
+def _gradient(
+    h, d, at, at_d, weight, half, F: tl.constexpr, live,
+    FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a part of one half of h, 0 the gate, in its dtype, and with the gate's the sums over columns of
+    the weights'; zeros where nothing is live, as d is 0."""
+    raw_gate, d_out = load(h + at, live), load(d + at_d, live)
+    d_weight = tl.zeros((at.shape[0],), tl.float32)
+    if half == 0:
+        raw_up = load(h + at + F, live)
+        gate, up = clamp(raw_gate, raw_up, BOUND)
+        value, slope = value_and_slope(gate, FUNCTION, _sigmoid)
+        if weight is not None:
+            d_weight = tl.sum(d_out * (value * (up + OFFSET)), 1)
+            d_out = weight * d_out
+        wide = d_out * slope * (up + OFFSET)
+        if BOUND is not None:
+            wide = tl.where(raw_gate > BOUND, 0.0, wide)
+    else:
+        gate, _ = clamp(raw_gate, raw_gate, BOUND)
+        value, _ = value_and_slope(gate, FUNCTION, _sigmoid)
+        if weight is not None:
+            d_out = weight * d_out
+        wide = d_out * value
+        if BOUND is not None:
+            wide = tl.where(tl.abs(load(h + at + F, live)) > BOUND, 0.0, wide)
+    return rounded(wide, h.dtype.element_ty), d_weight
+
+
+@triton.jit
+def _kernel(
+    h, d, weights, source, sizes, data, scale, data_rows, scale_rows, d_weights,
+    M: tl.constexpr, F: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1; with its
+    cotangent d [M, F] the gradient [M, 2, F] instead. With weights [M], either times them, zeros in rows whose source
+    is negative, and the weights' gradient as its sums over TN columns, d_weights [F / TN, M].
+
+    A program has BLOCK rows, in PARTS: of all of them it keeps the results alone. Of a gradient it has one of two
+    HALVES, and the program beside it, which reads the same, the other.
+    """
+    NUM_N: tl.constexpr = (F + TN - 1) // TN
+    TM: tl.constexpr = BLOCK // PARTS
+    half = tl.program_id(0) % HALVES
+    tile = tl.program_id(0) // HALVES
+    n = tile % NUM_N * TN
+    m = tile // NUM_N * BLOCK
+    columns = n + tl.arange(0, TN)[None, :]
+    num_live = count_live(sizes, G, G_POW2)
+    dtype: tl.constexpr = data.dtype.element_ty
+    most = tl.zeros((TM, TN), tl.int32)
+    parts: tl.tuple = ()
+    EXACT: tl.constexpr = F % TN == 0
+    for part in tl.static_range(PARTS):
+        rows = m + part * TM + tl.arange(0, TM)[:, None]
+        inside = rows < M
+        if not EXACT:
+            inside = inside & (columns < F)
+        row = rows.to(tl.int64)
+        live = inside & (rows < num_live)
+        weight = None
+        if weights is not None:
+            held = tl.load(source + rows, mask=rows < tl.minimum(num_live, M), other=-1) >= 0
+            weight = tl.load(weights + rows, mask=held, other=0)
+            live = live & held
+        in_h = row * (2 * F) + columns
+        if d is None:
+            values = _activated(h, in_h, weight, F, live, FUNCTION, BOUND, OFFSET)
+        else:
+            values, d_weight = _gradient(
+                h, d, in_h, row * F + columns, weight, half, F, live, FUNCTION, BOUND, OFFSET
+            )
+            if (d_weights is not None) and (half == 0):
+                of_rows = m + part * TM + tl.arange(0, TM)
+                sums = d_weights + (tile % NUM_N).to(tl.int64) * M + of_rows
+                tl.store(sums, d_weight, mask=of_rows < M)
+        wide = values.to(tl.float32)
+        q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
+        tl.store(data + (row * HALVES + half) * F + columns, q, mask=inside)
+        store_scale(scale, stored, 0, m + part * TM, half, n, M, HALVES, F, 1, BLOCK)
+        most = tl.maximum(most, magnitudes_of(wide))
+        parts = parts + (values,)
+    multiplier, stored = block_scales(tl.max(most, 0), SCALE, LARGEST, LIMIT, FLOOR)
+    store_scale(scale_rows, stored[None, :], 0, m, half, n, M, HALVES, F, BLOCK, 1)
+    for part in tl.static_range(PARTS):
+        rows = m + part * TM + tl.arange(0, TM)[:, None]
+        inside = rows < M
+        if not EXACT:
+            inside = inside & (columns < F)
+        q = (parts[part].to(tl.float32) * multiplier[None, :]).to(dtype)
+        at = (rows.to(tl.int64) * HALVES + half) * F + columns
+        end = (half + 1) * F
+        store_along_rows(data_rows, q, at, inside, m + part * TM, half * F + n, end, M, TRANSPOSED)
+
+
+def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_type):
+    """The results of types `out_type`; with weights, (float32[C], int[C]) or (), the sums of the gradient's over tiles
+    of columns, float32[tiles, C], too."""
+    (_, C, _, F), BLOCK, G, tiles = h.shape, format.block[1], sizes.shape[0], config.tiles
+    TN = max(BLOCK, launcher.divisor(F, tiles.columns))
+    halves = 1 if d_out is None else 2
+    absent: dict[str, Any] = {"d_weights": None}
+    if weights and d_out is not None:
+        absent = {}
+        out_type = *out_type, jax.ShapeDtypeStruct((triton.cdiv(F, TN), C), jnp.float32)
+    return launcher.triton_call(
+        h, d_out, *(weights or (None, None)), sizes,
+        kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
+        backend_options={"maxnreg": config.registers} if config.registers else {},
+        grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
+        M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
+        TRANSPOSED=config.transposed, HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
+        OFFSET=activation.up_offset, **absent, **scaling(h.dtype, format),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Grouped GEMM of rows through an index, for NVIDIA GPUs from compute capability 9.0.
+
+As the forward of `grouped_gemm.py`, but a program copies its tile's rows by pointers, 128 bytes of each a step.
+Dimension key as in `linear/gathered_gemm.py`.
+"""
+
+from math import prod
+
+import jax
+import triton
+import triton.language as tl
+
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.grouped_gemm import Config, Rows, choose_gathered
+from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.triton.grouped_gemm import (
+    banded_tile,
+    group_of_tile,
+    store_zero_rows,
+    tiles_of_groups,
+)
+
+
+@triton.jit
+def _gathered_rows_kernel(
+    lhs, index, rhs_desc, group_sizes, out,
+    T: tl.constexpr, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and after the last group."""
+    index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
+    num_m = tl.sum(tiles_G)
+    num_n: tl.constexpr = (N + BN - 1) // BN
+    depth = tl.arange(0, BK)[None, :]
+
+    # Not flattened: the index is read before the rows.
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
+        group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
+        rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        source = tl.load(index + rows, mask=rows < end, other=-1)
+        there = ((source >= 0) & (source < T))[:, None]
+        at = lhs + source.to(tl.int64)[:, None] * K + depth
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, (K + BK - 1) // BK):
+            inside = there
+            if K % BK != 0:
+                inside = there & (k * BK + depth < K)
+            a = tl.load(at + k * BK, mask=inside, other=0)
+            b = rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+            acc = tl.dot(a, b, acc)
+        columns = tile_n * BN + tl.arange(0, BN)
+        where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        live = (rows < end)[:, None] & (columns < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live)
+    store_zero_rows(out, tl.sum(size_G), C, N, BN, NUM_PROGRAMS)
+
+
+def rows(lhs, index, rhs, group_sizes, *, out_dtype):
+    """[1, T, K] at [1, C] x [G, K, *N] -> [1, C, *N]."""
+    K, N = lhs.shape[2], prod(rhs.shape[2:])
+    (C,), G = index.shape[1:], group_sizes.shape[1]
+    config = choose_gathered(Rows(C, K, N, G, lhs.dtype, out_dtype, current_device()))
+    operands = lhs[0], index[0], rhs.reshape(-1, K, N), group_sizes[0]
+    return launch(*operands, config=config, out_dtype=out_dtype).reshape(1, C, *rhs.shape[2:])
+
+
+def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype):
+    (C,), (G, K, N), tiles = index.shape, rhs.shape, config.tiles
+    return launcher.triton_call(
+        lhs, index, launcher.TensorMap.of(rhs, (1, tiles.k, tiles.n)), group_sizes,
+        kernel=_gathered_rows_kernel,
+        out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
+        grid=(config.programs,),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        T=lhs.shape[0], C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+    )  # fmt: skip

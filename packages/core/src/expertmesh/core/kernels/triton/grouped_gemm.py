@@ -1,0 +1,180 @@
+"""Grouped GEMM for NVIDIA GPUs from compute capability 9.0: persistent, group sizes read on the device, TMA loads.
+
+Forward and input gradient are one kernel: C rows in G groups times each group's weight. The weight gradient contracts
+over the rows of a group. Every byte of the outputs is written, but for rows after the last group without `zero_rest`.
+Dimension key as in `linear/grouped_gemm.py`.
+
+The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
+that allocates it cannot be part of a captured loop.
+"""
+
+import jax
+import triton
+import triton.language as tl
+
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.grouped_gemm import Config
+
+
+@triton.jit
+def group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM: tl.constexpr):
+    """The group of the tile_m-th tile of rows, its first row, and the end of its group."""
+    group = tl.sum((last_tile_G <= tile_m).to(tl.int32))
+    mine_G = index_G == group
+    end = tl.sum(tl.where(mine_G, end_G, 0))
+    size = tl.sum(tl.where(mine_G, size_G, 0))
+    first_tile = tl.sum(tl.where(mine_G, last_tile_G - tiles_G, 0))
+    return group, end - size + (tile_m - first_tile) * BM, end
+
+
+@triton.jit
+def tiles_of_groups(group_sizes, G: tl.constexpr, G_POW2: tl.constexpr, BM: tl.constexpr):
+    """Of each group its index, its rows, where they end, its tiles of up to BM rows, and where those end."""
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    tiles_G = (size_G + BM - 1) // BM
+    return index_G, size_G, end_G, tiles_G, tl.cumsum(tiles_G, 0)
+
+
+@triton.jit
+def banded_tile(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile: those that run together share rows and columns, so that both stay in L2."""
+    band = tile // (GROUP_M * num_n)
+    band_m = min(num_m - band * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * num_n)
+    return band * GROUP_M + within % band_m, within // band_m
+
+
+@triton.jit
+def store_zero_rows(
+    out, first, END: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, NUM_PROGRAMS: tl.constexpr
+):
+    """Zeros in the rows of `out` from `first` on, up to END."""
+    zeros = tl.zeros((16, BN), out.dtype.element_ty)
+    for start in tl.range(first + tl.program_id(0) * 16, END, NUM_PROGRAMS * 16):
+        rows = start + tl.arange(0, 16)
+        for column in tl.range(0, N, BN):
+            columns = column + tl.arange(0, BN)
+            where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+            tl.store(where, zeros, mask=(rows < END)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def weight_tile(
+    rhs_desc, group, k, tile_n, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """The k-th BK of the contraction by the tile_n-th BN of the width of a group's weight, [G, W, D] if TRANSPOSED."""
+    if TRANSPOSED:
+        return rhs_desc.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
+    else:
+        return rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+
+
+@triton.jit
+def _rows_kernel(
+    lhs_desc, rhs_desc, group_sizes, out,
+    ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros after the last group, up to
+    row ZEROS_END."""
+    index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
+    num_live = tl.sum(size_G)
+    num_m = tl.sum(tiles_G)
+    num_n: tl.constexpr = (N + BN - 1) // BN
+
+    # Flattened with the loop over K: the next tile's loads run while this tile is stored.
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
+        tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
+        group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, (K + BK - 1) // BK):
+            a = lhs_desc.load([row, k * BK])
+            b = weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
+            acc = tl.dot(a, b, acc)
+        rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        columns = tile_n * BN + tl.arange(0, BN)
+        where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        live = (rows < end)[:, None] & (columns < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live, eviction_policy="evict_first")
+
+    store_zero_rows(out, num_live, ZEROS_END, N, BN, NUM_PROGRAMS)
+
+
+@triton.jit
+def _weights_kernel(
+    lhs_desc, dy_desc, group_sizes, lhs, dy, out,
+    C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g; tiles of BM x BN, BK rows at a time."""
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    num_m: tl.constexpr = (K + BM - 1) // BM
+    num_n: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), G * num_m * num_n, NUM_PROGRAMS):
+        group = tile // (num_m * num_n)
+        within = tile % (num_m * num_n)
+        tile_m = within % num_m
+        tile_n = within // num_m
+        end = tl.sum(tl.where(index_G == group, end_G, 0))
+        size = tl.sum(tl.where(index_G == group, size_G, 0))
+        first = end - size
+        columns_m = tile_m * BM + tl.arange(0, BM)
+        columns_n = tile_n * BN + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in tl.range(0, size // BK):
+            a = lhs_desc.load([first + step * BK, tile_m * BM])
+            b = dy_desc.load([first + step * BK, tile_n * BN])
+            acc = tl.dot(a.T, b, acc)
+        if size % BK != 0:  # rows of the next group are not loaded: they may hold NaN
+            rows = first + size // BK * BK + tl.arange(0, BK)
+            live = (rows < end)[:, None]
+            wide = rows.to(tl.int64)[:, None]
+            a = tl.load(
+                lhs + wide * K + columns_m[None, :], mask=live & (columns_m < K)[None, :], other=0
+            )
+            b = tl.load(
+                dy + wide * N + columns_n[None, :], mask=live & (columns_n < N)[None, :], other=0
+            )
+            acc = tl.dot(a.T, b, acc)
+        where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
+        inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def launch_rows(
+    lhs, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, zero_rest: bool
+):
+    """[C, K] x [G, K, N], or [G, N, K] if `transposed`, -> [C, N]."""
+    (C, K), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
+    N = rhs.shape[1] if transposed else rhs.shape[2]
+    rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
+    return launcher.triton_call(
+        launcher.TensorMap.of(lhs, (tiles.m, tiles.k)), launcher.TensorMap.of(rhs, rhs_block), group_sizes,
+        kernel=_rows_kernel,
+        out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
+        grid=(config.programs,),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        ZEROS_END=C * zero_rest, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+    )  # fmt: skip
+
+
+def launch_weights(lhs, dy, group_sizes, *, config: Config, out_dtype):
+    """[C, K] x [C, N] -> [G, K, N]."""
+    (C, K), N, G, tiles = lhs.shape, dy.shape[1], group_sizes.shape[0], config.tiles
+    return launcher.triton_call(
+        launcher.TensorMap.of(lhs, (tiles.k, tiles.m)), launcher.TensorMap.of(dy, (tiles.k, tiles.n)), group_sizes,
+        lhs, dy,
+        kernel=_weights_kernel,
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
+        grid=(config.programs,),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
+    )  # fmt: skip

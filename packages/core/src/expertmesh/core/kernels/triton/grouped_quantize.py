@@ -1,0 +1,39 @@
+"""Quantization of rows in groups to 8 bits for NVIDIA GPUs, by the kernels of `kernels/quantize.py`.
+
+Group sizes are read on the device; rows after the last group are not read, and their data are written as zeros.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.kernels.triton import quantize
+
+
+def grouped_quantize(
+    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
+    origin=(),
+):  # fmt: skip
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant.
+
+    Blocks in both directions take one pass unless the last dimension ends in a block.
+    """
+    del key, zero_rest, origin
+    x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
+    if format.block is not None:
+        if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
+            return quantize.both(x, sizes, format)
+        return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
+    C = x.shape[1]
+
+    def found(parts):
+        """The amax of each group, int32[1, G]."""
+        ends = jnp.cumsum(sizes)[:, None]
+        rows = jnp.arange(C)
+        mine = (rows >= ends - sizes[:, None]) & (rows < ends)
+        amax = jnp.max(jnp.where(mine, jnp.max(parts[0], axis=1), 0), axis=1, initial=0)[None]
+        return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
+
+    shape = 1, C, x.size // C
+    data, scale, *more = quantize.by_tensor(x, multiplier, sizes, shape, found, format, both)
+    again = (more.pop(), scale) if both else ()
+    return data, scale, *again, *more

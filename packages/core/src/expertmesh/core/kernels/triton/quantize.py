@@ -1,0 +1,441 @@
+"""Quantization to 8 bits, and back, for NVIDIA GPUs: numbers are read once, data and scales are written once.
+
+Bit for bit the reference of `quantization/quantize.py`: magnitudes are compared as integers, quotients are rounded as
+IEEE 754 says (div.rn), products keep subnormal numbers (no ftz), and the hardware's conversion rounds to nearest, ties
+to even, saturates, and writes NaN as 0x7F. A scale per tensor or group from its own amax takes a pass more: one finds
+the amax.
+
+An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of the array is SPLIT of M's.
+"""
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from expertmesh.core import _jax
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.quantize import Rows, Tiles, choose_both, choose_scaled
+from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.formats import result_types, scaling, stored_scale
+from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.scales import reciprocal, tensor_scales
+
+
+@triton.jit
+def power_of_2(biased):
+    """2^(biased - 127) for 0 .. 254, NaN for 255."""
+    bits = tl.where(biased == 0, 0x00400000, biased << 23)
+    return tl.where(biased == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _excess(magnitudes, LARGEST: tl.constexpr):
+    """The biased exponent of the least power of two that is at least amax / largest."""
+    above = (magnitudes & 0x7FFFFF) > (LARGEST & 0x7FFFFF)
+    return (magnitudes >> 23) - (LARGEST >> 23) + 127 + above.to(tl.int32)
+
+
+@triton.jit
+def block_scales(
+    magnitudes, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr
+):  # fmt: skip
+    """(multiplier, scale as stored) of blocks whose amax has these bits.
+
+    LARGEST and FLOOR are bits of the format's largest number and of the least amax; LIMIT bounds a multiplier.
+    """
+    INF: tl.constexpr = 0x7F800000
+    if SCALE == "float8_e8m0fnu":
+        byte = tl.minimum(tl.maximum(_excess(magnitudes, LARGEST), 0), 254)
+        byte = tl.where(magnitudes == INF, 254, byte)
+        byte = tl.where(magnitudes > INF, 255, byte)
+        return power_of_2(tl.where(byte == 255, 255, 254 - byte)), byte.to(tl.uint8)
+    else:
+        magnitudes = tl.maximum(magnitudes, FLOOR)
+        is_regular = (magnitudes > 0) & (magnitudes < INF)
+        if SCALE == "power_of_2":
+            biased = tl.minimum(254 - _excess(magnitudes, LARGEST), 254)
+            biased = tl.where(is_regular, biased, 127)
+            return power_of_2(biased), power_of_2(254 - biased)
+        else:
+            tl.static_assert(SCALE == "float32")
+            is_normal = is_regular & (magnitudes > 0x7FFFFF)
+            amax = tl.where(is_normal, magnitudes, 0x3F800000).to(tl.float32, bitcast=True)
+            largest = tl.full(amax.shape, LARGEST, tl.int32).to(tl.float32, bitcast=True)
+            quotient = tl.minimum(tl.div_rn(largest, amax), LIMIT)
+            quotient = tl.where(is_normal, quotient, LIMIT)
+            multiplier = tl.where(is_regular, quotient, 1.0)
+            return multiplier, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), multiplier)
+
+
+@triton.jit
+def magnitudes_of(wide):
+    return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def rounded(wide, dtype: tl.constexpr):
+    """`wide.to(dtype)`: to bfloat16 two at a time, which a scalar conversion does at an eighth of the rate."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [wide], tl.bfloat16, True, 2
+        )
+    else:
+        return wide.to(dtype)
+
+
+@triton.jit
+def count_live(sizes, G: tl.constexpr, G_POW2: tl.constexpr):
+    index_G = tl.arange(0, G_POW2)
+    return tl.sum(tl.load(sizes + index_G, mask=index_G < G, other=0))
+
+
+@triton.jit
+def quantized_tile(
+    wide, BM: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
+    TM: tl.constexpr = wide.shape[0]
+    TN: tl.constexpr = wide.shape[1]
+    blocks = wide.reshape(TM // BM, BM, TN // BN, BN)
+    amax = tl.max(tl.max(magnitudes_of(blocks), 3), 1)
+    multiplier, scale = block_scales(amax, SCALE, LARGEST, LIMIT, FLOOR)
+    scaled = blocks * multiplier[:, None, :, None]
+    return scaled.reshape(TM, TN).to(dtype), scale
+
+
+@triton.jit
+def store_scale(
+    pointer, scale, a, m, i, n,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The scales of the tile whose first element is [a, m, i, n], into [A, ceil(M / BM), B, ceil(N / BN)]."""
+    NUM_M: tl.constexpr = (M + BM - 1) // BM
+    NUM_N: tl.constexpr = (N + BN - 1) // BN
+    rows = m // BM + tl.arange(0, scale.shape[0])[:, None]
+    columns = n // BN + tl.arange(0, scale.shape[1])[None, :]
+    at = ((a * NUM_M + rows).to(tl.int64) * B + i) * NUM_N + columns
+    tl.store(pointer + at, scale, mask=(rows < NUM_M) & (columns < NUM_N))
+
+
+@triton.jit
+def _tile(M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr):
+    """A program's tile of [A, M, B, N]: where it begins, its rows, which elements exist, and their offsets."""
+    NUM_M: tl.constexpr = (M + TM - 1) // TM
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    tile = tl.program_id(0)
+    n = tile % NUM_N * TN
+    i = tile // NUM_N % B
+    m = tile // (NUM_N * B) % NUM_M * TM
+    a = tile // (NUM_N * B * NUM_M)
+    rows = m + tl.arange(0, TM)[:, None]
+    columns = n + tl.arange(0, TN)[None, :]
+    inside = rows < M
+    if N % TN != 0:
+        inside = inside & (columns < N)
+    at = ((a.to(tl.int64) * M + rows) * B + i) * N + columns
+    return a, m, i, n, rows, inside, at
+
+
+@triton.jit
+def _blocks_kernel(
+    x, sizes, data, scale,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr, SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BM x BN, each with its scale; with G groups, the rows after the last one count as zeros."""
+    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
+    live = inside
+    if G:
+        live = live & (rows < count_live(sizes, G, G_POW2) * SPLIT)
+    wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
+    dtype: tl.constexpr = data.dtype.element_ty
+    q, stored = quantized_tile(wide, BM, BN, dtype, SCALE, LARGEST, LIMIT, FLOOR)
+    tl.store(data + at, q, mask=inside)
+    store_scale(scale, stored, a, m, i, n, M, B, N, BM, BN)
+
+
+@triton.jit
+def store_along_rows(pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The tile at [m, n] of the copy in blocks along the rows, up to column `end`: [M, N], or TRANSPOSED, [N, M]."""
+    if TRANSPOSED:
+        rows = m + tl.arange(0, q.shape[0])[None, :]
+        columns = n + tl.arange(0, q.shape[1])[:, None]
+        there = columns.to(tl.int64) * M + rows
+        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < end))
+    else:
+        tl.store(pointer + at, q, mask=inside)
+
+
+@triton.jit
+def _both_kernel(
+    x, sizes, data, scale, data_rows, scale_rows,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
+    `_blocks_kernel`."""
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    n = tl.program_id(0) % NUM_N * TN
+    m = tl.program_id(0) // NUM_N * TM
+    rows = m + tl.arange(0, TM)[:, None]
+    columns = n + tl.arange(0, TN)[None, :]
+    inside = rows < M
+    if N % TN != 0:
+        inside = inside & (columns < N)
+    live = inside
+    if G:
+        live = live & (rows < count_live(sizes, G, G_POW2) * SPLIT)
+    at = rows.to(tl.int64) * N + columns
+    wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
+    dtype: tl.constexpr = data.dtype.element_ty
+    q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
+    tl.store(data + at, q, mask=inside)
+    store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
+    q, stored = quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
+    store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED)
+    store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
+
+
+@triton.jit
+def _dequantize_kernel(
+    data, scale, out,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """data * scale of blocks of BM x BN, scales as `_blocks_kernel` stores them; subnormal products are zeros."""
+    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
+    wide = tl.load(data + at, mask=inside).to(tl.float32)
+    BLOCKS_M: tl.constexpr = (M + BM - 1) // BM
+    BLOCKS_N: tl.constexpr = (N + BN - 1) // BN
+    block_rows = m // BM + tl.arange(0, TM // BM)[:, None]
+    block_columns = n // BN + tl.arange(0, TN // BN)[None, :]
+    block_at = ((a * BLOCKS_M + block_rows).to(tl.int64) * B + i) * BLOCKS_N + block_columns
+    exists = (block_rows < BLOCKS_M) & (block_columns < BLOCKS_N)
+    factor = tl.load(scale + block_at, mask=exists, other=0)
+    if scale.dtype.element_ty == tl.uint8:
+        factor = power_of_2(factor.to(tl.int32))
+    blocks = wide.reshape(TM // BM, BM, TN // BN, BN) * factor[:, None, :, None]
+    product = blocks.reshape(TM, TN)
+    product = tl.where(tl.abs(product) < 2.0**-126, product * 0, product)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled_kernel(
+    x, multiplier, sizes, data, amax, data_rows,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
+    as [N, M] (A = 1).
+
+    The multiplier is [A], or with G groups of the rows of M (A = 1) [G]; rows after the last group count as zeros.
+    Without what is None.
+    """
+    NUM_M: tl.constexpr = (M + TM - 1) // TM
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    tile = tl.program_id(0)
+    n = tile % NUM_N * TN
+    m = tile // NUM_N % NUM_M * TM
+    a = tile // (NUM_N * NUM_M)
+    row_TM = m + tl.arange(0, TM)
+    rows = row_TM[:, None]
+    columns = n + tl.arange(0, TN)[None, :]
+    inside = rows < M
+    if N % TN != 0:
+        inside = inside & (columns < N)
+    live = inside
+    if G:
+        index_G = tl.arange(0, G_POW2)
+        end_G = tl.cumsum(tl.load(sizes + index_G, mask=index_G < G, other=0), 0)
+        ended = (end_G[None, :] * SPLIT <= rows) & (index_G < G)[None, :]
+        group_TM = tl.sum(ended.to(tl.int32), 1)
+        live = live & (group_TM < G)[:, None]
+    at = (a.to(tl.int64) * M + rows) * N + columns
+    wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
+    if data is not None:
+        if G:
+            factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
+        else:
+            factor = tl.load(multiplier + a)
+        q = (wide * factor).to(data.dtype.element_ty)
+        tl.store(data + at, q, mask=inside)
+        if data_rows is not None:
+            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas
+            # 12.9 stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
+            again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
+            store_along_rows(data_rows, again, at, inside, m, n, N, M, True)
+    if amax is not None:
+        part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
+        tl.store(amax + part, tl.max(magnitudes_of(wide), 1), mask=row_TM < M)
+
+
+# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+ROWS = Tiles(elements=4096, columns=1024, warps=4)
+COLUMNS = Tiles(elements=8192, columns=64, warps=4)
+SQUARE = Tiles(elements=16384, columns=128, warps=8)
+# NVIDIA H200, 2026-11-22
+WIDE_ROWS = Tiles(elements=4096, columns=1024, warps=4)
+WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
+
+
+def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
+    """The leaves of what the reference of `quantization/quantize.py` gives."""
+    del key, origin
+    if block:
+        return blocks(x, None, format, block)
+    lead, inner = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = (prod(lead), prod(inner[:-1]), prod(inner[-1:]))
+
+    def found(parts):
+        amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
+        return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
+
+    return by_tensor(x, multiplier, None, shape, found, format)
+
+
+def by_tensor(x, multiplier, sizes, shape, found, format, twice=False):
+    """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
+
+    Then, if `twice`, the data as the weight gradient reads them (A = 1).
+
+    Args:
+      multiplier: None: of the amax.
+      sizes: int32[G] of the groups; None without.
+      shape: (A, M, N) of `x`.
+      found: from int32[A, M, parts of a row] to the amax of each tensor or group.
+    """
+    if multiplier is not None:
+        data, parts, *again = scaled(x, multiplier, sizes, shape, format.dtype, True, twice)
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts)), *again
+    amax = found(*scaled(x, None, sizes, shape, None, finds_amax=True))
+    multiplier, scale = tensor_scales(amax, format)
+    data, *again = scaled(x, multiplier, sizes, shape, format.dtype, twice=twice)
+    return data, scale, *again
+
+
+def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
+    """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
+    without what is not wanted (dtype=None)."""
+    A, M, N = shape
+    config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
+    tiles, transposed = config.tiles, config.transposed
+    TN = tiles.columns if transposed else launcher.divisor(N, tiles.columns)
+    TM = tiles.elements // TN
+    out = {}
+    if dtype is not None:
+        out["data"] = jax.ShapeDtypeStruct(x.shape, dtype)
+    if finds_amax:
+        out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
+    if transposed:
+        out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
+    names = "data", "amax", "data_rows"
+    absent: dict[str, Any] = {name: None for name in names if name not in out}
+    results = launcher.triton_call(
+        x, multiplier, sizes,
+        kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
+        grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
+        M=M, N=N, TM=TM, TN=TN, **absent, **_groups(sizes, M, x),
+    )  # fmt: skip
+    # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
+    results = _jax.match_varying((x, *results))[1:]
+    if transposed:
+        return *results[:-1], results[-1].T.reshape(x.shape)
+    return (*results, results[0]) if twice else results
+
+
+def view(shape: tuple[int, ...], block: tuple[int, ...]):
+    """((A, M, B, N), (BM, BN)) of an array with these blocks."""
+    along, last = [dim for dim, b in enumerate(block) if b > 1], len(shape) - 1
+    first = along[0] if along else last
+    if first == last:
+        return (1, prod(shape[:last]), 1, shape[last]), (1, block[last])
+    ahead = prod(shape[:first])
+    if along == [first]:
+        return (ahead, shape[first], 1, prod(shape[first + 1 :])), (block[first], 1)
+    if along == [first, last]:
+        between = prod(shape[first + 1 : last])
+        return (ahead, shape[first], between, shape[last]), (block[first], block[last])
+    raise ValueError(f"quantize: two blocks must end in the last dimension; got {block}; transpose")
+
+
+def blocks(x, sizes, format, block, tiles: Tiles | None = None):
+    """(data, scale) of blocks; with the sizes of groups, int32[G], `x` is [1, C, ...]."""
+    (A, M, B, N), (BM, BN) = view(x.shape, block)
+    if tiles is None:
+        tiles = ROWS if BM == 1 else COLUMNS if BN == 1 else SQUARE
+    TM = BM
+    TN = max(BN, tiles.elements // BM)
+    if BM == 1:
+        TN = max(BN, launcher.divisor(N, tiles.columns))
+        TM = tiles.elements // TN
+    counts = tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+    data, scale = launcher.triton_call(
+        x, sizes,
+        kernel=_blocks_kernel, out_type=result_types(x.shape, counts, format), num_warps=tiles.warps,
+        grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),),
+        M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN,
+        **scaling(x.dtype, format), **_groups(sizes, M, x),
+    )  # fmt: skip
+    return data, stored_scale(scale, format)
+
+
+def dequantize_array(q, *, block):
+    """As the reference of `quantization/quantize.py`, for blocks."""
+    return dequantize(q.data, q.scale, block=block, dtype=q.dtype)
+
+
+def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
+    """`data * scale` in `dtype`."""
+    (A, M, B, N), (BM, BN) = view(data.shape, block)
+    tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
+    TN = max(BN, launcher.divisor(N, tiles.columns))
+    TM = max(BM, tiles.elements // TN)
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return launcher.triton_call(
+        data, scale,
+        kernel=_dequantize_kernel, out_type=jax.ShapeDtypeStruct(data.shape, dtype),
+        grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),), num_warps=tiles.warps,
+        M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN,
+    )  # fmt: skip
+
+
+def both(x, sizes, format):
+    """(data, scale) of blocks along the last dimension, and of blocks along the rows, of `x` [1, C, ...]."""
+    (_, C, *rest), BLOCK = x.shape, format.block[1]
+    N = prod(rest)
+    config = choose_both(Rows(C, N, x.dtype, BLOCK, current_device()))
+    tiles, transposed = config.tiles, config.transposed
+    TN = max(BLOCK, tiles.columns)
+    TM = max(BLOCK, tiles.elements // TN)
+    shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
+    first, second = [result_types(x.shape, shape, format) for shape in shapes]
+    if transposed:
+        second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
+    out = launcher.triton_call(
+        x, sizes,
+        kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
+        grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
+        **scaling(x.dtype, format), **_groups(sizes, C, x),
+    )  # fmt: skip
+    along_rows = out[2].T.reshape(x.shape) if transposed else out[2]
+    return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
+
+
+def _groups(sizes, M: int, x) -> dict:
+    """What the kernels know of groups: how many, and rows of M per row of the array."""
+    G = 0 if sizes is None else sizes.shape[0]
+    return {
+        "G": G,
+        "G_POW2": triton.next_power_of_2(G) if G else 0,
+        "SPLIT": M // x.shape[1] if G else 1,
+    }

@@ -1,0 +1,256 @@
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 10.0, group sizes read on the device.
+
+Their tensor cores take 8-bit operands whichever way these lie, and multiply blocks of 32 by their scales themselves.
+Blocks of 128 and tensors are scaled in float32. Hopper, which runs these kernels too, has its own in
+`cuda/quantized_grouped_gemm.py`. Dimension key as in `linear/grouped_gemm.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.triton.grouped_gemm import (
+    banded_tile,
+    group_of_tile,
+    store_zero_rows,
+    tiles_of_groups,
+    weight_tile,
+)
+
+FORMATS = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
+
+
+@triton.jit
+def _product(a, b):
+    """Of two scales; finite if they are, so that a sum of 0 stays 0."""
+    product = a * b
+    return tl.where(product == float("inf"), 3.4028234663852886e38, product)
+
+
+@triton.jit
+def _add_product(
+    acc, a, a_scale, b, b_scale,
+    ALONG: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
+):  # fmt: skip
+    """acc + a @ b: in blocks of 32 the scales are [BM, BK / 32] and [BN, BK / 32], in those of 128 [BM] and [BN]."""
+    if ALONG == 32:
+        return tl.dot_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, acc)
+    elif ALONG == 128:
+        # One scale after the other: their product may overflow.
+        return acc + tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _rows_kernel(
+    lhs_desc, lhs_scale, rhs_desc, rhs_scale, group_sizes, out,
+    C: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros after the last group, up to
+    row ZEROS_END.
+
+    Scales of blocks of ALONG: of rows [C, D / ALONG], of weights [G, D / ALONG, W / ACROSS], or the last two the other
+    way around if TRANSPOSED. ALONG is 0 where groups have one: [G] each.
+    """
+    index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
+    num_m = tl.sum(tiles_G)
+    num_n: tl.constexpr = (W + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=ALONG != 128):
+        tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
+        group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
+        rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        columns = tile_n * BN + tl.arange(0, BN)
+        # What lies beyond the last row or column is not stored: any scale will do.
+        some_rows = tl.minimum(rows, C - 1).to(tl.int64)
+        some_columns = tl.minimum(columns, W - 1)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, (D + BK - 1) // BK):
+            a = lhs_desc.load([row, k * BK])
+            b = weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
+            a_scale, b_scale = _scales_of_step(
+                lhs_scale, rhs_scale, group, some_rows, some_columns, k,
+                D, W, ALONG, ACROSS, TRANSPOSED, BK,
+            )  # fmt: skip
+            acc = _add_product(acc, a, a_scale, b, b_scale, ALONG, LHS_FORMAT, RHS_FORMAT)
+        if ALONG == 0:
+            acc *= _product(tl.load(lhs_scale + group), tl.load(rhs_scale + group))
+        where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
+        live = (rows < end)[:, None] & (columns < W)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live)
+    store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_PROGRAMS)
+
+
+@triton.jit
+def _scales_of_step(
+    lhs_scale, rhs_scale, group, rows, columns, k,
+    D: tl.constexpr, W: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Those of rows and columns for the k-th BK of the contraction; of nothing, 2^-127 or 0, beyond its end."""
+    if ALONG == 0:
+        return None, None
+    else:
+        num_blocks: tl.constexpr = (D + ALONG - 1) // ALONG
+        width: tl.constexpr = (W + ACROSS - 1) // ACROSS
+        if ALONG == BK:
+            block = k
+            of_rows = lhs_scale + rows * num_blocks
+            across = columns // ACROSS
+        else:
+            block = k * (BK // ALONG) + tl.arange(0, BK // ALONG)[None, :]
+            of_rows = lhs_scale + rows[:, None] * num_blocks
+            across = (columns // ACROSS)[:, None]
+        of_weight = rhs_scale + group.to(tl.int64) * (num_blocks * width)
+        of_columns = (across * num_blocks + block) if TRANSPOSED else (block * width + across)
+        inside = block < num_blocks
+        return (
+            tl.load(of_rows + block, mask=inside, other=0),
+            tl.load(of_weight + of_columns, mask=inside, other=0),
+        )
+
+
+@triton.jit
+def _weights_kernel(
+    lhs_desc, lhs_scale, dy_desc, dy_scale, group_sizes, lhs, dy, out,
+    K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g, with scales [C / ALONG, K or N], or [G] if ALONG is 0.
+
+    BK rows at a time: whole blocks of all rows, or from the group's first row on.
+    """
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    num_m: tl.constexpr = (K + BM - 1) // BM
+    num_n: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), G * num_m * num_n, NUM_PROGRAMS):
+        group = tile // (num_m * num_n)
+        tile_m = tile % (num_m * num_n) % num_m
+        tile_n = tile % (num_m * num_n) // num_m
+        end = tl.sum(tl.where(index_G == group, end_G, 0))
+        start = end - tl.sum(tl.where(index_G == group, size_G, 0))
+        first = start // BK * BK if ALONG else start
+        columns_m = tile_m * BM + tl.arange(0, BM)
+        columns_n = tile_n * BN + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        whole = (start - first + BK - 1) // BK  # chunks that hold no row of another group
+        beyond = tl.maximum((end - first) // BK, whole)
+        for chunk in tl.range(whole, beyond):
+            row = first + chunk * BK
+            a = lhs_desc.load([row, tile_m * BM])
+            b = dy_desc.load([row, tile_n * BN])
+            a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
+            b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
+            acc = _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
+        # Rows of other groups are not loaded: they may hold NaN.
+        if (start > first) & (end > start):
+            acc = _add_part(
+                acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, first, start, end,
+                K, N, ALONG, LHS_FORMAT, DY_FORMAT, BK,
+            )  # fmt: skip
+        if first + beyond * BK < end:
+            acc = _add_part(
+                acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, first + beyond * BK, start, end,
+                K, N, ALONG, LHS_FORMAT, DY_FORMAT, BK,
+            )  # fmt: skip
+        if ALONG == 0:
+            acc *= _product(tl.load(lhs_scale + group), tl.load(dy_scale + group))
+        where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
+        inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_part(
+    acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, row, start, end,
+    K: tl.constexpr, N: tl.constexpr, ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of those of BK rows from `row` on that lie in [start, end)."""
+    a = _rows_of_group(lhs, columns_m, row, start, end, K, BK)
+    b = _rows_of_group(dy, columns_n, row, start, end, N, BK)
+    a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
+    b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
+    return _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
+
+
+@triton.jit
+def _rows_of_group(data, columns, row, start, end, WIDTH: tl.constexpr, BK: tl.constexpr):
+    rows = row + tl.arange(0, BK)
+    at = data.to(tl.pointer_type(tl.uint8), bitcast=True)
+    at += rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    live = ((rows >= start) & (rows < end))[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(at, mask=live, other=0).to(data.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def _scales_of_rows(
+    scale, columns, row, start, end, WIDTH: tl.constexpr, ALONG: tl.constexpr, BK: tl.constexpr
+):
+    """Those of the blocks of BK rows from `row` on, for each column; of nothing for blocks without rows in
+    [start, end), whose scales may be NaN."""
+    if ALONG == 0:
+        return None
+    else:
+        if ALONG == BK:
+            at = row // ALONG * WIDTH + columns
+            inside = columns < WIDTH
+        else:
+            first = row + ALONG * tl.arange(0, BK // ALONG)[None, :]
+            at = first // ALONG * WIDTH + columns[:, None]
+            inside = (first < end) & (first + ALONG > start) & (columns < WIDTH)[:, None]
+        return tl.load(scale + at, mask=inside, other=0)
+
+
+def launch_rows(
+    lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
+    config: Config, block: tuple[int, ...], out_dtype, transposed: bool, zero_rest: bool,
+):  # fmt: skip
+    """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if ()."""
+    (C, D), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
+    W = rhs.shape[1] if transposed else rhs.shape[2]
+    along, across = (block[::-1] if transposed else block) or (0, 1)
+    rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
+    return launcher.triton_call(
+        launcher.TensorMap.of(lhs, (tiles.m, tiles.k)), _bytes(lhs_scale),
+        launcher.TensorMap.of(rhs, rhs_block), _bytes(rhs_scale), group_sizes,
+        kernel=_rows_kernel,
+        out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
+        grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
+        C=C, ZEROS_END=C * zero_rest, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
+        LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+    )  # fmt: skip
+
+
+def launch_weights(
+    lhs, lhs_scale, dy, dy_scale, group_sizes, *, config: Config, along: int, out_dtype
+):
+    """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
+    K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
+    return launcher.triton_call(
+        launcher.TensorMap.of(lhs, (tiles.k, tiles.m)), _bytes(lhs_scale),
+        launcher.TensorMap.of(dy, (tiles.k, tiles.n)), _bytes(dy_scale), group_sizes, lhs, dy,
+        kernel=_weights_kernel,
+        out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
+        grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
+        K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along,
+        LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
+        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
+    )  # fmt: skip
+
+
+def _bytes(scale):
+    """Powers of two as the bytes that `tl.dot_scaled` takes."""
+    if scale.dtype != jnp.float8_e8m0fnu:
+        return scale
+    return jax.lax.bitcast_convert_type(scale, jnp.uint8)

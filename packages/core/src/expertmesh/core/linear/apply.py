@@ -1,0 +1,234 @@
+"""One forward and one backward rule for every layer of GEMMs: dense or grouped, in the formats of a recipe or plain.
+
+    y  = x w + bias        x and w in their formats along the contraction, K
+    dx = dy w^T            dy and w along N
+    dw = x^T dy            x and dy along the tokens
+    dbias                  the sum of dy over the tokens, in no format
+
+Without a recipe the format is the identity: each operand is its own copy.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.linear.layer import (
+    DenseState,
+    Extra,
+    Layer,
+    Linear,
+    Specs,
+    after,
+    check_extra,
+    gradient_keys,
+    residuals,
+    used_specs,
+)
+from expertmesh.core.linear.pair import both_quantized, multiply
+from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import check_out_dtype
+from expertmesh.core.quantization.quantized import is_quantized
+from expertmesh.core.support import warn_if_emulated
+from expertmesh.core.vjp import at_rest, differentiable
+
+
+def apply_linear(
+    layer: Layer, x, w, group_sizes, bias, extra: Extra | None = None, *, flat: bool = False
+) -> Any:
+    """The layer's result; with a state (result, state).
+
+    Args:
+      x, w: plain, or without a recipe both quantized, which then are constants.
+      group_sizes: None unless the layer is grouped.
+      flat: of the result, which has one row of tokens or one participant, take this one.
+    """
+    if layer.recipe is None and is_quantized(x, w):
+        law = layer.law
+        return product(*both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer)
+    out = _linear(x, w, group_sizes, bias, extra or Extra(), layer=layer)
+    if not flat:
+        return out
+    return (out[0][0], out[1]) if layer.delayed else out[0]
+
+
+def layer_of(
+    name: str,
+    law: Linear,
+    x,
+    w,
+    extra: Extra,
+    recipe,
+    *,
+    out_dtype=None,
+    reduce_dtype,
+    specs: Specs,
+    zero_rest: bool = True,
+) -> Layer:
+    """The static options of a call, after the errors in the name of `name`; `specs`: of x, w and the result."""
+    check_extra(name, w, extra, recipe)
+    if recipe is not None:
+        warn_if_emulated(recipe, x, w)
+    return Layer(
+        law=law,
+        recipe=recipe,
+        x_dtype=jnp.dtype(x.dtype),
+        w_dtype=jnp.dtype(w.dtype),
+        out_dtype=check_out_dtype(name, out_dtype or x.dtype),
+        reduce_dtype=check_reduce_dtype(name, reduce_dtype),
+        given=specs,
+        used=specs if recipe is None else used_specs(law, x.ndim, w.ndim, specs),
+        zero_rest=zero_rest,
+    )
+
+
+def product(x, w, group_sizes, bias, layer: Layer):
+    """The forward's GEMM, and the bias, of operands in the formats along K."""
+    law, (x_spec, w_spec, out_spec) = layer.law, layer.used
+    y = multiply(
+        law.fprop,
+        law.fprop.name,
+        (x, x.ndim - 1),
+        (w, law.batch_dims),
+        group_sizes,
+        specs=(x_spec, w_spec),
+        out_dtype=layer.out_dtype,
+        result_specs=(layer.given[2],),
+        **layer.row_options,
+    )
+    if bias is None:
+        return y
+    specs = out_spec, law.bias_spec(w_spec)
+    if group_sizes is None:
+        return law.add_bias(y, bias, operand_specs=specs)
+    return law.add_bias(y, bias, group_sizes, operand_specs=(*specs, None))
+
+
+def product_grads(x, w, group_sizes, dy_copies, layer: Layer):
+    """The cotangents of x and w.
+
+    Args:
+      x: in its format along the tokens.
+      w: in its format along N.
+      dy_copies: dy in its formats along the last of N and along the tokens.
+    """
+    law, (x_spec, w_spec, out_spec) = layer.law, layer.used
+    dy_n, dy_t = dy_copies
+    if layer.recipe is not None:
+        w, dy_n = after(w, dy_n)
+    dx = multiply(
+        law.dgrad,
+        f"{law.fprop.name}'s input gradient",
+        (dy_n, dy_n.ndim - 1),
+        (w, w.ndim - 1),
+        group_sizes,
+        specs=(out_spec, w_spec),
+        out_dtype=layer.x_dtype,
+        result_specs=(at_rest(_data(x), layer.given[0]),),
+        **layer.row_options,
+    )
+    dw = multiply(
+        law.wgrad,
+        f"{law.fprop.name}'s weight gradient",
+        (x, x.ndim - 2),
+        (dy_t, x.ndim - 2),
+        group_sizes,
+        multiple=False,
+        specs=(x_spec, out_spec),
+        out_dtype=layer.w_dtype,
+        result_specs=(at_rest(_data(w), layer.given[1]),),
+        reduce_dtype=layer.reduce_dtype,
+        **law.weight_options(w),
+    )
+    return dx, dw
+
+
+def _data(x):
+    return jax.tree.leaves(x)[0]
+
+
+def weight_for_fprop(w, extra: Extra, layer: Layer):
+    """(w as the forward reads it, its state after that or None)."""
+    law, spec = layer.law, layer.used[1]
+    if layer.recipe is None:
+        return narrow_at_rest(w, layer.x_dtype, spec, law.weight_roles), None
+    state = extra.state.kernel if extra.state is not None else None
+    if extra.kernel_quantized is not None:
+        return extra.kernel_quantized.forward, state
+    return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
+
+
+def weight_for_dgrad(w, forward, extra: Extra, layer: Layer):
+    """w as the backward reads it; `forward`: as the forward does."""
+    if extra.kernel_quantized is not None:
+        return extra.kernel_quantized.for_dgrad()
+    if layer.recipe is None or serves_both(layer.formats):
+        return forward
+    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.used[1])
+
+
+def _x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
+    """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None)."""
+    if layer.recipe is None:
+        return x, x, None
+    state = extra.state.x if extra.state is not None else None
+    return layer.law.quantize_x(x, group_sizes, state, layer, for_wgrad=for_wgrad)
+
+
+def _dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int):
+    """dy along the last of N and along the last dimension of tokens, `tokens`."""
+    if layer.recipe is None:
+        return dy, dy
+    keys = gradient_keys(layer, key)
+    return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
+
+
+def _forward(x, x_state, w, group_sizes, bias, extra: Extra, layer: Layer):
+    """(what the layer returns, w as it was read), of x in its format along K."""
+    w, w_state = weight_for_fprop(w, extra, layer)
+    y = product(x, w, group_sizes, bias, layer)
+    if x_state is None or w_state is None:
+        return y, w
+    return (y, DenseState(x_state, w_state)), w
+
+
+def _value(x, w, group_sizes, bias, extra, *, layer: Layer):
+    x, _, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=False)
+    return _forward(x, x_state, w, group_sizes, bias, extra, layer)[0]
+
+
+def _fwd(x, w, group_sizes, bias, extra, *, layer: Layer):
+    x, along_tokens, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=True)
+    out, forward = _forward(x, x_state, w, group_sizes, bias, extra, layer)
+    kept = residuals(along_tokens, weight_for_dgrad(w, forward, extra, layer))
+    return out, (*kept, group_sizes, bias, extra.key)
+
+
+def linear_bwd(carried, cotangent, *, layer: Layer):
+    """The cotangents of x, w, the group sizes (None), the bias and the rest (None).
+
+    Args:
+      carried: x and w as `residuals` names them, the group sizes, the bias, the key.
+    """
+    x, w, group_sizes, bias, key = carried
+    dy = cotangent[0] if layer.delayed else cotangent
+    copies = _dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
+    dx, dw = product_grads(x, w, group_sizes, copies, layer)
+    if bias is None:
+        return dx, dw, None, None, None
+    law, (_, w_spec, out_spec) = layer.law, layer.used
+    bias_spec = law.bias_spec(w_spec)
+    db = law.bias_grad(
+        dy,
+        bias if group_sizes is None else group_sizes,
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, bias_spec if group_sizes is None else None),
+        result_specs=(at_rest(bias, bias_spec),),
+        **law.weight_options(w),
+    )
+    return dx, dw, None, db, None
+
+
+_linear = differentiable(_fwd, linear_bwd, _value)

@@ -1,0 +1,116 @@
+"""Grouped GEMM of permuted rows, without the copy that permutes them.
+
+    out[p, r] = lhs[p, index[p, r]] @ rhs[expert of row r]        0 where there is no row index[p, r]
+
+Dimension key: P participants, T source rows (tokens), C rows, K contraction, N output dimensions (any number), E
+experts (weights), G groups per participant. Rows lie by group as in `linear/grouped_gemm.py`.
+"""
+
+import jax
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.linear.grouped_gemm import (
+    check_operands,
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+    plain_rows_unsupported,
+    plan_grouped,
+)
+from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.ops.gather_rows import select_rows
+from expertmesh.core.ops.permute import PermutePlan
+from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.vjp import at_rest, differentiable
+
+__all__ = ["gathered_gemm"]
+
+
+def gathered_gemm(
+    x: jax.Array, rhs: jax.Array, plan: PermutePlan, *, rhs_spec: PartitionSpec | None = None
+) -> jax.Array:
+    """`grouped_gemm(permute(x, plan), rhs, plan.group_sizes)`, whose permuted rows need not be in memory.
+
+    Args:
+      x: float[P, T, K], or [T, K] for a plan without P.
+      rhs: float[E, K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own.
+      plan: of `plan_permute`, with the same P and T.
+      rhs_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
+
+    Returns:
+      [P, C, *N] (or [C, *N]) in the dtype of `x`, accumulated in float32 and rounded once. Padding rows and those after
+      the last group are zeros.
+
+    Raises:
+      ValueError: `x`, `rhs` and `plan` do not fit.
+
+    Differentiable in `x` and `rhs`. Kept for the backward: `x`, which is then permuted for the weight's gradient.
+    Sharded as `grouped_gemm`, with the tokens of a participant held whole. On a GPU the forward reads each row where it
+    is, once for each tile of 256 columns; the reference permutes first.
+    """
+    check_arrays("gathered_gemm", FLOATS, x=x, rhs=rhs)
+    flat = x.ndim == 2
+    if x.shape[:-1] != plan.row.shape[:-1]:
+        raise ValueError(
+            "gathered_gemm: x must have the tokens of its plan; "
+            f"got x {x.shape}, plan.row {plan.row.shape}; use the plan that was made for it"
+        )
+    check_operands("gathered_gemm", x, rhs, plan.group_sizes, None)
+    check_out_dtype("gathered_gemm", x.dtype)
+    operands = [x, plan.token, plan.row, plan.source, plan.group_sizes]
+    if flat:
+        operands = [a[None] for a in operands]
+    out = _gathered_gemm(*operands, rhs, rhs_dtype=rhs.dtype, rhs_spec=rhs_spec)
+    return out[0] if flat else out
+
+
+def _reference(lhs, index, rhs, group_sizes, *, out_dtype):
+    rows = jax.vmap(select_rows)(lhs, index)
+    return grouped_gemm_op.reference(rows, rhs, group_sizes, out_dtype=out_dtype)
+
+
+def _unsupported(lhs, index, rhs, group_sizes, **options) -> str | None:
+    del options
+    if not index.size:
+        return f"there must be rows; the index is {index.shape}"
+    return plain_rows_unsupported(lhs, rhs, group_sizes)
+
+
+gathered_gemm_op = Op(
+    "gathered_gemm",
+    _reference,
+    "p t k, p c, e k n..., p g -> p c n...",
+    summed=("k",),
+    roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
+    parameter=2,
+    plan=plan_grouped,
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gathered_gemm", "rows", _unsupported),),
+)
+
+
+def _fwd(x, token, row, source, group_sizes, rhs, *, rhs_dtype, rhs_spec):
+    del rhs_dtype
+    rhs = narrow_at_rest(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
+    specs = (None, None, rhs_spec, None)
+    out = gathered_gemm_op(x, token, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)
+    return out, (x, rhs, row, source, group_sizes)
+
+
+def _bwd(residuals, d_out, *, rhs_dtype, rhs_spec):
+    x, rhs, row, source, group_sizes = residuals
+    specs = (None, rhs_spec, None)
+    d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)
+    d_rhs = grouped_gemm_wgrad_op(
+        move_rows(x, RowMap(row, source)),
+        d_out,
+        group_sizes,
+        num_experts=rhs.shape[0],
+        out_dtype=rhs_dtype,
+        result_specs=(at_rest(rhs, rhs_spec),),
+    )
+    return move_rows(d_rows, RowMap(source, row)), None, None, None, None, d_rhs
+
+
+_gathered_gemm = differentiable(_fwd, _bwd)

@@ -1,0 +1,110 @@
+"""A dense layer per group of rows: the three grouped GEMMs of experts in the formats of a recipe.
+
+    y[p, r]  = x[p, r] @ w[e] + bias[e]              x and w quantized along K; e = expert of the row's group
+    dx[p, r] = dy[p, r] @ w[e]^T                     dy and w quantized along N
+    dw[e]    = sum of x[p, r]^T dy[p, r] over its rows      x and dy quantized along the rows
+    dbias[e] = sum of dy[p, r] over its rows         not quantized
+
+Groups, participants and experts as in grouped_gemm. Dimension key: P participants, C rows per participant, K
+contraction, N output dimensions (any number), E experts, G groups per participant.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
+from expertmesh.core.linear.layer import DenseState, Extra, num_contracted
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel
+from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.quantization.quantize_rows import check_starts
+from expertmesh.core.quantization.recipe import Recipe, alignment_of, current_recipe, recipe_of
+
+__all__ = ["grouped_dense"]
+
+
+def grouped_dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (1,)),
+    recipe: Recipe | str | None = None,
+    state: DenseState | None = None,
+    key: jax.Array | None = None,
+    kernel_quantized: QuantizedKernel | None = None,
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
+    x_spec: PartitionSpec | None = None,
+    w_spec: PartitionSpec | None = None,
+    out_spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
+    debug: bool = False,
+) -> Any:
+    """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
+
+    Args:
+      x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
+      kernel: float[E, K, *N].
+      group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
+        `alignment_of(recipe)`, as those of `plan_permute(..., alignment=)` are.
+      bias: float[E, *N] or None; added to the rows of the groups only.
+      contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
+      recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
+      state: under DelayedScaling: `init_dense_state(recipe, num_experts=E)`; one scale for all rows, one per expert.
+      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
+      kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
+        is that of `kernel` either way.
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
+      reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
+      x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+        P(ep, fsdp).
+      out_spec: where the result is wanted.
+      zero_rest: False if nobody reads the rows after the last group (see `grouped_gemm`).
+      debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
+        that do not start at multiples of `alignment_of(recipe)`.
+
+    Returns:
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; rows after the last group are zeros, whatever
+      `x` holds there. Under DelayedScaling `(y, new_state)`.
+
+    Raises:
+      ValueError: as `grouped_gemm` and `dense`.
+      TypeError: as `grouped_gemm`.
+
+    Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, rows after the last group
+    too. Kept for the backward as by `dense`.
+
+    Under sharding as `grouped_gemm`; each device quantizes its shard of the kernel, and data and scales are gathered,
+    anew in the backward. Scales of a whole tensor (one per expert, one per group) are reduced first, over the axes that
+    shard it.
+    """
+    recipe = recipe_of(recipe) or current_recipe()
+    extra = Extra(state, key, kernel_quantized)
+    check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
+    if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
+        raise ValueError(
+            f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "
+            "kernel"
+        )
+    check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
+    if debug and recipe is not None:
+        check_starts("grouped_dense", jnp.atleast_2d(group_sizes), alignment_of(recipe))
+    return apply_grouped(
+        "grouped_dense",
+        x,
+        kernel,
+        group_sizes,
+        bias,
+        extra,
+        recipe,
+        out_dtype=out_dtype,
+        reduce_dtype=reduce_dtype,
+        specs=(x_spec, w_spec, out_spec),
+        zero_rest=zero_rest,
+    )

@@ -1,0 +1,610 @@
+"""Grouped GEMM: row r of group g of participant p is multiplied with its group's weight.
+
+    out[p, r] = lhs[p, r] @ rhs[expert(p, g)] + bias[expert(p, g)],   expert(p, g) = (p % R) * G + g,   R = E // G
+
+Rows are contiguous by group: group g of p owns the `group_sizes[p, g]` rows after those of the groups before it. Rows
+after the last group are zeros. Dimension key: P participants, C rows per participant, K contraction, N output
+dimensions (any number), E experts (weights), G groups per participant, R participants that share one set of weights.
+"""
+
+import dataclasses
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from expertmesh.core import _jax
+from expertmesh.core.linear.apply import apply_linear, layer_of
+from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
+from expertmesh.core.op import Kernel, Op, Plan, Query
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.quantization.quantize import dequantize_values, of_rows, row_groups
+from expertmesh.core.quantization.quantize_rows import grouped_quantize, grouped_quantize_both
+from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
+from expertmesh.core.rule import (
+    Split,
+    factor_sizes,
+    lead_by_parameter,
+    scatter_sums,
+)
+from expertmesh.core.specs import axis_size, dividing_axes, entry_axes, spec_axes
+
+_MAX_BLOCK = 128
+
+
+def _block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows per step of the reference: near the mean group, so that few rows of a step belong to no group."""
+    if export.is_symbolic_dim(num_rows):
+        return _MAX_BLOCK
+    mean = max(num_rows // max(num_groups, 1), 8)
+    return min(1 << (mean - 1).bit_length(), _MAX_BLOCK)
+
+
+def _blocks(group_sizes_G, block):
+    """Number of steps, and a function from a step to (group, first row, rows that belong to the group)."""
+    ends_G = jnp.cumsum(group_sizes_G)
+    steps_G = (group_sizes_G + block - 1) // block
+    last_step_G = jnp.cumsum(steps_G)
+
+    def locate(step):
+        group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
+        first = (
+            ends_G[group]
+            - group_sizes_G[group]
+            + (step - last_step_G[group] + steps_G[group]) * block
+        )
+        return group, first, ends_G[group] - first
+
+    return last_step_G[-1], locate
+
+
+def _rows_reader(x, step):
+    """A function from a step's first row and group to its rows of one participant, [step, flattened D].
+
+    The last step may read beyond the end; rows [C, *D] that are quantized are dequantized, their blocks being those of
+    [P, C, *D].
+    """
+    quantized = isinstance(x, QuantizedArray)
+    data = x.data if quantized else x
+    data = jnp.pad(data, ((0, step), *[(0, 0)] * (data.ndim - 1)))
+
+    def read(first, group):
+        rows = jax.lax.dynamic_slice_in_dim(data, first, step)
+        return _flattened(_dequantized_rows(x, rows, first, group) if quantized else rows, 1)
+
+    return read
+
+
+def _dequantized_rows(q, data, first, group):
+    """`data`, rows of `q` from `first` on."""
+    if not q.block:
+        return dequantize_values(data, q.scale[group])
+    # A step may end within a block, and read beyond the last one.
+    blocks = (first + jnp.arange(data.shape[0])) // q.block[1]
+    scale = jnp.take(q.scale, blocks, axis=0, mode="clip")
+    per_group = None if q.tensor_scale is None else q.tensor_scale[group]
+    return dequantize_values(data, scale, per_group, block=(1, *q.block[2:]))
+
+
+def _weight_of(w, group):
+    """One expert's weight of [G, K, *N], [K, flattened N]."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False), w)
+    if isinstance(one, QuantizedArray):
+        one = dequantized(dataclasses.replace(one, block=one.block[1:]))
+    return _flattened(one, 1)
+
+
+def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
+    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared.
+
+    Args:
+      lhs: [C, *D].
+      rhs: [G, K, *N].
+      shape: (C, N) of the result.
+    """
+    C, N = shape
+    block = _block_rows(C, group_sizes_G.shape[0])
+    rows_of = _rows_reader(lhs, block)
+    num_steps, locate = _blocks(group_sizes_G, block)
+    dims = (((1,), (contract_rhs - 1,)), ((), ()))
+
+    def body(step, out_CN):
+        group, first, _ = locate(step)
+        y = jax.lax.dot_general(
+            rows_of(first, group),
+            _weight_of(rhs, group),
+            dims,
+            precision=precision_of(lhs),
+            preferred_element_type=jnp.float32,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
+
+    out_CN = _vary_like(jnp.zeros((C + block, N), out_dtype), lhs, rhs)
+    out_CN = jax.lax.fori_loop(0, num_steps, body, out_CN)
+    live_C = jnp.arange(C) < jnp.sum(group_sizes_G)
+    return jnp.where(live_C[:, None], out_CN[:C], 0)
+
+
+def _accumulate_weights(lhs, dy, group_sizes_G, shape):
+    """One participant's weight gradients, float32[G, K, N], of [C, *K] and [C, *N]; `shape`: (K, N)."""
+    G = group_sizes_G.shape[0]
+    block = _block_rows(lhs.shape[0], G)
+    readers = _rows_reader(lhs, block), _rows_reader(dy, block)
+    num_steps, locate = _blocks(group_sizes_G, block)
+
+    def body(step, dw_GKN):
+        group, first, count = locate(step)
+        live = (jnp.arange(block) < count)[:, None]
+        x, dy = (jnp.where(live, rows_of(first, group), 0) for rows_of in readers)
+        dims = (((0,), (0,)), ((), ()))
+        dw_KN = jax.lax.dot_general(
+            x, dy, dims, precision=precision_of(lhs), preferred_element_type=jnp.float32
+        )
+        old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
+
+    dw_GKN = _vary_like(jnp.zeros((G, *shape), jnp.float32), lhs, dy)
+    return jax.lax.fori_loop(0, num_steps, body, dw_GKN)
+
+
+def _per_participant(function, num_sets, *operands):
+    """Calls `function(set, *operands[p])` for each participant p, one after the other; set = p % num_sets."""
+    P = operands[0].shape[0]
+    if P == 1:
+        return function(0, *jax.tree.map(lambda x: x[0], operands))[None]
+    return jax.lax.map(lambda args: function(*args), (jnp.arange(P) % num_sets, *operands))
+
+
+def _flattened(x, keep):
+    """Merges all dimensions after the first `keep`."""
+    return x.reshape(*x.shape[:keep], prod(x.shape[keep:]))
+
+
+def _vary_like(x, *operands):
+    """`x` over the Manual axes over which the operands vary."""
+    return _jax.match_varying((x, *jax.tree.leaves(operands)))[0]
+
+
+def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, zero_rest=True):
+    del zero_rest  # zeros cost nothing here
+    (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
+    shape = P, C, *(N if contract_rhs == 1 else (K,))
+    if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
+        return _vary_like(jnp.zeros(shape, out_dtype), lhs, rhs, group_sizes)
+    num_sets = E // G
+    sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), rhs)
+
+    def one(r, lhs_C, group_sizes_G):
+        return _multiply_rows(
+            lhs_C,
+            jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets),
+            group_sizes_G,
+            (C, prod(shape[2:])),
+            contract_rhs=contract_rhs,
+            out_dtype=out_dtype,
+        )
+
+    return _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
+
+
+def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
+    shape = (num_experts, lhs.shape[2], *dy.shape[2:])
+    if 0 in (*lhs.shape, *dy.shape):
+        return _vary_like(jnp.zeros(shape, out_dtype), lhs, dy, group_sizes)
+
+    def one(_, lhs_C, dy_C, group_sizes_G):
+        return _accumulate_weights(lhs_C, dy_C, group_sizes_G, (shape[1], prod(shape[2:])))
+
+    num_sets = num_experts // group_sizes.shape[1]
+    dw_PGKN = _per_participant(one, num_sets, lhs, dy, group_sizes)
+    return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
+
+
+def _add_bias_reference(y, bias, group_sizes):
+    if y.size == 0:
+        return y
+    P, G = group_sizes.shape
+    num_sets = bias.shape[0] // max(G, 1)
+    bias_PGN = jnp.tile(
+        bias.reshape(num_sets, G, *bias.shape[1:]), (P // num_sets, *[1] * bias.ndim)
+    )
+    bias_PGN = bias_PGN.reshape(P, G, *bias.shape[1:]).astype(jnp.float32)
+    groups_PC = row_groups(group_sizes, y.shape[1])
+    added = of_rows(bias_PGN, groups_PC)
+    return (y.astype(jnp.float32) + added).astype(y.dtype)
+
+
+def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
+    # The weight's gradient for an input of 1: a scatter on a GPU adds in another order each time.
+    ones = jnp.ones_like(dy, shape=(*dy.shape[:2], 1))
+    return _wgrad_reference(
+        ones, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
+    ).squeeze(1)
+
+
+def expert_axes(
+    participant_axes: tuple[str, ...], num_participants: int, num_sets: int, mesh_shape
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which axes may shard the participants, and which of them then shard the experts.
+
+    Participants are sharded over `participant_axes` (major first) and share weights modulo `num_sets`. The experts
+    follow the innermost of these axes, as many as make one shard of experts belong to one shard of participants.
+    """
+    axes = dividing_axes(participant_axes, [num_participants], mesh_shape)
+    for end in range(len(axes), -1, -1):
+        kept = axes[:end]
+        local = num_participants // axis_size(mesh_shape, kept)
+        if local and local % num_sets == 0:
+            return kept, ()
+        for start in range(end - 1, -1, -1):
+            if axis_size(mesh_shape, kept[start:]) * local == num_sets:
+                return kept, kept[start:]
+    return (), ()
+
+
+def plan_grouped(query: Query) -> Plan:
+    """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
+    rule = query.rule
+    sizes = factor_sizes(rule, query.shapes)
+    num_experts = query.options.get("num_experts") or sizes["e"][0]
+    sizes["e"] = [num_experts]
+    p_axes, e_axes = expert_axes(
+        entry_axes(query.operand_specs[0][0]),
+        query.shapes[0][0],
+        num_experts // max(sizes["g"][0], 1),
+        query.mesh_shape,
+    )
+    split = Split(query, sizes)
+    split.axes |= {"p": p_axes, "e": e_axes}
+    free = rule.expand(("k", "n..."))
+    if query.parameter is not None:
+        lead_by_parameter(query, rule, split, query.parameter, free)
+    split.add(rule.operands[0], query.operand_specs[0], free)
+    for names, spec in zip(rule.results, query.result_specs or (), strict=False):
+        split.add(names, spec, free)
+    for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
+        contracted = frozenset(n for n in names if n not in rule.results[0])
+        split.add(names, spec, frozenset() if query.results_decided else free - contracted)
+    in_result = set(rule.results[0])
+    partial = [a for n in sorted(query.summed - in_result) for a in split.axes.get(n, ())]
+    if "p" not in in_result:
+        partial = [a for a in p_axes if a not in e_axes]
+    specs = tuple(map(split.spec, rule.operands))
+    local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
+    return dataclasses.replace(
+        scatter_sums(query, rule, split, specs, [tuple(partial)]),
+        options=local if "num_experts" in query.options else {},
+        idle_axes=_idle_axes(query, rule, specs, p_axes),
+    )
+
+
+def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
+    """The axes that shard an operand but not the work, and have no role in which they may."""
+    known = set(p_axes)
+    if query.resource is not None:
+        known |= set(query.resource.all_axes())
+    idle = [
+        axis
+        for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
+        for axis in spec_axes(given)
+        if query.mesh_shape.get(axis, 1) > 1
+        and axis not in known | set(spec_axes(spec))
+        and names != ("p", "g")
+    ]
+    return tuple(dict.fromkeys(idle))
+
+
+def _kernels(function: str, plain, quantized) -> tuple[Kernel, ...]:
+    """Of plain and of quantized operands, with what keeps operands from each."""
+    modules = "grouped_gemm", "quantized_grouped_gemm"
+    return tuple(
+        Kernel.triton(f"expertmesh.core.kernels.{module}", function, unsupported, takes)
+        for module, unsupported, takes in zip(
+            modules, (plain, quantized), (is_plain, is_quantized), strict=True
+        )
+    )
+
+
+def plain_rows_unsupported(x, rhs, group_sizes, **options) -> str | None:
+    """For the forward (x = lhs) and the input gradient (x = dy)."""
+    del options
+    return _plain_unsupported(
+        x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:]))
+    )
+
+
+def _plain_weights_unsupported(lhs, dy, group_sizes, *, num_experts, **options) -> str | None:
+    del options
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _plain_unsupported(lhs, dy, group_sizes, num_experts, widths)
+
+
+def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    capability = _jax.compute_capability()
+    if capability is not None and capability < 9.0:
+        return f"the kernels load through TMA, from compute capability 9.0 on; this GPU has {capability}"
+    if reason := _several_participants(group_sizes, num_experts):
+        return reason
+    if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"operands must both be bfloat16 or float16; they are {a.dtype} and {b.dtype}"
+    if a.size == 0 or any(width == 0 or width % 8 for width in widths):
+        return f"there must be rows, and widths that are multiples of 8; widths are {widths}"
+    return None
+
+
+def _quantized_rows_unsupported(rows, rhs, group_sizes, *, out_dtype, **options) -> str | None:
+    del options
+    return _several_participants(group_sizes, rhs.shape[0]) or rows_unsupported(
+        rows, rhs, rhs.shape[1:], out_dtype
+    )
+
+
+def _quantized_weights_unsupported(lhs, dy, group_sizes, *, num_experts, out_dtype) -> str | None:
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _several_participants(group_sizes, num_experts) or unsupported(
+        lhs, dy, widths, (1, 1), out_dtype
+    )
+
+
+def _several_participants(group_sizes, num_experts: int) -> str | None:
+    if group_sizes.shape == (1, num_experts):
+        return None
+    return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
+
+
+def _bias_unsupported(dy, group_sizes, *, num_experts, **options) -> str | None:
+    del options
+    return _several_participants(group_sizes, num_experts) or (
+        None if dy.size else "there must be elements"
+    )
+
+
+_ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
+
+grouped_gemm_op = Op(
+    "grouped_gemm",
+    partial(_rows_reference, contract_rhs=1),
+    "p c k, e k n..., p g -> p c n...",
+    summed=("k",),
+    roles=_ROWS_WEIGHT,
+    parameter=1,
+    plan=plan_grouped,
+    kernels=_kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported),
+)
+grouped_gemm_dgrad_op = Op(
+    "grouped_gemm_dgrad",
+    partial(_rows_reference, contract_rhs=2),
+    "p c n..., e k n..., p g -> p c k",
+    summed=("n...",),
+    roles=_ROWS_WEIGHT,
+    parameter=1,
+    plan=plan_grouped,
+    kernels=_kernels("rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported),
+)
+grouped_gemm_wgrad_op = Op(
+    "grouped_gemm_wgrad",
+    _wgrad_reference,
+    "p c k, p c n..., p g -> e k n...",
+    roles="participants . ., participants . ., participants . -> experts fsdp .",
+    parameter=3,
+    plan=plan_grouped,
+    kernels=_kernels("weights", _plain_weights_unsupported, _quantized_weights_unsupported),
+)
+group_bias_op = Op(
+    "group_bias",
+    _add_bias_reference,
+    "p c n..., e n..., p g -> p c n...",
+    parameter=1,
+    plan=plan_grouped,
+)
+group_bias_grad_op = Op(
+    "group_bias_grad",
+    _bias_grad_reference,
+    "p c n..., p g -> e n...",
+    parameter=2,
+    plan=plan_grouped,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.triton.group_bias", "group_bias_grad", _bias_unsupported
+        ),
+    ),
+)
+
+
+def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+    formats, spec = layer.formats, layer.used[0]
+    if state is not None and layer.delayed is not None:
+        return grouped_quantize_delayed_both(
+            x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
+        )
+    if not for_wgrad:
+        q_x = grouped_quantize(x, group_sizes, formats.x, axis=2, spec=spec)
+        return q_x, q_x, None
+    both = formats.x, formats.x_wgrad
+    return *grouped_quantize_both(x, group_sizes, both, spec=spec), None
+
+
+def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+    del tokens
+    both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
+
+
+GROUPED = Linear(
+    name="grouped_dense",
+    fprop=grouped_gemm_op,
+    dgrad=grouped_gemm_dgrad_op,
+    wgrad=grouped_gemm_wgrad_op,
+    add_bias=group_bias_op,
+    bias_grad=group_bias_grad_op,
+    row_roles=("participants",),
+    weight_roles=("experts", "fsdp"),
+    quantize_x=_x_copies,
+    quantize_dy=_dy_copies,
+)
+
+
+def grouped_gemm(
+    lhs: jax.Array | QuantizedArray,
+    rhs: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike = "float32",
+    lhs_spec: PartitionSpec | None = None,
+    rhs_spec: PartitionSpec | None = None,
+    out_spec: PartitionSpec | None = None,
+    zero_rest: bool = True,
+    debug: bool = False,
+) -> jax.Array:
+    """Multiplies each group of rows with the weight of its expert.
+
+    For P = 1 equivalent to `jax.lax.ragged_dot(lhs[0], rhs, group_sizes[0])` with zeros after the last group, in memory
+    O(C * N).
+
+    Args:
+      lhs: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1). Or `grouped_quantize(..., axis=2)`.
+      rhs: float[E, K, *N]; cast to the dtype of `lhs`, its gradient is accumulated and returned in its own. With a
+        quantized `lhs`, `quantize(..., axis=1, batch_dims=1)`.
+      group_sizes: int32[P, G], rows of each group, sum at most C; E is a multiple of G and P of E / G: participant p
+        uses the experts `(p % (E // G)) * G + g`.
+      bias: float[E, *N] or None; added to the rows of the groups only.
+      out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
+      reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
+      lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+        P(ep, fsdp).
+      out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
+      zero_rest: False if nobody reads the rows after the last group, of the result and of the gradient of `lhs`: on a
+        GPU they then are what was in memory. A buffer for the worst case is mostly such rows.
+      debug: under `jax.experimental.checkify.checkify`, sizes below 0 or with a sum above C are errors. Off by default:
+        such a check is an effect; `flax.linen.scan` refuses it.
+
+    Returns:
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
+      `lhs` holds there (see `zero_rest`).
+
+    Raises:
+      ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
+        one quantized operand, or two that do not fit: both float8_e5m2, scales of different kinds, blocks that do not
+        lie along K, scales of other shapes, K no multiple of 16 (32 in blocks of 32 or in four bits).
+      NotImplementedError: quantized operands are differentiated.
+      TypeError: an operand is no array of floats; `group_sizes` are not integers.
+
+    Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
+    weight gradients, rows after the last group zero input gradients.
+
+    Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing), and the weight is
+    gathered over all other axes that shard P, in the dtype of `lhs`; rows are not gathered. Over axes of the resource's
+    role tp the weight is used as it is: by columns `[E, K, N / tp]` (the input gradient is summed over tp) or by rows
+    `[E, K / tp, N]` (the result is). A sum is float32 on the way; it is a reduce-scatter where the result is wanted
+    sharded over the axis (`out_spec`, the layout of `lhs` for its gradient), else an all-reduce. The weight's gradient
+    is reduce-scattered into the weight's own spec, and alone is added in `reduce_dtype` (see `gemm`). An axis that
+    shards the C rows, or a parameter without sharding P and without a role, is a RuntimeWarning: it is gathered.
+    """
+    check_operands("grouped_gemm", lhs, rhs, group_sizes, bias, debug=debug)
+    if is_quantized(lhs, rhs) and lhs.ndim == 2:
+        raise ValueError(
+            f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
+            "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
+        )
+    return apply_grouped(
+        "grouped_gemm",
+        lhs,
+        rhs,
+        group_sizes,
+        bias,
+        out_dtype=out_dtype,
+        reduce_dtype=reduce_dtype,
+        specs=(lhs_spec, rhs_spec, out_spec),
+        zero_rest=zero_rest,
+    )
+
+
+def apply_grouped(
+    name: str, x, w, group_sizes, bias, extra: Extra | None = None, recipe=None, *, specs, **options
+) -> Any:
+    """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
+    flat = x.ndim == 2
+    if flat:
+        x, group_sizes = x[None], group_sizes[None]
+        specs = with_participant(specs[0]), specs[1], with_participant(specs[2])
+    extra = extra or Extra()
+    layer = layer_of(name, GROUPED, x, w, extra, recipe, specs=specs, **options)
+    return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
+
+
+def _check_data(name, lhs, group_sizes):
+    most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
+    least = jnp.min(group_sizes, initial=0)
+    checkify.debug_check(
+        least >= 0,
+        name + ": group_sizes must be at least 0; got a size of {least}; count the rows again",
+        least=least,
+    )
+    checkify.debug_check(
+        most <= lhs.shape[-2],
+        name
+        + ": group_sizes must add up to at most {rows}, the rows; got a sum of {most}; count the rows again, or make "
+        "room for more",
+        rows=jnp.int32(lhs.shape[-2]),
+        most=most,
+    )
+
+
+def with_participant(spec):
+    """Of rows [C, ...] that become those of one participant."""
+    return None if spec is None else PartitionSpec(None, *spec)
+
+
+def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
+    """Raises where the operands of grouped GEMM `name` do not fit; with `debug` the sizes are checked as they run."""
+
+    def require(ok, what, remedy):
+        if not ok:
+            shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
+            raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
+
+    check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
+    check_arrays(name, FLOATS, optional=True, bias=bias)
+    check_arrays(name, INTEGERS, group_sizes=group_sizes)
+    require(
+        (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
+        "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
+        "reshape the operand that has another rank",
+    )
+    require(
+        lhs.shape[-1] == rhs.shape[1],
+        "the last dimension of lhs must equal rhs' second",
+        "transpose rhs",
+    )
+    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
+    require(
+        num_groups and num_experts % num_groups == 0,
+        "the number of experts (rhs) must be a multiple of the number of groups",
+        "pass the group sizes of the experts that a participant holds",
+    )
+    if lhs.ndim == 3:
+        require(
+            lhs.shape[0] == group_sizes.shape[0]
+            and lhs.shape[0] % (num_experts // num_groups) == 0,
+            "lhs and group_sizes must have one P, a multiple of experts / groups",
+            "pass one row of group sizes per participant",
+        )
+    else:
+        require(num_groups == num_experts, "without P there must be one group per expert", "add P")
+    if bias is not None and bias.shape != (num_experts, *rhs.shape[2:]):
+        raise ValueError(
+            f"{name}: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
+        )
+    if debug:
+        _check_data(name, lhs, group_sizes)

@@ -1,0 +1,237 @@
+"""What layers of GEMMs, dense and grouped, have in common: the law, options, state, residuals."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.linear.quantize_kernel import QuantizedKernel, check_state
+from expertmesh.core.mesh import current_resource, filter_roles
+from expertmesh.core.op import Op
+from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
+from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
+
+__all__ = ["DenseState", "init_dense_state"]
+
+Specs = tuple[PartitionSpec | None, PartitionSpec | None, PartitionSpec | None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseState:
+    """State of a layer under DelayedScaling: a value, carried from step to step.
+
+    Attributes:
+      x, kernel: DelayedState of each.
+    """
+
+    x: DelayedState
+    kernel: DelayedState
+
+
+def init_dense_state(recipe: DelayedScaling, *, num_experts: int | None = None) -> DenseState:
+    """The state of a layer that has seen nothing: multipliers of 1.
+
+    Args:
+      recipe: says how long the histories are.
+      num_experts: E, of a `grouped_dense`, whose kernel has one scale per expert; None for `dense`.
+    """
+    experts = () if num_experts is None else (num_experts,)
+    return DenseState(init_delayed(recipe), init_delayed(recipe, experts))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Linear:
+    """What the three GEMMs of a layer are: y = x w, dx = dy w^T, dw = x^T dy. Of all rows, or of groups of rows.
+
+    Attributes:
+      name: of the layer, in messages.
+      fprop, dgrad, wgrad: the GEMMs; of groups their sizes are the third operand.
+      add_bias, bias_grad: y + bias, and the sum of dy over the tokens.
+      row_roles: of the dimensions of x before K (see `MeshResource.axes`).
+      weight_roles: of the dimensions of w up to K: experts, if it has them, and K.
+      quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`.
+      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> (along the last of N, along the tokens)`;
+        tokens: the last dimension of them.
+    """
+
+    name: str
+    fprop: Op
+    dgrad: Op
+    wgrad: Op
+    add_bias: Op
+    bias_grad: Op
+    row_roles: tuple[str, ...]
+    weight_roles: tuple[str, ...]
+    quantize_x: Callable
+    quantize_dy: Callable
+
+    @property
+    def batch_dims(self) -> int:
+        """Dimensions of w before K: that of experts, where rows are grouped."""
+        return len(self.weight_roles) - 1
+
+    def bias_spec(self, w_spec: PartitionSpec | None) -> PartitionSpec | None:
+        """Of the bias in use, whose dimensions are those of w without K."""
+        if w_spec is None:
+            return None
+        lead = self.batch_dims
+        return filter_roles((*w_spec[:lead], *w_spec[lead + 1 :]), *self.weight_roles[:-1], "tp")
+
+    def weight_options(self, w) -> dict[str, int]:
+        """Of the ops that make gradients of the weight and of the bias."""
+        return {"num_experts": w.shape[0]} if self.batch_dims else {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The static options of a call.
+
+    Attributes:
+      law: which GEMMs.
+      recipe: whose formats the GEMMs take; None: operands as they are.
+      x_dtype, w_dtype: dtypes of x and w, and of their gradients; without a recipe w is cast to that of x.
+      out_dtype: dtype of the result.
+      reduce_dtype: in which devices add the gradient of w.
+      given: specs of x, w and the result, as the caller gave them.
+      used: where they are in use over Auto axes under a MeshResource (see `used_specs`); as given without one.
+      zero_rest: of grouped layers; see `grouped_gemm`.
+    """
+
+    law: Linear
+    recipe: Recipe | None
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    given: Specs
+    used: Specs
+    zero_rest: bool = True
+
+    @property
+    def row_options(self) -> dict[str, bool]:
+        """Of the GEMMs whose result is rows."""
+        return {"zero_rest": self.zero_rest} if self.law.batch_dims else {}
+
+    @property
+    def formats(self) -> LayerFormats:
+        """Those of the recipe, which there must be."""
+        assert self.recipe is not None
+        return self.recipe.formats()
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """The recipe, if it has state."""
+        return self.recipe if isinstance(self.recipe, DelayedScaling) else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """The operands of a call that have no gradient.
+
+    Attributes:
+      state: DenseState, under DelayedScaling.
+      key: uint32[2] or typed, for stochastic rounding.
+      kernel_quantized: QuantizedKernel made before.
+    """
+
+    state: DenseState | None = None
+    key: jax.Array | None = None
+    kernel_quantized: QuantizedKernel | None = None
+
+
+def check_extra(name: str, kernel, extra: Extra, recipe: Recipe | None) -> None:
+    """Raises ValueError for state without DelayedScaling or the reverse, and for another kernel's or recipe's cache."""
+    check_state(name, recipe, extra.state)
+    cached = extra.kernel_quantized
+    if recipe is None or cached is None:
+        return
+    formats = recipe.formats()
+    got = cached.forward.format, cached.for_dgrad().format
+    if got != (formats.kernel, formats.kernel_dgrad) or cached.forward.shape != kernel.shape:
+        raise ValueError(
+            f"{name}: kernel_quantized must be of the kernel and of the recipe; got {cached.forward.shape} in {got[0]} "
+            f"for kernel {kernel.shape} and recipe={recipe}; make it with quantize_kernel(kernel, recipe)"
+        )
+
+
+def num_contracted(
+    name: str, x, kernel, contracting_dims: tuple[Sequence[int], Sequence[int]], batch_dims: int
+) -> int:
+    """How many dimensions are contracted.
+
+    Raises:
+      ValueError: not the last of x and those of the kernel after the first `batch_dims`, or of other sizes.
+    """
+    of_x, of_kernel = (
+        tuple(dim + a.ndim if dim < 0 else dim for dim in dims)
+        for a, dims in zip((x, kernel), contracting_dims, strict=True)
+    )
+    count = len(of_x)
+    last = tuple(range(x.ndim - count, x.ndim))
+    first = tuple(range(batch_dims, batch_dims + count))
+    if not count or of_x != last or of_kernel != first:
+        raise ValueError(
+            f"{name}: contracted must be the last dimensions of x and as many of kernel, in order, from dimension "
+            f"{batch_dims} on; got contracting_dims={contracting_dims} of {x.shape} and {kernel.shape}; transpose them"
+        )
+    if x.shape[x.ndim - count :] != kernel.shape[batch_dims : batch_dims + count]:
+        raise ValueError(
+            f"{name}: the contracted dimensions must be equal; got x {x.shape}, kernel {kernel.shape}, "
+            f"contracting_dims={contracting_dims}; transpose the kernel"
+        )
+    return count
+
+
+def used_specs(law: Linear, x_ndim: int, w_ndim: int, given: Specs) -> Specs:
+    """The layer's `used`: what is not given is where the roles say, K and N where w's tensor parallelism does."""
+    resource = current_resource()
+    if resource is None:
+        return given
+    x_spec, w_spec, out_spec = given
+    lead = law.batch_dims
+    w = pad_spec(tuple(map(resource.entry, law.weight_roles)) if w_spec is None else w_spec, w_ndim)
+    tokens = pad_spec([resource.entry(role) for role in law.row_roles[: x_ndim - 1]], x_ndim - 1)
+    columns = filter_roles(w[lead + 1 :], "tp")
+    if x_spec is None:
+        x_spec = PartitionSpec(*tokens, *filter_roles(w[lead : lead + 1], "tp"))
+    x = pad_spec(x_spec, x_ndim)
+    if out_spec is None:
+        out_spec = PartitionSpec(*strip_axes(x[:-1], spec_axes(columns)), *columns)
+    return x, w, PartitionSpec(*out_spec)
+
+
+def residuals(x, w) -> tuple:
+    """What the backward reads of x and w; what is quantized, under names for checkpoint policies."""
+
+    def named(q, name):
+        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if is_quantized(q) else q
+
+    return named(x, "quantized_x"), named(w, "quantized_kernel")
+
+
+def after(kernel: QuantizedArray, dy: QuantizedArray):
+    """Both, the kernel not before `dy` is known.
+
+    Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.
+    """
+    return jax.lax.optimization_barrier((kernel, dy))
+
+
+def gradient_keys(layer: Layer, key):
+    """A key for dy along N and one for dy along the tokens; None for each where nothing is random."""
+    if not layer.formats.is_stochastic:
+        return None, None
+    if key is None:
+        raise ValueError(
+            f"{layer.law.name}: a key must be given where the recipe rounds gradients at random; got key=None, "
+            f"recipe={layer.recipe}; pass key=jax.random.key(...), another one in each step and layer, or "
+            "disable_stochastic_rounding"
+        )
+    return tuple(jax.random.split(key))
