@@ -210,7 +210,7 @@ OPTIONS: Mapping[str, tuple] = {
 }
 FORMS: Mapping[str, Mapping] = {
     "plain": {},
-    "early": dict(apply_topk_weights_early=True),
+    "early": {},
     "chunks": dict(num_chunks=2),
     "shared": dict(shared_expert_dim=256),
     "no gate": dict(activation=Activation(function="gelu", gated=False)),

@@ -495,10 +495,13 @@ def test_dequantize(monkeypatch, block, arch):
     _check_launches(launches, arch)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("arch", [90, 100])
-def test_group_bias(monkeypatch, arch):
+def test_group_bias(monkeypatch, arch, weighted):
     dy = jax.ShapeDtypeStruct((1, 4096, 2, 1408), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     options = {"num_experts": 8, "out_dtype": jnp.dtype("float32")}
-    launches = _launches(monkeypatch, grouped_gemm.group_bias_grad_op, dy, sizes, **options)
+    weights = jax.ShapeDtypeStruct(dy.shape[:2], jnp.float32) if weighted else None
+    operands = dy, sizes, weights
+    launches = _launches(monkeypatch, grouped_gemm.group_bias_grad_op, *operands, **options)
     _check_launches(launches, arch)

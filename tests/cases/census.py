@@ -549,7 +549,6 @@ BLOCKS: Mapping[str, Mapping] = {
     "": {},
     "all_to_all": dict(transport="all_to_all"),
     "biases": dict(use_bias=True),
-    "early weights and biases": dict(use_bias=True, apply_topk_weights_early=True),
     "no gate": dict(activation=Activation(function="gelu", gated=False)),
     "losses": dict(aux_loss_coeff=0.5, z_loss_coeff=0.5),
     "sequence loss": dict(aux_loss_coeff=0.5, aux_loss_per_sequence=True),
@@ -566,7 +565,6 @@ BLOCKS: Mapping[str, Mapping] = {
     "nvfp4, nearest": dict(recipe=NVFP4BlockScaling(disable_stochastic_rounding=True)),
     "fp8_current and biases": dict(recipe="fp8_current", use_bias=True),
     "fp8_block and biases": dict(recipe="fp8_block", use_bias=True),
-    "fp8_block, early weights": dict(recipe="fp8_block", apply_topk_weights_early=True),
     "fp8_block, no gate": dict(
         recipe="fp8_block", activation=Activation(function="gelu", gated=False)
     ),

@@ -31,7 +31,6 @@ OPTIONS = {
     "softmax": SOFTMAX,
     "pre_softmax": SOFTMAX | dict(use_pre_softmax=True, scaling_factor=2.5),
     "sigmoid": SIGMOID | dict(dtype=jnp.bfloat16),
-    "early": SIGMOID | dict(apply_topk_weights_early=True),
     "narrow": SOFTMAX | dict(expert_dim=8, use_bias=False, dtype=jnp.bfloat16),
     "sigmoid_bias": SIGMOID,
     "sigmoid_bias_groups": SIGMOID | GROUPS | dict(top_k=4),
@@ -75,8 +74,8 @@ def test_every_option_in_each_mode(setting):
 @pytest.mark.any_device
 @covering(
     "name",
-    ["softmax", "pre_softmax", "sigmoid", "early", "narrow", "sigmoid_bias"],
-    covers=["early", "narrow"],
+    ["softmax", "pre_softmax", "sigmoid", "narrow", "sigmoid_bias"],
+    covers=["sigmoid", "narrow"],
 )
 def test_options_on_one_device(name):
     """Tests 12 and 13."""

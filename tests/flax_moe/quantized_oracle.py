@@ -151,7 +151,7 @@ def run(
             of_kernel = None if of_kernels is None else of_kernels[e]
             layers.append(Layer(params[name][e], formats, (of_x, of_kernel)))
         weights = np.array([routed[t][1][k] for t, k in zip(tokens, ks, strict=True)])
-        rows, d_weights[tokens, ks], gradients = _feed_forward(
+        rows, d_weights[tokens, ks], gradients = feed_forward(
             x[tokens],
             dy[tokens],
             weights,
@@ -172,7 +172,7 @@ def run(
             Layer(params[name], formats, multipliers.get(name, (None, None)))
             for name in ("shared_wi", "shared_wo")
         ]
-        more, _, (d_shared, d["shared_wi"], d["shared_wo"], *_) = _feed_forward(
+        more, _, (d_shared, d["shared_wi"], d["shared_wo"], *_) = feed_forward(
             data.x.astype(np.float64), data.dy.astype(np.float64), 1, layers, 0, 0, config
         )
         y, d_x = y + more, d_x + d_shared
@@ -204,7 +204,7 @@ def _activation_gradient(h, d_a, activation):
     return d_a * (np.stack(slopes) if activation.gated else slopes[0])
 
 
-def _feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
+def feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
     """Weighted outputs, gradients of the weights, and of x, both kernels and both biases.
 
     Args:
@@ -217,15 +217,12 @@ def _feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
     h = h + bi
     of_unit = np.moveaxis(h, -2, 0) if gated else h
     a = activate(of_unit, config.act)
-    early = config.apply_topk_weights_early
-    a_in, out = wo.forward(a * weights if early else a)
-    d_out = dy if early else dy * weights
-    d_a, d_wo = wo.backward(a * weights if early else a, d_out)
-    d_weights = np.sum(d_a * a, axis=-1) if early else np.sum(dy * out, axis=-1)
-    d_weights = d_weights + np.sum(dy * bo, axis=-1)
-    d_h = _activation_gradient(of_unit, d_a * weights if early else d_a, config.act)
+    _, out = wo.forward(a * weights)
+    d_a, d_wo = wo.backward(a * weights, dy)
+    d_weights = np.sum(d_a * a, axis=-1) + np.sum(dy * bo, axis=-1)
+    d_h = _activation_gradient(of_unit, d_a * weights, config.act)
     d_h = np.moveaxis(d_h, 0, -2) if gated else d_h
     d_x, d_wi = wi.backward(sent if sent_only else x, d_h)
-    y = (out if early else out * weights) + bo * weights
+    y = out + bo * weights
     tokens = tuple(range(x.ndim - 1))
     return y, d_weights, (d_x, d_wi, d_wo, d_h.sum(tokens), (dy * weights).sum(tokens))

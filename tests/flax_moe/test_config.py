@@ -40,7 +40,6 @@ def test_fields_are_frozen():
         ("shared_expert_dim", None),
         ("use_expert_bias", False),
         ("aux_loss_per_sequence", False),
-        ("apply_topk_weights_early", False),
         ("num_chunks", 1),
         ("remat", "save_all"),
         ("overflow", "drop"),

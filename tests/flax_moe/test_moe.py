@@ -90,9 +90,9 @@ def test_every_mesh_mode(mode, shape):
         full(dict(use_pre_softmax=True, activation="squared_relu")),
         full(dict(use_bias=False, top_k=1, alignment=16)),
         full(dict(top_k=8, aux_loss_coeff=0.0, z_loss_coeff=0.0)),
-        dict(activation=GPT_OSS, apply_topk_weights_early=True, alignment=16),
+        dict(activation=GPT_OSS, alignment=16),
         dict(activation=Activation(function="gelu", gated=False), shared_expert_dim=20),
-        full(dict(num_chunks=5, remat="recompute", apply_topk_weights_early=True, use_bias=False)),
+        full(dict(num_chunks=5, remat="recompute", use_bias=False)),
     ],
     ids=str,
 )

@@ -44,14 +44,14 @@ def fill_unused(monkeypatch, capacity, live, fill):
     "options",
     [
         dict(use_bias=False),
-        full(dict(apply_topk_weights_early=True, shared_expert_dim=8)),
+        full(dict(shared_expert_dim=8)),
         full(dict(use_bias=False, alignment=8, activation="relu")),
         full(dict(use_bias=False, remat="recompute")),
         full(dict(recipe=MXFP8BlockScaling())),
         full(dict(recipe=Float8BlockScaling(), use_bias=False, quantize_backward_combine=True)),
         full(dict(recipe=DelayedScaling(), use_bias=False)),
     ],
-    ids=["plain", "early", "aligned", "recompute", "mx", "blocks", "delayed"],
+    ids=["plain", "biases", "aligned", "recompute", "mx", "blocks", "delayed"],
 )
 def test_rows_that_hold_nothing(options, monkeypatch, request):
     request.addfinalizer(

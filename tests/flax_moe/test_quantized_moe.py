@@ -77,7 +77,7 @@ def from_cache(kernels):
     "recipe, cached, changes",
     [
         full(HYBRID, False, dict(use_bias=False, remat="recompute", num_chunks=2)),
-        full(MX, True, dict(apply_topk_weights_early=True, shared_expert_dim=32)),
+        full(MX, True, dict(shared_expert_dim=32)),
         full(CURRENT, False, dict(shared_expert_dim=48)),
         full(FOUR, False, dict(remat="save_min")),
     ],
@@ -256,7 +256,7 @@ def residuals(config, params, x, policy=None):
 
 def test_what_is_kept_has_8_bits():
     """Of rows and weights; by name also where a policy drops everything else."""
-    config, data = setup(BLOCK, dtype=jnp.bfloat16, use_bias=False, apply_topk_weights_early=True)
+    config, data = setup(BLOCK, dtype=jnp.bfloat16, use_bias=False)
     x = jax.ShapeDtypeStruct(data.x.shape, jnp.bfloat16)
     kept = residuals(config, data.params, x)
     wi, wo = (data.params[name].shape for name in ("wi", "wo"))

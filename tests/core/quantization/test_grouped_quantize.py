@@ -126,7 +126,7 @@ def test_both_ways_are_each_way_alone(format):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     placed = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in (x, sizes)]
     both = jax.jit(lambda x, sizes: grouped_quantize_both(x, sizes, (format, format)))(*placed)
-    for q, axis in zip(both, (2, 1), strict=True):
+    for q, axis in zip(both[:2], (2, 1), strict=True):
         want = grouped_quantize(x, sizes, format, axis=axis)
         assert jax.tree.structure(q) == jax.tree.structure(want)
         for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(want), strict=True):

@@ -54,9 +54,6 @@ class MoEConfig:
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
-      apply_topk_weights_early: multiply with the routing weight before the second GEMM instead of after it: equal up
-        to rounding, and what is kept for the backward is F wide instead of D. Without biases and recipe it is always
-        so, in the pass of the activation, and neither is kept.
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
@@ -105,7 +102,6 @@ class MoEConfig:
     shared_expert_dim: int | None = None
     use_expert_bias: bool = False
     aux_loss_per_sequence: bool = False
-    apply_topk_weights_early: bool = False
     num_chunks: int = 1
     remat: str = "save_all"
     overflow: str = "drop"

@@ -2,12 +2,11 @@
 
     route -> dispatch -> experts -> combine             stages.py, each of ops with sharding rules and VJPs of their own
 
-    y_t = sum_k w_tk * (act(x_t Wi_e + bi_e) Wo_e + bo_e) + act(x_t Si) So,  e = idx_tk
+    y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. The routing weights may come before the second product instead of after it;
-without biases and recipe the activation, the weights and the second product are one step (see weighted_product.py), and
-on one device a narrow first product reads the tokens where they are, not dispatched. A recipe quantizes the products
-with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are dispatched (see
+with shared experts Si, So or without. The experts are one function with one VJP (see experts.py); on one device without
+a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes the operands of the
+GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are dispatched (see
 quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, D model width, F expert width, n chunks.

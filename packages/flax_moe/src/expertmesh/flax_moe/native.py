@@ -52,7 +52,7 @@ def native_moe(
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
         a name; there are no shared experts, no loss of each sequence and no recipe. What changes only how it is
-        computed (`alignment`, `transport`, `apply_topk_weights_early`, `num_chunks`, `remat`) is not used.
+        computed (`alignment`, `transport`, `num_chunks`, `remat`) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.

@@ -28,7 +28,7 @@ CHECKPOINT_NAMES = {
 |---|---|
 | dispatched | all that came from other devices: rows [P, C, D] or their data and scales, weights [P, C], integers |
 | hidden | the result of the first GEMM, [P, C, 2, F] |
-| expert_output | the result of the second GEMM, [P, C, D] |
+| expert_output | the result of the second GEMM, [P, C, D], which no backward reads |
 | combined | the weighted sum, [..., D] |
 | quantized_x | under a recipe: what each product keeps of its rows, data and scales |
 | quantized_kernel | under a recipe: what it keeps of its weight, this device's shard, data and scales |

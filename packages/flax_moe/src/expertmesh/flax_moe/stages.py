@@ -18,24 +18,17 @@ Dimension key: `...` tokens, K choices per token, E experts, P participants, C r
 width, F expert width.
 """
 
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
-from expertmesh.core.linear.gathered_gemm import gathered_gemm
-from expertmesh.core.linear.grouped_dense import grouped_dense
-from expertmesh.core.linear.grouped_gemm import grouped_gemm
 from expertmesh.core.mesh import current_resource, global_shard_guard
 from expertmesh.core.operands import check_token_mask, debug_check_ids
-from expertmesh.core.ops.activation import activate, activate_at
-from expertmesh.core.ops.permute import PermutePlan
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.ops.activation import activate
 from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.router.balance import (
     expert_counts,
@@ -46,17 +39,14 @@ from expertmesh.core.router.balance import (
 from expertmesh.core.router.logits import router_logits
 from expertmesh.core.router.route import route as route_logits
 from expertmesh.core.router.statistics import router_statistics
-from expertmesh.core.specs import mesh_of
 from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
+from expertmesh.flax_moe.experts import Dispatched, feed_forward, reads_tokens
 from expertmesh.flax_moe.params import Params, check_part, param_specs
 from expertmesh.flax_moe.quantization import output_and_state, quantization_of
-from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, dispatched_dense
-from expertmesh.flax_moe.quantized_experts import dispatched_experts, takes_experts
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from expertmesh.flax_moe.remat import named
-from expertmesh.flax_moe.weight_rows import weight_rows
-from expertmesh.flax_moe.weighted_product import weighted_product
 
 __all__ = [
     "Computed",
@@ -89,26 +79,6 @@ class Routed(NamedTuple):
     z_loss: Any = None
     tokens_per_expert: Any = None
     entropy: Any = None
-
-
-class Dispatched(NamedTuple):
-    """Rows where their experts are.
-
-    Attributes:
-      handle: of `expertmesh.ep.prepare`: which row is which token's.
-      weights: float32[P, C], each row's routing weight.
-      rows: [P, C, D] in `config.dtype`, or where the experts read the tokens themselves (see `dispatch`) those, as
-        [1, tokens, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
-      quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
-      num_dropped, overflow: as in `MoEOutput`.
-    """
-
-    handle: ep.Handle
-    weights: jax.Array
-    rows: jax.Array
-    quantized: QuantizedArray | None
-    num_dropped: jax.Array
-    overflow: ep.Overflow | None
 
 
 class Computed(NamedTuple):
@@ -186,8 +156,8 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     """`handle = prepare(topk_idx, ...)`; `rows = expertmesh.ep.dispatch(handle, x.astype(config.dtype))`.
 
     Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
-    they are, and 8 bits travel. Without recipe and biases, where all tokens and experts are on one device and the
-    first product writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
+    they are, and 8 bits travel. Without a recipe, where all tokens and experts are on one device and the up projection
+    writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
 
     Args:
       params: `wi` and, if there are biases, `wi_bias` and `wo_bias`, for their types and shapes: which axes the experts
@@ -235,7 +205,7 @@ def experts(
     kernels_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> Computed:
-    """`rows_r = w_r (act(rows_r wi_e + wi_bias_e) wo_e + wo_bias_e)`, e being the expert of row r, w its weight.
+    """`rows_r = (w_r act(rows_r wi_e + wi_bias_e)) wo_e + w_r wo_bias_e`, e being the expert of row r, w its weight.
 
     Args:
       params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases; others are not read.
@@ -262,7 +232,7 @@ def experts(
     names, width = (*_EXPERTS, *_BIASES), dispatched.rows.shape[-1]
     own = check_part("stages.experts", params, names, width, config, held)
     with _resource_of(dispatched.handle):
-        rows, state = _expert_rows(own, dispatched, config, given)
+        rows, state = feed_forward(own, dispatched, config, given=given, specs=_specs(config))
     return Computed(handle=dispatched.handle, rows=rows, quant_state=state)
 
 
@@ -399,148 +369,6 @@ def _dispatched_rows(params, x, handle, config):
         return dispatch_quantized(
             handle, x, recipe=config.recipe, quantize_combine=config.quantize_backward_combine
         )
-    if _reads_tokens(params, handle, config):
+    if reads_tokens(params["wi"], handle, config):
         return x.reshape(1, -1, x.shape[-1]), None
     return named("dispatched", ep.dispatch(handle, x)), None
-
-
-def _reads_tokens(params, handle: ep.Handle, config) -> bool:
-    """Whether the first product reads tokens where they are: all are here, and it writes less than their rows.
-
-    Where it writes more, a copy of the rows costs little beside it, and is read faster.
-    """
-    wi, num_tokens = params["wi"], prod(handle.slot.shape[:-1])
-    all_here = mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
-    plain = config.recipe is None and "wi_bias" not in params
-    return plain and all_here and prod(wi.shape[2:]) <= wi.shape[1]
-
-
-# ---- experts
-
-
-def _expert_rows(params, dispatched, config, given):
-    """The rows of a Computed and the layers' next state."""
-    if _all_in_8_bits(params, config):
-        return _experts_in_8_bits(params, dispatched, config, given), given.state
-    h, wi_state = _first_product(params, dispatched, config, given)
-    if config.recipe is None and "wo_bias" not in params:
-        rows = weighted_product(
-            named("hidden", h),
-            params["wo"],
-            dispatched.weights,
-            dispatched.handle,
-            activation=config.activation,
-            reduce_dtype=config.reduce_dtype,
-            w_spec=_specs(config).get("wo"),
-        )
-        return rows, given.state
-    rows, wo_state = _second_product(params, h, dispatched, config, given)
-    return rows, given.state and {"wi": wi_state, "wo": wo_state}
-
-
-def _all_in_8_bits(params, config) -> bool:
-    """Whether nothing but the activation comes between the experts' products, and all of it is in 8 bits."""
-    plain = "wo_bias" not in params and not config.apply_topk_weights_early
-    return plain and takes_experts(config.recipe, config.activation)
-
-
-def _experts_in_8_bits(params, dispatched, config, given):
-    """The experts' output times the rows' weights, 0 for rows that hold no token."""
-    specs = _specs(config)
-    y_PCD = dispatched_experts(
-        dispatched.rows,
-        dispatched.quantized,
-        params["wi"],
-        params["wo"],
-        dispatched.handle.group_sizes,
-        activation=config.activation,
-        recipe=config.recipe,
-        kernels_quantized=tuple(given.layer(name)["kernel_quantized"] for name in _EXPERTS),
-        reduce_dtype=config.reduce_dtype,
-        w_specs=(specs.get("wi"), specs.get("wo")),
-    )
-    return _weighed(named("expert_output", y_PCD), dispatched.weights, dispatched.handle)
-
-
-def _weighed(rows, weights_PC, handle, spec=None):
-    return weight_rows(rows, weights_PC, handle.source, y_spec=spec)
-
-
-def _first_product(params, dispatched, config, given):
-    """[P, C, 2, F], every expert's first projection of its rows; and the layer's next state."""
-    wi, bias, spec = params["wi"], params.get("wi_bias"), _specs(config).get("wi")
-    rows, handle = dispatched.rows, dispatched.handle
-    if dispatched.quantized is not None:
-        h = dispatched_dense(
-            rows,
-            dispatched.quantized,
-            wi,
-            handle.group_sizes,
-            bias,
-            recipe=config.recipe,
-            kernel_quantized=given.layer("wi")["kernel_quantized"],
-            reduce_dtype=config.reduce_dtype,
-            w_spec=spec,
-        )
-        return h, None
-    if _reads_tokens(params, handle, config):
-        plan = PermutePlan(handle.row, handle.source, handle.tokens_per_expert, handle.group_sizes)
-        return gathered_gemm(rows, wi, plan, rhs_spec=spec), None
-    return _grouped(config, given, "wi", rows, wi, handle.group_sizes, bias, spec)
-
-
-def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
-    """A product by experts, and the layer's next state."""
-    # It casts the weights, so that gradients of float32 masters can be summed and scattered in float32.
-    more = given.layer(name)
-    out = grouped_dense(
-        rows,
-        kernel,
-        group_sizes,
-        bias,
-        recipe=config.recipe,
-        reduce_dtype=config.reduce_dtype,
-        w_spec=spec,
-        zero_rest=False,  # nothing here reads rows that hold no token
-        **more,
-    )
-    return output_and_state(out, more["state"])
-
-
-def _second_product(params, h, dispatched, config, given):
-    """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
-    handle, weights_PC = dispatched.handle, dispatched.weights
-    specs, sizes = _specs(config), handle.group_sizes
-    wo, bias, h = params["wo"], params.get("wo_bias"), named("hidden", h)
-    a_PCF = activate_at(h, config.activation, _hidden_spec(specs))
-    product = partial(_grouped, config, given, "wo")
-    if not config.apply_topk_weights_early:
-        if config.recipe is not None and bias is not None:
-            # A group's padding has its bias, which must not enter the scales of its tokens.
-            a_PCF = _weighed(a_PCF, jnp.ones_like(weights_PC), handle, _hidden_spec(specs))
-        y_PCD, state = product(a_PCF, wo, sizes, bias, specs.get("wo"))
-        return _weighed(named("expert_output", y_PCD), weights_PC, handle), state
-    a_PCF = _weighed(a_PCF, weights_PC, handle, _hidden_spec(specs))
-    y_PCD, state = product(a_PCF, wo, sizes, None, specs.get("wo"))
-    if bias is not None:
-        y_PCD += _weighted_bias(weights_PC, bias, sizes, specs).astype(y_PCD.dtype)
-    return named("expert_output", y_PCD), state
-
-
-def _hidden_spec(specs):
-    """Where [P, C, F] between the GEMMs is, as far as its type does not say so: F as that of `wo`."""
-    resource = current_resource()
-    if resource is None:
-        return None
-    return PartitionSpec(resource.entry("participants"), None, specs["wo"][1])
-
-
-def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):
-    """weights[p, c] * bias[expert of row c], float32[P, C, D]: a grouped GEMM whose contraction has size 1."""
-    spec = specs.get("wo_bias")
-    return grouped_gemm(
-        weights_PC[..., None],
-        jnp.expand_dims(bias_ED, 1),
-        group_sizes,
-        rhs_spec=None if spec is None else PartitionSpec(spec[0], None, spec[1]),
-    )

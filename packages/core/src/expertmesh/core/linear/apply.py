@@ -30,6 +30,7 @@ from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, ser
 from expertmesh.core.mesh import narrow_at_rest
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
+from expertmesh.core.quantization.quantize_rows import Copies, Rows
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import at_rest, differentiable
@@ -86,7 +87,7 @@ def layer_of(
 
 def product(x, w, group_sizes, bias, layer: Layer):
     """The forward's GEMM, and the bias, of operands in the formats along K."""
-    law, (x_spec, w_spec, out_spec) = layer.law, layer.used
+    law, (x_spec, w_spec, _) = layer.law, layer.used
     y = multiply(
         law.fprop,
         law.fprop.name,
@@ -98,55 +99,76 @@ def product(x, w, group_sizes, bias, layer: Layer):
         result_specs=(layer.given[2],),
         **layer.row_options,
     )
+    return add_bias(y, bias, group_sizes, layer)
+
+
+def add_bias(y, bias, group_sizes, layer: Layer, weights=None):
+    """y + bias, times the weights of rows in groups if given; y without a bias."""
     if bias is None:
         return y
-    specs = out_spec, law.bias_spec(w_spec)
+    specs = layer.used[2], layer.law.bias_spec(layer.used[1])
     if group_sizes is None:
-        return law.add_bias(y, bias, operand_specs=specs)
-    return law.add_bias(y, bias, group_sizes, operand_specs=(*specs, None))
+        return layer.law.add_bias(y, bias, operand_specs=specs)
+    return layer.law.add_bias(y, bias, group_sizes, weights, operand_specs=(*specs, None, None))
 
 
-def product_grads(x, w, group_sizes, dy_copies, layer: Layer):
-    """The cotangents of x and w.
+def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
+    """The cotangent of the bias of `add_bias`; None without a bias."""
+    if bias is None:
+        return None
+    law, (_, w_spec, out_spec) = layer.law, layer.used
+    spec = law.bias_spec(w_spec)
+    grouped = group_sizes is not None
+    others, specs = ((group_sizes, weights), (None, None)) if grouped else ((bias,), (spec,))
+    return law.bias_grad(
+        dy,
+        *others,
+        out_dtype=bias.dtype,
+        operand_specs=(out_spec, *specs),
+        result_specs=(at_rest(bias, spec),),
+        **law.weight_options(bias),
+    )
 
-    Args:
-      x: in its format along the tokens.
-      w: in its format along N.
-      dy_copies: dy in its formats along the last of N and along the tokens.
-    """
-    law, (x_spec, w_spec, out_spec) = layer.law, layer.used
-    dy_n, dy_t = dy_copies
+
+def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
+    """The cotangent of x at `result_spec`; dy and w in their formats along N."""
+    law, (_, w_spec, out_spec) = layer.law, layer.used
     if layer.recipe is not None:
-        w, dy_n = after(w, dy_n)
-    dx = multiply(
+        w, dy = after(w, dy)
+    return multiply(
         law.dgrad,
         f"{law.fprop.name}'s input gradient",
-        (dy_n, dy_n.ndim - 1),
+        (dy, dy.ndim - 1),
         (w, w.ndim - 1),
         group_sizes,
         specs=(out_spec, w_spec),
         out_dtype=layer.x_dtype,
-        result_specs=(at_rest(_data(x), layer.given[0]),),
+        result_specs=(result_spec,),
         **layer.row_options,
     )
-    dw = multiply(
+
+
+def weight_gradient(x, dy, w, group_sizes, layer: Layer):
+    """The cotangent of w, in any format; x and dy in their formats along the tokens."""
+    law, (x_spec, _, out_spec) = layer.law, layer.used
+    return multiply(
         law.wgrad,
         f"{law.fprop.name}'s weight gradient",
         (x, x.ndim - 2),
-        (dy_t, x.ndim - 2),
+        (dy, x.ndim - 2),
         group_sizes,
         multiple=False,
         specs=(x_spec, out_spec),
         out_dtype=layer.w_dtype,
-        result_specs=(at_rest(_data(w), layer.given[1]),),
+        result_specs=(where_at_rest(w, layer.given[1]),),
         reduce_dtype=layer.reduce_dtype,
         **law.weight_options(w),
     )
-    return dx, dw
 
 
-def _data(x):
-    return jax.tree.leaves(x)[0]
+def where_at_rest(x, spec):
+    """`at_rest` of an operand in any format."""
+    return at_rest(jax.tree.leaves(x)[0], spec)
 
 
 def weight_for_fprop(w, extra: Extra, layer: Layer):
@@ -169,18 +191,20 @@ def weight_for_dgrad(w, forward, extra: Extra, layer: Layer):
     return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.used[1])
 
 
-def _x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
-    """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None)."""
+def x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
+    """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
+        if isinstance(x, Rows):
+            x, _ = x.apart(group_sizes, layer.used[0])
         return x, x, None
     state = extra.state.x if extra.state is not None else None
     return layer.law.quantize_x(x, group_sizes, state, layer, for_wgrad=for_wgrad)
 
 
-def _dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int):
-    """dy along the last of N and along the last dimension of tokens, `tokens`."""
+def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
+    """dy along the last of N and along the last dimension of tokens, `tokens`; dy: under a recipe also `Rows`."""
     if layer.recipe is None:
-        return dy, dy
+        return Copies(dy, dy, None)
     keys = gradient_keys(layer, key)
     return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
 
@@ -195,40 +219,25 @@ def _forward(x, x_state, w, group_sizes, bias, extra: Extra, layer: Layer):
 
 
 def _value(x, w, group_sizes, bias, extra, *, layer: Layer):
-    x, _, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=False)
+    x, _, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=False)
     return _forward(x, x_state, w, group_sizes, bias, extra, layer)[0]
 
 
 def _fwd(x, w, group_sizes, bias, extra, *, layer: Layer):
-    x, along_tokens, x_state = _x_copies(x, group_sizes, extra, layer, for_wgrad=True)
+    x, along_tokens, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=True)
     out, forward = _forward(x, x_state, w, group_sizes, bias, extra, layer)
     kept = residuals(along_tokens, weight_for_dgrad(w, forward, extra, layer))
     return out, (*kept, group_sizes, bias, extra.key)
 
 
-def linear_bwd(carried, cotangent, *, layer: Layer):
-    """The cotangents of x, w, the group sizes (None), the bias and the rest (None).
-
-    Args:
-      carried: x and w as `residuals` names them, the group sizes, the bias, the key.
-    """
+def _bwd(carried, cotangent, *, layer: Layer):
     x, w, group_sizes, bias, key = carried
     dy = cotangent[0] if layer.delayed else cotangent
-    copies = _dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
-    dx, dw = product_grads(x, w, group_sizes, copies, layer)
-    if bias is None:
-        return dx, dw, None, None, None
-    law, (_, w_spec, out_spec) = layer.law, layer.used
-    bias_spec = law.bias_spec(w_spec)
-    db = law.bias_grad(
-        dy,
-        bias if group_sizes is None else group_sizes,
-        out_dtype=bias.dtype,
-        operand_specs=(out_spec, bias_spec if group_sizes is None else None),
-        result_specs=(at_rest(bias, bias_spec),),
-        **law.weight_options(w),
-    )
-    return dx, dw, None, db, None
+    copies = dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
+    spec = where_at_rest(x, layer.given[0])
+    dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
+    dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
+    return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 
 
-_linear = differentiable(_fwd, linear_bwd, _value)
+_linear = differentiable(_fwd, _bwd, _value)

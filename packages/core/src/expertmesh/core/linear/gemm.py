@@ -17,6 +17,7 @@ from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import quantize_delayed
 from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantize_rows import Copies
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.quantization.recipe import quantized_once
 
@@ -122,8 +123,9 @@ def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     formats, spec = layer.formats, layer.used[2]
     along_n = quantize(dy, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec)
     if quantized_once(formats.grad_dgrad, formats.grad_wgrad):
-        return along_n, along_n
-    return along_n, quantize(dy, formats.grad_wgrad, axis=tokens, key=keys[1], spec=spec)
+        return Copies(along_n, along_n, None)
+    along_tokens = quantize(dy, formats.grad_wgrad, axis=tokens, key=keys[1], spec=spec)
+    return Copies(along_n, along_tokens, None)
 
 
 DENSE = Linear(

@@ -26,8 +26,8 @@ from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsuppor
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
-from expertmesh.core.quantization.quantize import dequantize_values, of_rows, row_groups
-from expertmesh.core.quantization.quantize_rows import grouped_quantize, grouped_quantize_both
+from expertmesh.core.quantization.quantize import dequantize_values, lead, of_rows, row_groups
+from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.rule import (
     Split,
@@ -208,25 +208,42 @@ def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
-def _add_bias_reference(y, bias, group_sizes):
+def _add_bias_reference(y, bias, group_sizes, weights):
     if y.size == 0:
         return y
+    added = _bias_of_rows(bias, group_sizes, y)
+    if weights is not None:
+        added = lead(weights, y.ndim) * added
+    return (y.astype(jnp.float32) + added).astype(y.dtype)
+
+
+def _bias_weights_grad_reference(dy, bias, group_sizes):
+    live_PC = row_groups(group_sizes, dy.shape[1]) < group_sizes.shape[1]
+    product = dy.astype(jnp.float32) * _bias_of_rows(bias, group_sizes, dy)
+    sums_PC = jnp.sum(product, axis=tuple(range(2, dy.ndim)))
+    return jnp.where(live_PC, sums_PC, jnp.float32(0))
+
+
+def _bias_of_rows(bias, group_sizes, y):
+    """float32, like y: the bias of each row's expert, 0 for rows after the last group."""
     P, G = group_sizes.shape
     num_sets = bias.shape[0] // max(G, 1)
     bias_PGN = jnp.tile(
         bias.reshape(num_sets, G, *bias.shape[1:]), (P // num_sets, *[1] * bias.ndim)
     )
     bias_PGN = bias_PGN.reshape(P, G, *bias.shape[1:]).astype(jnp.float32)
-    groups_PC = row_groups(group_sizes, y.shape[1])
-    added = of_rows(bias_PGN, groups_PC)
-    return (y.astype(jnp.float32) + added).astype(y.dtype)
+    return of_rows(bias_PGN, row_groups(group_sizes, y.shape[1]))
 
 
-def _bias_grad_reference(dy, group_sizes, *, num_experts, out_dtype):
-    # The weight's gradient for an input of 1: a scatter on a GPU adds in another order each time.
-    ones = jnp.ones_like(dy, shape=(*dy.shape[:2], 1))
+def _bias_grad_reference(dy, group_sizes, weights, *, num_experts, out_dtype):
+    # The weight's gradient for an input of 1, or of the rows' weights: a scatter on a GPU adds in another order each
+    # time.
+    if weights is None:
+        rows = jnp.ones_like(dy, shape=(*dy.shape[:2], 1))
+    else:
+        rows, dy = weights[..., None], dy.astype(jnp.float32)
     return _wgrad_reference(
-        ones, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
+        rows, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
     ).squeeze(1)
 
 
@@ -361,8 +378,8 @@ def _several_participants(group_sizes, num_experts: int) -> str | None:
     return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
 
 
-def _bias_unsupported(dy, group_sizes, *, num_experts, **options) -> str | None:
-    del options
+def _bias_unsupported(dy, group_sizes, weights, *, num_experts, **options) -> str | None:
+    del weights, options
     return _several_participants(group_sizes, num_experts) or (
         None if dy.size else "there must be elements"
     )
@@ -402,15 +419,23 @@ grouped_gemm_wgrad_op = Op(
 group_bias_op = Op(
     "group_bias",
     _add_bias_reference,
-    "p c n..., e n..., p g -> p c n...",
+    "p c n..., e n..., p g, p c -> p c n...",
+    parameter=1,
+    plan=plan_grouped,
+)
+group_bias_weights_grad_op = Op(
+    "group_bias_weights_grad",
+    _bias_weights_grad_reference,
+    "p c n..., e n..., p g -> p c",
+    summed=("n...",),
     parameter=1,
     plan=plan_grouped,
 )
 group_bias_grad_op = Op(
     "group_bias_grad",
     _bias_grad_reference,
-    "p c n..., p g -> e n...",
-    parameter=2,
+    "p c n..., p g, p c -> e n...",
+    parameter=3,
     plan=plan_grouped,
     kernels=(
         Kernel.triton(
@@ -426,17 +451,17 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
         return grouped_quantize_delayed_both(
             x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
         )
-    if not for_wgrad:
-        q_x = grouped_quantize(x, group_sizes, formats.x, axis=2, spec=spec)
-        return q_x, q_x, None
-    both = formats.x, formats.x_wgrad
-    return *grouped_quantize_both(x, group_sizes, both, spec=spec), None
+    both = formats.x, formats.x_wgrad if for_wgrad else None
+    options = dict(spec=spec, zero_rest=layer.zero_rest)
+    along_k, along_tokens, *_ = grouped_quantize_both(x, group_sizes, both, **options)
+    return along_k, along_tokens, None
 
 
 def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     del tokens
     both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
+    options = dict(keys=keys, spec=layer.used[2], zero_rest=layer.zero_rest)
+    return grouped_quantize_both(dy, group_sizes, both, **options)
 
 
 GROUPED = Linear(

@@ -52,12 +52,12 @@ class Linear:
     Attributes:
       name: of the layer, in messages.
       fprop, dgrad, wgrad: the GEMMs; of groups their sizes are the third operand.
-      add_bias, bias_grad: y + bias, and the sum of dy over the tokens.
+      add_bias, bias_grad: y + bias, and the sum of dy over the tokens; of groups a bias may be times rows' weights.
       row_roles: of the dimensions of x before K (see `MeshResource.axes`).
       weight_roles: of the dimensions of w up to K: experts, if it has them, and K.
-      quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`.
-      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> (along the last of N, along the tokens)`;
-        tokens: the last dimension of them.
+      quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`;
+        x of groups, and dy, may be `Rows`.
+      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them.
     """
 
     name: str

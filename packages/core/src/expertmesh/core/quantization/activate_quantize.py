@@ -178,7 +178,7 @@ class Activated(Rows):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.base.shape[:2], *self.base.shape[3:])
+        return (*self.base.shape[:2], self.base.shape[-1])
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         del of_groups
@@ -198,16 +198,16 @@ class Activated(Rows):
             return activate_at(self.base, self.activation, spec), None
         operands, specs = (self.base, self.weights, self.row_source, group_sizes), None
         if spec is not None:
-            of_h, of_rows = with_pair(spec), PartitionSpec(*spec[:2])
-            specs = of_h, of_rows, of_rows, PartitionSpec(*spec[:1])
+            of_rows = PartitionSpec(*spec[:2])
+            specs = self.base_spec(spec), of_rows, of_rows, PartitionSpec(*spec[:1])
         a = activate_rows_op(*operands, activation=self.activation, operand_specs=specs)
         return a, None
 
     def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        return with_pair(spec)
+        return with_pair(spec) if self.activation.gated else spec
 
     def fuses(self, formats) -> bool:
-        return quantizes_both_at_once(*formats)
+        return self.activation.gated and quantizes_both_at_once(*formats)
 
 
 @jax.tree_util.register_dataclass
@@ -239,18 +239,20 @@ class ActivatedGrad(Activated):
         return None if self.weights is None else self._gradients()[1]
 
     def apart(self, group_sizes, spec):
-        of_d = spec and PartitionSpec(*spec[:2], *spec[3:])
         if self.weights is None:
-            specs = spec and (spec, of_d)
+            specs = spec and (spec, PartitionSpec(*spec[:2], *spec[3:]))
             options = dict(operand_specs=specs, activation=self.activation)
             return gated_grad_op(self.base, self.d_out, **options), None
+        return self.with_activation(group_sizes, spec)[:2]
+
+    def with_activation(self, group_sizes, spec):
+        """(the rows at `spec`, `d_weights`, those of `Activated`) by an op of their own; there must be weights."""
         operands = self.base, self.d_out, self.weights, self.row_source, group_sizes
-        of_rows = spec and PartitionSpec(*spec[:2])
-        specs = spec and (spec, of_d, of_rows, of_rows, PartitionSpec(*spec[:1]))
-        d_h, d_weights, _ = activate_rows_grad_op(
-            *operands, operand_specs=specs, activation=self.activation
-        )
-        return d_h, d_weights
+        specs = None
+        if spec is not None:
+            of_d, of_rows = PartitionSpec(*spec[:2], *spec[-1:]), PartitionSpec(*spec[:2])
+            specs = spec, of_d, of_rows, of_rows, PartitionSpec(*spec[:1])
+        return activate_rows_grad_op(*operands, operand_specs=specs, activation=self.activation)
 
     def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
         return spec

@@ -17,7 +17,7 @@ from expertmesh.core.op import Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.quantize import check_source, quantize_with_amax
-from expertmesh.core.quantization.quantize_rows import Rows, quantize_rows
+from expertmesh.core.quantization.quantize_rows import as_rows, quantize_rows
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import DelayedScaling
 from expertmesh.core.quantization.scales import amax_multiplier
@@ -136,8 +136,13 @@ def grouped_quantize_delayed(
 def grouped_quantize_delayed_both(
     x, group_sizes, state: DelayedState, recipe: DelayedScaling, *, spec=None, twice: bool = True
 ) -> tuple[QuantizedArray, QuantizedArray, DelayedState]:
-    """(q as of `grouped_quantize_delayed`, if `twice` the same as the weight's gradient reads it, the state)."""
-    check_arrays("grouped_quantize_delayed", FLOATS, x=x)
+    """(q as of `grouped_quantize_delayed`, if `twice` the same as the weight's gradient reads it, the state).
+
+    Args:
+      x: an array, or `Rows`.
+    """
+    source = as_rows(x)
+    check_arrays("grouped_quantize_delayed", FLOATS, x=source.base)
     check_arrays("grouped_quantize_delayed", INTEGERS, group_sizes=group_sizes)
     _check_state("grouped_quantize_delayed", state, recipe)
     if state.multiplier.ndim:
@@ -147,10 +152,10 @@ def grouped_quantize_delayed_both(
         )
     multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
     format, name = recipe.formats().x, "quantize_delayed"
-    check_source(name, x, format)
+    check_source(name, source.base, format)
     copies = quantize_rows(
         name,
-        Rows(x),
+        source,
         group_sizes,
         (format, format if twice else None),
         multiplier=multiplier,

@@ -300,21 +300,23 @@ def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
     return last == rows and last.block is not None and last.dtype != "float4_e2m1fn"
 
 
-def grouped_quantize_both(
-    x, group_sizes, formats: tuple[TensorFormat, TensorFormat], *, keys=(None, None), spec=None
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """(`grouped_quantize` by the first format along the last dimension, by the second along the rows).
+def grouped_quantize_both(x, group_sizes, formats, **options) -> Copies:
+    """`quantize_rows` of x, an array or `Rows`, after the errors of `grouped_quantize` and in its name.
 
-    Where both are one 8-bit format, `x` is read once; without blocks both have the same data.
+    Where both formats are one 8-bit format, rows are read once; without blocks both copies have the same data.
 
     Args:
-      x, group_sizes, spec: as of `grouped_quantize`.
-      keys: one for each format.
+      group_sizes, formats, options: as of `quantize_rows`.
     """
-    name = "grouped_quantize"
-    for format in formats:
-        check_source(name, x, format)
-    return quantize_rows(name, Rows(x), group_sizes, formats, keys=keys, spec=spec)[:2]
+    name, source = "grouped_quantize", as_rows(x)
+    for format in filter(None, formats):
+        check_source(name, source.base, format)
+    return quantize_rows(name, source, group_sizes, formats, **options)
+
+
+def as_rows(x: Any) -> Rows:
+    """The source of rows that x is, or that an array is."""
+    return x if isinstance(x, Rows) else Rows(x)
 
 
 def check_groups(name: str, shape, group_sizes) -> None:

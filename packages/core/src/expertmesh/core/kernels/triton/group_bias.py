@@ -1,4 +1,5 @@
-"""The gradient of a bias per group, for NVIDIA GPUs: the sum of the rows of each group, in a fixed order.
+"""The gradient of a bias per group, for NVIDIA GPUs: the sum of the rows of each group, times their weights if given,
+in a fixed order.
 
 Every group is cut into as many parts as keep the GPU busy, whatever the sizes are; the parts' sums are added last.
 Dimension key as in `linear/grouped_gemm.py`, for one participant.
@@ -27,7 +28,7 @@ class Tiles:
 
 @triton.jit
 def _sums_kernel(
-    dy, group_sizes, out,
+    dy, group_sizes, weights, out,
     N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, PARTS: tl.constexpr,
     BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +50,10 @@ def _sums_kernel(
         within = step * BC + tl.arange(0, BC)
         at = (first + within).to(tl.int64)[:, None] * N + columns[None, :]
         live = (within < size)[:, None] & inside[None, :]
-        total += tl.load(dy + at, mask=live, other=0).to(tl.float32)
+        value = tl.load(dy + at, mask=live, other=0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + first + within, mask=within < size, other=0)[:, None]
+        total += value
     where = out + (group * PARTS + part) * N + columns
     tl.store(where, tl.sum(total, 0), mask=inside)
 
@@ -58,13 +62,13 @@ def _sums_kernel(
 TILES = Tiles(rows=32, columns=128, warps=8, programs=2048)
 
 
-def group_bias_grad(dy, group_sizes, *, num_experts, out_dtype, tiles: Tiles = TILES):
-    """[1, C, *N], int32[1, G] -> [G, *N]."""
+def group_bias_grad(dy, group_sizes, weights, *, num_experts, out_dtype, tiles: Tiles = TILES):
+    """[1, C, *N], int32[1, G], float32[1, C] or None -> [G, *N]."""
     G, N = num_experts, prod(dy.shape[2:])
     num_n = triton.cdiv(N, tiles.columns)
     parts = max(1, tiles.programs // (G * num_n))
     sums = launcher.triton_call(
-        dy, group_sizes.astype(jnp.int32),
+        dy, group_sizes.astype(jnp.int32), weights,
         kernel=_sums_kernel, out_type=jax.ShapeDtypeStruct((G, parts, N), jnp.float32),
         grid=(G * parts * num_n,), num_warps=tiles.warps,
         N=N, G=G, G_POW2=triton.next_power_of_2(G), PARTS=parts,

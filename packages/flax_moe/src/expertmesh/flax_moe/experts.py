@@ -1,0 +1,260 @@
+"""The experts: up projection, activation times routing weights, down projection, as one function with one VJP.
+
+    h_r = rows_r Wi_e + bi_e                  e = the row's expert
+    a_r = w_r act(h_r)                        w = the row's routing weight; 0 where the row holds no token
+    y_r = a_r Wo_e + w_r bo_e
+
+    d_r  = g_r Wo_e^T                         g = the cotangent of y
+    dh_r = w_r d_r * the derivative at h_r    dw_r = <d_r, act(h_r)> + <g_r, bo_e>
+    dWo_e = sum of a_r^T g_r                  dbo_e = sum of w_r g_r
+    dWi_e = sum of rows_r^T dh_r              dbi_e = sum of dh_r                    drows_r = dh_r Wi_e^T
+
+Under a recipe each operand of a GEMM is in its format, as in core's linear/apply.py. What one kernel can activate and
+quantize is written in 8 bits only: a, and dh without biases. The gradient of a weight needs no expert output, so no y
+is kept; nor is a without a recipe, as the pass that makes dh makes it again.
+
+Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
+again along the rows; or as tokens that the first GEMM reads in place. Nothing reads padding rows, so nothing is written
+there.
+
+Dimension key: P participants, C rows per participant, T tokens, K choices per token, F expert width, D model width, E
+experts.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from expertmesh import ep
+from expertmesh.core.linear.apply import (
+    add_bias,
+    bias_gradient,
+    dy_copies,
+    input_gradient,
+    layer_of,
+    product,
+    weight_for_dgrad,
+    weight_for_fprop,
+    weight_gradient,
+    where_at_rest,
+    x_copies,
+)
+from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
+from expertmesh.core.linear.layer import DenseState, Extra, Layer, residuals
+from expertmesh.core.ops.activation import Activation
+from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.specs import mesh_of
+from expertmesh.core.vjp import at_rest, differentiable
+from expertmesh.flax_moe.config import MoEConfig
+from expertmesh.flax_moe.params import Params
+from expertmesh.flax_moe.quantization import Quantization, placed_like
+from expertmesh.flax_moe.remat import named
+
+__all__ = ["Dispatched", "feed_forward", "reads_tokens"]
+
+_LAYERS = ("wi", "wo")
+
+
+class Dispatched(NamedTuple):
+    """Rows where their experts are.
+
+    Attributes:
+      handle: of `expertmesh.ep.prepare`: which row is which token's.
+      weights: float32[P, C], each row's routing weight.
+      rows: [P, C, D] in `config.dtype`, or where the experts read the tokens themselves (see `dispatch`) those, as
+        [1, tokens, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
+      quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
+      num_dropped, overflow: as in `MoEOutput`.
+    """
+
+    handle: ep.Handle
+    weights: jax.Array
+    rows: jax.Array
+    quantized: QuantizedArray | None
+    num_dropped: jax.Array
+    overflow: ep.Overflow | None
+
+
+def feed_forward(
+    params: Params,
+    dispatched: Dispatched,
+    config: MoEConfig,
+    *,
+    given: Quantization,
+    specs: Mapping[str, PartitionSpec],
+) -> tuple[jax.Array, Any]:
+    """y and the next state, by the formulas at the top of this module.
+
+    Args:
+      params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases, and no others.
+      dispatched: rows and routing weights; of what it has in padding rows nothing is read.
+      config: under the recipe in context.
+      given: what `wi` and `wo` are given for the recipe.
+      specs: where parameters are, for Auto axes under a MeshResource.
+
+    Returns:
+      ([P, C, D] in the dtype of the rows; those that hold no token are not to be read, and enter no gradient. The next
+      state of `wi` and `wo` under DelayedScaling, else None).
+
+    Raises:
+      ValueError: what `expertmesh.core.grouped_dense` refuses.
+
+    Differentiable in `params`, rows and weights. Kept for the backward: rows (under a recipe quantized along the rows),
+    h, and under a recipe a, quantized along the rows, and both weights. Costs and communication are those of two
+    `grouped_dense`; a sharded F costs the backward an all-reduce [P, C].
+    """
+    rows, handle = dispatched.rows, dispatched.handle
+    extras = {name: Extra(**given.layer(name)) for name in _LAYERS}
+    up, down = (
+        layer_of(
+            "experts",
+            GROUPED,
+            rows,
+            params[name],
+            extras[name],
+            config.recipe,
+            reduce_dtype=config.reduce_dtype,
+            specs=(None, specs.get(name), None),
+            zero_rest=False,
+        )
+        for name in _LAYERS
+    )
+    y, state = _feed_forward(
+        params,
+        rows,
+        dispatched.weights,
+        dispatched.quantized,
+        handle,
+        extras,
+        up=up,
+        down=down,
+        activation=config.act,
+        in_place=reads_tokens(params["wi"], handle, config),
+    )
+    return y, state and placed_like(jax.lax.stop_gradient(state), given.state)
+
+
+def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
+    """Whether the up projection reads tokens where they are: all are here, and it writes less than their rows.
+
+    Where it writes more, a copy of the rows costs little beside it, and is read faster.
+    """
+    num_tokens = prod(handle.slot.shape[:-1])
+    all_here = mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
+    return config.recipe is None and all_here and prod(wi.shape[2:]) <= wi.shape[1]
+
+
+def _up(x, wi, bias, handle, layer: Layer, in_place: bool):
+    """h of x in the format along D."""
+    if not in_place:
+        return product(x, wi, handle.group_sizes, bias, layer)
+    tokens = RowMap(handle.row, handle.source).source_row
+    specs = None, None, layer.used[1], None
+    operands = x, tokens, wi, handle.group_sizes
+    h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
+    return add_bias(h, bias, handle.group_sizes, layer)
+
+
+def _down(a, wo, bias, weights, handle, layer: Layer):
+    """y of a in the format along F."""
+    y = product(a, wo, handle.group_sizes, None, layer)
+    return named("expert_output", add_bias(y, bias, handle.group_sizes, layer, weights))
+
+
+def _row_copies(rows, quantized, sizes, extra: Extra, layer: Layer, for_wgrad: bool):
+    """As `x_copies`, also of rows that arrived quantized."""
+    if quantized is None:
+        return x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
+    if not for_wgrad:
+        return quantized, None, None
+    format, spec = layer.formats.x_wgrad, layer.used[0]
+    along_rows = grouped_requantize(quantized, sizes, format, spec=spec, zero_rest=False)
+    return quantized, along_rows, None
+
+
+def _forward(
+    params, rows, weights, quantized, handle, extras, up, down, activation, in_place, for_wgrad
+):
+    """(y and the state, rows along the rows, wi, h, a along the rows, wo), weights as the forward reads them."""
+    sizes = handle.group_sizes
+    x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, for_wgrad)
+    wi, wi_state = weight_for_fprop(params["wi"], extras["wi"], up)
+    h = named("hidden", _up(x, wi, params.get("wi_bias"), handle, up, in_place))
+    activated = Activated(h, weights, handle.source, activation)
+    a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
+    wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
+    y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
+    state = None
+    if up.delayed:
+        state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
+    return (y, state), x_rows, wi, h, a_rows, wo
+
+
+def _value(params, rows, weights, quantized, handle, extras, *, up, down, activation, in_place):
+    operands = params, rows, weights, quantized, handle, extras
+    return _forward(*operands, up, down, activation, in_place, for_wgrad=False)[0]
+
+
+def _fwd(params, rows, weights, quantized, handle, extras, *, up, down, activation, in_place):
+    operands = params, rows, weights, quantized, handle, extras
+    out, x, wi, h, a, wo = _forward(*operands, up, down, activation, in_place, for_wgrad=True)
+    wi = weight_for_dgrad(params["wi"], wi, extras["wi"], up)
+    wo = weight_for_dgrad(params["wo"], wo, extras["wo"], down)
+    a = None if down.recipe is None else a  # made again
+    biases = {name: bias for name, bias in params.items() if name not in _LAYERS}
+    keys = tuple(extras[name].key for name in _LAYERS)
+    return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
+
+
+def _bwd(kept, cotangents, *, up: Layer, down: Layer, activation: Activation, in_place: bool):
+    x, wi, h, a, wo, biases, weights, handle, keys = kept
+    (dy, _), sizes, bo = cotangents, handle.group_sizes, biases.get("wo_bias")
+    of_y = dy_copies(dy, sizes, keys[1], down)
+    spec = _spec_of_activation(h)
+    d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
+    source = ActivatedGrad(h, weights, handle.source, activation, d_a)
+    d_h, of_h, d_weights, a = _hidden_gradient(source, a, sizes, keys[0], up, bool(biases))
+    d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
+    d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, in_place)
+    d_params = {"wi": d_wi, "wo": d_wo}
+    if biases:
+        d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)
+        d_params["wo_bias"] = bias_gradient(dy, bo, sizes, down, weights)
+        specs = down.used[2], GROUPED.bias_spec(down.used[1]), None
+        d_weights += group_bias_weights_grad_op(dy, bo, sizes, operand_specs=specs)
+    return d_params, d_rows, d_weights, None, None, None
+
+
+def _hidden_gradient(source: ActivatedGrad, a, sizes, key, layer: Layer, plain: bool):
+    """(dh where it is needed `plain`, its copies, dw, a as its weight's gradient contracts it)."""
+    if layer.recipe is not None and not plain:
+        copies = dy_copies(source, sizes, key, layer)
+        return None, copies, copies.d_weights, a
+    d_h, d_weights, again = source.with_activation(sizes, layer.used[2])
+    return d_h, dy_copies(d_h, sizes, key, layer), d_weights, again if a is None else a
+
+
+def _up_gradients(of_h, x, wi, handle, layer: Layer, in_place: bool):
+    """The cotangents of the rows and of wi."""
+    sizes, row_map = handle.group_sizes, RowMap(handle.row, handle.source)
+    spec = None if in_place else where_at_rest(x, None)
+    d_rows = input_gradient(of_h.along_features, wi, sizes, layer, result_spec=spec)
+    if in_place:
+        x, d_rows = move_rows(x, row_map), move_rows(d_rows, row_map.inverse)
+    return d_rows, weight_gradient(x, of_h.along_rows, wi, sizes, layer)
+
+
+def _spec_of_activation(h) -> PartitionSpec | None:
+    """[P, C, F] where h is, as far as its type says so."""
+    spec = at_rest(h, None)
+    return spec and PartitionSpec(spec[0], spec[1], spec[-1])
+
+
+_feed_forward = differentiable(_fwd, _bwd, _value)

@@ -1,0 +1,194 @@
+"""The experts' function and its gradients against loops over experts in float64; what padding rows may hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from expertmesh.core import (
+    Activation,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from expertmesh.core.testing import relative_error
+from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
+from expertmesh.flax_moe import init_quant_state, quantize_kernels
+from expertmesh.flax_moe.config import dispatches_quantized
+from expertmesh.flax_moe.experts import Dispatched, feed_forward, reads_tokens
+from expertmesh.flax_moe.quantization import Quantization
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
+from flax_moe import quantized_oracle
+from flax_moe.moe_oracle import GPT_OSS, make_config, make_data
+
+T, K, E, D = 24, 2, 4, 256
+PLAIN = Activation(function="gelu", gated=False)
+FOUR = NVFP4BlockScaling(disable_stochastic_rounding=True)
+NAMES = "wi", "wo", "wi_bias", "wo_bias"
+CASES = {
+    "copied": (None, dict(expert_dim=136)),
+    "copied, biases": (None, dict(expert_dim=136, use_bias=True, activation=GPT_OSS)),
+    "in place": (None, {}),
+    "in place, biases": (None, dict(use_bias=True, activation=PLAIN)),
+    "tensor": (Float8CurrentScaling(), {}),
+    "tensor, biases": (Float8CurrentScaling(), dict(use_bias=True, activation=PLAIN)),
+    "delayed": (DelayedScaling(), {}),
+    "delayed, biases": (DelayedScaling(), dict(use_bias=True, activation=PLAIN)),
+    "blocks": (Float8BlockScaling(), dict(activation=GPT_OSS)),
+    "blocks, biases": (Float8BlockScaling(), dict(use_bias=True)),
+    "blocks, no gate": (Float8BlockScaling(), dict(activation=PLAIN)),
+    "mx": (MXFP8BlockScaling(), {}),
+    "mx, biases": (MXFP8BlockScaling(), dict(use_bias=True, activation=PLAIN)),
+    "four bits": (FOUR, {}),
+    "four bits, biases": (FOUR, dict(use_bias=True)),
+}
+
+
+class Exact:
+    """A Layer of quantized_oracle whose formats are the identity."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def forward(self, x):
+        return x, np.tensordot(x, self.w, 1)
+
+    def backward(self, x, dy):
+        of_n = list(range(1, dy.ndim)), list(range(1, self.w.ndim))
+        return np.tensordot(dy, self.w, of_n), np.tensordot(x, dy, ([0], [0]))
+
+
+def setup(recipe, changes):
+    """A config, parameters, choices of which one has no expert, and a last expert without rows."""
+    config = make_config(
+        **dict(recipe=recipe, num_experts=E, expert_dim=128, use_bias=False) | changes
+    )
+    data = make_data(config, (T, D))
+    params = {name: data.params[name] for name in NAMES if name in data.params}
+    rng = np.random.default_rng(1)
+    idx = np.argsort(rng.random((T, E - 1)), axis=1)[:, :K].astype(np.int32)
+    idx[3, 1] = -1
+    weights = rng.normal(size=(T, K)).astype(np.float32)
+    weights[5, 0] = 0
+    return config, params, data.x, data.dy, idx, weights
+
+
+def poisoned(rows, live):
+    """NaN in the rows after the last group."""
+
+    def fill(leaf):
+        after = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, 1) >= live
+        return jnp.where(after, jnp.asarray(np.nan, leaf.dtype), leaf)
+
+    return jax.tree.map(fill, rows)
+
+
+def run(config, handle, given, params, x, weights):
+    """y of tokens, and the next state."""
+    live, quantized = jnp.sum(handle.group_sizes), None
+    if reads_tokens(params["wi"], handle, config):
+        rows = x[None]
+    elif dispatches_quantized(config.recipe):
+        rows, quantized = dispatch_quantized(handle, x, recipe=config.recipe)
+        rows, quantized = poisoned((rows, quantized), live)
+    else:
+        rows = poisoned(dispatch(handle, x), live)
+    weights = poisoned(dispatch_weights(handle, weights), live)
+    dispatched = Dispatched(handle, weights, rows, quantized, None, None)
+    y, state = feed_forward(params, dispatched, config, given=given, specs={})
+    return combine(handle, y), state
+
+
+def oracle(config, params, x, dy, idx, weights, multipliers):
+    """y, the gradients of params, x and weights, and the largest activation of a row."""
+    params = {name: w.astype(np.float64) for name, w in params.items()}
+    biases = [params.get(name, np.zeros(w.shape[:1] + w.shape[2:])) for name, w in
+              (("wi_bias", params["wi"]), ("wo_bias", params["wo"]))]  # fmt: skip
+    d = {name: np.zeros_like(w) for name, w in params.items()}
+    y, d_x, d_weights = np.zeros(x.shape), np.zeros(x.shape), np.zeros(weights.shape)
+    for e in range(E):
+        tokens, ks = np.nonzero(idx == e)
+        if not tokens.size:
+            continue
+        if config.recipe is None:
+            layers = [Exact(params[name][e]) for name in NAMES[:2]]
+        else:
+            layers = [
+                quantized_oracle.Layer(params[name][e], config.recipe.formats(), multipliers[name])
+                for name in NAMES[:2]
+            ]
+        rows, of_weights, (of_x, *of_params) = quantized_oracle.feed_forward(
+            x[tokens].astype(np.float64),
+            dy[tokens].astype(np.float64),
+            weights[tokens, ks],
+            layers,
+            biases[0][e],
+            biases[1][e],
+            config,
+            sent_only=dispatches_quantized(config.recipe),
+        )
+        np.add.at(y, tokens, rows)
+        np.add.at(d_x, tokens, of_x)
+        d_weights[tokens, ks] = of_weights
+        for name, gradient in zip(NAMES, of_params, strict=True):
+            if name in d:
+                d[name][e] = gradient
+    return y, d, d_x, d_weights
+
+
+def given_for(config):
+    """A state whose multipliers are no ones, and the multipliers of x and of a weight in each layer."""
+    state = init_quant_state(config)
+    multipliers = dict.fromkeys(NAMES[:2], (None, None))
+    if state is None:
+        return Quantization(), multipliers
+    state = jax.tree.map(
+        lambda leaf: leaf + 3 if leaf.ndim < 2 and leaf.size in (1, E) else leaf, state
+    )
+    return Quantization(state=state), dict.fromkeys(multipliers, (4.0, 4.0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients(name):
+    """A choice without an expert, a weight of 0, an expert without rows, NaN in padding rows."""
+    config, params, x, dy, idx, weights = setup(*CASES[name])
+    handle = prepare(jnp.asarray(idx), config.exchange(axis=()))
+    assert int(handle.group_sizes.sum()) < handle.source.shape[1]
+    assert reads_tokens(params["wi"], handle, config) == name.startswith("in place")
+    given, multipliers = given_for(config)
+
+    def both(*operands):
+        y, pull, state = jax.vjp(
+            lambda *of: run(config, handle, given, *of), *operands, has_aux=True
+        )
+        # Without derivatives another rule runs.
+        return y, pull(jnp.asarray(dy)), run(config, handle, given, *operands), state
+
+    y, gradients, (value, _), state = jax.jit(both)(params, x, weights)
+    want, *wanted = oracle(config, params, x, dy, idx, weights, multipliers)
+    assert relative_error(y, want) < 1e-5 and relative_error(value, want) < 1e-5
+    for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        assert np.any(expected) and relative_error(got, expected) < 1e-5
+    if state is not None:
+        amax = np.abs(x[np.any(idx >= 0, axis=1)]).max()
+        assert float(state["wi"].x.amax_history[-1]) == amax
+        assert set(state) == {"wi", "wo"} and np.all(state["wo"].kernel.amax_history[:, -1] > 0)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
+def test_quantized_weights(recipe):
+    """To the bit what the function makes of the weights itself; their gradients are the weights'."""
+    config, params, x, dy, idx, weights = setup(recipe, {})
+    handle = prepare(jnp.asarray(idx), config.exchange(axis=()))
+    given = Quantization(kernels=quantize_kernels(params, config))
+    lost = jax.tree.map(lambda w: w * np.nan, params)
+
+    def both(given, params):
+        y, pull = jax.vjp(lambda *of: run(config, handle, given, *of)[0], params, x, weights)
+        return y, pull(jnp.asarray(dy))
+
+    results = jax.jit(both)(given, lost), jax.jit(both)(Quantization(), params)
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
