@@ -21,6 +21,7 @@ Dimension key: P participants, C rows per participant, T tokens, K choices per t
 experts.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -82,6 +83,22 @@ class Dispatched(NamedTuple):
     overflow: ep.Overflow | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The static options of a call.
+
+    Attributes:
+      up, down: the layers.
+      activation: between them.
+      in_place: rows are the tokens; see `reads_tokens`.
+    """
+
+    up: Layer
+    down: Layer
+    activation: Activation
+    in_place: bool
+
+
 def feed_forward(
     params: Params,
     dispatched: Dispatched,
@@ -126,6 +143,8 @@ def feed_forward(
         )
         for name in _LAYERS
     )
+    in_place = reads_tokens(params["wi"], handle, config)
+    options = _Options(up=up, down=down, activation=config.act, in_place=in_place)
     y, state = _feed_forward(
         params,
         rows,
@@ -133,10 +152,7 @@ def feed_forward(
         dispatched.quantized,
         handle,
         extras,
-        up=up,
-        down=down,
-        activation=config.act,
-        in_place=reads_tokens(params["wi"], handle, config),
+        options=options,
     )
     return y, state and placed_like(jax.lax.stop_gradient(state), given.state)
 
@@ -179,15 +195,13 @@ def _row_copies(rows, quantized, sizes, extra: Extra, layer: Layer, for_wgrad: b
     return quantized, along_rows, None
 
 
-def _forward(
-    params, rows, weights, quantized, handle, extras, up, down, activation, in_place, for_wgrad
-):
+def _forward(params, rows, weights, quantized, handle, extras, of: _Options, for_wgrad: bool):
     """(y and the state, rows along the rows, wi, h, a along the rows, wo), weights as the forward reads them."""
-    sizes = handle.group_sizes
+    sizes, up, down = handle.group_sizes, of.up, of.down
     x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, for_wgrad)
     wi, wi_state = weight_for_fprop(params["wi"], extras["wi"], up)
-    h = named("hidden", _up(x, wi, params.get("wi_bias"), handle, up, in_place))
-    activated = Activated(h, weights, handle.source, activation)
+    h = named("hidden", _up(x, wi, params.get("wi_bias"), handle, up, of.in_place))
+    activated = Activated(h, weights, handle.source, of.activation)
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
     wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
     y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
@@ -197,34 +211,34 @@ def _forward(
     return (y, state), x_rows, wi, h, a_rows, wo
 
 
-def _value(params, rows, weights, quantized, handle, extras, *, up, down, activation, in_place):
-    operands = params, rows, weights, quantized, handle, extras
-    return _forward(*operands, up, down, activation, in_place, for_wgrad=False)[0]
+def _value(*operands, options: _Options):
+    return _forward(*operands, options, for_wgrad=False)[0]
 
 
-def _fwd(params, rows, weights, quantized, handle, extras, *, up, down, activation, in_place):
+def _fwd(params, rows, weights, quantized, handle, extras, *, options: _Options):
     operands = params, rows, weights, quantized, handle, extras
-    out, x, wi, h, a, wo = _forward(*operands, up, down, activation, in_place, for_wgrad=True)
-    wi = weight_for_dgrad(params["wi"], wi, extras["wi"], up)
-    wo = weight_for_dgrad(params["wo"], wo, extras["wo"], down)
-    a = None if down.recipe is None else a  # made again
+    out, x, wi, h, a, wo = _forward(*operands, options, for_wgrad=True)
+    wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
+    wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
+    a = None if options.down.recipe is None else a  # made again
     biases = {name: bias for name, bias in params.items() if name not in _LAYERS}
     keys = tuple(extras[name].key for name in _LAYERS)
     return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
 
 
-def _bwd(kept, cotangents, *, up: Layer, down: Layer, activation: Activation, in_place: bool):
+def _bwd(kept, cotangents, *, options: _Options):
     x, wi, h, a, wo, biases, weights, handle, keys = kept
-    (dy, _), sizes, bo = cotangents, handle.group_sizes, biases.get("wo_bias")
+    (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
     of_y = dy_copies(dy, sizes, keys[1], down)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
-    source = ActivatedGrad(h, weights, handle.source, activation, d_a)
+    source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, sizes, keys[0], up, bool(biases))
     d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
-    d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, in_place)
+    d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, options.in_place)
     d_params = {"wi": d_wi, "wo": d_wo}
     if biases:
+        bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)
         d_params["wo_bias"] = bias_gradient(dy, bo, sizes, down, weights)
         specs = down.used[2], GROUPED.bias_spec(down.used[1]), None
