@@ -206,11 +206,10 @@ OPTIONS: Mapping[str, tuple] = {
     "bias": (False, True),
     "mask": (False, True),
     "capacity": (None, 1.0),
-    "form": ("plain", "early", "chunks", "shared", "no gate"),
+    "form": ("plain", "chunks", "shared", "no gate"),
 }
 FORMS: Mapping[str, Mapping] = {
     "plain": {},
-    "early": {},
     "chunks": dict(num_chunks=2),
     "shared": dict(shared_expert_dim=256),
     "no gate": dict(activation=Activation(function="gelu", gated=False)),
@@ -308,7 +307,7 @@ def valid(block: Block) -> bool:
 def quick(block: Block) -> bool:
     """What compiles long is left to --full: recipes where nothing is special to them."""
     if block.recipe == "nvfp4":
-        return block.mode in ("single", "resource") and block.form in ("plain", "early")
+        return block.mode in ("single", "resource") and block.form == "plain"
     return block.mode in ("single", "explicit", "resource") or block.recipe in (None, "fp8_block")
 
 
