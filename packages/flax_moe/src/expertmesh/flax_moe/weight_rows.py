@@ -43,7 +43,9 @@ def weight_rows(
     return _weight_rows(y, weights, group_sizes, tokens_per_expert, y_spec=y_spec)
 
 
-def _holds_token(num_rows, group_sizes_PG, tokens_per_expert_PG):
+def _holds_token(
+    num_rows: int, group_sizes_PG: jax.Array, tokens_per_expert_PG: jax.Array
+) -> jax.Array:
     """bool[P, C]."""
     first_PG = jnp.cumsum(group_sizes_PG, axis=1) - group_sizes_PG
     last_PG = first_PG + jnp.minimum(tokens_per_expert_PG, group_sizes_PG)
@@ -51,13 +53,17 @@ def _holds_token(num_rows, group_sizes_PG, tokens_per_expert_PG):
     return jnp.any((first_PG[:, None] <= row_C[:, None]) & (row_C[:, None] < last_PG[:, None]), -1)
 
 
-def _scale(y, weights, group_sizes, tokens_per_expert):
+def _scale(
+    y: jax.Array, weights: jax.Array, group_sizes: jax.Array, tokens_per_expert: jax.Array
+) -> jax.Array:
     live_PC = _holds_token(y.shape[1], group_sizes, tokens_per_expert)
     scaled = y.astype(jnp.float32) * weights[..., None]
     return jnp.where(live_PC[..., None], scaled, jnp.float32(0)).astype(y.dtype)
 
 
-def _weights_grad(y, d_out, group_sizes, tokens_per_expert):
+def _weights_grad(
+    y: jax.Array, d_out: jax.Array, group_sizes: jax.Array, tokens_per_expert: jax.Array
+) -> jax.Array:
     live_PC = _holds_token(y.shape[1], group_sizes, tokens_per_expert)
     product = y.astype(jnp.float32) * d_out.astype(jnp.float32)
     return jnp.where(live_PC, jnp.sum(product, axis=-1), jnp.float32(0))
@@ -74,18 +80,34 @@ _weights_grad_op = Op(
 )
 
 
-def _scale_at(y_spec, y, weights, group_sizes, tokens_per_expert):
+def _scale_at(
+    y_spec: PartitionSpec | None,
+    y: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    tokens_per_expert: jax.Array,
+) -> jax.Array:
     operands = (y, weights, group_sizes, tokens_per_expert)
     specs = (y_spec, None, None, None)
-    return _scale_op(*operands, operand_specs=specs, result_specs=(y_spec,))
+    scaled: jax.Array = _scale_op(*operands, operand_specs=specs, result_specs=(y_spec,))
+    return scaled
 
 
-def _weight_rows_fwd(y, weights, group_sizes, tokens_per_expert, *, y_spec):
+def _weight_rows_fwd(
+    y: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    tokens_per_expert: jax.Array,
+    *,
+    y_spec: PartitionSpec | None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     operands = (y, weights, group_sizes, tokens_per_expert)
     return _scale_at(y_spec, *operands), operands
 
 
-def _weight_rows_bwd(residuals, d_out, *, y_spec):
+def _weight_rows_bwd(
+    residuals: tuple[jax.Array, ...], d_out: jax.Array, *, y_spec: PartitionSpec | None
+) -> tuple[jax.Array, jax.Array, None, None]:
     y, weights, *counts = residuals
     specs = (y_spec, y_spec, None, None)
     d_weights = _weights_grad_op(y, d_out, *counts, operand_specs=specs)
