@@ -16,9 +16,12 @@ Dimension key: t tokens, P participants, C rows per participant, D model width, 
 E experts, G groups per participant.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import (
     layer_of,
@@ -33,7 +36,7 @@ from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.core.quantization.recipe import Recipe
+from expertmesh.core.quantization.recipe import Recipe, TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
@@ -81,7 +84,7 @@ def dispatched_dense(
     *,
     recipe: Recipe,
     kernel_quantized: QuantizedKernel | None = None,
-    reduce_dtype="float32",
+    reduce_dtype: DTypeLike = "float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`grouped_dense(quantized, kernel, group_sizes, bias)` of rows that are quantized already.
@@ -118,36 +121,70 @@ def dispatched_dense(
     return _dispatched_dense(rows, quantized, kernel, bias, group_sizes, extra, layer=layer)
 
 
-def _plain_wire(handle: Handle, x) -> str | None:
+_Dispatched = tuple[jax.Array, QuantizedArray]
+_WireFormat = TensorFormat | str | None
+Carried = tuple[Any, ...]  # of a layer, for `grouped_dense_bwd`
+
+
+def _plain_wire(handle: Handle, x: jax.Array) -> str | None:
     """The dtype in which sums of gradients travel where they are not quantized."""
     return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
 
 
-def _dispatch_fwd(x, handle, *, format, wire_format):
+def _dispatch_fwd(
+    x: jax.Array, handle: Handle, *, format: TensorFormat, wire_format: _WireFormat
+) -> tuple[_Dispatched, Handle]:
     del wire_format
     quantized = named("dispatched", dispatch(handle, quantize(x, format)))
     # A cast, not zeros: rows are then sharded as what has arrived, and vary over the same Manual axes.
     return (quantized.data.astype(x.dtype), quantized), handle
 
 
-def _dispatch_bwd(handle, cotangents, *, format, wire_format):
+def _dispatch_bwd(
+    handle: Handle, cotangents: _Dispatched, *, format: TensorFormat, wire_format: _WireFormat
+) -> tuple[jax.Array, None]:
     del format
     d_rows, _ = cotangents
     return combine(handle, d_rows, wire_format=wire_format), None
 
 
-def _forward(quantized, kernel, bias, group_sizes, extra: Extra, layer: Layer):
+def _forward(
+    quantized: QuantizedArray,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    extra: Extra,
+    layer: Layer,
+) -> tuple[jax.Array, QuantizedArray]:
     """(y, the kernel quantized along D)."""
     q_kernel, _ = weight_for_fprop(kernel, extra, layer)
     return product(quantized, q_kernel, group_sizes, bias, layer), q_kernel
 
 
-def value(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
+def value(
+    rows: jax.Array,
+    quantized: QuantizedArray,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    extra: Extra,
+    *,
+    layer: Layer,
+) -> jax.Array:
     del rows
     return _forward(quantized, kernel, bias, group_sizes, extra, layer)[0]
 
 
-def fwd(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
+def fwd(
+    rows: jax.Array,
+    quantized: QuantizedArray,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    extra: Extra,
+    *,
+    layer: Layer,
+) -> tuple[jax.Array, Carried]:
     """(y, what the backward needs)."""
     del rows
     y, q_kernel = _forward(quantized, kernel, bias, group_sizes, extra, layer)
@@ -162,7 +199,7 @@ def fwd(rows, quantized, kernel, bias, group_sizes, extra, *, layer: Layer):
     return y, (*residuals(along_rows, q_kernel), group_sizes, bias, None)
 
 
-def _bwd(carried, dy, *, layer: Layer):
+def _bwd(carried: Carried, dy: jax.Array, *, layer: Layer) -> tuple[jax.Array | None, ...]:
     d_rows, d_kernel, _, d_bias, _ = linear_bwd(carried, dy, layer=layer)
     return d_rows, None, d_kernel, d_bias, None, None
 

@@ -16,6 +16,7 @@ participant.
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import (
     layer_of,
@@ -59,7 +60,7 @@ def dispatched_experts(
     activation: str | Activation,
     recipe: Recipe,
     kernels_quantized: tuple[QuantizedKernel | None, QuantizedKernel | None] = (None, None),
-    reduce_dtype="float32",
+    reduce_dtype: DTypeLike = "float32",
     w_specs: tuple[PartitionSpec | None, PartitionSpec | None] = (None, None),
 ) -> jax.Array:
     """`h = dispatched_dense(rows, quantized, wi, group_sizes)`; `grouped_dense(activate(h), wo, group_sizes)`.
@@ -108,13 +109,31 @@ def dispatched_experts(
     )
 
 
-def _product(q_a, wo, group_sizes, extra: Extra, layer: Layer):
+_Extras = tuple[Extra, Extra]
+_Layers = tuple[Layer, Layer]
+# Of both layers, and `h` between them.
+_Carried = tuple[dispatched.Carried, jax.Array, dispatched.Carried]
+
+
+def _product(
+    q_a: QuantizedArray, wo: jax.Array, group_sizes: jax.Array, extra: Extra, layer: Layer
+) -> tuple[jax.Array, QuantizedArray]:
     """(y, wo quantized along F)."""
     q_wo, _ = weight_for_fprop(wo, extra, layer)
     return product(q_a, q_wo, group_sizes, None, layer), q_wo
 
 
-def _value(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
+def _value(
+    rows: jax.Array,
+    quantized: QuantizedArray,
+    wi: jax.Array,
+    wo: jax.Array,
+    sizes: jax.Array,
+    extras: _Extras,
+    *,
+    layers: _Layers,
+    activation: Activation,
+) -> jax.Array:
     h = dispatched.value(rows, quantized, wi, None, sizes, extras[0], layer=layers[0])
     layer = layers[1]
     a = activate_at(named("hidden", h), activation, layer.used[0])
@@ -122,7 +141,17 @@ def _value(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
     return _product(q_a, wo, sizes, extras[1], layer)[0]
 
 
-def _fwd(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
+def _fwd(
+    rows: jax.Array,
+    quantized: QuantizedArray,
+    wi: jax.Array,
+    wo: jax.Array,
+    sizes: jax.Array,
+    extras: _Extras,
+    *,
+    layers: _Layers,
+    activation: Activation,
+) -> tuple[jax.Array, _Carried]:
     h, of_rows = dispatched.fwd(rows, quantized, wi, None, sizes, extras[0], layer=layers[0])
     h, layer = named("hidden", h), layers[1]
     formats = layer.formats.x, layer.formats.x_wgrad
@@ -134,7 +163,9 @@ def _fwd(rows, quantized, wi, wo, sizes, extras, *, layers, activation):
     return y, (of_rows, h, (*residuals(along_rows, q_wo), sizes, None, None))
 
 
-def _bwd(carried, dy, *, layers, activation):
+def _bwd(
+    carried: _Carried, dy: jax.Array, *, layers: _Layers, activation: Activation
+) -> tuple[jax.Array | None, ...]:
     of_rows, h, of_activation = carried
     d_a, d_wo, *_ = linear_bwd(of_activation, dy, layer=layers[1])
     layer, (q_rows, q_wi, sizes, *_) = layers[0], of_rows

@@ -18,6 +18,8 @@ Dimension key: `...` tokens, K choices per token, E experts, P participants, C r
 width, F expert width.
 """
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from expertmesh.core.linear.dense import dense
 from expertmesh.core.linear.gathered_gemm import gathered_gemm
 from expertmesh.core.linear.grouped_dense import grouped_dense
 from expertmesh.core.linear.grouped_gemm import grouped_gemm
-from expertmesh.core.mesh import current_resource, global_shard_guard
+from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.operands import check_token_mask, debug_check_ids
 from expertmesh.core.ops.activation import activate, activate_at
 from expertmesh.core.ops.permute import PermutePlan
@@ -51,7 +53,7 @@ from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.params import Params, check_part, param_specs
-from expertmesh.flax_moe.quantization import output_and_state, quantization_of
+from expertmesh.flax_moe.quantization import Quantization, output_and_state, quantization_of
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, dispatched_dense
 from expertmesh.flax_moe.quantized_experts import dispatched_experts, takes_experts
 from expertmesh.flax_moe.remat import named
@@ -323,7 +325,7 @@ def shared_experts(
         "stages.shared_experts", params, _SHARED, x.shape[-1], config, config.num_experts
     )
 
-    def product(name, rows):
+    def product(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
         more = given.layer(name)
         out = dense(
             rows,
@@ -340,12 +342,15 @@ def shared_experts(
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 
-def _resource_of(handle: ep.Handle):
+_Specs = Mapping[str, PartitionSpec]
+
+
+def _resource_of(handle: ep.Handle) -> AbstractContextManager[MeshResource | None]:
     """The context in which rows lie where the exchange leaves them."""
     return global_shard_guard(resource_of_rows(handle.slot, handle.axis))
 
 
-def _specs(config):
+def _specs(config: MoEConfig) -> _Specs:
     """Where each parameter is, as far as its type does not say so."""
     return {} if current_resource() is None else param_specs(config)
 
@@ -353,7 +358,9 @@ def _specs(config):
 # ---- route
 
 
-def _aux_loss(logits, topk_idx, token_mask, config):
+def _aux_loss(
+    logits: jax.Array, topk_idx: jax.Array, token_mask: jax.Array | None, config: MoEConfig
+) -> jax.Array:
     if not config.aux_loss_coeff:
         return jnp.zeros((), jnp.float32)
     loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
@@ -366,7 +373,7 @@ def _aux_loss(logits, topk_idx, token_mask, config):
     )
 
 
-def _z_loss(logits, token_mask, config):
+def _z_loss(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
     if not config.z_loss_coeff:
         return jnp.zeros((), jnp.float32)
     return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
@@ -375,7 +382,7 @@ def _z_loss(logits, token_mask, config):
 # ---- dispatch
 
 
-def _prepare(topk_idx, config, ep_axis) -> ep.Handle:
+def _prepare(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -> ep.Handle:
     dropless = config.exchange(axis=ep_axis)
     if config.capacity_factor is None or topk_idx.size == 0:
         return ep.prepare(topk_idx, dropless)
@@ -393,7 +400,9 @@ def _prepare(topk_idx, config, ep_axis) -> ep.Handle:
     return ep.prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
 
 
-def _dispatched_rows(params, x, handle, config):
+def _dispatched_rows(
+    params: Params, x: jax.Array, handle: ep.Handle, config: MoEConfig
+) -> tuple[jax.Array, QuantizedArray | None]:
     """(rows, quantized) of a Dispatched."""
     if dispatches_quantized(config.recipe):
         return dispatch_quantized(
@@ -404,7 +413,7 @@ def _dispatched_rows(params, x, handle, config):
     return named("dispatched", ep.dispatch(handle, x)), None
 
 
-def _reads_tokens(params, handle: ep.Handle, config) -> bool:
+def _reads_tokens(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
     """Whether the first product reads tokens where they are: all are here, and it writes less than their rows.
 
     Where it writes more, a copy of the rows costs little beside it, and is read faster.
@@ -418,7 +427,9 @@ def _reads_tokens(params, handle: ep.Handle, config) -> bool:
 # ---- experts
 
 
-def _expert_rows(params, dispatched, config, given):
+def _expert_rows(
+    params: Params, dispatched: Dispatched, config: MoEConfig, given: Quantization
+) -> tuple[jax.Array, Any]:
     """The rows of a Computed and the layers' next state."""
     if _all_in_8_bits(params, config):
         return _experts_in_8_bits(params, dispatched, config, given), given.state
@@ -438,15 +449,18 @@ def _expert_rows(params, dispatched, config, given):
     return rows, given.state and {"wi": wi_state, "wo": wo_state}
 
 
-def _all_in_8_bits(params, config) -> bool:
+def _all_in_8_bits(params: Params, config: MoEConfig) -> bool:
     """Whether nothing but the activation comes between the experts' products, and all of it is in 8 bits."""
     plain = "wo_bias" not in params and not config.apply_topk_weights_early
     return plain and takes_experts(config.recipe, config.activation)
 
 
-def _experts_in_8_bits(params, dispatched, config, given):
+def _experts_in_8_bits(
+    params: Params, dispatched: Dispatched, config: MoEConfig, given: Quantization
+) -> jax.Array:
     """The experts' output times the rows' weights, 0 for rows that hold no token."""
     specs = _specs(config)
+    assert config.recipe is not None and dispatched.quantized is not None
     y_PCD = dispatched_experts(
         dispatched.rows,
         dispatched.quantized,
@@ -462,15 +476,19 @@ def _experts_in_8_bits(params, dispatched, config, given):
     return _weighed(named("expert_output", y_PCD), dispatched.weights, dispatched.handle)
 
 
-def _weighed(rows, weights_PC, handle, spec=None):
+def _weighed(
+    rows: jax.Array, weights_PC: jax.Array, handle: ep.Handle, spec: PartitionSpec | None = None
+) -> jax.Array:
     return weight_rows(rows, weights_PC, handle.source, y_spec=spec)
 
 
-def _first_product(params, dispatched, config, given):
+def _first_product(
+    params: Params, dispatched: Dispatched, config: MoEConfig, given: Quantization
+) -> tuple[jax.Array, Any]:
     """[P, C, 2, F], every expert's first projection of its rows; and the layer's next state."""
     wi, bias, spec = params["wi"], params.get("wi_bias"), _specs(config).get("wi")
     rows, handle = dispatched.rows, dispatched.handle
-    if dispatched.quantized is not None:
+    if dispatched.quantized is not None and config.recipe is not None:
         h = dispatched_dense(
             rows,
             dispatched.quantized,
@@ -489,7 +507,16 @@ def _first_product(params, dispatched, config, given):
     return _grouped(config, given, "wi", rows, wi, handle.group_sizes, bias, spec)
 
 
-def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
+def _grouped(
+    config: MoEConfig,
+    given: Quantization,
+    name: str,
+    rows: jax.Array,
+    kernel: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    spec: PartitionSpec | None,
+) -> tuple[jax.Array, Any]:
     """A product by experts, and the layer's next state."""
     # It casts the weights, so that gradients of float32 masters can be summed and scattered in float32.
     more = given.layer(name)
@@ -507,7 +534,9 @@ def _grouped(config, given, name, rows, kernel, group_sizes, bias, spec):
     return output_and_state(out, more["state"])
 
 
-def _second_product(params, h, dispatched, config, given):
+def _second_product(
+    params: Params, h: jax.Array, dispatched: Dispatched, config: MoEConfig, given: Quantization
+) -> tuple[jax.Array, Any]:
     """The second projection times the rows' weights, 0 for rows that hold no token; and the layer's next state."""
     handle, weights_PC = dispatched.handle, dispatched.weights
     specs, sizes = _specs(config), handle.group_sizes
@@ -527,7 +556,7 @@ def _second_product(params, h, dispatched, config, given):
     return named("expert_output", y_PCD), state
 
 
-def _hidden_spec(specs):
+def _hidden_spec(specs: _Specs) -> PartitionSpec | None:
     """Where [P, C, F] between the GEMMs is, as far as its type does not say so: F as that of `wo`."""
     resource = current_resource()
     if resource is None:
@@ -535,7 +564,9 @@ def _hidden_spec(specs):
     return PartitionSpec(resource.entry("participants"), None, specs["wo"][1])
 
 
-def _weighted_bias(weights_PC, bias_ED, group_sizes, specs):
+def _weighted_bias(
+    weights_PC: jax.Array, bias_ED: jax.Array, group_sizes: jax.Array, specs: _Specs
+) -> jax.Array:
     """weights[p, c] * bias[expert of row c], float32[P, C, D]: a grouped GEMM whose contraction has size 1."""
     spec = specs.get("wo_bias")
     return grouped_gemm(

@@ -40,12 +40,12 @@ def weight_rows(
     return _weight_rows(y, weights, source, y_spec=y_spec)
 
 
-def _scale(y, weights, source):
+def _scale(y: jax.Array, weights: jax.Array, source: jax.Array) -> jax.Array:
     scaled = y.astype(jnp.float32) * weights[..., None]
     return jnp.where(holds_token(source)[..., None], scaled, jnp.float32(0)).astype(y.dtype)
 
 
-def _weights_grad(y, d_out, source):
+def _weights_grad(y: jax.Array, d_out: jax.Array, source: jax.Array) -> jax.Array:
     product = y.astype(jnp.float32) * d_out.astype(jnp.float32)
     return jnp.where(holds_token(source), jnp.sum(product, axis=-1), jnp.float32(0))
 
@@ -54,16 +54,23 @@ _scale_op = Op("weight_rows", _scale, "p c d, p c, p c -> p c d")
 _weights_grad_op = Op("weight_rows_grad", _weights_grad, "p c d, p c d, p c -> p c", summed=("d",))
 
 
-def _scale_at(y_spec, y, weights, source):
+def _scale_at(
+    y_spec: PartitionSpec | None, y: jax.Array, weights: jax.Array, source: jax.Array
+) -> jax.Array:
     specs = (y_spec, None, None)
-    return _scale_op(y, weights, source, operand_specs=specs, result_specs=(y_spec,))
+    scaled: jax.Array = _scale_op(y, weights, source, operand_specs=specs, result_specs=(y_spec,))
+    return scaled
 
 
-def _weight_rows_fwd(y, weights, source, *, y_spec):
+def _weight_rows_fwd(
+    y: jax.Array, weights: jax.Array, source: jax.Array, *, y_spec: PartitionSpec | None
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return _scale_at(y_spec, y, weights, source), (y, weights, source)
 
 
-def _weight_rows_bwd(residuals, d_out, *, y_spec):
+def _weight_rows_bwd(
+    residuals: tuple[jax.Array, ...], d_out: jax.Array, *, y_spec: PartitionSpec | None
+) -> tuple[jax.Array, jax.Array, None]:
     y, weights, source = residuals
     d_weights = _weights_grad_op(y, d_out, source, operand_specs=(y_spec, y_spec, None))
     return _scale_at(y_spec, d_out, weights, source), d_weights, None

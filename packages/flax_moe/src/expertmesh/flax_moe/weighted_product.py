@@ -13,6 +13,7 @@ Dimension key: P participants, C rows per participant, F expert width, D model w
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
@@ -37,7 +38,7 @@ def weighted_product(
     handle: Handle,
     *,
     activation: str | Activation,
-    reduce_dtype="float32",
+    reduce_dtype: DTypeLike = "float32",
     w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`grouped_gemm(weights[..., None] * activate(h), wo, handle.group_sizes)`.
@@ -70,7 +71,20 @@ def weighted_product(
     )
 
 
-def _fwd(h, wo, weights, handle: Handle, *, activation, reduce_dtype, w_dtype, w_spec):
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, Handle]
+
+
+def _fwd(
+    h: jax.Array,
+    wo: jax.Array,
+    weights: jax.Array,
+    handle: Handle,
+    *,
+    activation: Activation,
+    reduce_dtype: DTypeLike,
+    w_dtype: DTypeLike,
+    w_spec: PartitionSpec | None,
+) -> tuple[jax.Array, _Residuals]:
     del reduce_dtype, w_dtype
     sizes, wo = handle.group_sizes, narrow_at_rest(wo, h.dtype, w_spec, ("experts", "fsdp"))
     a_PCF = activate_rows_op(h, weights, handle.source, sizes, activation=activation)
@@ -81,7 +95,15 @@ def _fwd(h, wo, weights, handle: Handle, *, activation, reduce_dtype, w_dtype, w
     return named("expert_output", y_PCD), (h, wo, weights, handle)
 
 
-def _bwd(residuals, d_rows, *, activation, reduce_dtype, w_dtype, w_spec):
+def _bwd(
+    residuals: _Residuals,
+    d_rows: jax.Array,
+    *,
+    activation: Activation,
+    reduce_dtype: DTypeLike,
+    w_dtype: DTypeLike,
+    w_spec: PartitionSpec | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     h, wo, weights, handle = residuals
     d_out = grouped_gemm_dgrad_op(
         d_rows,
@@ -107,7 +129,7 @@ def _bwd(residuals, d_rows, *, activation, reduce_dtype, w_dtype, w_spec):
     return d_h, d_wo, d_weights, None
 
 
-def _spec_of_activation(h) -> PartitionSpec | None:
+def _spec_of_activation(h: jax.Array) -> PartitionSpec | None:
     """[P, C, F] where h is, as far as its type says so."""
     spec = at_rest(h, None)
     return spec and PartitionSpec(spec[0], spec[1], spec[-1])

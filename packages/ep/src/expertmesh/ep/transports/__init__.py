@@ -10,7 +10,9 @@ import warnings
 from types import ModuleType
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.support import compute_capability, platform_of
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, reach, ring
@@ -19,7 +21,7 @@ from expertmesh.ep.transports.blocks import block_rows
 _BY_NAME = {"local": local, "ring": ring, "all_to_all": all_to_all, "ragged": ragged}
 
 
-def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType | nvlink.Nvlink:
+def choose(name: str, route: Route, dtype: DTypeLike, axis: Axis) -> ModuleType | nvlink.Nvlink:
     """The transport of that name; "auto" is `fastest` for these shapes. Where nothing moves, it is "local".
 
     Raises:
@@ -45,7 +47,7 @@ def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType | nvlink.Nv
     return nvlink.Nvlink(int(sms) if sms else nvlink.SMS) if base == "nvlink" else _BY_NAME[base]
 
 
-def _missing(name, route, size, dtype) -> str | None:
+def _missing(name: str, route: Route, size: int, dtype: DTypeLike) -> str | None:
     """Why the transport of that name cannot do this exchange, or None."""
     if name not in ("ragged", "nvlink"):
         return None
@@ -55,7 +57,9 @@ def _missing(name, route, size, dtype) -> str | None:
     return nvlink.missing_on(platform) or nvlink.refuses(route.slot_TK.shape[1], size, dtype)
 
 
-def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleType | nvlink.Nvlink:
+def choose_blocks(
+    name: str, route: Route, wire_format: TensorFormat | str, axis: Axis
+) -> ModuleType | nvlink.Nvlink:
     """The transport for sums that are rounded on the way, by any name but "ring": it does not add on the way.
 
     Raises:
@@ -69,7 +73,9 @@ def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleTyp
     return all_to_all if chosen in (local, ring) or on_nvlink and not rounds else chosen
 
 
-def fastest(num_tokens: int, top_k: int, capacity: int, ep_size: int, dtype, platform: str) -> str:
+def fastest(
+    num_tokens: int, top_k: int, capacity: int, ep_size: int, dtype: DTypeLike, platform: str
+) -> str:
     """The transport that "auto" stands for: "nvlink" where it is known to run, else `cheapest`.
 
     On NVIDIA GPUs without it a RuntimeWarning says once why not.
