@@ -59,8 +59,8 @@ def native_moe(
       params: the tree of `init_params`.
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
-        a name; there are no shared experts, no loss of each sequence and no recipe. What changes only how it is
-        computed (`alignment`, `transport`, `apply_topk_weights_early`, `num_chunks`, `remat`) is not used.
+        a name, `ep_axis` one axis; there are no shared experts, no loss of each sequence and no recipe. What changes
+        only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.
@@ -96,6 +96,10 @@ def native_moe(
     for name in (name for name, wanted in lacks.items() if wanted):
         raise ValueError(
             f"native_moe: {name} must be left as it is; got {name}={getattr(config, name)}; use moe"
+        )
+    if isinstance(config.ep_axis, tuple):
+        raise ValueError(
+            f"native_moe: ep_axis must be the name of one axis; got ep_axis={config.ep_axis}; use moe"
         )
     if exchange not in EXCHANGES:
         raise ValueError(
@@ -145,10 +149,8 @@ def _find_mesh(mesh: _Mesh | None, x: jax.Array) -> _Mesh | None:
     return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh
 
 
-def _token_axes(mesh: _Mesh, fsdp_axis: str, ep_axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    axes = tuple(
-        axis for axis in (fsdp_axis, ep_axis) if isinstance(axis, str) and axis in mesh.axis_names
-    )
+def _token_axes(mesh: _Mesh, fsdp_axis: str, ep_axis: str) -> tuple[str, ...]:
+    axes = tuple(axis for axis in (fsdp_axis, ep_axis) if axis in mesh.axis_names)
     if not axes:
         raise ValueError(
             f"native_moe: the mesh must have an axis {fsdp_axis!r} or {ep_axis!r}; "
@@ -160,7 +162,7 @@ def _token_axes(mesh: _Mesh, fsdp_axis: str, ep_axis: str | tuple[str, ...]) -> 
 def _check_divisible(
     mesh: _Mesh,
     axes: tuple[str, ...],
-    ep_axis: str | tuple[str, ...],
+    ep_axis: str,
     x: jax.Array,
     config: MoEConfig,
 ) -> None:
