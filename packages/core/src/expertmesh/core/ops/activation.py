@@ -41,7 +41,8 @@ def _squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-_FUNCTIONS = {
+# Each is 0 at 0, so that a row of zeros stays one.
+FUNCTIONS = {
     "silu": jax.nn.silu,
     "gelu": _gelu,
     "gelu_exact": _gelu_exact,
@@ -50,7 +51,9 @@ _FUNCTIONS = {
     "squared_relu": _squared_relu,
 }
 
-ACTIVATIONS = tuple(_FUNCTIONS)
+ACTIVATIONS = tuple(FUNCTIONS)
+# Those of kernels/triton/activation.py, kernels/triton/activate_quantize.py and kernels/cuda/activate_quantize.cu.
+IN_KERNELS = ("silu", "gelu", "gelu_exact", "relu", "quick_gelu", "squared_relu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,7 @@ def check_activation(name: str, activation: str | Activation) -> None:
 
 
 def _check_function(name, field, function):
-    if function not in _FUNCTIONS:
+    if function not in FUNCTIONS:
         raise ValueError(
             f"{name}: {field} must be one of {', '.join(ACTIVATIONS)}; got {field}={function!r}; "
             "choose one of these"
@@ -206,7 +209,7 @@ def _check_pair(name, h):
 def gated_reference(h, *, activation):
     """`activate` for an Activation with a gate."""
     gate, up = _halves(h, activation)
-    return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
+    return (FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
 
 
 def gated_grad_reference(h, d_out, *, activation):
@@ -234,11 +237,11 @@ def _halves(h, activation):
 
 
 def _with_slope(function, x):
-    return jax.jvp(_FUNCTIONS[function], (x,), (jnp.ones_like(x),))
+    return jax.jvp(FUNCTIONS[function], (x,), (jnp.ones_like(x),))
 
 
 def _function(h, *, function):
-    return _FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
+    return FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
 
 
 def _function_grad(h, d_out, *, function):
@@ -256,9 +259,18 @@ def function_and_gradient(activation: Activation, h):
     return value, lambda d_out: d_out * slope
 
 
-def _unsupported(h, *rest, **options) -> str | None:
-    """What keeps these types from the kernel, or None."""
-    del rest, options
+def function_unsupported(activation: Activation) -> str | None:
+    """What keeps the function from the kernels, or None."""
+    if activation.function in IN_KERNELS:
+        return None
+    return f"the kernels have {', '.join(IN_KERNELS)}; the activation is {activation.function}"
+
+
+def unsupported(h, *rest, activation: Activation) -> str | None:
+    """What keeps these types and this function from the kernels of gated activations, or None."""
+    del rest
+    if reason := function_unsupported(activation):
+        return reason
     if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
     return None if h.size else "there must be elements"
@@ -278,7 +290,7 @@ gated_grad_op = Op(
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", _unsupported),
+        Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", unsupported),
     ),
 )
 _plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
