@@ -20,7 +20,13 @@ from expertmesh.ep.transports.blocks import block_rows
 
 # All that the package knows of a transport by its name.
 BY_NAME: Mapping[str, ModuleType] = MappingProxyType(
-    {"local": local, "ring": ring, "all_to_all": all_to_all, "ragged": ragged, "nvlink": nvlink}
+    {
+        "local": local,
+        "ring": ring,
+        "all_to_all": all_to_all,
+        "ragged": ragged,
+        "nvlink": nvlink,
+    }
 )
 
 
