@@ -127,7 +127,7 @@ class LayerFormats:
 
 
 class Recipe(abc.ABC):
-    """How a layer's operands are quantized. A frozen dataclass: a recipe is part of jit's key."""
+    """How a layer's operands are quantized. Derive frozen dataclasses from it: a recipe is part of jit's key."""
 
     @abc.abstractmethod
     def formats(self) -> LayerFormats:
