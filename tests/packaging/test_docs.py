@@ -14,7 +14,11 @@ from cases.scripts import load_script
 from expertmesh.flax_moe import MoEConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+PAGES = [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs/how-to-add").glob("*.md"),
+    ROOT / "README.md",
+]
 REFERENCE = re.compile(r"\{py:\w+\}`~?(expertmesh[\w.]*)`")
 
 
