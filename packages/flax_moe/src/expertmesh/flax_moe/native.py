@@ -11,7 +11,7 @@ width.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 import flax.linen as nn
@@ -19,13 +19,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core.ops.activation import FUNCTIONS
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.params import check_params, initializers, param_shapes
 
 __all__ = ["EXCHANGES", "NativeMoEBlock", "native_moe"]
 
 EXCHANGES = ("auto", "padded", "ragged")
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 def native_moe(
@@ -72,7 +80,7 @@ def native_moe(
             f"got {config.router}; use moe"
         )
     lacks = {
-        "activation": not isinstance(config.activation, str),
+        "activation": config.activation not in _ACTIVATIONS,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
@@ -241,7 +249,7 @@ def _experts(params, config, x_MD, sizes_e):
         expert_M = jnp.repeat(jnp.arange(num_local), sizes_e, total_repeat_length=rows)
         h_M2F += params["wi_bias"][expert_M]
     h_M2F = h_M2F.astype(jnp.float32)
-    a_MF = (FUNCTIONS[config.activation](h_M2F[:, 0]) * h_M2F[:, 1]).astype(x_MD.dtype)
+    a_MF = (_ACTIVATIONS[config.activation](h_M2F[:, 0]) * h_M2F[:, 1]).astype(x_MD.dtype)
     y_MD = jax.lax.ragged_dot(a_MF, params["wo"], sizes_e)
     return y_MD if expert_M is None else y_MD + params["wo_bias"][expert_M]
 

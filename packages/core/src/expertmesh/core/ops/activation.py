@@ -42,7 +42,7 @@ def _squared_relu(x):
 
 
 # Each is 0 at 0, so that a row of zeros stays one.
-FUNCTIONS = {
+_FUNCTIONS = {
     "silu": jax.nn.silu,
     "gelu": _gelu,
     "gelu_exact": _gelu_exact,
@@ -51,7 +51,7 @@ FUNCTIONS = {
     "squared_relu": _squared_relu,
 }
 
-ACTIVATIONS = tuple(FUNCTIONS)
+ACTIVATIONS = tuple(_FUNCTIONS)
 # Those of kernels/triton/activation.py, kernels/triton/activate_quantize.py and kernels/cuda/activate_quantize.cu.
 IN_KERNELS = ("silu", "gelu", "gelu_exact", "relu", "quick_gelu", "squared_relu")
 
@@ -190,7 +190,7 @@ def check_activation(name: str, activation: str | Activation) -> None:
 
 
 def _check_function(name, field, function):
-    if function not in FUNCTIONS:
+    if function not in _FUNCTIONS:
         raise ValueError(
             f"{name}: {field} must be one of {', '.join(ACTIVATIONS)}; got {field}={function!r}; "
             "choose one of these"
@@ -209,7 +209,7 @@ def _check_pair(name, h):
 def gated_reference(h, *, activation):
     """`activate` for an Activation with a gate."""
     gate, up = _halves(h, activation)
-    return (FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
+    return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
 
 
 def gated_grad_reference(h, d_out, *, activation):
@@ -237,11 +237,11 @@ def _halves(h, activation):
 
 
 def _with_slope(function, x):
-    return jax.jvp(FUNCTIONS[function], (x,), (jnp.ones_like(x),))
+    return jax.jvp(_FUNCTIONS[function], (x,), (jnp.ones_like(x),))
 
 
 def _function(h, *, function):
-    return FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
+    return _FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
 
 
 def _function_grad(h, d_out, *, function):
