@@ -3,7 +3,9 @@
 import dataclasses
 import re
 
-TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged", "nvlink")
+from expertmesh.ep.transports import BY_NAME
+
+TRANSPORTS = ("auto", *BY_NAME)
 SMS = re.compile(r"nvlink:([1-9]\d*)")
 OVERFLOW_POLICIES = ("drop", "error")
 

@@ -88,7 +88,7 @@ def native_moe(
             f"got {config.router}; use moe"
         )
     lacks = {
-        "activation": not isinstance(config.activation, str),
+        "activation": config.activation not in _ACTIVATIONS,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
