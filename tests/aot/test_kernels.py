@@ -348,7 +348,7 @@ def _check_launches(launches, arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("function", activation.ACTIVATIONS)
+@pytest.mark.parametrize("function", activation.IN_KERNELS)
 def test_activation(monkeypatch, function, arch):
     h, d = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in ((2, 1408), (1408,)))
     options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
@@ -358,7 +358,7 @@ def test_activation(monkeypatch, function, arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("function", activation.ACTIVATIONS)
+@pytest.mark.parametrize("function", activation.IN_KERNELS)
 def test_activate_rows(monkeypatch, function, arch):
     shapes = (2, 1408), (1408,), ()
     h, d, weights = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in shapes)

@@ -24,12 +24,12 @@ AXES = ("dp", "fsdp", "ep")
 TOKENS = PartitionSpec(AXES)
 RESOURCE = MeshResource(dp_resource="dp", fsdp_resource="fsdp", ep_resource="ep")
 
-# What one dispatch and one combine move between devices.
-TRANSPORTS: Mapping[str, tuple[dict[str, int], dict[str, int]]] = {
-    "ring": ({"all-gather": 1}, {"reduce-scatter": 1}),
-    "all_to_all": ({"all-to-all": 1}, {"all-to-all": 1}),
-    "ragged": ({"ragged-all-to-all": 1}, {"ragged-all-to-all": 1}),
-    "nvlink": ({}, {}),
+# The collectives of one dispatch and of one combine, by the number of ranks.
+TRANSPORTS: Mapping[str, Callable[[int], tuple[dict[str, int], dict[str, int]]]] = {
+    "ring": lambda ranks: ({"all-gather": 1}, {"reduce-scatter": 1}),
+    "all_to_all": lambda ranks: ({"all-to-all": 1}, {"all-to-all": 1}),
+    "ragged": lambda ranks: ({"ragged-all-to-all": 1}, {"ragged-all-to-all": 1}),
+    "nvlink": lambda ranks: ({}, {}),
 }
 TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if is_supported(name)[0]}
 # How a program is laid out: "explicit" and "resource" axes, a "manual" shard_map over all of them, "auto" axes of which

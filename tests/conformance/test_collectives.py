@@ -76,7 +76,7 @@ def test_exchanges_move_what_their_transport_says(setting):
 
     rows = np.ones((*handle.source.shape, WIDTH), setting.dtype)
     tokens, weights = np.ones((num_tokens, WIDTH), setting.dtype), np.ones(idx.shape, np.float32)
-    down, up = TRANSPORTS[setting.transport]
+    down, up = TRANSPORTS[setting.transport](setting.num_ranks)
     check(forward, (tokens,), added(down, up))
     check(backward, (tokens, rows), added(down, up))
     check(weights_and_back, (weights,), {"all-gather": 1, "reduce-scatter": 1})

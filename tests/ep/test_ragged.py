@@ -14,7 +14,7 @@ from ep.exchange_oracle import routing
 from ep.ragged_stand_in import ragged_all_to_all
 from expertmesh.core.mesh import MeshResource
 from expertmesh.ep import EpConfig, combine, dispatch, is_supported, prepare, transports
-from expertmesh.ep.transports import cheapest, ragged
+from expertmesh.ep.transports import BY_NAME, cheapest, ragged
 
 
 @pytest.fixture
@@ -129,9 +129,7 @@ def test_is_supported():
     supported, reason = is_supported("ragged", jax.devices("cpu")[0])
     assert not supported and "XLA:CPU" in reason
     assert ragged.missing_on("cuda") is None
-    with pytest.raises(
-        ValueError, match="local, ring, all_to_all, ragged, nvlink; got feature='nccl'"
-    ):
+    with pytest.raises(ValueError, match=f"{', '.join(BY_NAME)}; got feature='nccl'"):
         is_supported("nccl")
 
 

@@ -14,7 +14,11 @@ from cases.scripts import load_script
 from expertmesh.flax_moe import MoEConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+PAGES = [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs/how-to-add").glob("*.md"),
+    ROOT / "README.md",
+]
 REFERENCE = re.compile(r"\{py:\w+\}`~?(expertmesh[\w.]*)`")
 
 
@@ -38,7 +42,9 @@ def resolves(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_references_resolve(page):
-    names = set(REFERENCE.findall(page.read_text()))
+    """But for what a diff adds."""
+    text = re.sub(r"^```diff\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    names = set(REFERENCE.findall(text))
     assert not [name for name in sorted(names) if not resolves(name)]
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, is_nan, pytestmark, run_twice  # noqa: F401
-from expertmesh.core import ACTIVATIONS, Activation, activate, grouped_quantize
+from expertmesh.core import Activation, activate, grouped_quantize
+from expertmesh.core.ops.activation import IN_KERNELS
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
@@ -111,7 +112,7 @@ def test_rows_that_nobody_reads_change_no_other(which, rows, width):
             )
 
 
-OTHERS = [name for name in ACTIVATIONS if name not in ("silu", "gelu_exact")]
+OTHERS = [name for name in IN_KERNELS if name not in ("silu", "gelu_exact")]
 
 
 @pytest.mark.parametrize("activation", [*OTHERS, GPT_OSS], ids=str)
@@ -124,7 +125,7 @@ def test_other_activations_but_for_their_last_bit(activation):
         compare(*both(jnp.asarray(h, jnp.bfloat16), sizes, FORMATS["block"][0], activation, of))
 
 
-GRADIENTS = [name for name in ACTIVATIONS if name != "gelu_exact"]
+GRADIENTS = [name for name in IN_KERNELS if name != "gelu_exact"]
 CASES = [(name, "bfloat16") for name in (*GRADIENTS, GPT_OSS)] + [
     ("silu", "float16"),
     (GPT_OSS, "float16"),

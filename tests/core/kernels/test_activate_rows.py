@@ -7,7 +7,7 @@ import pytest
 from cases.marks import needs_triton
 from core.ops.test_activate_rows import make, oracle
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
-from expertmesh.core.ops.activation import ACTIVATIONS, Activation
+from expertmesh.core.ops.activation import IN_KERNELS, Activation
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -36,7 +36,7 @@ def run(activation, *given):
 
 # Widths on both sides of a tile, which two functions stand for.
 WIDTHS = [
-    *((function, 200) for function in ACTIVATIONS),
+    *((function, 200) for function in IN_KERNELS),
     *((function, width) for function in ("silu", "quick_gelu") for width in (1416, 8200)),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.ops.test_activation import ORACLES
-from expertmesh.core.ops.activation import ACTIVATIONS, Activation, activate
+from expertmesh.core.ops.activation import IN_KERNELS, Activation, activate
 from expertmesh.core.testing import magnitudes, relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -25,7 +25,7 @@ def _gradient(h, d_out, activation):
 
 
 @pytest.mark.parametrize("limit, offset", [(None, 0.0), (2.0, 1.0)])
-@pytest.mark.parametrize("function", ACTIVATIONS)
+@pytest.mark.parametrize("function", IN_KERNELS)
 def test_gradient(function, limit, offset):
     """Widths on both sides of a tile; at the limit the gradient passes."""
     rng = np.random.default_rng(0)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from expertmesh.core.ops.activation import ACTIVATIONS, Activation, activate, gated_activation
+from expertmesh.core.ops import activation as module
+from expertmesh.core.ops.activation import (
+    ACTIVATIONS,
+    IN_KERNELS,
+    Activation,
+    activate,
+    gated_activation,
+    unsupported,
+)
 from expertmesh.core.testing import magnitudes, relative_error
 
 # On another version of JAX these ops keep the contract, which has the same values in every mode.
@@ -34,6 +42,17 @@ EVERY = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 def test_every_activation_has_an_oracle():
     assert set(ORACLES) == set(ACTIVATIONS)
+
+
+def test_kernels_refuse_what_they_do_not_have(monkeypatch):
+    h = jnp.ones((4, 2, 8))
+    assert set(IN_KERNELS) <= set(ACTIVATIONS)
+    for name in IN_KERNELS:
+        assert unsupported(h, activation=Activation(function=name)) is None
+    monkeypatch.setattr(module, "IN_KERNELS", ("silu",))
+    assert "have silu; the activation is gelu" in unsupported(
+        h, activation=Activation(function="gelu")
+    )
 
 
 @EVERY

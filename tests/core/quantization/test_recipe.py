@@ -17,6 +17,7 @@ from expertmesh.core import (
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    Recipe,
     TensorFormat,
     alignment_of,
     autocast,
@@ -318,6 +319,20 @@ def test_what_runs_natively(capability, native, monkeypatch):
         assert not ok and "planted" in reason and "pip install" in reason
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(Recipe):
+    def formats(self):
+        return MXFP8BlockScaling().formats()
+
+
+def test_a_recipe_without_a_name():
+    assert recipe_of(Own()) == Own() and alignment_of(Own()) == 32
+    with autocast(Own()):
+        assert current_recipe() == Own()
+    with pytest.raises(TypeError, match="Own"):
+        recipe_of(Own)
+
+
 def test_emulation_on_a_gpu_is_said_once(monkeypatch):
     x = jnp.ones(2)
     with warnings.catch_warnings():
@@ -331,6 +346,10 @@ def test_emulation_on_a_gpu_is_said_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         support.warn_if_emulated(MXFP8BlockScaling(), x)
-    with pytest.warns(UserWarning, match="nvfp4"):
-        support.warn_if_emulated(NVFP4BlockScaling(), x)
+    for recipe, words in (
+        (NVFP4BlockScaling(), "nvfp4"),
+        (Own(), "Own runs emulated: .*no kernel"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            support.warn_if_emulated(recipe, x)
     support.warn_once.cache_clear()

@@ -137,7 +137,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
-def _mesh_groups(mesh: re.Match) -> tuple[tuple[int, ...], ...]:
+def _mesh_groups(mesh: re.Match[str]) -> tuple[tuple[int, ...], ...]:
     """Groups over some axes of a mesh: the devices that differ in those axes only."""
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh["axes"])}
     over = {name: (major, size) for name, major, size in _OVER.findall(mesh["over"])}
@@ -160,7 +160,7 @@ def _mesh_groups(mesh: re.Match) -> tuple[tuple[int, ...], ...]:
     return _chunks([devices[i] for i in order], math.prod(dims[d] for d in last))
 
 
-def _iota(match: re.Match) -> list[int]:
+def _iota(match: re.Match[str]) -> list[int]:
     """The devices of `[shape]<=[dims]T(permutation)`, flat."""
     dims = _integers(match["dims"])
     return _transpose(dims, _integers(match["order"]) if match["order"] else list(range(len(dims))))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.specs import (
     Entry,
@@ -51,7 +52,7 @@ class MeshResource:
     pp_resource: Entry = None
     cp_resource: Entry = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         owner: dict[str, str] = {}
         for field in dataclasses.fields(MeshResource):
             value = getattr(self, field.name)
@@ -71,7 +72,7 @@ class MeshResource:
                 owner[axis] = field.name
 
     @classmethod
-    def of(cls, resource) -> "MeshResource":
+    def of(cls, resource: object) -> "MeshResource":
         """Accepts a MeshResource or any object with (some of) its attributes, such as Transformer Engine's."""
         if isinstance(resource, cls):
             return resource
@@ -142,7 +143,8 @@ def global_shard_guard(resource: Any) -> Iterator[MeshResource | None]:
 
 def current_resource() -> MeshResource | None:
     """The MeshResource of the innermost `global_shard_guard`, or None."""
-    return _context.value
+    resource: MeshResource | None = _context.value
+    return resource
 
 
 def filter_roles(spec: Spec, *roles: str) -> PartitionSpec:
@@ -152,7 +154,9 @@ def filter_roles(spec: Spec, *roles: str) -> PartitionSpec:
     return filter_axes(spec, axes)
 
 
-def narrow_at_rest(x: jax.Array, dtype, spec: Spec | None, roles: tuple[str, ...]) -> jax.Array:
+def narrow_at_rest(
+    x: jax.Array, dtype: DTypeLike, spec: Spec | None, roles: tuple[str, ...]
+) -> jax.Array:
     """`x.astype(dtype)`, laid out as `x` is at rest: the copy is gathered for use, not the original.
 
     Left alone, the compiler gives the copy the layout that its consumer wants, and gathers the original for that.

@@ -3,7 +3,7 @@
 An *entry* is one dimension's part of a spec: None, a mesh axis name, or a tuple of names (major first).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import jax
@@ -31,7 +31,7 @@ def spec_axes(spec: Spec) -> tuple[str, ...]:
     return tuple(axis for entry in spec for axis in entry_axes(entry))
 
 
-def map_axes(spec: Spec, keep) -> PartitionSpec:
+def map_axes(spec: Spec, keep: Callable[[str], bool]) -> PartitionSpec:
     """The spec with only the axes for which `keep(axis)` holds."""
     return PartitionSpec(*(make_entry(filter(keep, entry_axes(entry))) for entry in spec))
 

@@ -69,8 +69,8 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
         return True, ""
     device = jax.devices()[0] if device is None else device
     if feature in RECIPES:
-        reason = _why_emulated(feature, device)
-        return reason is None, f"{feature} runs emulated: {reason}" if reason else ""
+        reason = _emulated(feature, device)
+        return not reason, reason
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
     problem = _missing_triton() or _why_no_kernels()
@@ -111,6 +111,12 @@ def tested_versions() -> str:
     return ", ".join(extra)
 
 
+def _emulated(recipe: str, device: jax.Device) -> str:
+    """That a device does not multiply a recipe's operands natively, and why; "" where it does."""
+    reason = _why_emulated(recipe, device)
+    return f"{recipe} runs emulated: {reason}" if reason else ""
+
+
 def _why_emulated(recipe: str, device: jax.Device) -> str | None:
     first = _NATIVE_FROM.get(recipe)
     if first is None:
@@ -131,10 +137,9 @@ def warn_if_emulated(recipe, *operands: jax.Array) -> None:
     """
     if platform_of(*operands) != "cuda" or not any(d.platform == "gpu" for d in jax.devices()):
         return
-    native, reason = is_supported(
-        next(name for name, cls in RECIPES.items() if isinstance(recipe, cls))
-    )
-    if not native:
+    names = (name for name, cls in RECIPES.items() if isinstance(recipe, cls))
+    # A recipe of the user's own has no name.
+    if reason := _emulated(next(names, type(recipe).__name__), jax.devices()[0]):
         warn_once(f"{reason}; the numbers are the same")
 
 

@@ -11,13 +11,15 @@ import functools
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
@@ -25,7 +27,7 @@ from expertmesh.core.specs import filter_axes
 
 AXES = ("a", "b")  # every layout is written with these two mesh axes
 
-FACTORS: Mapping[str, tuple] = {
+FACTORS: Mapping[str, tuple[Any, ...]] = {
     "mode": (
         "single",  # no mesh
         "auto",  # Auto axes, the compiler propagates
@@ -89,14 +91,14 @@ class OpCase:
     """
 
     name: str
-    function: Callable
-    operands: Callable[[np.random.Generator, str, str], tuple]
-    oracle: Callable
+    function: Callable[..., Any]
+    operands: Callable[[np.random.Generator, str, str], tuple[Any, ...]]
+    oracle: Callable[..., Any]
     wrt: tuple[int, ...] = ()
-    layouts: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
-    independent: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    independent: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     exchanges: bool = False
-    poison: Callable | None = None
+    poison: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +112,13 @@ class Setting:
     dtype: str
     size: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "-".join(map(str, dataclasses.astuple(self))).replace(" ", "")
+
+
+_Traits = tuple[frozenset[str], frozenset[str], bool, bool]
+_Function = Callable[..., Any]
+_Transform = Callable[[_Function], _Function]
 
 
 def is_valid(case: OpCase, setting: Setting) -> bool:
@@ -119,13 +126,13 @@ def is_valid(case: OpCase, setting: Setting) -> bool:
     return _is_valid(_traits(case), setting)
 
 
-def _traits(case: OpCase) -> tuple[frozenset, frozenset, bool, bool]:
+def _traits(case: OpCase) -> _Traits:
     """All that the validity of a setting depends on: layouts, independent layouts, differentiable, poisonable."""
     layouts, independent = frozenset(case.layouts), frozenset(case.independent)
     return layouts, independent, bool(case.wrt), case.poison is not None
 
 
-def _is_valid(traits, setting: Setting) -> bool:
+def _is_valid(traits: _Traits, setting: Setting) -> bool:
     layouts, independent, differentiable, poisonable = traits
     single = setting.mode == "single"
     in_shard_map = setting.mode in ("manual", "partial_explicit", "partial_resource")
@@ -168,7 +175,7 @@ def all_settings(case: OpCase) -> Sequence[Setting]:
 
 
 @functools.cache
-def _all_settings(traits) -> tuple[Setting, ...]:
+def _all_settings(traits: _Traits) -> tuple[Setting, ...]:
     every = itertools.starmap(Setting, itertools.product(*FACTORS.values()))
     return tuple(setting for setting in every if _is_valid(traits, setting))
 
@@ -179,7 +186,7 @@ def full_settings(case: OpCase) -> list[Setting]:
     The transforms of one layout follow each other, with its dtype and size if they are valid: what is traced for one
     serves the others.
     """
-    layouts: dict[tuple, dict[str, dict[tuple, Setting]]] = {}
+    layouts: dict[tuple[Any, ...], dict[str, dict[tuple[str, str], Setting]]] = {}
     for setting in all_settings(case):
         programs = layouts.setdefault((setting.mode, setting.mesh, setting.layout), {})
         data = setting.dtype, setting.size
@@ -195,7 +202,7 @@ def full_settings(case: OpCase) -> list[Setting]:
 
 
 def covering_settings(
-    cases: Sequence[OpCase], seed: int = 0, **only: tuple
+    cases: Sequence[OpCase], seed: int = 0, **only: tuple[Any, ...]
 ) -> list[tuple[OpCase, Setting]]:
     """Few (case, setting) with every mode, in which every two values of two other factors meet.
 
@@ -227,7 +234,7 @@ def covering_settings(
     return chosen
 
 
-def _pairs(candidates) -> np.ndarray:
+def _pairs(candidates: Sequence[tuple[OpCase, Setting]]) -> np.ndarray:
     """int[candidates, pairs of factors]: a number for each two values that meet in a candidate."""
     rows = [
         {"case": case.name, "road": ROADS[setting.mode], "check": CHECKS[setting.transform]}
@@ -238,10 +245,10 @@ def _pairs(candidates) -> np.ndarray:
     meeting += [("case", factor) for factor in ("road", "check", "dtype", "size")]
     columns = []
     for a, b in meeting:
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[Any, Any], int] = {}
         columns.append([numbers.setdefault((row[a], row[b]), len(numbers)) for row in rows])
     firsts = np.cumsum([0, *(max(column, default=-1) + 1 for column in columns[:-1])])
-    return np.reshape(columns, (len(meeting), len(rows))).T + firsts
+    return np.asarray(np.reshape(columns, (len(meeting), len(rows))).T + firsts)
 
 
 def check_op(case: OpCase, setting: Setting, seed: int = 0) -> None:
@@ -257,8 +264,8 @@ def check_op(case: OpCase, setting: Setting, seed: int = 0) -> None:
         }[setting.transform]()
 
 
-def _scan(function):
-    def scanned(*stacked):
+def _scan(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scanned(*stacked: jax.Array) -> Any:
         return jax.lax.scan(lambda _, operands: (0, function(*operands)), 0, stacked)[1]
 
     return scanned
@@ -267,7 +274,7 @@ def _scan(function):
 class _Run(contextlib.ExitStack):
     """A case in a setting: mesh, contexts, and operands laid out."""
 
-    def __init__(self, case: OpCase, setting: Setting, seed: int):
+    def __init__(self, case: OpCase, setting: Setting, seed: int) -> None:
         super().__init__()
         self.case, self.setting = case, setting
         self.rng = np.random.default_rng(seed)
@@ -285,12 +292,14 @@ class _Run(contextlib.ExitStack):
         self.specs = case.layouts[setting.layout]
         self.results = case.independent.get(setting.layout)
 
-    def operands(self):
+    def operands(self) -> tuple[np.ndarray, ...]:
         return tuple(
             map(np.asarray, self.case.operands(self.rng, self.setting.size, self.setting.dtype))
         )
 
-    def put(self, operands, lead=()):
+    def put(
+        self, operands: Sequence[np.ndarray], lead: tuple[None, ...] = ()
+    ) -> tuple[jax.Array, ...]:
         if self.mesh is None:
             return tuple(map(jnp.asarray, operands))
         return tuple(
@@ -298,7 +307,7 @@ class _Run(contextlib.ExitStack):
             for x, spec in zip(operands, self.specs, strict=True)
         )
 
-    def function(self):
+    def function(self) -> Callable[..., Any]:
         """The case's function, inside a shard_map where the mode asks for one."""
         manual = {"manual": AXES, "partial_explicit": AXES[:1], "partial_resource": AXES[:1]}
         axes = manual.get(self.setting.mode)
@@ -315,13 +324,13 @@ class _Run(contextlib.ExitStack):
             check_vma=self.setting.mode == "manual",
         )
 
-    def check_value(self):
+    def check_value(self) -> None:
         """The result is the oracle's, a second call traces nothing, and independent shards communicate nothing."""
         operands = self.operands()
         inner, placed, traces = self.function(), self.put(operands), []
 
         @jax.jit
-        def function(*operands):
+        def function(*operands: jax.Array) -> Any:
             traces.append(operands)
             return inner(*operands)
 
@@ -341,7 +350,7 @@ class _Run(contextlib.ExitStack):
             found = collectives(function.lower(*placed).compile().as_text() or "")
             assert not found, f"{self.case.name}: independent shards communicate: {found}"
 
-    def check_gradient(self, transform):
+    def check_gradient(self, transform: _Transform) -> None:
         """Directional derivatives equal central differences of the oracle; values that must not matter do not."""
         operands = self.operands()
         out = self.case.oracle(*_float64(operands))
@@ -358,17 +367,25 @@ class _Run(contextlib.ExitStack):
         if self.case.poison is not None:
             self.assert_equal(results, function(*self.put(self.case.poison(*operands))))
 
-    def _check_direction(self, operands, cotangents, i, gradient):
+    def _check_direction(
+        self,
+        operands: Sequence[np.ndarray],
+        cotangents: Sequence[np.ndarray],
+        i: int,
+        gradient: np.ndarray,
+    ) -> None:
         scale = np.maximum(np.abs(_float64(operands)[i]), 1e-3)
         for _ in range(2):
             direction = self.rng.normal(size=gradient.shape) * scale
             step = 1e-5
 
-            def at(t, direction=direction):
+            def at(t: float, direction: np.ndarray = direction) -> float:
                 moved = list(_float64(operands))
                 moved[i] = moved[i] + t * direction
                 out = self.case.oracle(*moved)
-                return sum(np.vdot(c, y) for c, y in zip(cotangents, _leaves(out), strict=True))
+                return sum(
+                    float(np.vdot(c, y)) for c, y in zip(cotangents, _leaves(out), strict=True)
+                )
 
             want = (at(step) - at(-step)) / (2 * step)
             got = np.vdot(gradient.astype(np.float64), direction)
@@ -380,7 +397,7 @@ class _Run(contextlib.ExitStack):
                 f"{self.case.name}: gradient of operand {i} along a direction: got {got}, want {want}"
             )
 
-    def check_stacked(self, transform):
+    def check_stacked(self, transform: _Transform) -> None:
         """Under vmap or scan the result is the stack of the results."""
         sets = [self.operands() for _ in range(3)]
         stacked = [np.stack(xs) for xs in zip(*sets, strict=True)]
@@ -388,7 +405,7 @@ class _Run(contextlib.ExitStack):
         wants = [_leaves(self.case.oracle(*_float64(operands))) for operands in sets]
         self.assert_close(out, tuple(np.stack(ys) for ys in zip(*wants, strict=True)))
 
-    def check_poison(self):
+    def check_poison(self) -> None:
         """Values that must not matter do not: NaN there changes no bit."""
         operands = self.operands()
         assert self.case.poison is not None
@@ -396,12 +413,12 @@ class _Run(contextlib.ExitStack):
         poisoned = self.case.poison(*operands)
         self.assert_equal(function(*self.put(operands)), function(*self.put(poisoned)))
 
-    def assert_equal(self, got, want):
+    def assert_equal(self, got: Any, want: Any) -> None:
         """Bit for bit, NaN as NaN."""
         for a, b in zip(_leaves(got), _leaves(want), strict=True):
             np.testing.assert_array_equal(_whole(a), _whole(b), err_msg=self.case.name)
 
-    def assert_close(self, got, want):
+    def assert_close(self, got: Any, want: Any) -> None:
         for x, y in zip(_leaves(got), _leaves(want), strict=True):
             x = _whole(x)
             assert x.shape == np.shape(y), f"{self.case.name}: shape {x.shape}, want {np.shape(y)}"
@@ -411,11 +428,13 @@ class _Run(contextlib.ExitStack):
             assert error <= limit, f"{self.case.name}: relative error {error:.2e} > {limit:.0e}"
 
 
-def _with_gradients(function, wrt, cotangents):
+def _with_gradients(
+    function: Callable[..., Any], wrt: Sequence[int], cotangents: Sequence[np.ndarray]
+) -> Callable[..., Any]:
     """The result of `function`, and its gradients in the operands `wrt` for one cotangent per leaf of the result."""
 
-    def both(*operands):
-        def of(*chosen):
+    def both(*operands: jax.Array) -> tuple[Any, tuple[jax.Array, ...]]:
+        def of(*chosen: jax.Array) -> Any:
             full = list(operands)
             for i, x in zip(wrt, chosen, strict=True):
                 full[i] = x
@@ -429,7 +448,7 @@ def _with_gradients(function, wrt, cotangents):
     return both
 
 
-def compile_partitioned(lowered) -> tuple[jax.stages.Compiled, str]:
+def compile_partitioned(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
     """The compiled program, and its HLO as the partitioner left it.
 
     XLA:CPU later sends 8-bit and bfloat16 numbers as wider ones, so only this text shows in which dtype they cross
@@ -447,7 +466,7 @@ def compile_partitioned(lowered) -> tuple[jax.stages.Compiled, str]:
 
 
 @contextlib.contextmanager
-def _without_cache():
+def _without_cache() -> Iterator[None]:
     # Whether there is a cache is decided once, and again after a reset.
     with _config("jax_enable_compilation_cache", False):
         compilation_cache.reset_cache()
@@ -457,7 +476,7 @@ def _without_cache():
             compilation_cache.reset_cache()
 
 
-def relative_error(got, want) -> float:
+def relative_error(got: ArrayLike, want: ArrayLike) -> float:
     """||got - want|| / ||want||, in float64; the norm of the difference where the norm of `want` is 0."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
     norm = np.linalg.norm(want.ravel())
@@ -473,7 +492,7 @@ def magnitudes(
     return np.asarray(rng.normal(size=shape) * scale).astype(jnp.dtype(dtype))
 
 
-def _make_mesh(setting: Setting):
+def _make_mesh(setting: Setting) -> jax.sharding.Mesh:
     kind = {
         "explicit": AxisType.Explicit,
         "explicit_set_mesh": AxisType.Explicit,
@@ -484,7 +503,7 @@ def _make_mesh(setting: Setting):
 
 
 @contextlib.contextmanager
-def _config(name, value):
+def _config(name: str, value: object) -> Iterator[None]:
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
@@ -493,28 +512,28 @@ def _config(name, value):
         jax.config.update(name, before)
 
 
-def _put(x, sharding):
+def _put(x: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _cotangent(value, like):
+def _cotangent(value: np.ndarray, like: jax.Array) -> jax.Array:
     """`value` as a cotangent of the traced array `like`: its dtype, its layout."""
-    value, sharding = jnp.asarray(value, like.dtype), jax.typeof(like).sharding
+    cotangent, sharding = jnp.asarray(value, like.dtype), jax.typeof(like).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return jax.sharding.reshard(value, sharding) if explicit else value
+    return jax.sharding.reshard(cotangent, sharding) if explicit else cotangent
 
 
-def _leaves(tree):
+def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
 
-def _float64(operands):
+def _float64(operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     return tuple(
         x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in operands
     )
 
 
-def _whole(x) -> np.ndarray:
+def _whole(x: ArrayLike) -> np.ndarray:
     """A global array's value, on every process, after its replicas were compared."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)

@@ -39,7 +39,11 @@ class _Given:
             yield dict(self.options)
 
 
-def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) -> Callable:
+def differentiable[Out](
+    fwd: Callable[..., tuple[Out, Any]],
+    bwd: Callable[..., tuple[Any, ...]],
+    value: Callable[..., Out] | None = None,
+) -> Callable[..., Out]:
     """Makes one function of a forward and a backward rule. Call it at module level.
 
     Args:
@@ -76,7 +80,7 @@ def differentiable(fwd: Callable, bwd: Callable, value: Callable | None = None) 
     call.defvjp(call_fwd, call_bwd)
     jitted = jax.jit(call, static_argnums=0)
 
-    def public(*operands, **options):
+    def public(*operands: Any, **options: Any) -> Out:
         given = _Given(tuple(sorted(options.items())), current_resource())
         # Outside the custom VJP, so that the cast's transpose sums the cotangent of a replicated operand.
         return jitted(given, *_jax.match_varying(operands))

@@ -6,7 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from expertmesh.core.specs import constrain, pad_spec
 from expertmesh.core.support import platform_of
@@ -88,7 +89,9 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
     return group
 
 
-def _operands(config, tokens, top_k):
+def _operands(
+    config: EpConfig, tokens: jax.Array | jax.ShapeDtypeStruct, top_k: int
+) -> tuple[jax.Array, jax.Array]:
     """Choices that take the experts in turn, and tokens of 0 and 1 in turn, whose sums are exact."""
     leading = tokens.shape[:-1]
     number = np.arange(np.prod(leading, dtype=np.int64)).reshape(*leading, 1)
@@ -98,14 +101,14 @@ def _operands(config, tokens, top_k):
         return jnp.asarray(chosen, jnp.int32), jnp.asarray(values, tokens.dtype)
     spec = PartitionSpec(*pad_spec(sharding.spec, len(tokens.shape))[:-1])
 
-    def put(x, sharding, dtype):
+    def put(x: np.ndarray, sharding: Sharding, dtype: DTypeLike) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at].astype(dtype))
 
     choices = put(chosen, NamedSharding(sharding.mesh, spec), np.int32)
     return choices, put(values, sharding, tokens.dtype)
 
 
-def _describe(config, handle: Handle, dtype, platform) -> EpGroup:
+def _describe(config: EpConfig, handle: Handle, dtype: DTypeLike, platform: str) -> EpGroup:
     (participants, capacity), ep_size = handle.source.shape, handle.ep_size
     _, group_tokens, top_k = handle.row.shape
     tokens_per_rank, experts_per_rank = group_tokens // ep_size, config.num_experts // ep_size
@@ -123,7 +126,7 @@ def _describe(config, handle: Handle, dtype, platform) -> EpGroup:
     )
 
 
-def _differs(topk_idx, tokens, *, config):
+def _differs(topk_idx: jax.Array, tokens: jax.Array, *, config: EpConfig) -> jax.Array:
     handle = prepare(topk_idx, config)
     out = combine(handle, dispatch(handle, tokens))
     tokens = constrain(tokens, jax.typeof(out).sharding.spec)

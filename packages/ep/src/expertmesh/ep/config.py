@@ -3,7 +3,9 @@
 import dataclasses
 import re
 
-TRANSPORTS = ("auto", "local", "ring", "all_to_all", "ragged", "nvlink")
+from expertmesh.ep.transports import BY_NAME
+
+TRANSPORTS = ("auto", *BY_NAME)
 SMS = re.compile(r"nvlink:([1-9]\d*)")
 OVERFLOW_POLICIES = ("drop", "error")
 
@@ -42,7 +44,7 @@ class EpConfig:
     overflow: str = "drop"
     debug: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_size("num_experts", self.num_experts)
         _check_size("alignment", self.alignment)
         if self.alignment & (self.alignment - 1):
@@ -73,7 +75,7 @@ class EpConfig:
             )
 
 
-def check_transport(function, name):
+def check_transport(function: str, name: object) -> None:
     limit = SMS.fullmatch(name) if isinstance(name, str) else None
     if name in TRANSPORTS or limit and int(limit[1]) >= 2:
         return
@@ -83,7 +85,7 @@ def check_transport(function, name):
     )
 
 
-def _check_size(name, value):
+def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"EpConfig: {name} must be an int; got {name}={value!r}; convert it with int()"

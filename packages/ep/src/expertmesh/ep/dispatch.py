@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.op import Op
 from expertmesh.core.operands import debug_check_ids
@@ -68,11 +69,13 @@ class Handle:
         return self.slot, self.source, self.row
 
 
-def _route(slot, source_1C, row_1GK) -> Route:
+def _route(slot: jax.Array, source_1C: jax.Array, row_1GK: jax.Array) -> Route:
     return Route(flatten_leading(slot), source_1C[0], row_1GK[0])
 
 
-def _prepare_reference(topk_idx, *, num_experts, capacity, alignment, axis):
+def _prepare_reference(
+    topk_idx: jax.Array, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
+) -> tuple[jax.Array, ...]:
     route, plan = make_route(
         flatten_leading(topk_idx),
         num_experts=num_experts,
@@ -91,13 +94,29 @@ def _prepare_reference(topk_idx, *, num_experts, capacity, alignment, axis):
     return route.slot_TK.reshape(topk_idx.shape), *(x[None] for x in each)
 
 
-def _dispatch_reference(tokens, slot, source_1C, row_1GK, *, axis, transport):
+def _dispatch_reference(
+    tokens: jax.Array,
+    slot: jax.Array,
+    source_1C: jax.Array,
+    row_1GK: jax.Array,
+    *,
+    axis: Axis,
+    transport: str,
+) -> jax.Array:
     route = _route(slot, source_1C, row_1GK)
     move = choose(transport, route, tokens.dtype, axis).dispatch
     return move(flatten_leading(tokens), route, axis=axis)[None]
 
 
-def _combine_reference(rows_1CD, slot, source_1C, row_1GK, *, axis, transport):
+def _combine_reference(
+    rows_1CD: jax.Array,
+    slot: jax.Array,
+    source_1C: jax.Array,
+    row_1GK: jax.Array,
+    *,
+    axis: Axis,
+    transport: str,
+) -> jax.Array:
     route = _route(slot, source_1C, row_1GK)
     move = choose(transport, route, rows_1CD.dtype, axis).combine
     tokens_TD = move(rows_1CD[0], route, axis=axis)
@@ -105,8 +124,16 @@ def _combine_reference(rows_1CD, slot, source_1C, row_1GK, *, axis, transport):
 
 
 def _dispatch_quantized_reference(
-    data, scale, slot, source_1C, row_1GK, *, axis, transport, format
-):
+    data: jax.Array,
+    scale: jax.Array,
+    slot: jax.Array,
+    source_1C: jax.Array,
+    row_1GK: jax.Array,
+    *,
+    axis: Axis,
+    transport: str,
+    format: TensorFormat,
+) -> tuple[jax.Array, jax.Array]:
     route = _route(slot, source_1C, row_1GK)
     parts_T = flatten_leading(data), flatten_leading(scale)
     chosen = choose(transport, route, jnp.uint8, axis)
@@ -121,8 +148,15 @@ def _dispatch_quantized_reference(
 
 
 def _combine_quantized_reference(
-    rows_1CD, slot, source_1C, row_1GK, *, axis, transport, wire_format
-):
+    rows_1CD: jax.Array,
+    slot: jax.Array,
+    source_1C: jax.Array,
+    row_1GK: jax.Array,
+    *,
+    axis: Axis,
+    transport: str,
+    wire_format: TensorFormat | str,
+) -> jax.Array:
     if row_1GK.size == 0:  # nothing moves
         return _combine_reference(
             rows_1CD, slot, source_1C, row_1GK, axis=axis, transport=transport
@@ -133,13 +167,17 @@ def _combine_quantized_reference(
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
 
-def _dispatch_values_reference(values, slot, source_1C, row_1GK, *, axis):
+def _dispatch_values_reference(
+    values: jax.Array, slot: jax.Array, source_1C: jax.Array, row_1GK: jax.Array, *, axis: Axis
+) -> jax.Array:
     del slot
     values_GK = all_gather(flatten_leading(values), axis)
     return move_values(values_GK[None], RowMap(row_1GK, source_1C))
 
 
-def _combine_values_reference(values_1C, slot, source_1C, row_1GK, *, axis):
+def _combine_values_reference(
+    values_1C: jax.Array, slot: jax.Array, source_1C: jax.Array, row_1GK: jax.Array, *, axis: Axis
+) -> jax.Array:
     here_GK = move_values(values_1C, RowMap(row_1GK, source_1C).inverse)[0]
     # Each choice has a row on one rank only, so the sum is exact.
     return sum_scatter(here_GK, axis).reshape(slot.shape)
@@ -278,7 +316,7 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
     return _dispatch(tokens, handle, transport=transport)
 
 
-def _dispatched_quantized(handle, tokens, transport):
+def _dispatched_quantized(handle: Handle, tokens: QuantizedArray, transport: str) -> QuantizedArray:
     _check_travels("dispatch", "tokens", tokens.format)
     data, scale = _dispatch_quantized(
         tokens.data,
@@ -340,9 +378,10 @@ def combine(
             "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "
             "use 'auto' or 'all_to_all'"
         )
-    return _combine_quantized(
+    tokens: jax.Array = _combine_quantized(
         rows, *handle.maps, axis=handle.axis, transport=transport, wire_format=wire_format
     )
+    return tokens
 
 
 def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
@@ -370,29 +409,29 @@ def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
     return _dispatch_weights(topk_weights.astype(jnp.float32), handle)
 
 
-def _dispatch_fwd(tokens, handle, *, transport):
+def _dispatch_fwd(tokens: jax.Array, handle: Handle, *, transport: str) -> tuple[jax.Array, Handle]:
     rows = _dispatch_rows(tokens, *handle.maps, axis=handle.axis, transport=transport)
     return rows, handle
 
 
-def _dispatch_bwd(handle, d_rows, *, transport):
+def _dispatch_bwd(handle: Handle, d_rows: jax.Array, *, transport: str) -> tuple[jax.Array, None]:
     return _combine_fwd(d_rows, handle, transport=transport)[0], None
 
 
-def _combine_fwd(rows, handle, *, transport):
+def _combine_fwd(rows: jax.Array, handle: Handle, *, transport: str) -> tuple[jax.Array, Handle]:
     tokens = _combine_rows(rows, *handle.maps, axis=handle.axis, transport=transport)
     return tokens, handle
 
 
-def _combine_bwd(handle, d_tokens, *, transport):
+def _combine_bwd(handle: Handle, d_tokens: jax.Array, *, transport: str) -> tuple[jax.Array, None]:
     return _dispatch_fwd(d_tokens, handle, transport=transport)[0], None
 
 
-def _dispatch_weights_fwd(weights, handle):
+def _dispatch_weights_fwd(weights: jax.Array, handle: Handle) -> tuple[jax.Array, Handle]:
     return _dispatch_values(weights, *handle.maps, axis=handle.axis), handle
 
 
-def _dispatch_weights_bwd(handle, d_rows):
+def _dispatch_weights_bwd(handle: Handle, d_rows: jax.Array) -> tuple[jax.Array, None]:
     return _combine_values(d_rows, *handle.maps, axis=handle.axis), None
 
 
@@ -401,13 +440,13 @@ _combine = differentiable(_combine_fwd, _combine_bwd)
 _dispatch_weights = differentiable(_dispatch_weights_fwd, _dispatch_weights_bwd)
 
 
-def _transport(function, handle, name):
+def _transport(function: str, handle: Handle, name: str | None) -> str:
     name = handle.transport if name is None else name
     check_transport(function, name)
     return name
 
 
-def _check_payload(function, dtype):
+def _check_payload(function: str, dtype: DTypeLike) -> None:
     number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
     bits = number and (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
     if bits < 8:
@@ -417,7 +456,7 @@ def _check_payload(function, dtype):
         )
 
 
-def _check_travels(function, name, format):
+def _check_travels(function: str, name: str, format: TensorFormat) -> None:
     if not travels(format):
         raise ValueError(
             f"{function}: {name} must be of 8 bits with scales for blocks inside a token; got format={format}; "
@@ -425,7 +464,7 @@ def _check_travels(function, name, format):
         )
 
 
-def _check_floor(config, handle):
+def _check_floor(config: EpConfig, handle: Handle) -> None:
     """Fewer rows than one participant's own tokens overflow even under balanced routing."""
     tokens_per_rank = handle.row.shape[1] // handle.ep_size
     if config.overflow == "error" and handle.source.shape[1] < tokens_per_rank:
@@ -435,7 +474,7 @@ def _check_floor(config, handle):
         )
 
 
-def _check_shape(function, name, shape, wanted):
+def _check_shape(function: str, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if shape != wanted:
         raise ValueError(
             f"{function}: {name} must fit the handle; got leading dimensions {shape} of {name}, handle: {wanted}; "

@@ -39,7 +39,9 @@ class Overflow:
         return self.num_dropped > 0
 
 
-def _reference(total_recv_P, num_dropped_P):
+def _reference(
+    total_recv_P: jax.Array, num_dropped_P: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     demand = jnp.max(total_recv_P)
     # Smaller for earlier participants, so that the first of several is found without a sort.
     order_P = jnp.arange(total_recv_P.shape[0], dtype=jnp.int32)

@@ -18,6 +18,7 @@ from expertmesh.core.op import Plan, Query
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.specs import (
     Entry,
+    Spec,
     axes_of_type,
     axis_size,
     dividing_axes,
@@ -122,7 +123,12 @@ def resource_of_rows(slot: jax.Array, axis: Axis) -> MeshResource | None:
     return resource.with_participants(entry_axes(layout.participants))
 
 
-def _split_over(name, axes, sizes, mesh_shape):
+_Axes = list[tuple[str, ...]]  # of each dimension
+
+
+def _split_over(
+    name: str, axes: _Axes, sizes: Sequence[int], mesh_shape: Mapping[str, int]
+) -> _Axes:
     """Adds an axis, innermost, to the first dimension that it divides."""
     for dim, size in enumerate(sizes):
         wanted = (*axes[dim], name)
@@ -147,7 +153,7 @@ def _features(function: str, query: Query, layout: Layout, block: int = 1) -> En
     return make_entry(free)
 
 
-def _warn_resharded(function, spec, expected):
+def _warn_resharded(function: str, spec: Spec, expected: Spec) -> None:
     warnings.warn(
         f"{function}: the last dimension must not be sharded over axes that shard tokens, nor K at all; "
         f"got {PartitionSpec(*spec)}, resharded to {PartitionSpec(*expected)}; place it so",

@@ -37,33 +37,34 @@ def group_size(axis: Axis) -> int:
     return jax.lax.axis_size(axis) if axis else 1
 
 
-def group_rank(axis: Axis):
+def group_rank(axis: Axis) -> jax.Array | int:
     """This device's rank in its EP group."""
     return jax.lax.axis_index(axis) if axis else 0
 
 
-def all_gather(x, axis: Axis):
+def all_gather(x: jax.Array, axis: Axis) -> jax.Array:
     """Concatenates the ranks' arrays, in rank order."""
     return jax.lax.all_gather(x, axis, tiled=True) if axis and _moves(x) else x
 
 
-def sum_scatter(x, axis: Axis):
+def sum_scatter(x: jax.Array, axis: Axis) -> jax.Array:
     """Adds the ranks' arrays and leaves each rank its part."""
     return jax.lax.psum_scatter(x, axis, tiled=True) if axis and _moves(x) else x
 
 
-def _moves(x) -> bool:
+def _moves(x: jax.Array) -> bool:
     """StableHLO has no collective over a dimension of size 0, and without one the result is the same."""
-    return x.shape[0] > 0
+    return bool(x.shape[0] > 0)
 
 
-def take_rows(src_SD, index_NK):
+def take_rows(src_SD: jax.Array, index_NK: jax.Array) -> jax.Array:
     """Row n is the sum over k of src[index[n, k]]; an index that is not in src adds nothing."""
-    return gather_rows(src_SD[None], index_NK[None])[0]
+    rows_1ND: jax.Array = gather_rows(src_SD[None], index_NK[None])
+    return rows_1ND[0]
 
 
 def make_route(
-    topk_idx_TK, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
+    topk_idx_TK: jax.Array, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
 ) -> tuple[Route, RowPlan]:
     """Plans the whole group's rows on every rank, from the ids alone: payloads then move without a handshake.
 
@@ -92,14 +93,18 @@ def make_route(
     return Route(slot_TK, plan.source_C, row_GK), plan
 
 
-def worst_capacity(num_experts, top_k, num_tokens, ep_size, alignment) -> int:
+def worst_capacity(
+    num_experts: int, top_k: int, num_tokens: int, ep_size: int, alignment: int
+) -> int:
     """`recv_capacity`, and 0 where nothing can arrive."""
     if num_tokens * top_k == 0:
         return 0
     return recv_capacity(num_experts, top_k, num_tokens, ep_size, alignment)
 
 
-def _check_countable(size, capacity, num_choices, num_experts, alignment):
+def _check_countable(
+    size: int, capacity: int, num_choices: int, num_experts: int, alignment: int
+) -> None:
     most = max(size * capacity, size * num_choices + num_experts * (alignment - 1))
     if most >= 2**31:
         raise ValueError(
@@ -108,7 +113,7 @@ def _check_countable(size, capacity, num_choices, num_experts, alignment):
         )
 
 
-def flatten_leading(x, num_trailing: int = 1):
+def flatten_leading(x: jax.Array, num_trailing: int = 1) -> jax.Array:
     """[..., *trailing] to [T, *trailing]."""
     leading = x.shape[: x.ndim - num_trailing]
     return x.reshape(prod(leading), *x.shape[x.ndim - num_trailing :])

@@ -3,10 +3,9 @@
 import jax
 
 from expertmesh.core.support import check_feature
-from expertmesh.ep.config import TRANSPORTS
-from expertmesh.ep.transports import nvlink, ragged
+from expertmesh.ep.transports import BY_NAME, missing_on
 
-FEATURES = tuple(name for name in TRANSPORTS if name != "auto")
+FEATURES = tuple(BY_NAME)
 
 
 def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, str]:
@@ -25,6 +24,5 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     check_feature(feature, FEATURES)
     device = jax.devices()[0] if device is None else device
     platform = "cuda" if device.platform == "gpu" else device.platform
-    transport = {"ragged": ragged, "nvlink": nvlink}.get(feature)
-    reason = transport.missing_on(platform) if transport else None
+    reason = missing_on(feature, platform)
     return reason is None, reason or ""

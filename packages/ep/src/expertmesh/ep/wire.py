@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.quantize import dequantize, quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -36,18 +37,20 @@ def to_bytes(data: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.concatenate([_bytes(data), _bytes(scale)], axis=-1)
 
 
-def from_bytes(rows: jax.Array, num_features: int, data_dtype, scale_dtype):
+def from_bytes(
+    rows: jax.Array, num_features: int, data_dtype: DTypeLike, scale_dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """data [..., D], scale [..., B]: the inverse of `to_bytes`."""
     data, scale = rows[..., :num_features], rows[..., num_features:]
     return _of_bytes(data, data_dtype), _of_bytes(scale, scale_dtype)
 
 
-def _bytes(x):
+def _bytes(x: jax.Array) -> jax.Array:
     # Elements of more bytes become one more dimension.
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
 
 
-def _of_bytes(rows, dtype):
+def _of_bytes(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         rows = rows.reshape(*rows.shape[:-1], -1, size)
@@ -64,14 +67,14 @@ class Wire:
 
     format: TensorFormat | str | None = None
 
-    def encode(self, rows_ND):
+    def encode(self, rows_ND: jax.Array) -> jax.Array:
         """The rows as they travel."""
         if not isinstance(self.format, TensorFormat):
             return rows_ND.astype(self.format or rows_ND.dtype)
         q = quantize(rows_ND, self.format)
         return to_bytes(q.data, q.scale)
 
-    def decode(self, sent_N, like_ND):
+    def decode(self, sent_N: jax.Array, like_ND: jax.Array) -> jax.Array:
         """The rows that arrive, in shape and dtype those of `like`."""
         if not isinstance(self.format, TensorFormat):
             return sent_N.astype(like_ND.dtype)
@@ -92,5 +95,5 @@ class Wire:
 PLAIN = Wire()
 
 
-def _scale_dtype(format):
+def _scale_dtype(format: TensorFormat) -> str:
     return "float8_e8m0fnu" if format.scale == "float8_e8m0fnu" else "float32"

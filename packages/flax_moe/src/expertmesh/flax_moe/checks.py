@@ -1,11 +1,12 @@
 """What a block and its stages refuse, and which experts they hold. Errors are in the name of `function`."""
 
+from collections.abc import Collection
 from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
@@ -65,7 +66,7 @@ def experts_held(function: str, x: jax.Array, config: MoEConfig, ep_axis: tuple[
     """Experts in the weights as the caller sees them: all, or one shard's where the EP axis is Manual."""
     mesh = mesh_of(x)
     manual = axes_of_type(mesh, AxisType.Manual)
-    ranks = prod(mesh.shape[axis] for axis in manual if axis in ep_axis)
+    ranks: int = prod(mesh.shape[axis] for axis in manual if axis in ep_axis)
     if config.num_experts % ranks:
         raise ValueError(
             f"{function}: num_experts must be divisible by the EP size; "
@@ -77,7 +78,9 @@ def experts_held(function: str, x: jax.Array, config: MoEConfig, ep_axis: tuple[
     return held
 
 
-def _check_experts_split(function, held, mesh, ep_axis, manual):
+def _check_experts_split(
+    function: str, held: int, mesh: AbstractMesh, ep_axis: tuple[str, ...], manual: Collection[str]
+) -> None:
     """Raises unless ep and fsdp, as far as they are not Manual, divide the experts."""
     resource = current_resource()
     fsdp = () if resource is None else resource.axes("fsdp")

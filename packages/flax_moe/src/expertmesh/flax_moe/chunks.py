@@ -7,6 +7,7 @@ Split and merged are reshapes: the shards of a dimension are made of whole runs 
 Dimension key: `...` tokens, n parts.
 """
 
+from collections.abc import Callable
 from math import prod
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of, pad_spec
+from expertmesh.core.specs import Entry, axes_of_type, entry_axes, mesh_of, pad_spec
 
 __all__ = ["merge_chunks", "split_chunks"]
 
@@ -55,13 +56,15 @@ def merge_chunks(parts: jax.Array, dim: int) -> jax.Array:
     return _reshaped(x, shape, lambda spec: (*spec[: dim + 1], *spec[dim + 2 :]))
 
 
-def _split(x, dim, num_chunks):
+def _split(x: jax.Array, dim: int, num_chunks: int) -> jax.Array:
     shape = (*x.shape[:dim], x.shape[dim] // num_chunks, num_chunks, *x.shape[dim + 1 :])
     x = _reshaped(x, shape, lambda spec: (*spec[: dim + 1], None, *spec[dim + 1 :]))
     return jnp.moveaxis(x, dim + 1, 0)
 
 
-def _reshaped(x, shape, move):
+def _reshaped(
+    x: jax.Array, shape: tuple[int, ...], move: Callable[[tuple[Entry, ...]], tuple[Entry, ...]]
+) -> jax.Array:
     """`x.reshape(shape)` with the entries `move(spec)` of its type's: JAX may take an axis of size 1 elsewhere."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -70,7 +73,7 @@ def _reshaped(x, shape, move):
     return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
-def _shards(x) -> list[int]:
+def _shards(x: jax.Array) -> list[int]:
     """Into how many shards each dimension of tokens is split; where that can't be known, into how many at most."""
     sharding, resource = jax.typeof(x).sharding, current_resource()
     mesh = mesh_of(x)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.ops.activation import Activation, check_activation
@@ -111,7 +112,7 @@ class MoEConfig:
     reduce_dtype: Any = jnp.float32
     shard_exp_on_fsdp: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "expert_dim", "num_chunks"):
             _check_positive_int(name, getattr(self, name))
         for name in ("shared_expert_dim", "alignment"):
@@ -234,7 +235,7 @@ class MoEOutput(NamedTuple):
     quant_state: Any = None
 
 
-def dispatches_quantized(recipe: Recipe | None) -> bool:
+def dispatches_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
     """Whether tokens are quantized before they are dispatched: to 8 bits, with scales of a token's own."""
     if recipe is None:
         return False
@@ -242,7 +243,7 @@ def dispatches_quantized(recipe: Recipe | None) -> bool:
     return x.block is not None and x.block[0] == 1 and x.dtype.startswith("float8")
 
 
-def _check_alignment(alignment, recipe):
+def _check_alignment(alignment: int | None, recipe: Recipe | None) -> None:
     least = alignment_of(recipe)
     if alignment is not None and alignment % least:
         raise ValueError(
@@ -251,7 +252,7 @@ def _check_alignment(alignment, recipe):
         )
 
 
-def _check_backward_combine(config):
+def _check_backward_combine(config: MoEConfig) -> None:
     if not config.quantize_backward_combine:
         return
     if config.transport == "ring":
@@ -266,7 +267,7 @@ def _check_backward_combine(config):
         )
 
 
-def _check_positive_int(name, value):
+def _check_positive_int(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
             f"MoEConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
@@ -277,7 +278,7 @@ def _check_positive_int(name, value):
         )
 
 
-def _check_coefficient(name, value):
+def _check_coefficient(name: str, value: object) -> None:
     if not isinstance(value, int | float):
         raise TypeError(
             f"MoEConfig: {name} must be a Python number; got {name}={value!r}; pass a float"
@@ -288,7 +289,7 @@ def _check_coefficient(name, value):
         )
 
 
-def _check_capacity_factor(value):
+def _check_capacity_factor(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, int | float):
@@ -303,7 +304,7 @@ def _check_capacity_factor(value):
         )
 
 
-def _check_ep_axis(value):
+def _check_ep_axis(value: object) -> None:
     axes = (value,) if isinstance(value, str) else value
     if axes is not None and not (
         isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
@@ -314,7 +315,7 @@ def _check_ep_axis(value):
         )
 
 
-def _float_dtype(name, value):
+def _float_dtype(name: str, value: DTypeLike) -> jnp.dtype:
     dtype = jnp.dtype(value)
     if dtype.name not in _DTYPES[name]:
         raise ValueError(

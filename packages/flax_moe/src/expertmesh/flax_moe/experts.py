@@ -62,6 +62,10 @@ __all__ = ["Dispatched", "feed_forward", "reads_tokens"]
 
 _LAYERS = ("wi", "wo")
 
+_Operand = jax.Array | QuantizedArray
+_Extras = dict[str, Extra]
+_Output = tuple[jax.Array, dict[str, DenseState] | None]
+
 
 class Dispatched(NamedTuple):
     """Rows where their experts are.
@@ -167,27 +171,53 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     return config.recipe is None and all_here and prod(wi.shape[2:]) <= wi.shape[1]
 
 
-def _up(x, wi, bias, handle, layer: Layer, in_place: bool):
+def _up(
+    x: _Operand,
+    wi: _Operand,
+    bias: jax.Array | None,
+    handle: ep.Handle,
+    layer: Layer,
+    in_place: bool,
+) -> jax.Array:
     """h of x in the format along D."""
+    h: jax.Array
     if not in_place:
-        return product(x, wi, handle.group_sizes, bias, layer)
+        h = product(x, wi, handle.group_sizes, bias, layer)
+        return h
     tokens = RowMap(handle.row, handle.source).source_row
     specs = None, None, layer.used[1], None
     operands = x, tokens, wi, handle.group_sizes
     h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
-    return add_bias(h, bias, handle.group_sizes, layer)
+    h = add_bias(h, bias, handle.group_sizes, layer)
+    return h
 
 
-def _down(a, wo, bias, weights, handle, layer: Layer):
+def _down(
+    a: _Operand,
+    wo: _Operand,
+    bias: jax.Array | None,
+    weights: jax.Array,
+    handle: ep.Handle,
+    layer: Layer,
+) -> jax.Array:
     """y of a in the format along F."""
-    y = product(a, wo, handle.group_sizes, None, layer)
-    return named("expert_output", add_bias(y, bias, handle.group_sizes, layer, weights))
+    y: jax.Array = product(a, wo, handle.group_sizes, None, layer)
+    y = add_bias(y, bias, handle.group_sizes, layer, weights)
+    return named("expert_output", y)
 
 
-def _row_copies(rows, quantized, sizes, extra: Extra, layer: Layer, for_wgrad: bool):
+def _row_copies(
+    rows: jax.Array,
+    quantized: QuantizedArray | None,
+    sizes: jax.Array,
+    extra: Extra,
+    layer: Layer,
+    for_wgrad: bool,
+) -> tuple[Any, Any, Any]:
     """As `x_copies`, also of rows that arrived quantized."""
     if quantized is None:
-        return x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
+        copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
+        return copies
     if not for_wgrad:
         return quantized, None, None
     format, spec = layer.formats.x_wgrad, layer.used[0]
@@ -195,7 +225,17 @@ def _row_copies(rows, quantized, sizes, extra: Extra, layer: Layer, for_wgrad: b
     return quantized, along_rows, None
 
 
-def _forward(params, rows, weights, quantized, handle, extras, of: _Options, for_wgrad: bool):
+def _forward(
+    params: Params,
+    rows: jax.Array,
+    weights: jax.Array,
+    quantized: QuantizedArray | None,
+    handle: ep.Handle,
+    extras: _Extras,
+    *,
+    of: _Options,
+    for_wgrad: bool,
+) -> tuple[_Output, Any, _Operand, jax.Array, Any, _Operand]:
     """(y and the state, rows along the rows, wi, h, a along the rows, wo), weights as the forward reads them."""
     sizes, up, down = handle.group_sizes, of.up, of.down
     x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, for_wgrad)
@@ -211,13 +251,13 @@ def _forward(params, rows, weights, quantized, handle, extras, of: _Options, for
     return (y, state), x_rows, wi, h, a_rows, wo
 
 
-def _value(*operands, options: _Options):
-    return _forward(*operands, options, for_wgrad=False)[0]
+def _value(*operands: Any, options: _Options) -> _Output:
+    return _forward(*operands, of=options, for_wgrad=False)[0]
 
 
-def _fwd(params, rows, weights, quantized, handle, extras, *, options: _Options):
-    operands = params, rows, weights, quantized, handle, extras
-    out, x, wi, h, a, wo = _forward(*operands, options, for_wgrad=True)
+def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
+    params, _, weights, _, handle, extras = operands
+    out, x, wi, h, a, wo = _forward(*operands, of=options, for_wgrad=True)
     wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
     wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
     a = None if options.down.recipe is None else a  # made again
@@ -226,7 +266,9 @@ def _fwd(params, rows, weights, quantized, handle, extras, *, options: _Options)
     return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
 
 
-def _bwd(kept, cotangents, *, options: _Options):
+def _bwd(
+    kept: tuple[Any, ...], cotangents: tuple[jax.Array, Any], *, options: _Options
+) -> tuple[Any, ...]:
     x, wi, h, a, wo, biases, weights, handle, keys = kept
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
     of_y = dy_copies(dy, sizes, keys[1], down)
@@ -246,7 +288,9 @@ def _bwd(kept, cotangents, *, options: _Options):
     return d_params, d_rows, d_weights, None, None, None
 
 
-def _hidden_gradient(source: ActivatedGrad, a, sizes, key, layer: Layer, plain: bool):
+def _hidden_gradient(
+    source: ActivatedGrad, a: Any, sizes: jax.Array, key: Any, layer: Layer, plain: bool
+) -> tuple[Any, Any, jax.Array, Any]:
     """(dh where it is needed `plain`, its copies, dw, a as its weight's gradient contracts it)."""
     if layer.recipe is not None and not plain:
         copies = dy_copies(source, sizes, key, layer)
@@ -255,7 +299,9 @@ def _hidden_gradient(source: ActivatedGrad, a, sizes, key, layer: Layer, plain: 
     return d_h, dy_copies(d_h, sizes, key, layer), d_weights, again if a is None else a
 
 
-def _up_gradients(of_h, x, wi, handle, layer: Layer, in_place: bool):
+def _up_gradients(
+    of_h: Any, x: Any, wi: _Operand, handle: ep.Handle, layer: Layer, in_place: bool
+) -> tuple[jax.Array, jax.Array]:
     """The cotangents of the rows and of wi."""
     sizes, row_map = handle.group_sizes, RowMap(handle.row, handle.source)
     spec = None if in_place else where_at_rest(x, None)
@@ -265,7 +311,7 @@ def _up_gradients(of_h, x, wi, handle, layer: Layer, in_place: bool):
     return d_rows, weight_gradient(x, of_h.along_rows, wi, sizes, layer)
 
 
-def _spec_of_activation(h) -> PartitionSpec | None:
+def _spec_of_activation(h: jax.Array) -> PartitionSpec | None:
     """[P, C, F] where h is, as far as its type says so."""
     spec = at_rest(h, None)
     return spec and PartitionSpec(spec[0], spec[1], spec[-1])

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import Params, check_params
@@ -30,6 +31,8 @@ from expertmesh.flax_moe.params import Params, check_params
 __all__ = ["HfLayer", "MODEL_TYPES", "export_layer", "load_layer", "moe_config", "moe_layers"]
 
 Weights = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
+_Read = Callable[..., np.ndarray]
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _ACTIVATIONS = {
@@ -71,20 +74,20 @@ class _Model:
     block: str
     projections: tuple[str, str, str]
     width: str
-    router: Callable[[Mapping[str, Any]], dict[str, Any]]
-    is_moe: Callable[[Mapping[str, Any], int], bool]
+    router: Callable[[HfConfig], dict[str, Any]]
+    is_moe: Callable[[HfConfig, int], bool]
 
 
-def _qwen3_router(hf_config):
+def _qwen3_router(hf_config: HfConfig) -> dict[str, Any]:
     return {"use_pre_softmax": not _get(hf_config, "norm_topk_prob")}
 
 
-def _qwen3_is_moe(hf_config, layer):
+def _qwen3_is_moe(hf_config: HfConfig, layer: int) -> bool:
     every = hf_config.get("decoder_sparse_step", 1)
     return layer not in (hf_config.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
 
 
-def _deepseek_router(hf_config):
+def _deepseek_router(hf_config: HfConfig) -> dict[str, Any]:
     top_k, groups = (_get(hf_config, key) for key in ("num_experts_per_tok", "n_group"))
     group_topk = _get(hf_config, "topk_group")
     _must("scoring_func", hf_config.get("scoring_func", "sigmoid"), "sigmoid")
@@ -105,14 +108,14 @@ def _deepseek_router(hf_config):
     }
 
 
-def _shared_width(hf_config):
+def _shared_width(hf_config: HfConfig) -> int | None:
     count = hf_config.get("n_shared_experts") or 0
     return count * _get(hf_config, "moe_intermediate_size") or None
 
 
-def _deepseek_is_moe(hf_config, layer):
+def _deepseek_is_moe(hf_config: HfConfig, layer: int) -> bool:
     first, every = _get(hf_config, "first_k_dense_replace"), hf_config.get("moe_layer_freq", 1)
-    return layer >= first and layer % every == 0
+    return bool(layer >= first and layer % every == 0)
 
 
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
@@ -135,7 +138,7 @@ MODEL_TYPES = tuple(_MODELS)
 """The values of `model_type` that are known here."""
 
 
-def moe_config(hf_config: Mapping[str, Any], **options: Any) -> MoEConfig:
+def moe_config(hf_config: HfConfig, **options: Any) -> MoEConfig:
     """The block of a model.
 
     Args:
@@ -168,7 +171,7 @@ def moe_config(hf_config: Mapping[str, Any], **options: Any) -> MoEConfig:
     return MoEConfig(**(decided | options))
 
 
-def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+def moe_layers(hf_config: HfConfig) -> tuple[int, ...]:
     """The numbers of the decoder layers that have a block; the others are dense."""
     model = _model(hf_config)
     return tuple(
@@ -178,7 +181,7 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def load_layer(
     weights: Weights,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     layer: int,
     *,
     dtype: Any = None,
@@ -212,7 +215,7 @@ def load_layer(
             "see moe_layers for the layers that have one, and `prefix`"
         )
 
-    def read(name, dtype=dtype):
+    def read(name: str, dtype: DTypeLike | None = dtype) -> np.ndarray:
         return _read(weights, name, shapes[name], hf_config, dtype)
 
     wi, wo = _stack_experts(read, names)
@@ -226,7 +229,7 @@ def load_layer(
 
 def export_layer(
     params: Params,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     layer: int,
     *,
     expert_bias: Any = None,
@@ -302,7 +305,7 @@ class _Names:
         return dict(zip(names, shapes, strict=True)) | bias
 
 
-def _names(hf_config, layer, prefix, stacked):
+def _names(hf_config: HfConfig, layer: int, prefix: str, stacked: bool) -> _Names:
     model, config = _model(hf_config), moe_config(hf_config)
     block = f"{prefix}layers.{layer}.{'mlp' if stacked else model.block}."
     each = itertools.product(range(config.num_experts), model.projections)
@@ -321,7 +324,7 @@ def _names(hf_config, layer, prefix, stacked):
     )
 
 
-def _stack_experts(read, names):
+def _stack_experts(read: _Read, names: _Names) -> tuple[np.ndarray, np.ndarray]:
     """`wi` and `wo`, filled expert by expert: a layer may be most of the memory that there is."""
     each = _projections(read, names)
     gate, _, down = first = next(each)
@@ -332,7 +335,7 @@ def _stack_experts(read, names):
     return wi, wo
 
 
-def _projections(read, names) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _projections(read: _Read, names: _Names) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Gate, up and down of each expert."""
     if not names.stacked:
         for e in range(names.E):
@@ -344,7 +347,13 @@ def _projections(read, names) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarr
         yield rows[: names.F], rows[names.F :], down
 
 
-def _read(weights, name, shape, hf_config, dtype):
+def _read(
+    weights: Weights,
+    name: str,
+    shape: tuple[int, ...],
+    hf_config: HfConfig,
+    dtype: DTypeLike | None,
+) -> np.ndarray:
     array = np.asarray(weights[name])
     _check_shape(name, array, shape)
     if array.dtype.itemsize == 1:
@@ -352,7 +361,7 @@ def _read(weights, name, shape, hf_config, dtype):
     return array if dtype is None else array.astype(dtype)
 
 
-def _dequantized(weights, name, array, hf_config):
+def _dequantized(weights: Weights, name: str, array: np.ndarray, hf_config: HfConfig) -> np.ndarray:
     """float32: each block of the array times its scale."""
     block = (hf_config.get("quantization_config") or {}).get("weight_block_size")
     beside = f"{name}_scale_inv"
@@ -369,7 +378,7 @@ def _dequantized(weights, name, array, hf_config):
     return array.astype(np.float32) * scale
 
 
-def _check_shape(name, array, shape):
+def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise ValueError(
             f"hf.load_layer: {name} must be {shape}, by the config's sizes; got {name}.shape={array.shape}; "
@@ -377,7 +386,7 @@ def _check_shape(name, array, shape):
         )
 
 
-def _model(hf_config):
+def _model(hf_config: HfConfig) -> _Model:
     if hf_config.get("model_type") not in _MODELS:
         raise ValueError(
             f"hf: model_type must be one of {', '.join(_MODELS)}; got model_type={hf_config.get('model_type')!r}; "
@@ -386,7 +395,7 @@ def _model(hf_config):
     return _MODELS[hf_config["model_type"]]
 
 
-def _get(hf_config, *keys):
+def _get(hf_config: HfConfig, *keys: str) -> Any:
     """The value of the first of these keys that is there."""
     for key in keys:
         if hf_config.get(key) is not None:
@@ -397,7 +406,7 @@ def _get(hf_config, *keys):
     )
 
 
-def _must(what, value, wanted):
+def _must(what: str, value: object, wanted: object) -> None:
     if value != wanted:
         raise ValueError(
             f"hf: {what} must be {wanted!r} for this router; got {what}={value!r}; MoEConfig has no such router"

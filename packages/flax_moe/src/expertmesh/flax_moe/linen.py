@@ -1,5 +1,6 @@
 """The MoE block as a Flax Linen module: parameters and their logical axes, nothing else."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -69,20 +70,20 @@ class MoEBlock(nn.Module):
             key=key,
         )
 
-    def _init(self, name):
+    def _init(self, name: str) -> Callable[..., Any]:
         init = initializers(self.config)[name]
         if self.logical_axes is None:
             return init
         names = self.logical_axes.of(name, gated=self.config.act.gated)
         return nn.with_logical_partitioning(init, names)
 
-    def _expert_bias(self):
+    def _expert_bias(self) -> jax.Array | None:
         if not self.config.use_expert_bias:
             return None
         shape = (self.config.num_experts,)
         return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value
 
-    def _quant_state(self):
+    def _quant_state(self) -> Any:
         if init_quant_state(self.config) is None:
             return None
         return self.variable(QUANT_STATE, "quant_state", init_quant_state, self.config).value

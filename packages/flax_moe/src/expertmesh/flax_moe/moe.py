@@ -13,6 +13,7 @@ Dimension key: `...` tokens, K choices per token, E experts, D model width, F ex
 """
 
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -24,12 +25,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core.operands import check_token_mask
 from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.specs import entry_axes, make_entry, pad_spec, spec_axes, strip_axes
+from expertmesh.ep import Overflow
 from expertmesh.flax_moe import stages
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.params import LogicalAxes, Params, check_names, check_params
-from expertmesh.flax_moe.quantization import check_quantization, placed_like
+from expertmesh.flax_moe.quantization import Quantization, check_quantization, placed_like
 from expertmesh.flax_moe.remat import rematerialized
 
 __all__ = ["moe"]
@@ -127,7 +129,12 @@ def moe(
     )
 
 
-def _laid_out_like(x, y, spreading, ep_axis):
+_Result = tuple[jax.Array, jax.Array, Overflow | None, Any]
+
+
+def _laid_out_like(
+    x: jax.Array, y: jax.Array, spreading: tuple[str, ...], ep_axis: tuple[str, ...]
+) -> jax.Array:
     """y over the Explicit axes that x is over; the exchange spreads tokens over the EP axis if they are not yet."""
     got = jax.typeof(y).sharding
     if AxisType.Explicit not in got.mesh.axis_types:
@@ -144,7 +151,9 @@ def _laid_out_like(x, y, spreading, ep_axis):
     return y if got.spec == want else jax.sharding.reshard(y, NamedSharding(got.mesh, want))
 
 
-def _spreading_axes(experts, config, ep_axis) -> tuple[str, ...]:
+def _spreading_axes(
+    experts: Params, config: MoEConfig, ep_axis: tuple[str, ...]
+) -> tuple[str, ...]:
     """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
     axes: dict[str, None] = {}
     for name in ("wi", "wo"):
@@ -155,7 +164,13 @@ def _spreading_axes(experts, config, ep_axis) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in ep_axis)
 
 
-def _spread(spec, sizes, mesh_shape, axes, ep_axis):
+def _spread(
+    spec: PartitionSpec,
+    sizes: Sequence[int],
+    mesh_shape: Mapping[str, int],
+    axes: Sequence[str],
+    ep_axis: tuple[str, ...],
+) -> PartitionSpec:
     """The spec with `axes` on tokens, outside of the EP axes, if they cut a dimension into equal shards."""
     *tokens, features = map(entry_axes, spec)
     idle = tuple(axis for axis in axes if axis not in sum(tokens, ()))
@@ -170,12 +185,14 @@ def _spread(spec, sizes, mesh_shape, axes, ep_axis):
     return spec
 
 
-def _cuts(spec, mesh_shape):
+def _cuts(spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """The spec without the axes of one device, which cut nothing."""
     return strip_axes(spec, [axis for axis, size in mesh_shape.items() if size == 1])
 
 
-def _routed(config, params, given, routed):
+def _routed(
+    config: MoEConfig, params: Params, given: Quantization, routed: stages.Routed
+) -> _Result:
     """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     dispatched = stages.dispatch(params, routed, config)
     computed = stages.experts(
@@ -194,7 +211,9 @@ _ROUTED = rematerialized(_routed, static_argnums=(0,))
 
 
 @partial(jax.jit, static_argnums=0)
-def _routed_in_chunks(config, params, given, routed):
+def _routed_in_chunks(
+    config: MoEConfig, params: Params, given: Quantization, routed: stages.Routed
+) -> _Result:
     """`_routed`, one part of the tokens after the other."""
     of_part = partial(_ROUTED[config.remat], config, params)
     tokens = routed.x, routed.topk_idx, routed.topk_weights
@@ -202,7 +221,7 @@ def _routed_in_chunks(config, params, given, routed):
         return of_part(given, stages.Routed(*tokens))
     parts, dim = split_chunks("moe", tokens, config.num_chunks)
 
-    def one(state, part):
+    def one(state: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         number, *tokens = part
         quantization = given.of_part(state, number)
         y, num_dropped, overflow, state = of_part(quantization, stages.Routed(*tokens))

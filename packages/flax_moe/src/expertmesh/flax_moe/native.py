@@ -17,12 +17,20 @@ from math import prod
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
-from expertmesh.flax_moe.params import check_params, initializers, param_shapes
+from expertmesh.flax_moe.params import Params, check_params, initializers, param_shapes
 
 __all__ = ["EXCHANGES", "NativeMoEBlock", "native_moe"]
+
+_Mesh = Mesh | AbstractMesh
+_Experts = Callable[[jax.Array, jax.Array], jax.Array]  # of rows and group sizes
+_Way = tuple[jax.Array, ...]  # offsets and sizes of a `ragged_all_to_all`
+
+# The fields of MoEOutput but the last two.
+_Fields = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 EXCHANGES = ("auto", "padded", "ragged")
 
@@ -40,7 +48,7 @@ def native_moe(
     params: Mapping[str, jax.Array],
     x: jax.Array,
     config: MoEConfig,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    mesh: _Mesh | None = None,
     *,
     fsdp_axis: str = "fsdp",
     exchange: str = "auto",
@@ -51,8 +59,8 @@ def native_moe(
       params: the tree of `init_params`.
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
-        a name; there are no shared experts, no loss of each sequence and no recipe. What changes only how it is
-        computed (`alignment`, `transport`, `num_chunks`, `remat`) is not used.
+        a name, `ep_axis` one axis; there are no shared experts, no loss of each sequence and no recipe. What changes
+        only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.
@@ -80,7 +88,7 @@ def native_moe(
             f"got {config.router}; use moe"
         )
     lacks = {
-        "activation": not isinstance(config.activation, str),
+        "activation": config.activation not in _ACTIVATIONS,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
@@ -88,6 +96,10 @@ def native_moe(
     for name in (name for name, wanted in lacks.items() if wanted):
         raise ValueError(
             f"native_moe: {name} must be left as it is; got {name}={getattr(config, name)}; use moe"
+        )
+    if isinstance(config.ep_axis, tuple):
+        raise ValueError(
+            f"native_moe: ep_axis must be the name of one axis; got ep_axis={config.ep_axis}; use moe"
         )
     if exchange not in EXCHANGES:
         raise ValueError(
@@ -130,14 +142,14 @@ def native_moe(
     return MoEOutput(*shard(*_place((params, x), in_specs, mesh)))
 
 
-def _find_mesh(mesh, x):
+def _find_mesh(mesh: _Mesh | None, x: jax.Array) -> _Mesh | None:
     if mesh is None:
         mesh = jax.typeof(x).sharding.mesh
         mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh
 
 
-def _token_axes(mesh, fsdp_axis, ep_axis):
+def _token_axes(mesh: _Mesh, fsdp_axis: str, ep_axis: str) -> tuple[str, ...]:
     axes = tuple(axis for axis in (fsdp_axis, ep_axis) if axis in mesh.axis_names)
     if not axes:
         raise ValueError(
@@ -147,7 +159,13 @@ def _token_axes(mesh, fsdp_axis, ep_axis):
     return axes
 
 
-def _check_divisible(mesh, axes, ep_axis, x, config):
+def _check_divisible(
+    mesh: _Mesh,
+    axes: tuple[str, ...],
+    ep_axis: str,
+    x: jax.Array,
+    config: MoEConfig,
+) -> None:
     devices = prod(mesh.shape[axis] for axis in axes)
     if x.ndim < 2 or x.shape[0] % devices:
         raise ValueError(
@@ -162,20 +180,31 @@ def _check_divisible(mesh, axes, ep_axis, x, config):
         )
 
 
-def _platform(mesh):
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh.devices.flat[0].platform
+def _platform(mesh: _Mesh) -> str:
+    if isinstance(mesh, Mesh):
+        return str(mesh.devices.flat[0].platform)
     return jax.default_backend()
 
 
-def _place(values, specs, mesh):
+def _place[Tree](values: Tree, specs: object, mesh: _Mesh) -> Tree:
     """Lays out the operands over Explicit axes, where shard_map does not reshard."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return values
-    return jax.tree.map(lambda v, s: jax.sharding.reshard(v, NamedSharding(mesh, s)), values, specs)
+    if AxisType.Explicit in mesh.axis_types:
+        values = jax.tree.map(
+            lambda v, s: jax.sharding.reshard(v, NamedSharding(mesh, s)), values, specs
+        )
+    return values
 
 
-def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
+def _on_device(
+    params: Params,
+    x: jax.Array,
+    *,
+    config: MoEConfig,
+    axes: tuple[str, ...],
+    ep_axis: str | None,
+    fsdp_axis: str | None,
+    ragged: bool = False,
+) -> _Fields:
     """The fields of MoEOutput, on one device's tokens and experts inside a shard_map over `axes` (none: on all)."""
     x_TD = x.reshape(-1, x.shape[-1])
     logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
@@ -192,22 +221,24 @@ def _on_device(params, x, *, config, axes, ep_axis, fsdp_axis, ragged=False):
     return y, aux, z, counts_E, jnp.int32(0), entropy, idx
 
 
-def _top_k(logits_TE, config):
+def _top_k(logits_TE: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
     if config.use_pre_softmax:
         return jax.lax.top_k(jax.nn.softmax(logits_TE), config.top_k)
     top_TK, idx_TK = jax.lax.top_k(logits_TE, config.top_k)
     return jax.nn.softmax(top_TK), idx_TK
 
 
-def _histogram(idx, size):
+def _histogram(idx: jax.Array, size: int) -> jax.Array:
     return jnp.zeros(size, jnp.int32).at[idx].add(1, mode="drop")
 
 
-def _psum(x, axes):
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _losses(logits_TE, counts_E, config, axes):
+def _losses(
+    logits_TE: jax.Array, counts_E: jax.Array, config: MoEConfig, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
     """The load-balancing loss and the z-loss over the tokens of all devices."""
     E, total = logits_TE.shape[1], _num_tokens(logits_TE, axes)
     probs_E = _psum(jnp.sum(jax.nn.softmax(logits_TE), axis=0), axes)
@@ -216,20 +247,20 @@ def _losses(logits_TE, counts_E, config, axes):
     return config.aux_loss_coeff * balance, config.z_loss_coeff * z
 
 
-def _entropy(logits_TE, axes):
+def _entropy(logits_TE: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The mean over the tokens of all devices."""
     log_q_TE = jax.nn.log_softmax(logits_TE)
     entropy = -jnp.sum(jnp.exp(log_q_TE) * jnp.maximum(log_q_TE, -1e30))
     return _psum(entropy, axes) / _num_tokens(logits_TE, axes)
 
 
-def _num_tokens(logits_TE, axes):
+def _num_tokens(logits_TE: jax.Array, axes: tuple[str, ...]) -> float:
     """Of all devices, at least 1."""
     # A float: its square may be more than an int32 holds.
     return float(max(logits_TE.shape[0] * (jax.lax.axis_size(axes) if axes else 1), 1))
 
 
-def _gathered(params, dtype, fsdp_axis):
+def _gathered(params: Params, dtype: DTypeLike, fsdp_axis: str | None) -> Params:
     """Expert weights in the compute dtype, whole along D; the gather's transpose scatters the gradient."""
     params = {name: w.astype(dtype) for name, w in params.items() if name != "gate_kernel"}
     if fsdp_axis is not None:
@@ -238,7 +269,7 @@ def _gathered(params, dtype, fsdp_axis):
     return params
 
 
-def _experts(params, config, x_MD, sizes_e):
+def _experts(params: Params, config: MoEConfig, x_MD: jax.Array, sizes_e: jax.Array) -> jax.Array:
     """The experts' feed-forward on rows sorted by local expert."""
     rows = x_MD.shape[0]
     num_local, D, _, F = params["wi"].shape
@@ -249,12 +280,20 @@ def _experts(params, config, x_MD, sizes_e):
         expert_M = jnp.repeat(jnp.arange(num_local), sizes_e, total_repeat_length=rows)
         h_M2F += params["wi_bias"][expert_M]
     h_M2F = h_M2F.astype(jnp.float32)
-    a_MF = (_ACTIVATIONS[config.activation](h_M2F[:, 0]) * h_M2F[:, 1]).astype(x_MD.dtype)
+    a_MF = (_ACTIVATIONS[str(config.activation)](h_M2F[:, 0]) * h_M2F[:, 1]).astype(x_MD.dtype)
     y_MD = jax.lax.ragged_dot(a_MF, params["wo"], sizes_e)
     return y_MD if expert_M is None else y_MD + params["wo_bias"][expert_M]
 
 
-def _route_through(experts, x_TD, idx_TK, weights_TK, num_experts, ep_axis, ragged):
+def _route_through(
+    experts: _Experts,
+    x_TD: jax.Array,
+    idx_TK: jax.Array,
+    weights_TK: jax.Array,
+    num_experts: int,
+    ep_axis: str | None,
+    ragged: bool,
+) -> jax.Array:
     T, K = idx_TK.shape
     order_N = jnp.argsort(idx_TK.reshape(-1), stable=True)
     rows_ND = x_TD[order_N // K]
@@ -268,18 +307,22 @@ def _route_through(experts, x_TD, idx_TK, weights_TK, num_experts, ep_axis, ragg
     return jnp.einsum("tk,tkd->td", weights_TK, y_TKD.astype(jnp.float32))
 
 
-def _by_expert(experts, rows_MD, expert_M, num_local):
+def _by_expert(
+    experts: _Experts, rows_MD: jax.Array, expert_M: jax.Array, num_local: int
+) -> jax.Array:
     """Sorts received rows by local expert (`num_local` for unused rows), computes, and restores their order."""
     order_M = jnp.argsort(expert_M, stable=True)
     y_MD = experts(rows_MD[order_M], _histogram(expert_M, num_local))
     return y_MD[jnp.argsort(order_M)]
 
 
-def _starts(sizes):
+def _starts(sizes: jax.Array) -> jax.Array:
     return jnp.cumsum(sizes, axis=-1) - sizes
 
 
-def _padded(experts, rows_ND, sizes_E, T, K, ep_axis):
+def _padded(
+    experts: _Experts, rows_ND: jax.Array, sizes_E: jax.Array, T: int, K: int, ep_axis: str
+) -> jax.Array:
     """One `all_to_all` each way, with room for the most rows that one device can send to another."""
     R = jax.lax.axis_size(ep_axis)
     sizes_Re = sizes_E.reshape(R, -1)
@@ -296,10 +339,13 @@ def _padded(experts, rows_ND, sizes_E, T, K, ep_axis):
     y_MD = _by_expert(experts, recv_RCD.reshape(R * C, -1), expert_RC.reshape(-1), num_local)
     back_RCD = jax.lax.all_to_all(y_MD.reshape(R, C, -1), ep_axis, 0, 0, tiled=True)
     rank_N = jnp.repeat(jnp.arange(R), sent_R, total_repeat_length=N)
-    return back_RCD[rank_N, jnp.arange(N) - _starts(sent_R)[rank_N]]
+    y_ND: jax.Array = back_RCD[rank_N, jnp.arange(N) - _starts(sent_R)[rank_N]]
+    return y_ND
 
 
-def _ragged(experts, rows_ND, sizes_E, T, K, ep_axis):
+def _ragged(
+    experts: _Experts, rows_ND: jax.Array, sizes_E: jax.Array, T: int, K: int, ep_axis: str
+) -> jax.Array:
     """One `ragged_all_to_all` each way; what a device receives is packed by source."""
     R, rank = jax.lax.axis_size(ep_axis), jax.lax.axis_index(ep_axis)
     sizes_Re = sizes_E.reshape(R, -1)
@@ -320,18 +366,24 @@ def _ragged(experts, rows_ND, sizes_E, T, K, ep_axis):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _move(x, there, back, rows, axis):
+def _move(x: jax.Array, there: _Way, back: _Way, rows: int, axis: str) -> jax.Array:
     """`ragged_all_to_all` into `rows` rows, zero where nothing arrives; the gradient takes the way back."""
     # Without barriers XLA's GPU code returns wrong rows (jax 0.11.2, mesh 2 x 2 in one process, with a backward).
     given = jax.lax.optimization_barrier((x, jnp.zeros((rows, x.shape[1]), x.dtype), *there))
-    return jax.lax.optimization_barrier(jax.lax.ragged_all_to_all(*given, axis_name=axis))
+    moved = jax.lax.ragged_all_to_all(*given, axis_name=axis)
+    arrived: jax.Array = jax.lax.optimization_barrier(moved)
+    return arrived
 
 
-def _move_fwd(x, there, back, rows, axis):
+def _move_fwd(
+    x: jax.Array, there: _Way, back: _Way, rows: int, axis: str
+) -> tuple[jax.Array, tuple[int, _Way, _Way]]:
     return _move(x, there, back, rows, axis), (x.shape[0], there, back)
 
 
-def _move_bwd(rows, axis, residuals, dy):
+def _move_bwd(
+    rows: int, axis: str, residuals: tuple[int, _Way, _Way], dy: jax.Array
+) -> tuple[jax.Array, None, None]:
     del rows
     received, there, back = residuals
     return _move(dy, back, there, received, axis), None, None
@@ -349,7 +401,7 @@ class NativeMoEBlock(nn.Module):
     """
 
     config: MoEConfig
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> MoEOutput:

@@ -16,11 +16,11 @@ from expertmesh.flax_moe.quantization import init_quant_state
 __all__ = ["ExpertBias", "MoEBlock", "QuantState"]
 
 
-class ExpertBias(nnx.Variable):
+class ExpertBias(nnx.Variable[jax.Array]):
     """The bias [E] that steers the choice of experts: no `nnx.Param`, so no optimizer of the parameters sees it."""
 
 
-class QuantState(nnx.Variable):
+class QuantState(nnx.Variable[Any]):
     """What delayed scaling remembers: no `nnx.Param`, so no optimizer of the parameters sees it."""
 
 
@@ -44,7 +44,7 @@ class MoEBlock(nnx.Module):
         *,
         rngs: nnx.Rngs,
         logical_axes: LogicalAxes | None = LogicalAxes(),  # noqa: B008  a frozen value
-    ):
+    ) -> None:
         """Draws the parameters from `rngs.params()`.
 
         Args:
@@ -92,9 +92,9 @@ class MoEBlock(nnx.Module):
         )
 
 
-def _metadata(names):
+def _metadata(names: tuple[str | None, ...]) -> dict[str, Any]:
     # Flax would raise where a name is not an axis of the mesh, or where there is no mesh.
-    rules = dict(get_logical_axis_rules())
+    rules: dict[Any, Any] = dict(get_logical_axis_rules())
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     known = bool(mesh_axes) and all(
         axis in mesh_axes for axis in spec_axes([rules.get(name, name) for name in names])

@@ -11,11 +11,12 @@ Dimension key: D model width, E experts, F expert width, S width of the shared e
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.mesh import MeshResource, current_resource
@@ -87,7 +88,7 @@ def _dims(name: str, gated: bool) -> list[str]:
     return [dim for dim in _DIMS[name].split() if gated or dim != "2"]
 
 
-def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tuple:
+def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tuple[Any, ...]:
     """What stands for each dimension of a parameter."""
     places = {"D": embed, "E": expert, "F": mlp, "S": mlp}
     return tuple(places.get(dim) for dim in _dims(name, gated))
@@ -105,14 +106,14 @@ def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]
     return {name: shapes[name] for name in param_names(config)}
 
 
-def _shapes(model_dim, config, num_held):
+def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple[int, ...]]:
     """With `num_held` experts in the arrays; the gate's are always those of the config."""
     sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_experts, "2": 2}
     sizes |= {"F": config.expert_dim, "S": config.shared_expert_dim or 0}
     return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
 
 
-def initializers(config: MoEConfig) -> dict[str, Callable]:
+def initializers(config: MoEConfig) -> dict[str, Initializer]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
     The fan-in of `gate_kernel`, `wi` and `shared_wi` is D, that of `wo` F, of `shared_wo` S: the expert dimension is a
@@ -121,7 +122,7 @@ def initializers(config: MoEConfig) -> dict[str, Callable]:
     return {name: _initializer(name, config.act.gated) for name in param_names(config)}
 
 
-def _initializer(name, gated):
+def _initializer(name: str, gated: bool) -> Initializer:
     if name in _BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
@@ -222,7 +223,7 @@ def merge_wi(params: Params) -> dict[str, jax.Array]:
     return merged
 
 
-def _stack(params, names, axis):
+def _stack(params: Params, names: Sequence[str], axis: int) -> jax.Array:
     shapes = [params[name].shape for name in names]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -232,7 +233,7 @@ def _stack(params, names, axis):
     return jnp.stack([params[name] for name in names], axis=axis)
 
 
-def _require(function, params, names, remedy):
+def _require(function: str, params: Params, names: Collection[str], remedy: str) -> None:
     missing = [name for name in names if name not in params]
     if missing:
         raise ValueError(
@@ -272,7 +273,9 @@ def check_part(
     return part
 
 
-def _check_shapes(function, params, model_dim, config, num_experts):
+def _check_shapes(
+    function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
+) -> None:
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
@@ -301,20 +304,20 @@ def check_names(function: str, params: Params, config: MoEConfig) -> None:
     _check_floating(function, params)
 
 
-def _check_mapping(function, params):
+def _check_mapping(function: str, params: object) -> None:
     if not isinstance(params, Mapping):
         raise TypeError(
             f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
         )
 
 
-def _check_biases(function, params, wanted):
+def _check_biases(function: str, params: Params, wanted: bool) -> None:
     if wanted or any(name in params for name in _BIASES):
         remedy = "pass all biases or none, and where there are none use_bias=False"
         _require(function, params, _BIASES, remedy)
 
 
-def _check_floating(function, params):
+def _check_floating(function: str, params: Params) -> None:
     for name, array in params.items():
         check_array(function, name, array)
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:

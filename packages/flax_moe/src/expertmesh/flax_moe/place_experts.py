@@ -89,7 +89,7 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
             "make it with place_experts"
         )
 
-    def permuted(path, leaf):
+    def permuted(path: Any, leaf: Any) -> Any:
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         name = next((name for name in reversed(names) if name in _DIM), None)
         if name is None or leaf is None:
@@ -104,7 +104,7 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
     )
 
 
-def _take(name, x, placement, dim):
+def _take(name: str, x: jax.Array, placement: jax.Array, dim: int) -> jax.Array:
     if x.ndim <= dim or x.shape[dim] != placement.size:
         raise ValueError(
             f"permute_experts: {name} must have E = {placement.size} in dimension {dim}; got {name}.shape={x.shape}; "
@@ -116,7 +116,7 @@ def _take(name, x, placement, dim):
     return x.at[(slice(None),) * dim + (placement,)].get(out_sharding=sharding)
 
 
-def _pack(loads, ranks):
+def _pack(loads: np.ndarray, ranks: int) -> np.ndarray:
     """The units in the order of their ranks, as many on each."""
     room, total = np.full(ranks, loads.size // ranks), np.zeros(ranks)
     rank_of = np.empty(loads.size, int)
@@ -128,11 +128,12 @@ def _pack(loads, ranks):
     return np.argsort(rank_of, kind="stable")
 
 
-def _largest(loads_E, ranks):
-    return loads_E.reshape(ranks, -1).sum(axis=1).max()
+def _largest(loads_E: np.ndarray, ranks: int) -> float:
+    most: float = loads_E.reshape(ranks, -1).sum(axis=1).max()
+    return most
 
 
-def _check(loads_E, ranks, groups):
+def _check(loads_E: np.ndarray, ranks: int, groups: int) -> None:
     if loads_E.ndim != 1 or not np.all(np.isfinite(loads_E) & (loads_E >= 0)):
         raise ValueError(
             f"place_experts: tokens_per_expert must be [E] finite numbers of at least 0; got {loads_E}; "

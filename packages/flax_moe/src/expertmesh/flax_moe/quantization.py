@@ -122,7 +122,7 @@ class Quantization:
             return self
         return dataclasses.replace(self, kernels=quantize_kernels(params, config))
 
-    def of_part(self, state, number) -> "Quantization":
+    def of_part(self, state: Any, number: jax.Array) -> "Quantization":
         """Of one part of the tokens, after the parts before it have left `state`."""
         key = None if self.key is None else jax.random.fold_in(self.key, len(_LAYERS) + number)
         return dataclasses.replace(self, state=state, key=key)
@@ -162,7 +162,14 @@ def quantization_of(
     return dataclasses.replace(own, state=jax.lax.stop_gradient(own.state))
 
 
-def _check_given(function, config, layers, state, kernels, key):
+def _check_given(
+    function: str,
+    config: MoEConfig,
+    layers: set[str],
+    state: Any,
+    kernels: Any,
+    key: jax.Array | None,
+) -> None:
     recipe = config.recipe
     delayed = isinstance(recipe, DelayedScaling)
     if delayed != (state is not None):
@@ -188,7 +195,7 @@ def _check_given(function, config, layers, state, kernels, key):
         )
 
 
-def output_and_state(output, state):
+def output_and_state(output: Any, state: Any) -> tuple[jax.Array, Any]:
     """(y, next state) of what a layer returns that was given `state`, or None."""
     if state is None:
         return output, None
@@ -196,15 +203,15 @@ def output_and_state(output, state):
     return y, placed_like(jax.lax.stop_gradient(new), state)
 
 
-def placed_like(new, old):
+def placed_like(new: Any, old: Any) -> Any:
     """The new state where the old one was, so that a carry keeps its type; over Auto axes on every device."""
     return jax.tree.map(_placed_like, new, old)
 
 
-def _placed_like(new, old):
+def _placed_like(new: jax.Array, old: jax.Array) -> jax.Array:
     mesh, spec = jax.typeof(new).sharding.mesh, jax.typeof(old).sharding.spec
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(new, NamedSharding(mesh, spec))
-    if AxisType.Auto in mesh.axis_types:
-        return jax.lax.with_sharding_constraint(new, NamedSharding(mesh, PartitionSpec()))
+        new = jax.sharding.reshard(new, NamedSharding(mesh, spec))
+    elif AxisType.Auto in mesh.axis_types:
+        new = jax.lax.with_sharding_constraint(new, NamedSharding(mesh, PartitionSpec()))
     return new

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.core.quantization.recipe import Recipe
+from expertmesh.core.quantization.recipe import Recipe, TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
@@ -55,19 +55,27 @@ def dispatch_quantized(
     return rows, jax.lax.stop_gradient(quantized)
 
 
-def _plain_wire(handle: Handle, x) -> str | None:
+_Dispatched = tuple[jax.Array, QuantizedArray]
+_WireFormat = TensorFormat | str | None
+
+
+def _plain_wire(handle: Handle, x: jax.Array) -> str | None:
     """The dtype in which sums of gradients travel where they are not quantized."""
     return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
 
 
-def _dispatch_fwd(x, handle, *, format, wire_format):
+def _dispatch_fwd(
+    x: jax.Array, handle: Handle, *, format: TensorFormat, wire_format: _WireFormat
+) -> tuple[_Dispatched, Handle]:
     del wire_format
     quantized = named("dispatched", dispatch(handle, quantize(x, format)))
     # A cast, not zeros: rows are then sharded as what has arrived, and vary over the same Manual axes.
     return (quantized.data.astype(x.dtype), quantized), handle
 
 
-def _dispatch_bwd(handle, cotangents, *, format, wire_format):
+def _dispatch_bwd(
+    handle: Handle, cotangents: _Dispatched, *, format: TensorFormat, wire_format: _WireFormat
+) -> tuple[jax.Array, None]:
     del format
     d_rows, _ = cotangents
     return combine(handle, d_rows, wire_format=wire_format), None

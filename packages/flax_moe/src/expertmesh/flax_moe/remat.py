@@ -7,7 +7,6 @@ Dimension key: P participants, C receive rows per participant, D model width, F 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -51,16 +50,18 @@ Constants: a policy made anew for each call would be traced anew.
 """
 
 
-def named(value: str, tree: Any) -> Any:
+def named[Tree](value: str, tree: Tree) -> Tree:
     """The arrays of a pytree, under every name of a key of `CHECKPOINT_NAMES`."""
     for name in CHECKPOINT_NAMES[value]:
         tree = jax.tree.map(lambda x, name=name: checkpoint_name(x, name), tree)
     return tree
 
 
-def rematerialized(function: Callable, static_argnums: tuple[int, ...]) -> dict[str, Callable]:
+def rematerialized[**P, Out](
+    function: Callable[P, Out], static_argnums: tuple[int, ...]
+) -> dict[str, Callable[P, Out]]:
     """`function` under each of `REMAT_POLICIES`, jitted so that a repeated call is not traced again."""
-    versions: dict[str, Callable] = {}
+    versions: dict[str, Callable[P, Out]] = {}
     for remat, policy in REMAT_POLICIES.items():
         version = function
         if policy is not None:

@@ -18,17 +18,21 @@ Dimension key: `...` tokens, K choices per token, E experts, P participants, C r
 width, F expert width.
 """
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
-from expertmesh.core.mesh import current_resource, global_shard_guard
+from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.operands import check_token_mask, debug_check_ids
 from expertmesh.core.ops.activation import activate
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.router.balance import (
     expert_counts,
@@ -293,7 +297,7 @@ def shared_experts(
         "stages.shared_experts", params, _SHARED, x.shape[-1], config, config.num_experts
     )
 
-    def product(name, rows):
+    def product(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
         more = given.layer(name)
         out = dense(
             rows,
@@ -310,12 +314,15 @@ def shared_experts(
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 
-def _resource_of(handle: ep.Handle):
+_Specs = Mapping[str, PartitionSpec]
+
+
+def _resource_of(handle: ep.Handle) -> AbstractContextManager[MeshResource | None]:
     """The context in which rows lie where the exchange leaves them."""
     return global_shard_guard(resource_of_rows(handle.slot, handle.axis))
 
 
-def _specs(config):
+def _specs(config: MoEConfig) -> _Specs:
     """Where each parameter is, as far as its type does not say so."""
     return {} if current_resource() is None else param_specs(config)
 
@@ -323,7 +330,9 @@ def _specs(config):
 # ---- route
 
 
-def _aux_loss(logits, topk_idx, token_mask, config):
+def _aux_loss(
+    logits: jax.Array, topk_idx: jax.Array, token_mask: jax.Array | None, config: MoEConfig
+) -> jax.Array:
     if not config.aux_loss_coeff:
         return jnp.zeros((), jnp.float32)
     loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
@@ -336,7 +345,7 @@ def _aux_loss(logits, topk_idx, token_mask, config):
     )
 
 
-def _z_loss(logits, token_mask, config):
+def _z_loss(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
     if not config.z_loss_coeff:
         return jnp.zeros((), jnp.float32)
     return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
@@ -345,7 +354,7 @@ def _z_loss(logits, token_mask, config):
 # ---- dispatch
 
 
-def _prepare(topk_idx, config, ep_axis) -> ep.Handle:
+def _prepare(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -> ep.Handle:
     dropless = config.exchange(axis=ep_axis)
     if config.capacity_factor is None or topk_idx.size == 0:
         return ep.prepare(topk_idx, dropless)
@@ -363,7 +372,9 @@ def _prepare(topk_idx, config, ep_axis) -> ep.Handle:
     return ep.prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
 
 
-def _dispatched_rows(params, x, handle, config):
+def _dispatched_rows(
+    params: Params, x: jax.Array, handle: ep.Handle, config: MoEConfig
+) -> tuple[jax.Array, QuantizedArray | None]:
     """(rows, quantized) of a Dispatched."""
     if dispatches_quantized(config.recipe):
         return dispatch_quantized(

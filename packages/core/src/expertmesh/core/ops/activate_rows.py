@@ -17,7 +17,7 @@ Dimension key: P participants, C rows per participant, F expert width, G groups 
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.activation import Activation, function_and_gradient
+from expertmesh.core.ops.activation import Activation, function_and_gradient, unsupported
 from expertmesh.core.ops.row_map import holds_token
 
 __all__ = [
@@ -58,9 +58,7 @@ def _unsupported(h, *others, activation: Activation) -> str | None:
     del others
     if not activation.gated:
         return "the activation must have a gate"
-    if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
-    return None if h.size else "there must be elements"
+    return unsupported(h, activation=activation)
 
 
 def _kernel(function: str, unsupported) -> tuple[Kernel, ...]:

@@ -41,6 +41,7 @@ def _squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
+# Each is 0 at 0, so that a row of zeros stays one.
 _FUNCTIONS = {
     "silu": jax.nn.silu,
     "gelu": _gelu,
@@ -51,6 +52,8 @@ _FUNCTIONS = {
 }
 
 ACTIVATIONS = tuple(_FUNCTIONS)
+# Those of kernels/triton/activation.py, kernels/triton/activate_quantize.py and kernels/cuda/activate_quantize.cu.
+IN_KERNELS = ("silu", "gelu", "gelu_exact", "relu", "quick_gelu", "squared_relu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,9 +259,18 @@ def function_and_gradient(activation: Activation, h):
     return value, lambda d_out: d_out * slope
 
 
-def _unsupported(h, *rest, **options) -> str | None:
-    """What keeps these types from the kernel, or None."""
-    del rest, options
+def function_unsupported(activation: Activation) -> str | None:
+    """What keeps the function from the kernels, or None."""
+    if activation.function in IN_KERNELS:
+        return None
+    return f"the kernels have {', '.join(IN_KERNELS)}; the activation is {activation.function}"
+
+
+def unsupported(h, *rest, activation: Activation) -> str | None:
+    """What keeps these types and this function from the kernels of gated activations, or None."""
+    del rest
+    if reason := function_unsupported(activation):
+        return reason
     if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"h must be float32, bfloat16 or float16; it is {h.dtype}"
     return None if h.size else "there must be elements"
@@ -278,7 +290,7 @@ gated_grad_op = Op(
     whole=("c",),
     roles="tokens . tp, tokens tp -> tokens . tp",
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", _unsupported),
+        Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", unsupported),
     ),
 )
 _plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")

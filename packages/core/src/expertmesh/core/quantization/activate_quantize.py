@@ -26,6 +26,7 @@ from expertmesh.core.ops.activation import (
     Activation,
     activate_at,
     check_gated,
+    function_unsupported,
     gated_grad_op,
     gated_grad_reference,
     gated_reference,
@@ -136,6 +137,8 @@ def _copies(name, source, group_sizes, formats, spec, zero_rest):
 def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
+    if reason := function_unsupported(source.activation):
+        return reason
     if source.activation.function == "gelu_exact":
         return f"{source.activation.function} and a tile do not fit into registers"
     if not source.base.size:

@@ -11,6 +11,7 @@ blocks of one row is applied once for each of them, along the dimension that thi
 | wgrad dW = x^T dy | x, grad | tokens |
 """
 
+import abc
 import contextlib
 import dataclasses
 import enum
@@ -125,8 +126,16 @@ class LayerFormats:
         return self.grad_dgrad.stochastic or self.grad_wgrad.stochastic
 
 
+class Recipe(abc.ABC):
+    """How a layer's operands are quantized. Derive frozen dataclasses from it: a recipe is part of jit's key."""
+
+    @abc.abstractmethod
+    def formats(self) -> LayerFormats:
+        """The format of each operand of each GEMM."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(Recipe):
     """One scale per tensor (per group and expert in grouped ops), from its amax."""
 
     fp8_format: Format = Format.HYBRID
@@ -140,7 +149,7 @@ class Float8CurrentScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedScaling:
+class DelayedScaling(Recipe):
     """One scale per tensor, from the amax history of earlier steps; x and kernel only.
 
     `grad` is scaled by its own amax, as by Float8CurrentScaling: the amax of a cotangent is known in the backward only,
@@ -167,7 +176,7 @@ class DelayedScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8BlockScaling:
+class Float8BlockScaling(Recipe):
     """Blocks of 1 x 128 for x and grad, of 128 x 128 for kernels."""
 
     fp8_format: Format = Format.E4M3
@@ -192,7 +201,7 @@ class Float8BlockScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling:
+class MXFP8BlockScaling(Recipe):
     """Blocks of 1 x 32 with scales that are powers of two, of one byte."""
 
     fp8_format: Format = Format.E4M3
@@ -209,7 +218,7 @@ class MXFP8BlockScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NVFP4BlockScaling:
+class NVFP4BlockScaling(Recipe):
     """Four bits, blocks of 1 x 16 (16 x 16 for kernels) with 8-bit scales under one float32 scale."""
 
     disable_stochastic_rounding: bool = False
@@ -230,15 +239,6 @@ class NVFP4BlockScaling:
             x_wgrad=rotated,
             grad_wgrad=dataclasses.replace(rotated, stochastic=stochastic),
         )
-
-
-Recipe = (
-    DelayedScaling
-    | Float8CurrentScaling
-    | Float8BlockScaling
-    | MXFP8BlockScaling
-    | NVFP4BlockScaling
-)
 
 
 def _require(recipe, ok, rule: str) -> None:

@@ -10,6 +10,7 @@ numbers cross devices: [E] vectors of the one; a scalar of the other, and [S, E]
 Dimension key: `...` tokens (T in all) or sequences (S in all) of T_s tokens t, E experts, K choices per token.
 """
 
+from collections.abc import Callable
 from math import prod
 
 import jax
@@ -147,10 +148,21 @@ def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
     Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
     check_arrays("expert_counts", INTEGERS, topk_idx=topk_idx)
-    return _counts_op(topk_idx, None, num_experts=num_experts)
+    count_E: jax.Array = _counts_op(topk_idx, None, num_experts=num_experts)
+    return count_E
 
 
-def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -> None:
+# Logits, token mask, what the sums are multiplied by.
+_Residuals = tuple[jax.Array, jax.Array | None, jax.Array | float]
+
+
+def check_balance_operands(
+    name: str,
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    score_function: str,
+    token_mask: jax.Array | None,
+) -> None:
     """What every balance loss refuses."""
     check_arrays(name, FLOATS, logits=logits)
     check_arrays(name, INTEGERS, topk_idx=topk_idx)
@@ -163,7 +175,9 @@ def check_balance_operands(name, logits, topk_idx, score_function, token_mask) -
     check_token_mask(name, token_mask, logits.shape[:-1])
 
 
-def count_choices(topk_idx, token_mask=None, *, num_experts):
+def count_choices(
+    topk_idx: jax.Array, token_mask: jax.Array | None = None, *, num_experts: int
+) -> jax.Array:
     """n of all tokens, int32[E]."""
     topk_idx = wide_ids(topk_idx)
     if token_mask is not None:
@@ -173,35 +187,53 @@ def count_choices(topk_idx, token_mask=None, *, num_experts):
     return jnp.zeros(num_experts, jnp.int32).at[idx].add(1, mode="drop")
 
 
-def _probs(logits, token_mask, score_function):
+def _probs(logits: jax.Array, token_mask: jax.Array | None, score_function: str) -> jax.Array:
     """q, 0 for tokens that do not take part."""
     probs = expert_scores(logits, score_function)
     return probs if token_mask is None else jnp.where(token_mask[..., None], probs, 0.0)
 
 
-def _prob_sums(logits, token_mask=None, *, score_function):
+def _prob_sums(
+    logits: jax.Array, token_mask: jax.Array | None = None, *, score_function: str
+) -> jax.Array:
     """P of all tokens, float32[E]."""
     probs = _probs(logits, token_mask, score_function)
     return jnp.sum(probs.reshape(-1, logits.shape[-1]), axis=0)
 
 
-def _prob_sums_grad(logits, d_sums, token_mask=None, *, score_function):
+def _prob_sums_grad(
+    logits: jax.Array,
+    d_sums: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    score_function: str,
+) -> jax.Array:
     """The cotangent of the logits for that of P, which may lack the dimensions of tokens."""
     d_logits = expert_scores_grad(logits, d_sums, score_function)
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
 
 
-def _sequence_sums(logits, token_mask=None, *, score_function):
+def _sequence_sums(
+    logits: jax.Array, token_mask: jax.Array | None = None, *, score_function: str
+) -> jax.Array:
     """P of each sequence, float32[..., E]."""
     return jnp.sum(_probs(logits, token_mask, score_function), axis=-2)
 
 
-def _sequence_sums_grad(logits, d_sums, token_mask=None, *, score_function):
+def _sequence_sums_grad(
+    logits: jax.Array,
+    d_sums: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    score_function: str,
+) -> jax.Array:
     d_sums = d_sums[..., None, :]
     return _prob_sums_grad(logits, d_sums, token_mask, score_function=score_function)
 
 
-def _sequence_counts(topk_idx, token_mask=None, *, num_experts):
+def _sequence_counts(
+    topk_idx: jax.Array, token_mask: jax.Array | None = None, *, num_experts: int
+) -> tuple[jax.Array, jax.Array]:
     """n of each sequence, int32[..., E], and T_s, int32[...]."""
     live = jnp.ones(topk_idx.shape[:-1], bool) if token_mask is None else token_mask
     hit = topk_idx[..., None] == jnp.arange(num_experts, dtype=topk_idx.dtype)
@@ -209,27 +241,31 @@ def _sequence_counts(topk_idx, token_mask=None, *, num_experts):
     return jnp.sum(chosen, axis=-2), jnp.sum(live, axis=-1, dtype=jnp.int32)
 
 
-def _z_sum(logits, token_mask=None):
+def _z_sum(logits: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
     squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
     return jnp.sum(squares if token_mask is None else jnp.where(token_mask, squares, 0.0))
 
 
-def _z_sum_grad(logits, d_sum, token_mask=None):
+def _z_sum_grad(
+    logits: jax.Array, d_sum: jax.Array, token_mask: jax.Array | None = None
+) -> jax.Array:
     logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     d_logits = 2 * d_sum * lse * jnp.exp(logits - lse)
     return d_logits if token_mask is None else jnp.where(token_mask[..., None], d_logits, 0.0)
 
 
-def _live_tokens(token_mask):
+def _live_tokens(token_mask: jax.Array) -> jax.Array:
     return jnp.sum(token_mask, dtype=jnp.int32)
 
 
-def _triton(function: str, unsupported) -> tuple[Kernel, ...]:
+def _triton(function: str, unsupported: Callable[..., str | None]) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.triton.load_balance", function, unsupported),)
 
 
-def _sums_unsupported(logits, *rest, score_function="softmax") -> str | None:
+def _sums_unsupported(
+    logits: jax.Array, *rest: jax.Array, score_function: str = "softmax"
+) -> str | None:
     """What keeps logits from the kernels, or None."""
     del rest
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or not logits.size:
@@ -241,7 +277,7 @@ def _sums_unsupported(logits, *rest, score_function="softmax") -> str | None:
     return None
 
 
-def _counts_unsupported(topk_idx, *rest, num_experts) -> str | None:
+def _counts_unsupported(topk_idx: jax.Array, *rest: jax.Array, num_experts: int) -> str | None:
     del rest
     if not topk_idx.size or not 0 < num_experts <= MAX_EXPERTS:
         return f"there must be choices of 1 to {MAX_EXPERTS} experts; they are {topk_idx.shape} of {num_experts}"
@@ -325,7 +361,16 @@ _z_sum_grad_op = Op(
 )
 
 
-def _balance_fwd(logits, topk_idx, token_mask, count, *, coeff, score_function, by_sequence):
+def _balance_fwd(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    token_mask: jax.Array | None,
+    count: jax.Array | None,
+    *,
+    coeff: float,
+    score_function: str,
+    by_sequence: bool,
+) -> tuple[jax.Array, _Residuals]:
     num_experts, top_k = logits.shape[-1], max(topk_idx.shape[-1], 1)
     if by_sequence:
         num_sequences = max(prod(logits.shape[:-2]), 1)
@@ -345,7 +390,14 @@ def _balance_fwd(logits, topk_idx, token_mask, count, *, coeff, score_function, 
     return loss, (logits, token_mask, weight)
 
 
-def _balance_bwd(residuals, cotangent, *, coeff, score_function, by_sequence):
+def _balance_bwd(
+    residuals: _Residuals,
+    cotangent: jax.Array,
+    *,
+    coeff: float,
+    score_function: str,
+    by_sequence: bool,
+) -> tuple[jax.Array, None, None, None]:
     del coeff
     logits, token_mask, weight = residuals
     grad_op = _sequence_sums_grad_op if by_sequence else _prob_sums_grad_op
@@ -353,19 +405,23 @@ def _balance_bwd(residuals, cotangent, *, coeff, score_function, by_sequence):
     return grad_op(logits, d_sums, token_mask, score_function=score_function), None, None, None
 
 
-def _z_loss_fwd(logits, token_mask, *, coeff):
+def _z_loss_fwd(
+    logits: jax.Array, token_mask: jax.Array | None, *, coeff: float
+) -> tuple[jax.Array, _Residuals]:
     total = _z_sum_op(logits, token_mask)
     scale = coeff / _num_tokens(logits, token_mask)
     return scale * total, (logits, token_mask, scale)
 
 
-def _z_loss_bwd(residuals, cotangent, *, coeff):
+def _z_loss_bwd(
+    residuals: _Residuals, cotangent: jax.Array, *, coeff: float
+) -> tuple[jax.Array, None]:
     del coeff
     logits, token_mask, scale = residuals
     return _z_sum_grad_op(logits, scale * cotangent, token_mask), None
 
 
-def _num_tokens(logits, token_mask):
+def _num_tokens(logits: jax.Array, token_mask: jax.Array | None) -> jax.Array | int:
     """T, at least 1."""
     if token_mask is None:
         return max(prod(logits.shape[:-1]), 1)

@@ -37,7 +37,7 @@ class RouterConfig:
     group_topk: int | None = None
     scaling_factor: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_count("top_k", self.top_k, "a token needs an expert")
         check_score_function("RouterConfig", self.score_function)
         if self.use_pre_softmax and self.score_function != "softmax":
@@ -48,7 +48,7 @@ class RouterConfig:
         self._check_own_groups()
         _check_scaling_factor(self.scaling_factor)
 
-    def _check_own_groups(self):
+    def _check_own_groups(self) -> None:
         if self.num_groups is None and self.group_topk is None:
             return
         got = f"got num_groups={self.num_groups}, group_topk={self.group_topk}, top_k={self.top_k}"
@@ -106,7 +106,7 @@ class RouterConfig:
             )
 
 
-def _check_count(name, value, advice):
+def _check_count(name: str, value: object, advice: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
             f"RouterConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
@@ -115,7 +115,7 @@ def _check_count(name, value, advice):
         raise ValueError(f"RouterConfig: {name} must be at least 1; got {name}={value}; {advice}")
 
 
-def _check_scaling_factor(value):
+def _check_scaling_factor(value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(
             f"RouterConfig: scaling_factor must be a Python number; got scaling_factor={value!r}; "

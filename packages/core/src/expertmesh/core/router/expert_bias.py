@@ -91,7 +91,8 @@ def required_bias_histogram(
     check_token_mask("required_bias_histogram", token_mask, logits.shape[:-1])
     operands = (jax.lax.stop_gradient(logits), jax.lax.stop_gradient(expert_bias))
     options = dict(config=config, num_bins=num_bins, bias_range=tuple(map(float, bias_range)))
-    return _histogram_op(*operands, token_mask, **options)
+    histogram: jax.Array = _histogram_op(*operands, token_mask, **options)
+    return histogram
 
 
 def quantile_expert_bias(
@@ -148,7 +149,7 @@ def quantile_expert_bias(
     return jnp.where(upto_EB[:, -1] > 0, moved_E, bias_E).astype(expert_bias.dtype)
 
 
-def _check_bias(function, expert_bias):
+def _check_bias(function: str, expert_bias: jax.Array) -> None:
     check_arrays(function, FLOATS, expert_bias=expert_bias)
     if expert_bias.ndim != 1:
         raise ValueError(
@@ -157,7 +158,7 @@ def _check_bias(function, expert_bias):
         )
 
 
-def _check_range(function, bias_range):
+def _check_range(function: str, bias_range: tuple[float, float]) -> None:
     low, high = bias_range
     if not low < high:
         raise ValueError(
@@ -165,7 +166,13 @@ def _check_range(function, bias_range):
         )
 
 
-def _check_histogram(logits, expert_bias, config, num_bins, bias_range):
+def _check_histogram(
+    logits: jax.Array,
+    expert_bias: jax.Array,
+    config: RouterConfig,
+    num_bins: int,
+    bias_range: tuple[float, float],
+) -> None:
     name = "required_bias_histogram"
     check_arrays(name, FLOATS, logits=logits, expert_bias=expert_bias)
     config.check_bias(name, expert_bias, logits.shape[-1])
@@ -182,7 +189,15 @@ def _check_histogram(logits, expert_bias, config, num_bins, bias_range):
         )
 
 
-def _histogram(logits, expert_bias, token_mask=None, *, config, num_bins, bias_range):
+def _histogram(
+    logits: jax.Array,
+    expert_bias: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    config: RouterConfig,
+    num_bins: int,
+    bias_range: tuple[float, float],
+) -> jax.Array:
     num_experts, (low, high) = logits.shape[-1], bias_range
     scores = pointwise_scores(logits.astype(jnp.float32), config.score_function)
     biased = scores + expert_bias.astype(jnp.float32)

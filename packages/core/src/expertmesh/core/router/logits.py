@@ -8,19 +8,26 @@ Dimension key: t token dimensions (any number), D model width, E experts.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
-from expertmesh.core.op import Kernel
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["router_logits"]
 
 
-def router_logits(x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None = None):
+_Gemm = Callable[..., jax.Array]
+
+
+def router_logits(
+    x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None = None
+) -> jax.Array:
     """`x.astype(float32) @ kernel.astype(float32)`.
 
     Args:
@@ -50,7 +57,7 @@ def router_logits(x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | No
 PARTS = 3  # of 8 bits each make the 24 of a float32
 
 
-def _parts(x, count: int) -> list[jax.Array]:
+def _parts(x: jax.Array, count: int) -> list[jax.Array]:
     """bfloat16 arrays whose sum is x, as nearly as `count` of them come; of a bfloat16 x itself alone."""
     if x.dtype == jnp.bfloat16:
         return [x]
@@ -63,30 +70,30 @@ def _parts(x, count: int) -> list[jax.Array]:
     return parts
 
 
-def _dot(a, b, a_dim: int, b_dim: int, dtype):
+def _dot(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int, dtype: DTypeLike) -> jax.Array:
     dims = (((a_dim,), (b_dim,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
-def _sum_of_parts(wide, count: int, dtype):
+def _sum_of_parts(wide: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
     """[R, count * E] to [R, E], the smallest part first."""
     first, *rest = jnp.split(wide, count, axis=1)
     small = sum(reversed(rest), jnp.zeros_like(first))
     return (first + small).astype(dtype)
 
 
-def _flat(x):
+def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _logits_of_parts(x, kernel, *, out_dtype):
+def _logits_of_parts(x: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
     """One product with the parts side by side."""
     parts = _parts(kernel, PARTS)
     wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
     return _sum_of_parts(wide, len(parts), out_dtype).reshape(*x.shape[:-1], kernel.shape[1])
 
 
-def _dgrad_of_parts(dy, kernel, *, out_dtype):
+def _dgrad_of_parts(dy: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
     """One product whose contraction is over the pairs of parts but that of both second ones."""
     of_dy, of_kernel = _parts(_flat(dy), 2), _parts(kernel, 2)
     pairs = [(a, b) for i, a in enumerate(of_dy) for j, b in enumerate(of_kernel) if i + j < 2]
@@ -95,13 +102,13 @@ def _dgrad_of_parts(dy, kernel, *, out_dtype):
     return _dot(left, right, 1, 1, out_dtype).reshape(*dy.shape[:-1], kernel.shape[0])
 
 
-def _wgrad_of_parts(x, dy, *, out_dtype):
+def _wgrad_of_parts(x: jax.Array, dy: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
     parts = _parts(_flat(dy), 2)
     wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 0, 0, jnp.float32)
     return _sum_of_parts(wide, len(parts), out_dtype)
 
 
-def _unsupported(x, w) -> str | None:
+def _unsupported(x: jax.Array, w: jax.Array) -> str | None:
     """What keeps these types from the products of parts, or None."""
     wide = {x.dtype, w.dtype} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if wide:
@@ -109,30 +116,32 @@ def _unsupported(x, w) -> str | None:
     return None if x.size and w.size else "there must be elements"
 
 
-def _logits_unsupported(x, kernel, **options) -> str | None:
+def _logits_unsupported(x: jax.Array, kernel: jax.Array, **options: object) -> str | None:
     del options
     if x.dtype != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {x.dtype}"
     return _unsupported(x, kernel)
 
 
-def _dgrad_unsupported(dy, kernel, *, out_dtype) -> str | None:
+def _dgrad_unsupported(dy: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> str | None:
     if jnp.dtype(out_dtype) != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {out_dtype}"
     return _unsupported(dy, kernel)
 
 
-def _wgrad_unsupported(x, dy, **options) -> str | None:
+def _wgrad_unsupported(x: jax.Array, dy: jax.Array, **options: object) -> str | None:
     return _logits_unsupported(x, dy, **options)
 
 
-def _op(base, name: str, reference, launch, unsupported):
+def _op(
+    base: Op, name: str, reference: _Gemm, launch: _Gemm, unsupported: Callable[..., str | None]
+) -> Op:
     kernel = Kernel("parts", "cuda", launch, supports=unsupported)
     return dataclasses.replace(base, name=name, reference=reference, kernels=(kernel,))
 
 
-def _wide(reference):
-    def widened(a, b, *, out_dtype):
+def _wide(reference: _Gemm) -> _Gemm:
+    def widened(a: jax.Array, b: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
         return reference(a.astype(jnp.float32), b.astype(jnp.float32), out_dtype=out_dtype)
 
     return widened
@@ -157,13 +166,17 @@ router_logits_wgrad_op = _op(
 )
 
 
-def _fwd(x, kernel, *, w_spec):
+def _fwd(
+    x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     specs = (None, w_spec)
     logits = router_logits_op(x, kernel, out_dtype=jnp.dtype(jnp.float32), operand_specs=specs)
     return logits, (x, kernel)
 
 
-def _bwd(residuals, d_logits, *, w_spec):
+def _bwd(
+    residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array, *, w_spec: PartitionSpec | None
+) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     dx = router_logits_dgrad_op(
         d_logits,

@@ -91,7 +91,10 @@ def route(
     return _route(logits, expert_bias, token_mask, topk_idx, config=config)
 
 
-def _check_logits(logits, config):
+_Residuals = tuple[jax.Array, jax.Array, jax.Array]  # logits, choices, their weights before scaling
+
+
+def _check_logits(logits: jax.Array, config: RouterConfig) -> None:
     check_arrays("route", FLOATS, logits=logits)
     if logits.ndim < 1 or config.top_k > logits.shape[-1]:
         raise ValueError(
@@ -101,7 +104,12 @@ def _check_logits(logits, config):
     config.check_groups("route", logits.shape[-1])
 
 
-def _check_operands(logits, config, expert_bias, topk_idx):
+def _check_operands(
+    logits: jax.Array,
+    config: RouterConfig,
+    expert_bias: jax.Array | None,
+    topk_idx: jax.Array | None,
+) -> None:
     if expert_bias is not None:
         config.check_bias("route", expert_bias, logits.shape[-1])
     check_arrays("route", INTEGERS, optional=True, topk_idx=topk_idx)
@@ -113,7 +121,13 @@ def _check_operands(logits, config, expert_bias, topk_idx):
         )
 
 
-def _choose(logits, expert_bias, token_mask, *, config):
+def _choose(
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    *,
+    config: RouterConfig,
+) -> tuple[jax.Array, jax.Array]:
     """The choices and their weights before scaling."""
     topk_idx = _select(logits, expert_bias, config=config)
     if token_mask is not None:
@@ -121,7 +135,7 @@ def _choose(logits, expert_bias, token_mask, *, config):
     return topk_idx, _weigh(logits, topk_idx, config=config)
 
 
-def _select(logits, expert_bias, *, config):
+def _select(logits: jax.Array, expert_bias: jax.Array | None, *, config: RouterConfig) -> jax.Array:
     if exceeds(logits.size, MAX_ELEMENTS):
         raise ValueError(
             f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
@@ -133,10 +147,10 @@ def _select(logits, expert_bias, *, config):
     return _top_experts(scores, config)
 
 
-def _top_experts(scores, config):
+def _top_experts(scores: jax.Array, config: RouterConfig) -> jax.Array:
     """int32[..., K] by descending score, of equal scores the lower expert (or group) first; NaN before all others."""
     scores, top_k = _ordered(scores), config.top_k
-    if config.num_groups is None:
+    if config.num_groups is None or config.group_topk is None:
         return jax.lax.top_k(scores, top_k)[1]
     *tokens, num_experts = scores.shape
     num_groups, group_topk = config.num_groups, config.group_topk
@@ -153,20 +167,20 @@ def _top_experts(scores, config):
     return group * group_size + place % group_size
 
 
-def _ordered(scores):
+def _ordered(scores: jax.Array) -> jax.Array:
     """The scores as top_k's total order must see them: it tells -0.0 from 0.0 and NaN by its sign bit."""
     scores = jnp.where(scores == 0, jnp.float32(0), scores)
     return jnp.where(jnp.isnan(scores), jnp.float32(jnp.nan), scores)
 
 
-def _scores(x, config):
+def _scores(x: jax.Array, config: RouterConfig) -> jax.Array:
     """What experts are chosen by, but for the bias."""
     if config.score_function != "softmax":
         return pointwise_scores(x, config.score_function)
     return jax.nn.softmax(x) if config.use_pre_softmax else x
 
 
-def _keep(topk_idx, token_mask, *, num_experts):
+def _keep(topk_idx: jax.Array, token_mask: jax.Array | None, *, num_experts: int) -> jax.Array:
     """int32 with -1 for what is not routed."""
     topk_idx = wide_ids(topk_idx)
     routed = _is_routed(topk_idx, num_experts)
@@ -175,11 +189,11 @@ def _keep(topk_idx, token_mask, *, num_experts):
     return jnp.where(routed, topk_idx, -1).astype(jnp.int32)
 
 
-def _is_routed(topk_idx, num_experts):
+def _is_routed(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     return (topk_idx >= 0) & (topk_idx < num_experts)
 
 
-def _weigh(logits, topk_idx, *, config):
+def _weigh(logits: jax.Array, topk_idx: jax.Array, *, config: RouterConfig) -> jax.Array:
     """float32[..., K] before scaling."""
     x = logits.astype(jnp.float32)
     routed = topk_idx >= 0
@@ -194,7 +208,14 @@ def _weigh(logits, topk_idx, *, config):
     return s if config.top_k == 1 else s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
 
 
-def _weigh_grad(logits, topk_idx, weights, d_weights, *, config):
+def _weigh_grad(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    weights: jax.Array,
+    d_weights: jax.Array,
+    *,
+    config: RouterConfig,
+) -> jax.Array:
     """The cotangent of the logits, float32[..., E], for that of the weights before scaling."""
     num_experts = logits.shape[-1]
     routed = topk_idx >= 0
@@ -210,7 +231,9 @@ def _weigh_grad(logits, topk_idx, weights, d_weights, *, config):
     return _spread(jnp.where(routed, d_chosen, 0.0), topk_idx, num_experts)
 
 
-def _pointwise_grad(x, routed, d_weights, mean, config):
+def _pointwise_grad(
+    x: jax.Array, routed: jax.Array, d_weights: jax.Array, mean: jax.Array, config: RouterConfig
+) -> jax.Array:
     """Of the chosen logits. Divides by the sum of scores once: its square would underflow."""
     slopes = pointwise_slopes(x, config.score_function)
     if config.top_k == 1:
@@ -219,12 +242,12 @@ def _pointwise_grad(x, routed, d_weights, mean, config):
     return (d_weights - mean) * (slopes / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON))
 
 
-def _pick(values, topk_idx):
+def _pick(values: jax.Array, topk_idx: jax.Array) -> jax.Array:
     """[..., E] to [..., K]; anything where not routed."""
     return jnp.take_along_axis(values, jnp.maximum(topk_idx, 0), axis=-1)
 
 
-def _spread(values, topk_idx, num_experts):
+def _spread(values: jax.Array, topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """[..., K] to [..., E]: each value at its expert, zero elsewhere. A select, so that no scatter is needed."""
     hit = topk_idx[..., None] == jax.lax.broadcasted_iota(
         jnp.int32, (*topk_idx.shape, num_experts), topk_idx.ndim
@@ -232,7 +255,7 @@ def _spread(values, topk_idx, num_experts):
     return jnp.sum(jnp.where(hit, values[..., None], jnp.float32(0)), axis=-2)
 
 
-def _unsupported(logits, *rest, config) -> str | None:
+def _unsupported(logits: jax.Array, *rest: jax.Array, config: RouterConfig) -> str | None:
     """What keeps these types from the kernels, or None."""
     del rest
     num_experts = logits.shape[-1]
@@ -245,7 +268,7 @@ def _unsupported(logits, *rest, config) -> str | None:
             "a warp compares 32 to 512 experts and chooses at most 16; "
             f"there are {num_experts} experts, top_k={config.top_k}"
         )
-    sizes = (num_experts, config.num_groups)
+    sizes = (num_experts, config.num_groups or 1)
     if config.num_groups and any(size & (size - 1) for size in sizes):
         return f"the numbers of experts and groups must be powers of two; they are {sizes}"
     return None
@@ -276,7 +299,14 @@ _weigh_grad_op = Op(
 )
 
 
-def _route_fwd(logits, expert_bias, token_mask, topk_idx, *, config):
+def _route_fwd(
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    topk_idx: jax.Array | None,
+    *,
+    config: RouterConfig,
+) -> tuple[Routing, _Residuals]:
     if topk_idx is not None:
         topk_idx, weights = _replay(logits, token_mask, topk_idx, config)
     else:
@@ -284,13 +314,17 @@ def _route_fwd(logits, expert_bias, token_mask, topk_idx, *, config):
     return Routing(topk_idx, weights * config.scaling_factor), (logits, topk_idx, weights)
 
 
-def _replay(logits, token_mask, topk_idx, config):
+def _replay(
+    logits: jax.Array, token_mask: jax.Array | None, topk_idx: jax.Array, config: RouterConfig
+) -> tuple[jax.Array, jax.Array]:
     """Given choices and their weights before scaling."""
     topk_idx = _keep_op(topk_idx, token_mask, num_experts=logits.shape[-1])
     return topk_idx, _weigh_op(logits, topk_idx, config=config)
 
 
-def _route_bwd(residuals, cotangent, *, config):
+def _route_bwd(
+    residuals: _Residuals, cotangent: Routing, *, config: RouterConfig
+) -> tuple[jax.Array, None, None, None]:
     d_weights = cotangent.topk_weights * config.scaling_factor
     return _weigh_grad_op(*residuals, d_weights, config=config), None, None, None
 

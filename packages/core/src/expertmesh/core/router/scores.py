@@ -29,7 +29,7 @@ def check_score_function(function: str, value: object) -> None:
         )
 
 
-def pointwise_scores(x, score_function):
+def pointwise_scores(x: jax.Array, score_function: str) -> jax.Array:
     """s of float32 x: sigmoid or sqrtsoftplus."""
     if score_function == "sigmoid":
         return jax.nn.sigmoid(x)
@@ -39,7 +39,7 @@ def pointwise_scores(x, score_function):
     return jnp.where(x > 20, jnp.sqrt(jnp.maximum(x, 20.0)), s)
 
 
-def pointwise_slopes(x, score_function):
+def pointwise_slopes(x: jax.Array, score_function: str) -> jax.Array:
     """s' of float32 x."""
     s = pointwise_scores(x, score_function)
     if score_function == "sigmoid":
@@ -48,7 +48,7 @@ def pointwise_slopes(x, score_function):
     return jnp.where(x < -20, s / 2, slope)
 
 
-def expert_scores(logits, score_function):
+def expert_scores(logits: jax.Array, score_function: str) -> jax.Array:
     """q, float32[..., E]: the scores of a token, normalised over all experts, also where one expert is chosen."""
     x = logits.astype(jnp.float32)
     if score_function == "softmax":
@@ -57,7 +57,7 @@ def expert_scores(logits, score_function):
     return s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
 
 
-def expert_scores_grad(logits, d_scores, score_function):
+def expert_scores_grad(logits: jax.Array, d_scores: jax.Array, score_function: str) -> jax.Array:
     """The cotangent of the logits for that of `expert_scores`, which may lack the dimensions of tokens."""
     x = logits.astype(jnp.float32)
     q = expert_scores(x, score_function)

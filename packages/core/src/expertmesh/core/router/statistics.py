@@ -67,7 +67,9 @@ def router_statistics(
     )
 
 
-def _statistics(logits, topk_idx, *, score_function):
+def _statistics(
+    logits: jax.Array, topk_idx: jax.Array, *, score_function: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Counts, sum of the entropies of routed tokens, number of tokens that are not routed."""
     num_experts = logits.shape[-1]
     topk_idx = wide_ids(topk_idx)
@@ -90,11 +92,15 @@ _statistics_op = Op(
 )
 
 
-def _constants_fwd(logits, topk_idx, *, score_function):
+def _constants_fwd(
+    logits: jax.Array, topk_idx: jax.Array, *, score_function: str
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
     return _statistics_op(logits, topk_idx, score_function=score_function), None
 
 
-def _constants_bwd(residuals, cotangents, *, score_function):
+def _constants_bwd(
+    residuals: None, cotangents: object, *, score_function: str
+) -> tuple[None, None]:
     return None, None
 
 

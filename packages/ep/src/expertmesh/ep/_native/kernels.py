@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Iterable
 
 from expertmesh.core import disk_cache, nvrtc
 
@@ -129,7 +130,7 @@ def peers(architecture: str, headers: Headers) -> Program | None:
     )
 
 
-def _options(architecture, *folders) -> tuple[str, ...]:
+def _options(architecture: str, *folders: pathlib.Path) -> tuple[str, ...]:
     return (
         f"-arch={architecture}",
         "-std=c++17",
@@ -156,7 +157,7 @@ def _in_wheels(pattern: str) -> list[pathlib.Path]:
     return [path for folder in folders for path in sorted(pathlib.Path(folder).glob(pattern))]
 
 
-def _first_with(file: str, folders) -> pathlib.Path | None:
+def _first_with(file: str, folders: Iterable[pathlib.Path]) -> pathlib.Path | None:
     return next((folder for folder in folders if (folder / file).exists()), None)
 
 

@@ -2,24 +2,37 @@
 
 A transport is a module, or a value, with two functions on one device's shard, each the transpose of the other:
 `dispatch(tokens_TD, route, *, axis) -> rows_CD` and `combine(rows_CD, route, *, axis) -> tokens_TD`.
-One that moves several arrays in one exchange has `dispatch_parts(parts, route, *, axis)` too.
+One that moves several arrays in one exchange has `dispatch_parts(parts, route, *, axis)` too; one that a platform may
+lack has `missing_on(platform) -> str | None`, why it does.
 """
 
 import functools
 import warnings
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.support import compute_capability, platform_of
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, reach, ring
 from expertmesh.ep.transports.blocks import block_rows
 
-_BY_NAME = {"local": local, "ring": ring, "all_to_all": all_to_all, "ragged": ragged}
+# All that the package knows of a transport by its name.
+BY_NAME: Mapping[str, ModuleType] = MappingProxyType(
+    {
+        "local": local,
+        "ring": ring,
+        "all_to_all": all_to_all,
+        "ragged": ragged,
+        "nvlink": nvlink,
+    }
+)
 
 
-def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType | nvlink.Nvlink:
+def choose(name: str, route: Route, dtype: DTypeLike, axis: Axis) -> ModuleType | nvlink.Nvlink:
     """The transport of that name; "auto" is `fastest` for these shapes. Where nothing moves, it is "local".
 
     Raises:
@@ -42,20 +55,26 @@ def choose(name: str, route: Route, dtype, axis: Axis) -> ModuleType | nvlink.Nv
     if name == "auto":
         (num_tokens, top_k), capacity = route.slot_TK.shape, route.source_C.shape[0]
         base = fastest(num_tokens, top_k, capacity, size, dtype, platform_of(route.slot_TK))
-    return nvlink.Nvlink(int(sms) if sms else nvlink.SMS) if base == "nvlink" else _BY_NAME[base]
+    return nvlink.Nvlink(int(sms) if sms else nvlink.SMS) if base == "nvlink" else BY_NAME[base]
 
 
-def _missing(name, route, size, dtype) -> str | None:
+def _missing(name: str, route: Route, size: int, dtype: DTypeLike) -> str | None:
     """Why the transport of that name cannot do this exchange, or None."""
-    if name not in ("ragged", "nvlink"):
-        return None
-    platform = platform_of(route.slot_TK)
-    if name == "ragged":
-        return ragged.missing_on(platform)
-    return nvlink.missing_on(platform) or nvlink.refuses(route.slot_TK.shape[1], size, dtype)
+    reason = missing_on(name, platform_of(route.slot_TK))
+    if reason or name != "nvlink":
+        return reason
+    return nvlink.refuses(route.slot_TK.shape[1], size, dtype)
 
 
-def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleType | nvlink.Nvlink:
+def missing_on(name: str, platform: str) -> str | None:
+    """Why the transport of that name cannot run on JAX's lowering platform of that name, or None."""
+    find = getattr(BY_NAME.get(name), "missing_on", None)
+    return find(platform) if find else None
+
+
+def choose_blocks(
+    name: str, route: Route, wire_format: TensorFormat | str, axis: Axis
+) -> ModuleType | nvlink.Nvlink:
     """The transport for sums that are rounded on the way, by any name but "ring": it does not add on the way.
 
     Raises:
@@ -69,7 +88,9 @@ def choose_blocks(name: str, route: Route, wire_format, axis: Axis) -> ModuleTyp
     return all_to_all if chosen in (local, ring) or on_nvlink and not rounds else chosen
 
 
-def fastest(num_tokens: int, top_k: int, capacity: int, ep_size: int, dtype, platform: str) -> str:
+def fastest(
+    num_tokens: int, top_k: int, capacity: int, ep_size: int, dtype: DTypeLike, platform: str
+) -> str:
     """The transport that "auto" stands for: "nvlink" where it is known to run, else `cheapest`.
 
     On NVIDIA GPUs without it a RuntimeWarning says once why not.

@@ -22,20 +22,20 @@ def block_rows(num_tokens: int, capacity: int) -> int:
     return min(num_tokens, capacity)
 
 
-def blocks_of_tokens(tokens_TD, route: Route, size: int):
+def blocks_of_tokens(tokens_TD: jax.Array, route: Route, size: int) -> jax.Array:
     """What this rank sends in a dispatch."""
     block = block_rows(tokens_TD.shape[0], route.source_C.shape[0])
     return take_rows(tokens_TD, _members(sent(route, size), block))
 
 
-def rows_of_blocks(blocks_RBD, route: Route, size: int):
+def rows_of_blocks(blocks_RBD: jax.Array, route: Route, size: int) -> jax.Array:
     """This rank's rows, from the blocks that it received."""
     place_G = _places(received(route, size), blocks_RBD.shape[0] // size).reshape(-1)
     index_C = jnp.where(route.token_C < 0, -1, place_G[route.token_C])
     return take_rows(blocks_RBD, index_C[:, None])
 
 
-def blocks_of_sums(rows_CD, route: Route, size: int):
+def blocks_of_sums(rows_CD: jax.Array, route: Route, size: int) -> jax.Array:
     """What this rank sends in a combine."""
     num_tokens, top_k = route.slot_TK.shape
     block = block_rows(num_tokens, rows_CD.shape[0])
@@ -47,34 +47,34 @@ def blocks_of_sums(rows_CD, route: Route, size: int):
     return take_rows(rows_CD.astype(wide), index_BK)
 
 
-def tokens_of_blocks(sums_RBD, route: Route, size: int):
+def tokens_of_blocks(sums_RBD: jax.Array, route: Route, size: int) -> jax.Array:
     """This rank's tokens, from the sums that came back."""
     return take_rows(sums_RBD, _places_of_choices(route, sums_RBD.shape[0] // size, size))
 
 
-def sent(route: Route, size: int):
+def sent(route: Route, size: int) -> jax.Array:
     """bool[R, T]: this rank's token t has a row at rank r."""
     rank_TK = _ranks_of_choices(route, size)
     return jnp.any(rank_TK == jnp.arange(size)[:, None, None], axis=-1)
 
 
-def received(route: Route, size: int):
+def received(route: Route, size: int) -> jax.Array:
     """bool[R, T]: token t of rank s has a row here."""
     return jnp.any(route.row_GK >= 0, axis=-1).reshape(size, route.slot_TK.shape[0])
 
 
-def _ranks_of_choices(route, size):
+def _ranks_of_choices(route: Route, size: int) -> jax.Array:
     """The rank of each of this rank's choices; `size` for one without a row."""
     capacity = max(route.source_C.shape[0], 1)
     return jnp.where(route.slot_TK < 0, size, route.slot_TK // capacity)
 
 
-def _places(member_RT, block):
+def _places(member_RT: jax.Array, block: int) -> jax.Array:
     """Where each member is in the flat [R * B] blocks."""
     return jnp.cumsum(member_RT, axis=1) - 1 + block * jnp.arange(member_RT.shape[0])[:, None]
 
 
-def _members(member_RT, block):
+def _members(member_RT: jax.Array, block: int) -> jax.Array:
     """int32[R * B, 1]: the token at each place of the blocks, -1 where there is none. The inverse of `_places`."""
     count_RT = jnp.cumsum(member_RT, axis=1)
     find = jax.vmap(lambda count_T: jnp.searchsorted(count_T, jnp.arange(1, block + 1)))
@@ -82,7 +82,7 @@ def _members(member_RT, block):
     return jnp.where(token_RB < member_RT.shape[1], token_RB, -1).reshape(-1, 1)
 
 
-def _places_of_choices(route, block, size):
+def _places_of_choices(route: Route, block: int, size: int) -> jax.Array:
     """int32[T, K]: where the sum over rank r comes back, at the first choice with a row at r; else -1."""
     rank_TK = _ranks_of_choices(route, size)
     earlier_KK = jnp.tri(rank_TK.shape[1], k=-1, dtype=bool)

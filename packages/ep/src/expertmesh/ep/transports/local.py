@@ -4,15 +4,17 @@ dispatch: rows[n] = tokens[source[n] // K]
 combine:  tokens[t] = sum_k rows[slot[t, k]]
 """
 
+import jax
+
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.ep.route import Axis, Route
 
 
-def dispatch(tokens_TD, route: Route, *, axis: Axis):
+def dispatch(tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
     del axis
     return move_rows(tokens_TD, RowMap(route.slot_TK, route.source_C))
 
 
-def combine(rows_CD, route: Route, *, axis: Axis):
+def combine(rows_CD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
     del axis
     return move_rows(rows_CD, RowMap(route.slot_TK, route.source_C).inverse)

@@ -10,11 +10,13 @@ Dimension key as in route.py.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from expertmesh.core.op import vary_like
 from expertmesh.core.support import compute_capability
@@ -49,10 +51,12 @@ class Nvlink:
 
     sms: int = SMS
 
-    def dispatch(self, tokens_TD, route: Route, *, axis: Axis):
+    def dispatch(self, tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
         return self.dispatch_parts((tokens_TD,), route, axis=axis)[0]
 
-    def dispatch_parts(self, parts_TD: tuple, route: Route, *, axis: Axis) -> tuple:
+    def dispatch_parts(
+        self, parts_TD: tuple[jax.Array, ...], route: Route, *, axis: Axis
+    ) -> tuple[jax.Array, ...]:
         """Dispatches several arrays in one exchange."""
         capacity = route.source_C.shape[0]
         types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
@@ -64,7 +68,9 @@ class Nvlink:
             _native.DISPATCH, types, parts_TD, route, axis, senders, row_bytes, slices
         )
 
-    def combine(self, rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
+    def combine(
+        self, rows_CD: jax.Array, route: Route, *, axis: Axis, wire: Wire = PLAIN
+    ) -> jax.Array:
         (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
         narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
         values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
@@ -84,8 +90,19 @@ class Nvlink:
         """The blocks that send, of so much work to send and to receive."""
         return min(max(round(self.sms * sends / (sends + receives)), 1), self.sms - 1)
 
-    def _call(self, target, types, payload, route, axis, senders, row_bytes, slices, wire=0):
-        if any(0 in x.shape for x in (*types, *payload)):
+    def _call(
+        self,
+        target: str,
+        types: Sequence[jax.ShapeDtypeStruct],
+        payload: tuple[jax.Array, ...],
+        route: Route,
+        axis: Axis,
+        senders: int,
+        row_bytes: int,
+        slices: int,
+        wire: int = 0,
+    ) -> tuple[jax.Array, ...]:
+        if any(0 in x.shape for xs in (types, payload) for x in xs):
             return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
         capability = compute_capability()
         if capability is not None:  # else the program is lowered where there is no GPU
@@ -127,7 +144,7 @@ def missing_on(platform: str) -> str | None:
     return _native.missing()
 
 
-def refuses(top_k: int, size: int, dtype) -> str | None:
+def refuses(top_k: int, size: int, dtype: DTypeLike) -> str | None:
     """Why the kernels cannot take this exchange, or None."""
     if size > MOST_RANKS or top_k > MOST_CHOICES:
         return (
@@ -144,10 +161,10 @@ def _slices(num_tokens: int, row_bytes: int) -> int:
     return max(1, min(MOST_SLICES, BUSY // max(1, num_tokens), row_bytes // SHORT))
 
 
-def _groups(axis) -> np.ndarray:
+def _groups(axis: Axis) -> np.ndarray:
     """int64[N]: the EP groups one after the other, each in order of ranks; devices by their place in the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     places = np.arange(prod(mesh.axis_sizes)).reshape(mesh.axis_sizes)
-    ep = [mesh.axis_names.index(name) for name in axis]
+    ep = [mesh.axis_names.index(name) for name in axis or ()]
     others = [i for i in range(places.ndim) if i not in ep]
     return places.transpose(*others, *ep).reshape(-1)

@@ -14,7 +14,7 @@ from expertmesh.ep.transports import blocks
 from expertmesh.ep.wire import PLAIN, Wire
 
 
-def dispatch(tokens_TD, route: Route, *, axis: Axis):
+def dispatch(tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
     size = group_size(axis)
     sent_R, received_R = _sizes(route, size)
     blocks_RBD = blocks.blocks_of_tokens(tokens_TD, route, size)
@@ -22,7 +22,7 @@ def dispatch(tokens_TD, route: Route, *, axis: Axis):
     return blocks.rows_of_blocks(received_RBD, route, size)
 
 
-def combine(rows_CD, route: Route, *, axis: Axis, wire: Wire = PLAIN):
+def combine(rows_CD: jax.Array, route: Route, *, axis: Axis, wire: Wire = PLAIN) -> jax.Array:
     size = group_size(axis)
     sent_R, received_R = _sizes(route, size)
     sums_RBD = blocks.blocks_of_sums(rows_CD, route, size)
@@ -36,7 +36,7 @@ def missing_on(platform: str) -> str | None:
     return "XLA:CPU has no code for ragged-all-to-all" if platform == "cpu" else None
 
 
-def _sizes(route, size):
+def _sizes(route: Route, size: int) -> tuple[jax.Array, jax.Array]:
     """int32[R] each: tokens in the block to and from each rank, on the way to the experts."""
     return (
         jnp.sum(blocks.sent(route, size), axis=1, dtype=jnp.int32),
@@ -44,7 +44,7 @@ def _sizes(route, size):
     )
 
 
-def _exchange(blocks_RBD, send_R, recv_R, axis):
+def _exchange(blocks_RBD: jax.Array, send_R: jax.Array, recv_R: jax.Array, axis: Axis) -> jax.Array:
     block = blocks_RBD.shape[0] // send_R.shape[0]
     start_R = jnp.arange(send_R.shape[0], dtype=jnp.int32) * block
     # Empty blocks begin anywhere; as functions of the sizes, offsets are batched where the sizes are: vmap's rule for
@@ -56,4 +56,5 @@ def _exchange(blocks_RBD, send_R, recv_R, axis):
         recv_sizes=recv_R,
     )
     empty_RBD = jnp.zeros_like(blocks_RBD)
-    return jax.lax.ragged_all_to_all(blocks_RBD, empty_RBD, *params, axis_name=axis)
+    received: jax.Array = jax.lax.ragged_all_to_all(blocks_RBD, empty_RBD, *params, axis_name=axis)
+    return received

@@ -37,7 +37,7 @@ def _linked() -> tuple[int, bool]:
     """How many GPUs the driver shows, whatever CUDA_VISIBLE_DEVICES is, and whether every two are linked."""
     library = ctypes.CDLL(_LIBRARY)
 
-    def call(function, *arguments):
+    def call(function: str, *arguments: object) -> None:
         if status := getattr(library, function)(*arguments):
             raise OSError(f"{function} returned {status}")
 

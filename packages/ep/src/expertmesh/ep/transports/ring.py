@@ -6,14 +6,16 @@
 Receives (R - 1) * T * D elements each way, whatever the routing is.
 """
 
+import jax
+
 from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.ep.route import Axis, Route, all_gather, sum_scatter, take_rows
 
 
-def dispatch(tokens_TD, route: Route, *, axis: Axis):
+def dispatch(tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
     return take_rows(all_gather(tokens_TD, axis), route.token_C[:, None])
 
 
-def combine(rows_CD, route: Route, *, axis: Axis):
+def combine(rows_CD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
     wide_CD = rows_CD.astype(accumulator_dtype(rows_CD.dtype))
     return sum_scatter(take_rows(wide_CD, route.row_GK), axis).astype(rows_CD.dtype)
