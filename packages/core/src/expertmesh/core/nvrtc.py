@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ class Compiled:
     log: str = ""
 
 
+@functools.cache  # each choice of a kernel asks
 def library() -> str | None:
     """The path of NVRTC's library, or None: of pip's packages, else of the system."""
     package = importlib.util.find_spec("nvidia")

@@ -97,6 +97,11 @@ def wide_ids(topk_idx: jax.Array) -> jax.Array:
     return topk_idx if topk_idx.dtype.itemsize >= 4 else topk_idx.astype(jnp.int32)
 
 
+def is_routed(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """bool, like `topk_idx` of `wide_ids`: whether a choice goes to an expert; any other id, such as -1, does not."""
+    return (topk_idx >= 0) & (topk_idx < num_experts)
+
+
 def debug_check_ids(name: str, topk_idx: jax.Array, num_experts: int) -> None:
     """Under `jax.experimental.checkify.checkify` an id >= num_experts is an error."""
     checkify.debug_check(

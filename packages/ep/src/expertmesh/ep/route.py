@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.operands import wide_ids
+from expertmesh.core.operands import is_routed, wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
 from expertmesh.core.ops.row_map import RowMap
@@ -76,7 +76,7 @@ def make_route(
         capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
     _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
     topk_idx_TK = wide_ids(topk_idx_TK)
-    routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
+    routed = is_routed(topk_idx_TK, num_experts)
     ids_GK = all_gather(jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32), axis)
     plan = plan_rows(
         ids_GK,

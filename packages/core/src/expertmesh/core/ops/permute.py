@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, wide_ids
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, is_routed, wide_ids
 from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
 
 
@@ -136,7 +136,7 @@ def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_rank
 def _expert_ids(topk_idx_TK, num_experts):
     """Flat int32 ids; one past the last expert stands for every choice that is not routed."""
     topk_idx_TK = wide_ids(topk_idx_TK)
-    routed = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
+    routed = is_routed(topk_idx_TK, num_experts)
     # Select before the cast: a wide id must not wrap around into the range.
     return jnp.where(routed, topk_idx_TK, num_experts).astype(jnp.int32).reshape(-1)
 
@@ -347,7 +347,7 @@ def _rolled(topk_idx_PTK, roll_P, num_experts):
     if roll_P is None:
         return topk_idx_PTK
     topk_idx_PTK = wide_ids(topk_idx_PTK)
-    routed = (topk_idx_PTK >= 0) & (topk_idx_PTK < num_experts)
+    routed = is_routed(topk_idx_PTK, num_experts)
     ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
     return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
 

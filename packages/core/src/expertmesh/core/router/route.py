@@ -22,6 +22,7 @@ from expertmesh.core.operands import (
     check_arrays,
     check_token_mask,
     exceeds,
+    is_routed,
     wide_ids,
 )
 from expertmesh.core.router.config import RouterConfig
@@ -183,14 +184,10 @@ def _scores(x: jax.Array, config: RouterConfig) -> jax.Array:
 def _keep(topk_idx: jax.Array, token_mask: jax.Array | None, *, num_experts: int) -> jax.Array:
     """int32 with -1 for what is not routed."""
     topk_idx = wide_ids(topk_idx)
-    routed = _is_routed(topk_idx, num_experts)
+    routed = is_routed(topk_idx, num_experts)
     if token_mask is not None:
         routed &= token_mask[..., None]
     return jnp.where(routed, topk_idx, -1).astype(jnp.int32)
-
-
-def _is_routed(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    return (topk_idx >= 0) & (topk_idx < num_experts)
 
 
 def _weigh(logits: jax.Array, topk_idx: jax.Array, *, config: RouterConfig) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import wide_ids
+from expertmesh.core.operands import is_routed, wide_ids
 from expertmesh.core.router.balance import check_balance_operands, count_choices
 from expertmesh.core.router.scores import expert_scores
 from expertmesh.core.vjp import differentiable
@@ -73,7 +73,7 @@ def _statistics(
     """Counts, sum of the entropies of routed tokens, number of tokens that are not routed."""
     num_experts = logits.shape[-1]
     topk_idx = wide_ids(topk_idx)
-    routed = (topk_idx >= 0) & (topk_idx < num_experts)
+    routed = is_routed(topk_idx, num_experts)
     count_E = count_choices(topk_idx, num_experts=num_experts)
     q = expert_scores(logits, score_function)
     # 0 log 0 = 0, and NaN stays NaN.
