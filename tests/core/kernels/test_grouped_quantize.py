@@ -95,7 +95,7 @@ def test_by_a_given_multiplier():
     sizes = np.array([[100, 0, 90]], np.int32)
     poisoned = rows.copy()
     poisoned[:, 190:] = np.nan
-    q, _, amax = run_twice(
+    q, _, amax, _ = run_twice(
         lambda x, s, m: quantize_rows("test", Rows(x), s, (format, None), multiplier=m),
         jnp.asarray(poisoned),
         jnp.asarray(sizes),
