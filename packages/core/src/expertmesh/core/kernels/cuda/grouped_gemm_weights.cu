@@ -124,33 +124,30 @@ using Sending = Sender<Cut>;
 // have columns of dy beside each other.
 struct CutTiles : Tiles {
   int width;  // of dy
-  int each;   // tiles of a group
   int columns;
-  bool beside;
+  bool beside, more;
 
   __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N)
-      : Tiles{table, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N}, width(N) {
-    each = num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0);
-    items = live * each;
-  }
+      : CutTiles(table, live, K, N, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N) {}
+  __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N, int num_m, int num_n)
+      : Tiles(table, num_m, num_n, live, num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0)), width(N) {}
 
   __device__ __forceinline__ bool next() {
     const int clusters = gridDim.x / 2, halved = 2 * (items - first) <= clusters;
     const int item = first + (place >> halved), half = place & halved;
-    if (item >= items) return false;
+    if (item >= items) return more = false;
     first += clusters, place = clusters - 1 - place;
-    begin(item / each);
-    const int within = item % each, left = within - num_m * num_n;
+    const int within = begin(item), left = within - num_m * num_n;
     beside = left >= 0;
     if (beside)
       m = num_m * 2 * TILE_M, n = left * 2 * TILE_N;
     else
       locate(within);
     n += half * PART_N;
-    const bool some = n < width;  // in both blocks, or in the first one
+    more = n < width;  // in both blocks, or in the first one
     if (beside) n += rank_in_cluster() * TILE_N;
     columns = halved || width - n <= PART_N ? PART_N : TILE_N;
-    return some;
+    return more;
   }
 };
 
@@ -191,24 +188,13 @@ __device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
       put(panel + i * PANEL + byte, make_int4(0, 0, 0, 0));
 }
 
-// Begins the products of half a step.
-template <int WIDTH>
-__device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 lhs, u64 dy, bool accumulate) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-  for (int k = 0; k < ROWS / 2; k += DEPTH)
-    multiply<WIDTH>(sums, lhs + k * OF_ROW, dy + k * OF_ROW, accumulate || k > 0);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// A step, of which half is under way in the end, and meanwhile a piece of the tile before leaves. `rows` are left of
-// the group; `mixed`: the window has rows of the next group, too.
+// A step. While it is multiplied a piece of the tile before leaves and, in a tile's last one, the next tile is found.
+// `rows` are left of the group; `mixed`: the window has rows of the next group, too.
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
-    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender) {
+    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender, CutTiles& tiles) {
   const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
-  const bool all = rows >= ROWS;
   wait_barrier(ring.full(), ring.parity);
   if (mixed) {
     clear_rows(lhs, 1, rows);
@@ -216,50 +202,42 @@ __device__ __forceinline__ void step(
     fence_shared();
     sender.result.meet();
   }
-  if (all) {
-    multiply_half<WIDTH>(sums, of_lhs, of_dy, !FIRST);
-  } else {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll 1
-    for (int k = 0; k < rows; k += DEPTH)
-      multiply<WIDTH>(sums, of_lhs + k * OF_ROW, of_dy + k * OF_ROW, !FIRST || k > 0);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  }
-  if (!FIRST) {
-    wait_products<1>();
-    ring.release_before();
-  }
-  if (all) multiply_half<WIDTH>(sums, of_lhs + ROWS / 2 * OF_ROW, of_dy + ROWS / 2 * OF_ROW, true);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < ROWS; k += DEPTH) multiply<WIDTH>(sums, of_lhs + k * OF_ROW, of_dy + k * OF_ROW, !FIRST || k > 0);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   sender.send_some();
+  if (rows <= ROWS) tiles.next();
+  // The other consumer multiplies meanwhile: a stage that were kept for the next step would be missed more.
+  wait_products<0>();
+  ring.release();
 }
 
-// Begins the products of a tile, the last ones of which are under way then.
+// The sums of a tile, and the next one.
 template <int WIDTH>
 __device__ __forceinline__ void multiply_rows(
-    float (&sums)[PARTS * SUMS], Ring& ring, int start, int end, Sending& sender) {
-  int rows = end - start;
-  step<WIDTH, true>(sums, ring, rows, end < ROWS, sender);
+    float (&sums)[PARTS * SUMS], Ring& ring, CutTiles& tiles, Sending& sender) {
+  int rows = tiles.end - tiles.start;
+  step<WIDTH, true>(sums, ring, rows, tiles.end < ROWS, sender, tiles);
+  ring.next();
 #pragma unroll 1
   while ((rows -= ROWS) > 0) {
+    step<WIDTH, false>(sums, ring, rows, false, sender, tiles);
     ring.next();
-    step<WIDTH, false>(sums, ring, rows, false, sender);
   }
 }
 
 __device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sending sender) {
   float sums[PARTS * SUMS];
-  bool more = tiles.next();
-  while (more) {
+  tiles.next();
+  while (tiles.more) {
     const Cut tile{{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n}, tiles.columns};
     if (tile.columns == TILE_N)
-      multiply_rows<TILE_N>(sums, ring, tiles.start, tiles.end, sender);
+      multiply_rows<TILE_N>(sums, ring, tiles, sender);
     else
-      multiply_rows<PART_N>(sums, ring, tiles.start, tiles.end, sender);
-    more = tiles.next();  // while the last products run
-    sender.send_rest();
+      multiply_rows<PART_N>(sums, ring, tiles, sender);
     finish(sums);
-    ring.release();
-    ring.next();
+    sender.send_rest();
     sender.take(sums, 1, tile);
   }
   sender.send_rest();

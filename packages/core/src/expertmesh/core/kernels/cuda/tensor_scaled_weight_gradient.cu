@@ -136,7 +136,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int stages = live < num_groups ? STAGES - 1 : STAGES;  // the last one is for zeros, if some are stored
   cluster_sync();
   const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
-  const Tiles tiles{table, num_m, num_n, live * num_m * num_n};
+  const Tiles tiles(table, num_m, num_n, live);
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});

@@ -71,30 +71,39 @@ __device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem,
 struct Tiles {
   u32 table;
   int num_m, num_n, items;  // num_m: of both blocks
+  Divisor each, band;       // tiles of a group, and of a band
   int first = 0, place = place_of_cluster();
   int start, end, group, m, n;
+
+  // Of `live` groups that have so many each.
+  __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live, int each)
+      : table(table), num_m(num_m), num_n(num_n), items(live * each), each(each), band(BAND * num_n) {}
+  __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live)
+      : Tiles(table, num_m, num_n, live, num_m * num_n) {}
 
   __device__ __forceinline__ bool next() {
     const int clusters = gridDim.x / 2, item = first + place;
     if (item >= items) return false;
     first += clusters, place = clusters - 1 - place;
-    const int each = num_m * num_n, within = item % each;
-    begin(item / each);
-    locate(within);
+    locate(begin(item));
     return true;
   }
 
-  // A group, by its place in the table.
-  __device__ __forceinline__ void begin(int index) {
-    const int4 of = get(table + 16 * index);
+  // The group of a tile; its number in it is returned.
+  __device__ __forceinline__ int begin(int item) {
+    int within;
+    const int4 of = get(table + 16 * each.divide(item, within));
     start = of.x, end = of.y, group = of.z;
+    return within;
   }
 
   // Columns of the group's tile of this number.
   __device__ __forceinline__ void locate(int within) {
-    const int band = within / (BAND * num_n), inner = within % (BAND * num_n), high = min(num_m - band * BAND, BAND);
-    m = ((band * BAND + inner % high) * 2 + rank_in_cluster()) * TILE_M;
-    n = inner / high * TILE_N;
+    int inner, row;
+    const int above = band.divide(within, inner) * BAND, high = min(num_m - above, BAND);
+    const int column = Divisor(high).divide(inner, row);
+    m = ((above + row) * 2 + rank_in_cluster()) * TILE_M;
+    n = column * TILE_N;
   }
 };
 
