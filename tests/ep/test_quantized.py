@@ -124,6 +124,27 @@ def test_sums_that_are_rounded_on_the_way(ranks, transport, wire_format):
     assert relative_error(got, exchange.combine(rows)) > 1e-3
 
 
+def test_one_rank_makes_no_copy_to_round_or_to_join():
+    """What is rounded once is moved as it is, in as many bytes; data and scales are not put together to be moved."""
+    x, idx = operands()
+    x, idx = jnp.asarray(x, jnp.bfloat16), jnp.asarray(idx)
+    config = EpConfig(num_experts=E)
+
+    def bytes_of(function):
+        return jax.jit(function).lower().compile().cost_analysis()["bytes accessed"]
+
+    handle = prepare(idx, config)
+    rows = dispatch(handle, x)
+    plain, rounded_once = (
+        bytes_of(lambda wire=wire: combine(handle, rows, wire_format=wire))
+        for wire in (None, "bfloat16")
+    )
+    assert rounded_once == plain
+    q = quantize(x, FREE)
+    data, scale = (bytes_of(lambda part=part: dispatch(handle, part)) for part in (q.data, q.scale))
+    assert bytes_of(lambda: dispatch(handle, q)) < 1.1 * (data + scale)
+
+
 TENSOR, FOUR_BITS = (
     TensorFormat(dtype="float8_e4m3fn"),
     TensorFormat(dtype="float4_e2m1fn", block=(1, 16), scale="float8_e4m3fn"),

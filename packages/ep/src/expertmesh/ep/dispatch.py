@@ -24,7 +24,15 @@ from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
 from expertmesh.ep.config import EpConfig, check_transport
-from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
+from expertmesh.ep.route import (
+    Axis,
+    Route,
+    all_gather,
+    flatten_leading,
+    group_size,
+    make_route,
+    sum_scatter,
+)
 from expertmesh.ep.transports import choose, choose_blocks
 from expertmesh.ep.wire import Wire, from_bytes, scale_of_zeros, to_bytes, travels
 
@@ -157,7 +165,8 @@ def _combine_quantized_reference(
     transport: str,
     wire_format: TensorFormat | str,
 ) -> jax.Array:
-    if row_1GK.size == 0:  # nothing moves
+    # Nothing moves, or all is on one rank, which rounds its sums to the dtype of the rows in any case.
+    if row_1GK.size == 0 or (group_size(axis) == 1 and wire_format == rows_1CD.dtype.name):
         return _combine_reference(
             rows_1CD, slot, source_1C, row_1GK, axis=axis, transport=transport
         )
