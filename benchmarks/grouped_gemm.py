@@ -54,10 +54,10 @@ def operands(shape, dtype):
     return lhs, dy, rhs, jnp.asarray(group_sizes(rows, groups))[None]
 
 
-def passes(lhs, dy, rhs, sizes, zero_rest=True):
+def passes(lhs, dy, rhs, sizes, clear_padding=True):
     """pass -> (grouped function, its operands), (dense function, its operands)."""
     to = {"out_dtype": lhs.dtype, "implementation": "triton" if on_gpu() else "reference"}
-    groups, rows = rhs.shape[0], to | {"zero_rest": zero_rest}
+    groups, rows = rhs.shape[0], to | {"clear_padding": clear_padding}
 
     def dot(a_dim, b_dim):
         dims = (((a_dim,), (b_dim,)), ((), ()))

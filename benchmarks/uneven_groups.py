@@ -1,10 +1,10 @@
 """Grouped GEMMs of uneven groups, each pass, against even groups of the same rows; and of a mostly empty buffer.
 
 The reference of a buffer, of which a quarter is live, is the same pass of the live rows alone and a fill of as many
-bytes as it writes zeros; without the fill where zeros are left out (`zero_rest=False`). Many small groups are limited
-by memory: other references of theirs are XLA's batched GEMM, which knows that they are alike, a copy of as many bytes
-as their operands and results have, and the read of all weights, which the forward and the input gradient need, and
-nothing else.
+bytes as it writes zeros; without the fill where zeros are left out (`clear_padding=False`). Many small groups are
+limited by memory: other references of theirs are XLA's batched GEMM, which knows that they are alike, a copy of as
+many bytes as their operands and results have, and the read of all weights, which the forward and the input gradient
+need, and nothing else.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def cases_of_capacity(shape, dtype):
     lhs, dy, rhs, _ = operands(shape, dtype)
     sizes = jnp.asarray(group_sizes(live, groups))[None]
     exact = passes(lhs[:, :live], dy[:, :live], rhs, sizes)
-    left = passes(lhs, dy, rhs, sizes, zero_rest=False)
+    left = passes(lhs, dy, rhs, sizes, clear_padding=False)
     zeros = {"fprop": (rows - live, n), "dgrad": (rows - live, k), "wgrad": (0,)}
     for which, (ours, _) in passes(lhs, dy, rhs, sizes).items():
         function, arrays = exact[which][0]

@@ -106,7 +106,7 @@ def test_gathered_gemm(contraction, arch):
     from expertmesh.core.kernels.triton import gathered_gemm as kernels
 
     types = ["*bf16", "*i32", (1, tiles.k, tiles.n), "*i32", "*bf16"]
-    sizes = {"T": 4096, "C": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
+    sizes = {"T": 4096, "ZEROS_END": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
     constants = sizes | {"GROUP_M": tiles.group_m}
     compiled = _compile(kernels._gathered_rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)
@@ -218,7 +218,7 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
         shape((groups,), jnp.int32),
     )  # fmt: skip
     gemm = choice.Rows(rows, 384, width, groups, E4M3, jnp.dtype(out), Device(), along=128)
-    options = dict(config=choice.choose_rows(gemm), out_dtype=jnp.dtype(out), zero_rest=False)
+    options = dict(config=choice.choose_rows(gemm), out_dtype=jnp.dtype(out), clear_padding=False)
     jax.eval_shape(lambda *z: kernels.launch_rows(*z, **options), *operands)
     (((lhs, _, rhs, _, _), launch),) = launches
     assert (lhs.box, rhs.box) == ((128, 128), (1, 256, 128))

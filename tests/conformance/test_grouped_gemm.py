@@ -1,4 +1,4 @@
-"""Test 15: the grouped GEMM and its gradients, with empty groups and rows of no group, in every mesh mode."""
+"""Test 15: the grouped GEMM and its gradients, with empty groups and padding rows, in every mesh mode."""
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ EXPERTS = PartitionSpec("ep")
 
 
 def make(participants, ranks, seed=0):
-    """Random splits with group 1 empty; experts each 4 times the one before; NaN in every row of no group."""
+    """Random splits with group 1 empty; experts each 4 times the one before; NaN in every padding row."""
     rng = np.random.default_rng(seed)
     splits = rng.multinomial(ROWS - LEFT_OVER, [0.25, 0.25, 0.5], size=participants)
     sizes = np.insert(splits, 1, 0, axis=1).astype(np.int32)

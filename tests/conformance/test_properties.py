@@ -220,7 +220,7 @@ def products(lhs, rhs, sizes, bias, dy):
 @few
 @given(st.sampled_from([(23, 4, 5, 7), (64, 1, 8, 3), (5, 7, 1, 1)]), st.data())
 def test_groups_of_any_sizes(size, data):
-    """Groups of any sizes, empty ones and rows of no group among them."""
+    """Groups of any sizes, empty ones and padding rows among them."""
     rows, groups, k, n = size
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), min_size=groups, max_size=groups)))
     sizes = np.diff([0, *cuts]).astype(np.int32)

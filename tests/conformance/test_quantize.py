@@ -65,7 +65,7 @@ def quantize_groups(x, sizes, *, axis):
 
 @two_modes
 def test_groups_are_quantized_as_if_alone(setting: Setting):
-    """Test 16: bitwise; magnitudes 2^(3g), an empty group, rows of no group with NaN; blocks along rows and columns."""
+    """Test 16: bitwise; magnitudes 2^(3g), an empty group, padding rows with NaN; blocks along rows and columns."""
     participants = int(np.prod(setting.sizes))
     rng = np.random.default_rng(0)
     sizes = np.tile(SIZES, (participants, 1))

@@ -76,7 +76,7 @@ def setup(recipe, changes):
 
 
 def poisoned(rows, live):
-    """NaN in the rows after the last group."""
+    """NaN in the padding rows."""
 
     def fill(leaf):
         after = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, 1) >= live

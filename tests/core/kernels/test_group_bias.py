@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [[700, 0, 1, 33], [5], [0, 0, 3000]], ids=str)
 def test_sums_of_groups_repeat_bitwise(sizes, dtype, weighted):
-    """Rows of no group are NaN and reach nothing; an empty group's sum is zeros."""
+    """Padding rows are NaN and reach nothing; an empty group's sum is zeros."""
     rng = np.random.default_rng(0)
     live = sum(sizes)
     dy = rng.normal(size=(1, live + 70, 2, 200)) * 2.0 ** rng.integers(

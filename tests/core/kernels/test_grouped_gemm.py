@@ -13,7 +13,7 @@ from expertmesh.core.linear.grouped_gemm import (
 )
 from expertmesh.core.testing import relative_error
 
-# Rows, contraction, width, groups, rows that belong to no group; none is a multiple of a tile. Of the weight gradients
+# Rows, contraction, width, groups, padding rows; none is a multiple of a tile. Of the weight gradients
 # of the first one, on Hopper, all tiles are halved; of the fifth one, those after the first 66.
 SHAPES = [
     (1000, 512, 776, 5, 137),
@@ -44,8 +44,8 @@ def _kernels(lhs, dy, rhs, sizes):
     """What the kernels give, in float32."""
     options = {"implementation": "triton", "out_dtype": jnp.dtype("float32")}
     return (
-        grouped_gemm_op(lhs, rhs, sizes, **options)[0],
-        grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
+        grouped_gemm_op(lhs, rhs, sizes, clear_padding=True, **options)[0],
+        grouped_gemm_dgrad_op(dy, rhs, sizes, clear_padding=True, **options)[0],
         grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=rhs.shape[0], **options),
     )
 
@@ -147,8 +147,8 @@ def test_more_groups_than_threads():
     (lhs, dy, rhs), sizes = _operands(2000, 64, 136, 500, 13, "bfloat16")
     options = {"implementation": "triton", "out_dtype": jnp.dtype("bfloat16")}
     got = (
-        grouped_gemm_op(lhs, rhs, sizes, **options)[0],
-        grouped_gemm_dgrad_op(dy, rhs, sizes, **options)[0],
+        grouped_gemm_op(lhs, rhs, sizes, clear_padding=True, **options)[0],
+        grouped_gemm_dgrad_op(dy, rhs, sizes, clear_padding=True, **options)[0],
         grouped_gemm_wgrad_op(lhs, dy, sizes, num_experts=500, **options),
     )
     for x, want in zip(got, _oracle(lhs, dy, rhs, sizes), strict=True):
@@ -166,8 +166,9 @@ def test_programs_that_take_turns_change_no_bit(monkeypatch):
 
     def results():
         options = {"out_dtype": jnp.dtype("bfloat16")}
-        out = jax.jit(lambda *given: kernels.rows(*given, **options))(lhs, rhs, sizes)
-        dlhs = jax.jit(lambda *given: kernels.rows_dgrad(*given, **options))(dy, rhs, sizes)
+        of_rows = options | {"clear_padding": True}
+        out = jax.jit(lambda *given: kernels.rows(*given, **of_rows))(lhs, rhs, sizes)
+        dlhs = jax.jit(lambda *given: kernels.rows_dgrad(*given, **of_rows))(dy, rhs, sizes)
         options["num_experts"] = rhs.shape[0]
         drhs = jax.jit(lambda *given: kernels.weights(*given, **options))(lhs, dy, sizes)
         return [np.asarray(x, np.float32) for x in (out, dlhs, drhs)]
@@ -192,7 +193,7 @@ def test_kernels_of_few_rows_write_every_element():
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("shape", [(1000, 512, 776, 5, 137), (200, 8200, 136, 3, 20)], ids=str)
-def test_rows_that_nobody_reads_change_no_other(shape):
+def test_padding_rows_that_are_not_cleared_change_no_other(shape):
     (lhs, dy, rhs), sizes = _operands(*shape, "bfloat16")
     live = int(sizes.sum())
     for op, rows in ((grouped_gemm_op, lhs), (grouped_gemm_dgrad_op, dy)):
@@ -203,9 +204,9 @@ def test_rows_that_nobody_reads_change_no_other(shape):
                 sizes,
                 implementation="triton",
                 out_dtype=jnp.dtype("bfloat16"),
-                zero_rest=zero_rest,
+                clear_padding=clear_padding,
             )
-            for zero_rest in (True, False)
+            for clear_padding in (True, False)
         )
         np.testing.assert_array_equal(
             *(np.asarray(x[0, :live], np.float32) for x in (written, left))

@@ -49,6 +49,13 @@ def run_twice(function, *operands):
     return first
 
 
+def without_padding(q, sizes):
+    """`q` up to the block in which the last of its groups ends."""
+    live = int(np.asarray(sizes).sum())
+    scale = q.scale[:, : -(-live // q.block[1])]
+    return dataclasses.replace(q, data=q.data[:, :live], scale=scale)
+
+
 def codes(x):
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])

@@ -16,7 +16,7 @@ from expertmesh.core.linear.grouped_gemm import (
 )
 from expertmesh.core.testing import relative_error
 
-# Rows, contraction, width, groups, rows that belong to no group; no size is a multiple of a tile.
+# Rows, contraction, width, groups, padding rows; no size is a multiple of a tile.
 FEW, MANY = (1000, 512, 784, 5, 137), (2000, 384, 1152, 40, 100)
 SMALL = 300, 160, 288, 3, 41  # for Triton's interpreter
 CASES = [
@@ -80,13 +80,14 @@ def test_rows(which, kind, shape):
             sizes[None],
         ),
         blocks=(of_rows, of_weight),
+        clear_padding=True,
     )[0]
     assert relative_error(got, want) < error
     assert not got[live:].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_nobody_reads_change_no_other(kind):
+def test_padding_rows_that_are_not_cleared_change_no_other(kind):
     C, K, N, G, dead = MANY
     along, dtypes, _ = KINDS[kind]
     rng = np.random.default_rng(0)
@@ -98,7 +99,7 @@ def test_rows_that_nobody_reads_change_no_other(kind):
     operands = paired(operands, (of_rows, of_weight))
     options = dict(out_dtype=jnp.dtype("bfloat16"), implementation="triton")
     op, live = grouped_gemm_op, sizes.sum()
-    written, left = (op(*operands, zero_rest=zero_rest, **options) for zero_rest in (True, False))
+    written, left = (op(*operands, clear_padding=clear, **options) for clear in (True, False))
     np.testing.assert_array_equal(*(np.asarray(y[0, :live], np.float32) for y in (written, left)))
 
 
@@ -115,7 +116,8 @@ def test_rows_of_several_rounds_of_tiles(kind, G, out):
     w, w_scale, w_wide = quantized(rng, (G, K, N), (), dtypes[1], (G,))
     live = sizes.sum()
     operands = _poisoned(x, live), x_scale, w, w_scale, sizes[None]
-    got = run_twice(grouped_gemm_op, operands, blocks=((), ()), out_dtype=np.dtype(out))[0]
+    options = dict(blocks=((), ()), out_dtype=np.dtype(out), clear_padding=True)
+    got = run_twice(grouped_gemm_op, operands, **options)[0]
     for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows = slice(start, start + size)
         want = x_wide[0, rows] @ w_wide[g] * (float(x_scale[0, g]) * float(w_scale[g]))
@@ -131,7 +133,8 @@ def test_zeros_stay_zeros_where_the_product_of_scales_is_not_finite():
     x[0, 7] = 0
     operands = x, np.full((1, 2), 1e30, np.float32), w, np.full(2, 1e20, np.float32)
     sizes = np.array([[131, 140]], np.int32)
-    got = run_twice(grouped_gemm_op, (*operands, sizes), blocks=((), ()))[0]
+    options = dict(blocks=((), ()), clear_padding=True)
+    got = run_twice(grouped_gemm_op, (*operands, sizes), **options)[0]
     assert not got[7].any()
     assert not np.isnan(got).any()
 
@@ -240,7 +243,7 @@ def test_what_is_not_finite_stays_in_its_row(value):
     x = x.copy()
     x[0, 130, 7] = value
     sizes = np.array([[131, 140]], np.int32)
-    options = {"blocks": ((1, 1, 128), (1, 128, 128))}
+    options = {"blocks": ((1, 1, 128), (1, 128, 128)), "clear_padding": True}
     got = run_twice(grouped_gemm_op, (x, x_scale, w, w_scale, sizes), **options)[0]
     assert not np.isfinite(got[130]).any()
     assert np.isfinite(np.delete(got, 130, axis=0)).all()

@@ -26,7 +26,7 @@ def test_value_and_gradients():
     x, w, plan = _operands()
     rows = int(plan.group_sizes.sum())
     c = np.random.default_rng(1).normal(size=(plan.source.shape[0], N)).astype(np.float32)
-    c[rows:] = np.nan  # rows after the last group have no gradient
+    c[rows:] = np.nan  # padding rows have no gradient
 
     @jax.jit
     def run(x, w, plan):

@@ -1,4 +1,4 @@
-"""grouped_dense against a float64 emulation of each recipe: empty groups, rows of no group, two sets of experts."""
+"""grouped_dense against a float64 emulation of each recipe: empty groups, padding rows, two sets of experts."""
 
 import functools
 
@@ -48,7 +48,7 @@ def data():
 
 
 def poisoned(a):
-    """NaN in the rows of no group."""
+    """NaN in the padding rows."""
     a = a.copy()
     for p, sizes in enumerate(SIZES):
         a[p, sizes.sum() :] = np.nan
@@ -64,7 +64,7 @@ def value_and_gradients(x, kernel, bias, dy, **options):
 
 @covering("name", RECIPES, covers=["mx"])
 def test_equals_an_emulation_in_float64(name):
-    """Rows of no group may hold anything, in x and dy: no result, no scale and no bias' gradient knows of it."""
+    """Padding rows may hold anything, in x and dy: no result, no scale and no bias' gradient knows of it."""
     recipe, keys = RECIPES[name], jax.random.split(KEY)
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_equals_an_emulation_in_float64(name):
 
 
 def test_delayed_scaling():
-    """One multiplier for all rows, one per expert; rows of no group enter no history."""
+    """One multiplier for all rows, one per expert; padding rows enter no history."""
     recipe = DelayedScaling(amax_history_len=2)
     x, kernel, bias, _ = data()
     x = poisoned(x)

@@ -46,7 +46,7 @@ def test_gemm():
 
 
 def test_grouped_gemm():
-    """NaN after the last group; a bias for the groups only."""
+    """NaN in the padding rows; a bias for the groups only."""
     x, w = data()
     sizes = jnp.array([[32, 20], [0, 64], [0, 0]])
     kernel = jnp.stack([w, 3 * w])

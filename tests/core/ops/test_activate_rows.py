@@ -27,7 +27,7 @@ def make(activation, shape=(2, 37), width=200, dtype="float32"):
     weights = rng.normal(size=shape).astype(np.float32)
     weights[0, :3] = 0
     source = np.where(rng.random(shape) < 0.6, rng.integers(0, 99, shape), -1).astype(np.int32)
-    source[:, -9:] = -1  # the rows after the last group
+    source[:, -9:] = -1  # the padding rows
     for x in (h, d, weights):
         x[source < 0] = np.nan
     sizes = np.array([[shape[1] - 14, 5]] * shape[0], np.int32)

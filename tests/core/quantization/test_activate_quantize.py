@@ -28,7 +28,7 @@ BLOCK = Float8BlockScaling().formats().x
 
 
 def operands(width=64):
-    """h [2, 96, 2, width] and sizes; NaN in the rows of no group."""
+    """h [2, 96, 2, width] and sizes; NaN in the padding rows."""
     rng = np.random.default_rng(0)
     sizes = np.array([[32, 0, 32], [0, 64, 0]], np.int32)
     h = rng.normal(size=(2, 96, 2, width)) * 2.0 ** rng.integers(-5, 6, size=(2, 96, 1, 1))
@@ -37,7 +37,7 @@ def operands(width=64):
 
 
 def cotangent(h):
-    """Of the activation, NaN in the rows of no group."""
+    """Of the activation, NaN in the padding rows."""
     d = np.array(np.random.default_rng(1).normal(size=(*h.shape[:2], h.shape[3])))
     d[:, 64:] = np.nan
     return jnp.asarray(d, jnp.bfloat16)
@@ -52,7 +52,7 @@ CASES = covering(
 
 
 def check_copies(pair, x, format):
-    """Both are those of `x`, whose rows from 64 on are of no group, along its last dimension and its rows."""
+    """Both are those of `x`, whose rows from 64 on are padding, along its last dimension and its rows."""
     x = np.array(x)
     x[:, 64:] = 0
     for q, axis in zip(pair[:2], (x.ndim - 1, 1), strict=True):

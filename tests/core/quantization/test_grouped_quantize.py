@@ -1,4 +1,4 @@
-"""grouped_quantize: each group as if alone, rows of no group nowhere, layouts, errors."""
+"""grouped_quantize: each group as if alone, padding rows nowhere, layouts, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ NV = NVFP4BlockScaling().formats()
 
 
 def operands(participants=2, rows=96, seed=0):
-    """Groups of 32, 0 and 48 rows, each 2^9 times the one before; NaN and Inf in the rows of no group."""
+    """Groups of 32, 0 and 48 rows, each 2^9 times the one before; NaN and Inf in the padding rows."""
     rng = np.random.default_rng(seed)
     sizes = np.tile(np.array([[32, 0, 48]], np.int32), (participants, 1))
     sizes[-1] = [0, 64, 0]
@@ -73,7 +73,7 @@ def by_group(x, sizes, format, axis):
     ],
 )
 def test_each_group_as_if_alone(format, axis):
-    """Where blocks lie along the rows, a row of no group may share one with the last group."""
+    """Where blocks lie along the rows, a padding row may share one with the last group."""
     x, sizes = operands()
     x = x if format is not MX.x else x[:, :, :, :1]
     q = jax.jit(lambda x, sizes: grouped_quantize(x, sizes, format, axis=axis))(x, sizes)
@@ -120,7 +120,7 @@ def test_layouts_change_no_bit(kind, format, scale):
     "format", [full(BLOCK.x), MX.x, full(CURRENT.x), full(NV.x)], ids=lambda f: f.scale
 )
 def test_both_ways_are_each_way_alone(format):
-    """P over a, no bit differs; rows of no group and a partial block among them."""
+    """P over a, no bit differs; padding rows and a partial block among them."""
     x, sizes = operands(4)
     x = np.concatenate([x, x], axis=-1).reshape(4, 96, -1)[..., :64]
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])

@@ -29,7 +29,7 @@ CURRENT = Float8CurrentScaling().formats().x
 
 
 def operands(format, width=64):
-    """[2, 96, width] quantized along its width, magnitudes by rows, and sizes; rows from 64 on are of no group."""
+    """[2, 96, width] quantized along its width, magnitudes by rows, and sizes; rows from 64 on are padding."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 96, width)) * 2.0 ** rng.integers(-8, 9, size=(2, 96, 1))
     sizes = jnp.asarray([[32, 0, 32], [0, 64, 0]], jnp.int32)

@@ -77,8 +77,7 @@ class Kernel:
       name: what `implementation=` calls it.
       platform: "cuda" or "cpu": JAX's platform name at lowering.
       launch: same signature as the op's reference; imports its optional package when called. Same results up to the
-        rounding of sums, but for what nobody may read, such as rows after the last group without `zero_rest`: there
-        the reference has zeros, and a kernel may leave what was in memory.
+        rounding of sums, but for padding rows, which are undefined (`ops/groups.py`).
       requires: distributions that must be installed, such as "triton>=3.8".
       install: the pip command that brings them.
       supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.

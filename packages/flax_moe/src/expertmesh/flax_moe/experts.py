@@ -143,7 +143,6 @@ def feed_forward(
             config.recipe,
             reduce_dtype=config.reduce_dtype,
             specs=(None, specs.get(name), None),
-            zero_rest=False,
         )
         for name in _LAYERS
     )
@@ -221,7 +220,7 @@ def _row_copies(
     if not for_wgrad:
         return quantized, None, None
     format, spec = layer.formats.x_wgrad, layer.used[0]
-    along_rows = grouped_requantize(quantized, sizes, format, spec=spec, zero_rest=False)
+    along_rows = grouped_requantize(quantized, sizes, format, spec=spec)
     return quantized, along_rows, None
 
 

@@ -13,9 +13,10 @@ from expertmesh.core.kernels.cuda import activate_quantize as cuda
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import activate_quantize as triton
+from expertmesh.core.ops.row_map import holds_token
 
 
-def activate_quantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
+def activate_quantize(source, group_sizes, multiplier, key, *, format, **options):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; with [1, C, F] -> of [1, C, 2, F].
 
     With weights the gradient has theirs, float32[1, C], too.
@@ -34,13 +35,10 @@ def activate_quantize(source, group_sizes, multiplier, key, *, format, zero_rest
     weights = () if source.weights is None else (source.weights, source.row_source)
     operands = h, d_out, weights, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, activation=activation, format=format, out_type=(*first, *second))
-    if config.kernel == "cuda":
-        results = cuda.launch(*operands, zero_rest=zero_rest, **options)
-    else:
-        results = triton.launch(*operands, **options)
-    data, scale, data_rows, scale_rows, *sums = results
+    room = cuda if config.kernel == "cuda" else triton
+    data, scale, data_rows, scale_rows, *sums = room.launch(*operands, **options)
     data_rows = data_rows.T.reshape(shape) if config.transposed else data_rows
     # What no program has written is of rows without a token.
-    d_weights = [jnp.where(source.row_source >= 0, x.sum(0), jnp.float32(0)) for x in sums]
+    d_weights = [jnp.where(holds_token(source.row_source), x.sum(0), jnp.float32(0)) for x in sums]
     copies = data, stored_scale(scale, format), data_rows, stored_scale(scale_rows, format)
     return *copies, *d_weights

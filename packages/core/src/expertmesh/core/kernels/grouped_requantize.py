@@ -10,9 +10,8 @@ from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import grouped_requantize as triton
 
 
-def grouped_requantize(source, group_sizes, multiplier, key, *, format, zero_rest=True, **options):
-    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant; without
-    `zero_rest` rows after the last group may be unwritten."""
+def grouped_requantize(source, group_sizes, multiplier, key, *, format, **options):
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant."""
     del multiplier, key, options  # a block lies within a shard
     data, scale, dtype = source.base.data, source.base.scale, jnp.dtype(source.base.dtype)
     (_, C, K), block = data.shape, format.block[1]
@@ -25,9 +24,7 @@ def grouped_requantize(source, group_sizes, multiplier, key, *, format, zero_res
     )
     operands = data_bytes, scale, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, format=format, dtype=dtype, out_type=out_type)
-    if config.kernel == "cuda":
-        out, out_scale = cuda.launch(*operands, zero_rest=zero_rest, **options)
-    else:
-        out, out_scale = triton.launch(*operands, **options)
+    room = cuda if config.kernel == "cuda" else triton
+    out, out_scale = room.launch(*operands, **options)
     out = out.T.reshape(data.shape) if config.transposed else out
     return out, stored_scale(out_scale, format)

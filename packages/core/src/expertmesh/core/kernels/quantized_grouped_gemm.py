@@ -1,6 +1,6 @@
 """Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 9.0, group sizes read on the device.
 
-Every byte of the outputs is written, but for rows after the last group without `zero_rest`. Dimension key as in
+Every byte of the outputs is written, but for padding rows without `clear_padding`. Dimension key as in
 `linear/grouped_gemm.py`.
 """
 
@@ -18,13 +18,13 @@ from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
 
 
 def rows(lhs, rhs, group_sizes, **options):
-    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: `out_dtype`, `zero_rest`."""
+    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: `out_dtype`, `clear_padding`."""
     out = _rows(lhs, rhs, group_sizes, transposed=False, **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
 def rows_dgrad(dy, rhs, group_sizes, **options):
-    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: `out_dtype`, `zero_rest`."""
+    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: `out_dtype`, `clear_padding`."""
     return _rows(dy, rhs, group_sizes, transposed=True, **options)[None]
 
 
@@ -46,14 +46,17 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return out.reshape(-1, K, *N)
 
 
-def _rows(lhs, rhs, group_sizes, *, transposed: bool, out_dtype, zero_rest=True):
+def _rows(lhs, rhs, group_sizes, *, transposed: bool, out_dtype, clear_padding=False):
     """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]."""
     data, scale, sizes = _flat(lhs.data)[0], _flat(lhs.scale)[0], group_sizes[0]
     weight, weight_scale = _flat(rhs.data), _flat(rhs.scale)
     (C, D), W, G = data.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
     device, along = current_device(), _along(lhs)
     gemm = choice.Rows(C, D, W, G, data.dtype, out_dtype, device, along)
-    config, options = choice.choose_rows(gemm), dict(out_dtype=out_dtype, zero_rest=zero_rest)
+    config, options = (
+        choice.choose_rows(gemm),
+        dict(out_dtype=out_dtype, clear_padding=clear_padding),
+    )
     if config.kernel == "bfloat16":
         wide = _flat(_wide(lhs))[0], _flat(_wide(rhs))
         return plain.multiply_rows(*wide, sizes, transposed=transposed, **options)

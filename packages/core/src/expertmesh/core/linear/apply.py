@@ -66,7 +66,7 @@ def layer_of(
     out_dtype=None,
     reduce_dtype,
     specs: Specs,
-    zero_rest: bool = True,
+    clear_padding: bool = False,
 ) -> Layer:
     """The static options of a call, after the errors in the name of `name`; `specs`: of x, w and the result."""
     check_extra(name, w, extra, recipe)
@@ -81,7 +81,7 @@ def layer_of(
         reduce_dtype=check_reduce_dtype(name, reduce_dtype),
         given=specs,
         used=specs if recipe is None else used_specs(law, x.ndim, w.ndim, specs),
-        zero_rest=zero_rest,
+        clear_padding=clear_padding,
     )
 
 

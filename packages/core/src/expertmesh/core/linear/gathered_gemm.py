@@ -40,8 +40,8 @@ def gathered_gemm(
       rhs_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
-      [P, C, *N] (or [C, *N]) in the dtype of `x`, accumulated in float32 and rounded once. Padding rows and those after
-      the last group are zeros.
+      [P, C, *N] (or [C, *N]) in the dtype of `x`, accumulated in float32 and rounded once. Padding rows and rows
+      without a token are zeros.
 
     Raises:
       ValueError: `x`, `rhs` and `plan` do not fit.
@@ -66,9 +66,9 @@ def gathered_gemm(
     return out[0] if flat else out
 
 
-def _reference(lhs, index, rhs, group_sizes, *, out_dtype):
+def _reference(lhs, index, rhs, group_sizes, **options):
     rows = jax.vmap(select_rows)(lhs, index)
-    return grouped_gemm_op.reference(rows, rhs, group_sizes, out_dtype=out_dtype)
+    return grouped_gemm_op.reference(rows, rhs, group_sizes, **options)
 
 
 def _unsupported(lhs, index, rhs, group_sizes, **options) -> str | None:
@@ -93,8 +93,8 @@ gathered_gemm_op = Op(
 def _fwd(x, token, row, source, group_sizes, rhs, *, rhs_dtype, rhs_spec):
     del rhs_dtype
     rhs = narrow_at_rest(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
-    specs = (None, None, rhs_spec, None)
-    out = gathered_gemm_op(x, token, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)
+    options = dict(out_dtype=x.dtype, operand_specs=(None, None, rhs_spec, None))
+    out = gathered_gemm_op(x, token, rhs, group_sizes, clear_padding=True, **options)
     return out, (x, rhs, row, source, group_sizes)
 
 

@@ -43,7 +43,7 @@ def grouped_dense(
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
-    zero_rest: bool = True,
+    clear_padding: bool = True,
     debug: bool = False,
 ) -> Any:
     """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
@@ -65,20 +65,20 @@ def grouped_dense(
       x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
-      zero_rest: False if nobody reads the rows after the last group (see `grouped_gemm`).
+      clear_padding: False if nobody reads padding rows (see `grouped_gemm`).
       debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
         that do not start at multiples of `alignment_of(recipe)`.
 
     Returns:
-      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; rows after the last group are zeros, whatever
-      `x` holds there. Under DelayedScaling `(y, new_state)`.
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; padding rows are zeros, whatever `x` holds
+      there. Under DelayedScaling `(y, new_state)`.
 
     Raises:
       ValueError: as `grouped_gemm` and `dense`.
       TypeError: as `grouped_gemm`.
 
-    Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, rows after the last group
-    too. Kept for the backward as by `dense`.
+    Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, padding rows too.
+    Kept for the backward as by `dense`.
 
     Under sharding as `grouped_gemm`; each device quantizes its shard of the kernel, and data and scales are gathered,
     anew in the backward. Scales of a whole tensor (one per expert, one per group) are reduced first, over the axes that
@@ -106,5 +106,5 @@ def grouped_dense(
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
         specs=(x_spec, w_spec, out_spec),
-        zero_rest=zero_rest,
+        clear_padding=clear_padding,
     )

@@ -2,9 +2,9 @@
 
     out[p, r] = lhs[p, r] @ rhs[expert(p, g)] + bias[expert(p, g)],   expert(p, g) = (p % R) * G + g,   R = E // G
 
-Rows are contiguous by group: group g of p owns the `group_sizes[p, g]` rows after those of the groups before it. Rows
-after the last group are zeros. Dimension key: P participants, C rows per participant, K contraction, N output
-dimensions (any number), E experts (weights), G groups per participant, R participants that share one set of weights.
+Rows are contiguous by group; those past the last group are padding rows (`ops/groups.py`). Dimension key: P
+participants, C rows per participant, K contraction, N output dimensions (any number), E experts (weights), G groups per
+participant, R participants that share one set of weights.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ from expertmesh.core.linear.layer import Extra, Layer, Linear
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
 from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
-from expertmesh.core.quantization.quantize import dequantize_values, lead, of_rows, row_groups
+from expertmesh.core.quantization.quantize import dequantize_values
 from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.rule import (
@@ -103,7 +104,7 @@ def _weight_of(w, group):
 
 
 def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
-    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are cleared.
+    """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are padding.
 
     Args:
       lhs: [C, *D].
@@ -128,9 +129,7 @@ def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
 
     out_CN = _vary_like(jnp.zeros((C + block, N), out_dtype), lhs, rhs)
-    out_CN = jax.lax.fori_loop(0, num_steps, body, out_CN)
-    live_C = jnp.arange(C) < jnp.sum(group_sizes_G)
-    return jnp.where(live_C[:, None], out_CN[:C], 0)
+    return jax.lax.fori_loop(0, num_steps, body, out_CN)[:C]
 
 
 def _accumulate_weights(lhs, dy, group_sizes_G, shape):
@@ -173,8 +172,7 @@ def _vary_like(x, *operands):
     return _jax.match_varying((x, *jax.tree.leaves(operands)))[0]
 
 
-def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, zero_rest=True):
-    del zero_rest  # zeros cost nothing here
+def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, clear_padding=False):
     (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
     shape = P, C, *(N if contract_rhs == 1 else (K,))
     if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
@@ -192,7 +190,8 @@ def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, zero_rest
             out_dtype=out_dtype,
         )
 
-    return _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
+    out = _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
+    return cleared(out, group_sizes) if clear_padding else out
 
 
 def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
@@ -218,14 +217,12 @@ def _add_bias_reference(y, bias, group_sizes, weights):
 
 
 def _bias_weights_grad_reference(dy, bias, group_sizes):
-    live_PC = row_groups(group_sizes, dy.shape[1]) < group_sizes.shape[1]
     product = dy.astype(jnp.float32) * _bias_of_rows(bias, group_sizes, dy)
-    sums_PC = jnp.sum(product, axis=tuple(range(2, dy.ndim)))
-    return jnp.where(live_PC, sums_PC, jnp.float32(0))
+    return cleared(jnp.sum(product, axis=tuple(range(2, dy.ndim))), group_sizes)
 
 
 def _bias_of_rows(bias, group_sizes, y):
-    """float32, like y: the bias of each row's expert, 0 for rows after the last group."""
+    """float32, like y: the bias of each row's expert, 0 for padding rows."""
     P, G = group_sizes.shape
     num_sets = bias.shape[0] // max(G, 1)
     bias_PGN = jnp.tile(
@@ -452,16 +449,14 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
             x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
         )
     both = formats.x, formats.x_wgrad if for_wgrad else None
-    options = dict(spec=spec, zero_rest=layer.zero_rest)
-    along_k, along_tokens, *_ = grouped_quantize_both(x, group_sizes, both, **options)
+    along_k, along_tokens, *_ = grouped_quantize_both(x, group_sizes, both, spec=spec)
     return along_k, along_tokens, None
 
 
 def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     del tokens
     both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    options = dict(keys=keys, spec=layer.used[2], zero_rest=layer.zero_rest)
-    return grouped_quantize_both(dy, group_sizes, both, **options)
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
 
 
 GROUPED = Linear(
@@ -489,12 +484,12 @@ def grouped_gemm(
     lhs_spec: PartitionSpec | None = None,
     rhs_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
-    zero_rest: bool = True,
+    clear_padding: bool = True,
     debug: bool = False,
 ) -> jax.Array:
     """Multiplies each group of rows with the weight of its expert.
 
-    For P = 1 equivalent to `jax.lax.ragged_dot(lhs[0], rhs, group_sizes[0])` with zeros after the last group, in memory
+    For P = 1 equivalent to `jax.lax.ragged_dot(lhs[0], rhs, group_sizes[0])` with zeros in padding rows, in memory
     O(C * N).
 
     Args:
@@ -509,14 +504,14 @@ def grouped_gemm(
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
-      zero_rest: False if nobody reads the rows after the last group, of the result and of the gradient of `lhs`: on a
-        GPU they then are what was in memory. A buffer for the worst case is mostly such rows.
+      clear_padding: False if nobody reads padding rows, those past the last group, of the result and of the gradient of
+        `lhs`: they are then undefined. A buffer for the worst case is mostly such rows.
       debug: under `jax.experimental.checkify.checkify`, sizes below 0 or with a sum above C are errors. Off by default:
         such a check is an effect; `flax.linen.scan` refuses it.
 
     Returns:
-      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Rows after the last group are zeros, whatever
-      `lhs` holds there (see `zero_rest`).
+      [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once. Padding rows are zeros, whatever `lhs` holds
+      there (see `clear_padding`).
 
     Raises:
       ValueError: ranks, K, group counts or the bias' shape do not fit; a spec with an axis twice or not in the mesh;
@@ -526,7 +521,7 @@ def grouped_gemm(
       TypeError: an operand is no array of floats; `group_sizes` are not integers.
 
     Differentiable in `lhs`, `rhs` and `bias`, unless they are quantized (see `grouped_dense`); empty groups have zero
-    weight gradients, rows after the last group zero input gradients.
+    weight gradients, padding rows zero input gradients.
 
     Under sharding P keeps its axes, the experts follow the innermost of them (a slice or nothing), and the weight is
     gathered over all other axes that shard P, in the dtype of `lhs`; rows are not gathered. Over axes of the resource's
@@ -551,7 +546,7 @@ def grouped_gemm(
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
         specs=(lhs_spec, rhs_spec, out_spec),
-        zero_rest=zero_rest,
+        clear_padding=clear_padding,
     )
 
 

@@ -100,7 +100,7 @@ class Layer:
       reduce_dtype: in which devices add the gradient of w.
       given: specs of x, w and the result, as the caller gave them.
       used: where they are in use over Auto axes under a MeshResource (see `used_specs`); as given without one.
-      zero_rest: of grouped layers; see `grouped_gemm`.
+      clear_padding: of grouped layers; see `grouped_gemm`.
     """
 
     law: Linear
@@ -111,12 +111,12 @@ class Layer:
     reduce_dtype: jnp.dtype
     given: Specs
     used: Specs
-    zero_rest: bool = True
+    clear_padding: bool = False
 
     @property
     def row_options(self) -> dict[str, bool]:
         """Of the GEMMs whose result is rows."""
-        return {"zero_rest": self.zero_rest} if self.law.batch_dims else {}
+        return {"clear_padding": self.clear_padding} if self.law.batch_dims else {}
 
     @property
     def formats(self) -> LayerFormats:

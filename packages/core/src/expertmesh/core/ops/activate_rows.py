@@ -8,8 +8,7 @@ of `out`,
     d_h[p, r]       = weights[p, r] * d[p, r] * the derivative at h
     d_weights[p, r] = <d[p, r], act(h[p, r])>
 
-What is not selected may be NaN. Rows after the last group, of which nothing is read, may be left as they were in
-memory; not those of d_weights.
+What is not selected may be NaN. Padding rows are undefined (`ops/groups.py`), but those of d_weights are zeros.
 
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import Activation, function_and_gradient, unsupported
+from expertmesh.core.ops.groups import lead
 from expertmesh.core.ops.row_map import holds_token
 
 __all__ = [
@@ -49,8 +49,7 @@ def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, acti
 
 
 def _selected(source, x, dtype):
-    holds = holds_token(source).reshape(*source.shape, *[1] * (x.ndim - source.ndim))
-    return jnp.where(holds, x, jnp.float32(0)).astype(dtype)
+    return jnp.where(lead(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
 
 
 def _unsupported(h, *others, activation: Activation) -> str | None:

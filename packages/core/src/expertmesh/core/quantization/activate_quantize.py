@@ -55,25 +55,22 @@ def activate_quantize(
     weights: jax.Array | None = None,
     row_source: jax.Array | None = None,
     spec: PartitionSpec | None = None,
-    zero_rest: bool = True,
 ) -> Copies:
     """`grouped_quantize_both(activate(h, activation), group_sizes, formats)`, times the rows' weights if given.
 
     Args:
       h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
-      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever h holds there.
+      group_sizes: int32[P, G], rows of each group.
       formats: of the copy along F and of the one along the rows.
       activation: with a gate.
       weights, row_source: float32[P, C] and int[P, C], both or none: a row's weight, and where its token comes from;
         negative where it holds none, whatever h and its weight hold.
       spec: where the activation [P, C, F] is, for Auto axes under a MeshResource.
-      zero_rest: False if nobody reads the rows after the last group, as no grouped product does: their data and scales
-        may then be anything.
 
     Returns:
-      Copies of [P, C, F]. Where both formats are one of 8 bits with blocks, h is read once and nothing else is
-      written: 4 bytes are read and 2 are written per number, in place of 6 and 4. One number in some thousands may be
-      rounded otherwise by the kernel ("gelu_exact" has none).
+      Copies of [P, C, F], undefined in padding rows. Where both formats are one of 8 bits with blocks, h is read once
+      and nothing else is written: 4 bytes are read and 2 are written per number, in place of 6 and 4. One number in
+      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
 
     Raises:
       As `activate` and `grouped_quantize`.
@@ -81,7 +78,7 @@ def activate_quantize(
     name = "activate_quantize"
     activation = check_gated(name, h, activation)
     source = Activated(h, weights, row_source, activation)
-    return _copies(name, source, group_sizes, formats, spec, zero_rest)
+    return _copies(name, source, group_sizes, formats, spec)
 
 
 def activate_grad_quantize(
@@ -94,24 +91,23 @@ def activate_grad_quantize(
     weights: jax.Array | None = None,
     row_source: jax.Array | None = None,
     spec: PartitionSpec | None = None,
-    zero_rest: bool = True,
 ) -> Copies:
     """`grouped_quantize_both(d_h, group_sizes, formats)` of the gradient d_h of `activate(h, activation)`.
 
     Args:
       h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
       d_out: float[P, C, F], the activation's cotangent.
-      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever h and d_out hold there.
+      group_sizes: int32[P, G], rows of each group.
       formats: of the copy along F and of the one along the rows.
       activation: with a gate.
       weights, row_source: as of `activate_quantize`; d_out is then the cotangent of the weighted activation.
       spec: where h is, for Auto axes under a MeshResource.
-      zero_rest: as of `activate_quantize`.
 
     Returns:
-      Copies of [P, C, 2, F], and with weights their gradient. Where both formats are one of 8 bits with blocks, h and
-      d_out are read once and nothing else is written: 3 bytes are read and 2 are written per number of h, in place of 5
-      and 4. One number in some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
+      Copies of [P, C, 2, F], undefined in padding rows, and with weights their gradient. Where both formats are one of
+      8 bits with blocks, h and d_out are read once and nothing else is written: 3 bytes are read and 2 are written per
+      number of h, in place of 5 and 4. One number in some thousands may be rounded otherwise by the kernel
+      ("gelu_exact" has none).
 
     Raises:
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
@@ -124,14 +120,13 @@ def activate_grad_quantize(
             "reshape it"
         )
     source = ActivatedGrad(h, weights, row_source, activation, d_out)
-    return _copies(name, source, group_sizes, formats, spec, zero_rest)
+    return _copies(name, source, group_sizes, formats, spec)
 
 
-def _copies(name, source, group_sizes, formats, spec, zero_rest):
+def _copies(name, source, group_sizes, formats, spec):
     for format in formats:
         check_source(name, source.base, format)
-    options = dict(spec=spec, zero_rest=zero_rest)
-    return quantize_rows(name, source, group_sizes, formats, **options)
+    return quantize_rows(name, source, group_sizes, formats, spec=spec)
 
 
 def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:

@@ -116,7 +116,7 @@ def grouped_quantize_delayed(
     """`quantize_delayed` of rows in groups: one multiplier for all of them, of the amax of all of them.
 
     Args:
-      x: [P, C, *K], as of `grouped_quantize`; rows after the last group enter no amax.
+      x: [P, C, *K], as of `grouped_quantize`; padding rows enter no amax.
       group_sizes: int32[P, G].
       state: of `init_delayed(recipe)`.
       spec: where `x` is, as of `grouped_quantize`.

@@ -33,28 +33,26 @@ def grouped_requantize(
     format: TensorFormat,
     *,
     spec: PartitionSpec | None = None,
-    zero_rest: bool = True,
 ) -> QuantizedArray:
     """`grouped_quantize(dequantize(q), group_sizes, format, axis=1)`.
 
     Args:
       q: of [P, C, K], its blocks along K.
-      group_sizes: int32[P, G], rows of each group; those after the last one are zeros, whatever q holds there.
+      group_sizes: int32[P, G], rows of each group.
       format: of the result.
       spec: where q is, for Auto axes under a MeshResource.
-      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
 
     Returns:
-      A QuantizedArray of [P, C, K]. Where both formats are one of 8 bits with blocks, one byte is read and one is
-      written per number, in place of three and three at 16 bits between the steps; the bits are the same.
+      A QuantizedArray of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
+      byte is read and one is written per number, in place of three and three at 16 bits between the steps; the bits are
+      the same.
 
     Raises:
       As `dequantize` and `grouped_quantize`. Under sharding as `grouped_quantize`.
     """
     check_quantized("grouped_requantize", q)
-    options = dict(spec=spec, zero_rest=zero_rest)
     of = Dequantized(q), group_sizes, (None, format)
-    return quantize_rows("grouped_requantize", *of, **options).along_rows
+    return quantize_rows("grouped_requantize", *of, spec=spec).along_rows
 
 
 def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:

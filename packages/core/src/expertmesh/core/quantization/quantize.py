@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -50,11 +51,6 @@ __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
 
 # Bit i: whether row i of the rotation is negative (+ + + - + - - - - - - + - + - -).
 _NEGATIVE_ROWS = 0b1101011111101000
-
-
-def lead(values, ndim: int):
-    """Values of the leading dimensions, to be broadcast over the others."""
-    return values.reshape(values.shape + (1,) * (ndim - values.ndim))
 
 
 def rotate(x, axis: int):
@@ -172,19 +168,6 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
     )
 
 
-def row_groups(group_sizes_PG, num_rows: int):
-    """int32[P, C] group of each row; G after the last group."""
-    rows_C = jnp.arange(num_rows, dtype=jnp.int32)
-    return jax.vmap(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))(
-        jnp.cumsum(group_sizes_PG, axis=1, dtype=jnp.int32)
-    )
-
-
-def of_rows(values_PG, groups_PC, fill=0):
-    """[P, C] the value of each row's group; `fill` after the last group."""
-    return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
-
-
 def _dequantize_reference(q, *, block):
     del block
     values = partial(dequantize_values, block=q.block, dtype=q.dtype)
@@ -193,9 +176,7 @@ def _dequantize_reference(q, *, block):
     groups_PC = row_groups(q.group_sizes, q.shape[1])
     scale = q.scale if q.block else of_rows(q.scale, groups_PC)
     tensor_scale = None if q.tensor_scale is None else of_rows(q.tensor_scale, groups_PC)
-    live_PC = groups_PC < q.group_sizes.shape[1]
-    wide = values(q.data, scale, tensor_scale)
-    return jnp.where(lead(live_PC, q.ndim), wide, jnp.zeros((), q.dtype))
+    return cleared(values(q.data, scale, tensor_scale), q.group_sizes)
 
 
 def _why_not_dequantize(q, *, block) -> str | None:
@@ -405,7 +386,7 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.A
     """`data * scale * tensor_scale`, each scale repeated over the elements that share it.
 
     Args:
-      q: from `quantize` or `grouped_quantize`; rows after the last group are zeros.
+      q: from `quantize` or `grouped_quantize`; padding rows become zeros.
       spec: where the data are, for Auto axes under a MeshResource; None: weights over (ep, fsdp) where tensor scales
         are of leading dimensions, or blocks are two-dimensional behind one; else tokens over (dp, fsdp, ep).
 

@@ -3,8 +3,8 @@
     scale[p, g] = amax(rows of group g of participant p) / max          formats without blocks
     blocks restart at row 0 of a participant                            formats with blocks
 
-Rows are contiguous by group, as in `grouped_gemm`; rows after the last group are zeros and enter no amax. Dimension
-key: P participants, C rows per participant, G groups per participant.
+Rows are contiguous by group, and padding rows enter no amax (`ops/groups.py`). Dimension key: P participants, C rows
+per participant, G groups per participant.
 """
 
 import dataclasses
@@ -18,17 +18,15 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
+from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
 from expertmesh.core.quantization.quantize import (
     BlockPlan,
     block_shape,
     check_multiplier,
     check_source,
     key_words,
-    lead,
-    of_rows,
     quantized_array,
     random_bits,
-    row_groups,
     why_no_kernel,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -39,7 +37,7 @@ __all__ = ["grouped_quantize"]
 
 
 def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
-    """int32[P, G]; rows of the group `num_groups` enter none."""
+    """int32[P, G]; padding rows enter none."""
     rows_PC = jnp.max(magnitudes, axis=tuple(range(2, magnitudes.ndim)), initial=0)
     amax_PG = jax.vmap(
         lambda rows, groups: jnp.zeros(num_groups, jnp.int32).at[groups].max(rows, mode="drop")
@@ -64,15 +62,12 @@ class Copies(NamedTuple):
 
 
 def _reference(
-    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
-    origin=(),
-):  # fmt: skip
+    source, group_sizes, multiplier, key, *, format, blocks, directions, amax_axes=(), origin=()
+):
     """Copies, of which `directions` says those that are wanted: 0 and 1."""
-    del zero_rest
-    x = source.rows()
+    x = cleared(source.rows(), group_sizes)
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
-    x = jnp.where(lead(groups_PC < num_groups, x.ndim), x, jnp.zeros((), x.dtype))
     bits = random_bits(key, x.shape, origin) if format.stochastic else None
 
     def quantized(block):
@@ -187,8 +182,8 @@ class Rows:
 
 
 def quantize_rows(
-    name, source, group_sizes, formats, *, multiplier=None, keys=(None, None), spec=None, zero_rest=True
-):  # fmt: skip
+    name, source, group_sizes, formats, *, multiplier=None, keys=(None, None), spec=None
+) -> Copies:
     """Copies of rows in groups, of one read where one kernel can write them all.
 
     Args:
@@ -198,14 +193,13 @@ def quantize_rows(
       formats, keys: of the copy along the features and of the one along the rows; no format, no copy.
       multiplier: float32[P, G], in place of max / amax; only without blocks.
       spec: where the rows are, for Auto axes under a MeshResource.
-      zero_rest: False if nobody reads the rows after the last group: their data and scales may then be anything.
     """
     if not source.fuses(formats):
         rows, d_weights = source.apart(group_sizes, spec)
-        options = dict(multiplier=multiplier, keys=keys, spec=spec, zero_rest=zero_rest)
+        options = dict(multiplier=multiplier, keys=keys, spec=spec)
         copies = quantize_rows(name, Rows(rows), group_sizes, formats, **options)
         return copies._replace(d_weights=d_weights)
-    run = partial(_quantize_at_once, name, source, group_sizes, multiplier, spec, zero_rest)
+    run = partial(_quantize_at_once, name, source, group_sizes, multiplier, spec)
     along_features, along_rows = formats
     if along_features is None or along_rows is None:
         at = int(along_features is None)
@@ -216,9 +210,7 @@ def quantize_rows(
     return first._replace(along_rows=second.along_rows)
 
 
-def _quantize_at_once(
-    name, source, group_sizes, multiplier, spec, zero_rest, format, key, *, directions
-):
+def _quantize_at_once(name, source, group_sizes, multiplier, spec, format, key, *, directions):
     check_groups(name, source.shape, group_sizes)
     axes = len(source.shape) - 1, 1
     blocks = tuple(
@@ -238,7 +230,6 @@ def _quantize_at_once(
         format=format,
         blocks=blocks,
         directions=directions,
-        zero_rest=zero_rest,
     )
     if format.block is not None and format.scale != "float8_e4m3fn":
         return copies
@@ -272,7 +263,7 @@ def grouped_quantize(
 
     Returns:
       A QuantizedArray; `scale` without blocks, or `tensor_scale`, is float32[P, G], and then `group_sizes` is kept.
-      Rows after the last group have data 0, whatever `x` holds there. An empty group's scale is that of amax 0.
+      Padding rows have data 0, whatever `x` holds there. An empty group's scale is that of amax 0.
 
     Raises:
       As `quantize`; ValueError: `group_sizes` of another shape; TypeError: they are not integers.

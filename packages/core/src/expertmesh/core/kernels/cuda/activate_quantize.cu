@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #if WEIGHTED
     const float* weights, const int* source,
 #endif
-    const int* sizes, int num_rows, int zeros_end, int all_columns, int groups,
+    const int* sizes, int num_rows, int all_columns, int groups,
     u8* data, Stored* scale, u8* data_rows, Stored* scale_rows
 #if GRADIENT && WEIGHTED
     , float* d_weights
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #endif
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((max(num_live, zeros_end) + BLOCK - 1) / BLOCK);
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
   u32 held;  // of this tile
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, source, all_columns);

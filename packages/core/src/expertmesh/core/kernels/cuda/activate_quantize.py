@@ -9,9 +9,7 @@ from expertmesh.core.kernels.cuda import quantize
 COLUMNS = 128  # of a tile
 
 
-def launch(
-    h, d_out, weights, sizes, *, config: Config, activation, format, out_type, zero_rest: bool
-):
+def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_type):
     """As `triton/activate_quantize.py`, to the bit but for d_weights."""
     (_, C, _, F), gradient, weighted = h.shape, d_out is not None, bool(weights)
     made = dict(activation=activation, format=format, gradient=gradient, weighted=weighted)
@@ -20,7 +18,7 @@ def launch(
     return quantize.launch(
         *((h, d_out) if gradient else (h,)), *weights, sizes,
         source=source(h.dtype, config=config, **made),
-        name="activate_quantize", config=config, rows=C, columns=F, zero_rest=zero_rest, out_type=out_type,
+        name="activate_quantize", config=config, rows=C, columns=F, out_type=out_type,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 // Grouped GEMM of 8-bit operands in blocks of 128, for Hopper: out[r] = sum over the blocks b of the contraction of
-// (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros after the last group.
+// (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros in padding rows.
 //
 // A block has tiles of 128 rows and 256 columns, a step of 128 of the contraction at a time. One producer warp loads;
 // two consumer warpgroups multiply 64 rows each, 128 columns at a time, for products of more would not fit into
@@ -326,7 +326,7 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring
   }
 }
 
-// The rows after the last group, up to `end`.
+// The padding rows up to `end`.
 __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
   const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
   for (u64 i = live * per_row + blockIdx.x * CONSUMERS * 128 + threadIdx.x - 128; i < last;

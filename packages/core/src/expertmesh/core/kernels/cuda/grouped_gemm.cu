@@ -1,4 +1,4 @@
-// Grouped GEMM for Hopper, rows times weights: out[r] = lhs[r] @ rhs[group of r], zeros after the last group.
+// Grouped GEMM for Hopper, rows times weights: out[r] = lhs[r] @ rhs[group of r], zeros in padding rows.
 //
 // wgmma multiplies 64 columns of the weight (its M) by up to 256 rows (its N, any multiple of 8), so that a group costs
 // what it holds. A cluster of two blocks works on up to 256 rows and 256 columns; the blocks share the rows by
@@ -374,7 +374,7 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
   result.send_rest();
 }
 
-// The rows after the last group, up to `end`.
+// The padding rows up to `end`.
 __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int width) {
   const u64 per_row = (u64)width * (WIDE ? 4 : 2) / 16, last = end * per_row;
   for (u64 i = live * per_row + blockIdx.x * CONSUMERS * 128 + threadIdx.x - 128; i < last;

@@ -21,7 +21,7 @@ from expertmesh.core.kernels.cuda.cuda_call import WGMMA_TYPES, cuda_call, sourc
 
 
 def launch_rows(
-    lhs, rhs, group_sizes, scales=(), *, config: Config, out_dtype, transposed: bool, zero_rest: bool
+    lhs, rhs, group_sizes, scales=(), *, config: Config, out_dtype, transposed: bool, clear_padding: bool
 ):  # fmt: skip
     """[C, K] x [G, K, N], or [G, N, K] if `transposed`, -> [C, N].
 
@@ -37,7 +37,7 @@ def launch_rows(
         launcher.TensorMap.of(lhs, (tiles.box, line)), launcher.TensorMap.of(rhs, (1, 64, line)),
         group_sizes.astype(jnp.int32), *scales,
         source=rows_source((lhs.dtype, rhs.dtype), out_dtype, transposed, tiles, places), name="grouped_gemm_rows",
-        scalars=(C * zero_rest, -(-K // line), N, G, parts),
+        scalars=(C * clear_padding, -(-K // line), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip

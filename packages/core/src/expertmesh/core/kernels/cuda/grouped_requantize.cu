@@ -51,11 +51,11 @@ struct Reader {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize(
-    const u8* data, const Stored* scale, const int* sizes, int num_rows, int zeros_end, int all_columns, int groups,
+    const u8* data, const Stored* scale, const int* sizes, int num_rows, int all_columns, int groups,
     u8* data_rows, Stored* scale_rows) {
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((max(num_live, zeros_end) + BLOCK - 1) / BLOCK);
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
   Stored scales[ROWS];
   {
     const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, all_columns);

@@ -4,13 +4,13 @@ from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda import quantize
 
 
-def launch(data, scale, sizes, *, config: Config, format, dtype, out_type, zero_rest: bool):
+def launch(data, scale, sizes, *, config: Config, format, dtype, out_type):
     """As `triton/grouped_requantize.py`."""
     _, C, K = data.shape
     return quantize.launch(
         data, scale, sizes,
         source=source(dtype, config=config, format=format), name="grouped_requantize",
-        config=config, rows=C, columns=K, zero_rest=zero_rest, out_type=out_type,
+        config=config, rows=C, columns=K, out_type=out_type,
     )  # fmt: skip
 
 

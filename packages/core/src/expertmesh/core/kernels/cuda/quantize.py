@@ -36,12 +36,10 @@ def source(
     return Source(source_text("quantize.cuh", file, defined=defined), shared)
 
 
-def launch(
-    *operands, source: Source, name: str, config: Config, rows: int, columns: int, zero_rest: bool, out_type
-):  # fmt: skip
+def launch(*operands, source: Source, name: str, config: Config, rows: int, columns: int, out_type):
     """The results of a kernel of such a source; the last operand is int32[G], the sizes of groups."""
     return cuda_call(
-        *operands, source=source.text, name=name, scalars=(rows, rows * zero_rest, columns, operands[-1].shape[0]),
+        *operands, source=source.text, name=name, scalars=(rows, columns, operands[-1].shape[0]),
         out_type=out_type, programs=config.programs, warps=config.tiles.warps, shared=source.shared,
     )  # fmt: skip
 

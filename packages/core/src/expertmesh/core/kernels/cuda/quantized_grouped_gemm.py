@@ -20,7 +20,7 @@ from expertmesh.core.kernels.cuda.cuda_call import WGMMA_TYPES, cuda_call, sourc
 
 
 def launch_rows(
-    lhs, row_scales, rhs, weight_scales, group_sizes, *, config: Config, out_dtype, zero_rest: bool
+    lhs, row_scales, rhs, weight_scales, group_sizes, *, config: Config, out_dtype, clear_padding: bool
 ):  # fmt: skip
     """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
     (C, D), (G, W, _) = lhs.shape, rhs.shape
@@ -29,7 +29,7 @@ def launch_rows(
         box(lhs, (128, BLOCK)), row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
         group_sizes.astype(jnp.int32),
         source=rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles), name="block_scaled_gemm",
-        scalars=(C, C * zero_rest, -(-D // BLOCK), W, G),
+        scalars=(C, C * clear_padding, -(-D // BLOCK), W, G),
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip

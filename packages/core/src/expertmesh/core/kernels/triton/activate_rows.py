@@ -1,6 +1,6 @@
 """Weighted activations of rows and their gradients for NVIDIA GPUs: h is read once, and only in rows with a token.
 
-A device holds one participant, or writes zeros after the last group of each. Dimension key as in
+A device holds one participant, or writes zeros in the padding rows of each. Dimension key as in
 `ops/activate_rows.py`; R rows, P times C.
 """
 

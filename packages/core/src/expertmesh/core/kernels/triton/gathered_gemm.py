@@ -24,11 +24,12 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
 @triton.jit
 def _gathered_rows_kernel(
     lhs, index, rhs_desc, group_sizes, out,
-    T: tl.constexpr, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    T: tl.constexpr, ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and after the last group."""
+    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and in padding rows up to
+    ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (N + BN - 1) // BN
@@ -54,19 +55,20 @@ def _gathered_rows_kernel(
         where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
         live = (rows < end)[:, None] & (columns < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
-    store_zero_rows(out, tl.sum(size_G), C, N, BN, NUM_PROGRAMS)
+    store_zero_rows(out, tl.sum(size_G), ZEROS_END, N, BN, NUM_PROGRAMS)
 
 
-def rows(lhs, index, rhs, group_sizes, *, out_dtype):
+def rows(lhs, index, rhs, group_sizes, *, out_dtype, clear_padding=False):
     """[1, T, K] at [1, C] x [G, K, *N] -> [1, C, *N]."""
     K, N = lhs.shape[2], prod(rhs.shape[2:])
     (C,), G = index.shape[1:], group_sizes.shape[1]
     config = choose_gathered(Rows(C, K, N, G, lhs.dtype, out_dtype, current_device()))
     operands = lhs[0], index[0], rhs.reshape(-1, K, N), group_sizes[0]
-    return launch(*operands, config=config, out_dtype=out_dtype).reshape(1, C, *rhs.shape[2:])
+    options = dict(config=config, out_dtype=out_dtype, clear_padding=clear_padding)
+    return launch(*operands, **options).reshape(1, C, *rhs.shape[2:])
 
 
-def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype):
+def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype, clear_padding: bool):
     (C,), (G, K, N), tiles = index.shape, rhs.shape, config.tiles
     return launcher.triton_call(
         lhs, index, launcher.TensorMap.of(rhs, (1, tiles.k, tiles.n)), group_sizes,
@@ -74,6 +76,6 @@ def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype):
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        T=lhs.shape[0], C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        T=lhs.shape[0], ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip

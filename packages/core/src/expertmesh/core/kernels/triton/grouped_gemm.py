@@ -1,7 +1,7 @@
 """Grouped GEMM for NVIDIA GPUs from compute capability 9.0: persistent, group sizes read on the device, TMA loads.
 
 Forward and input gradient are one kernel: C rows in G groups times each group's weight. The weight gradient contracts
-over the rows of a group. Every byte of the outputs is written, but for rows after the last group without `zero_rest`.
+over the rows of a group. Every byte of the outputs is written, but for padding rows without `clear_padding`.
 Dimension key as in `linear/grouped_gemm.py`.
 
 The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
@@ -78,8 +78,8 @@ def _rows_kernel(
     TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros after the last group, up to
-    row ZEROS_END."""
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros in padding rows up to
+    ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_live = tl.sum(size_G)
     num_m = tl.sum(tiles_G)
@@ -148,7 +148,7 @@ def _weights_kernel(
 
 
 def launch_rows(
-    lhs, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, zero_rest: bool
+    lhs, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, clear_padding: bool
 ):
     """[C, K] x [G, K, N], or [G, N, K] if `transposed`, -> [C, N]."""
     (C, K), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
@@ -160,7 +160,7 @@ def launch_rows(
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        ZEROS_END=C * zero_rest, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Quantization of rows in groups to 8 bits for NVIDIA GPUs, by the kernels of `kernels/quantize.py`.
 
-Group sizes are read on the device; rows after the last group are not read, and their data are written as zeros.
+Group sizes are read on the device; padding rows are not read, and their data are zeros.
 """
 
 import jax
@@ -10,14 +10,13 @@ from expertmesh.core.kernels.triton import quantize
 
 
 def grouped_quantize(
-    source, group_sizes, multiplier, key, *, format, blocks, directions, zero_rest=True, amax_axes=(),
-    origin=(),
-):  # fmt: skip
+    source, group_sizes, multiplier, key, *, format, blocks, directions, amax_axes=(), origin=()
+):
     """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant.
 
     Blocks in both directions take one pass unless the last dimension ends in a block.
     """
-    del key, zero_rest, origin
+    del key, origin
     x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
     if format.block is not None:
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):

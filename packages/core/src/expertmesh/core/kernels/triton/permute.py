@@ -163,7 +163,7 @@ def _place_kernel(
         if program == B:
             held = tl.minimum(end_E, N) - tl.minimum(offset_E, N)
             tl.store(sizes + p * L + e - here, held, mask=here_E)
-    else:  # rows after the last expert
+    else:  # padding rows
         rows = (program - B - L) * BN + tl.arange(0, BN)
         free = (rows >= tl.sum(tl.where(here_E, size_E, 0))) & (rows < N)
         tl.store(source + rows, tl.full((BN,), -1, tl.int32), mask=free)

@@ -148,7 +148,7 @@ def _blocks_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
     FLOOR: tl.constexpr, SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BM x BN, each with its scale; with G groups, the rows after the last one count as zeros."""
+    """Blocks of BM x BN, each with its scale; with G groups, padding rows count as zeros."""
     a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
     live = inside
     if G:
@@ -236,7 +236,7 @@ def _scaled_kernel(
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
     as [N, M] (A = 1).
 
-    The multiplier is [A], or with G groups of the rows of M (A = 1) [G]; rows after the last group count as zeros.
+    The multiplier is [A], or with G groups of the rows of M (A = 1) [G]; padding rows count as zeros.
     Without what is None.
     """
     NUM_M: tl.constexpr = (M + TM - 1) // TM

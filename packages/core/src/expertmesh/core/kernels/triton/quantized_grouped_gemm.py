@@ -53,8 +53,8 @@ def _rows_kernel(
     TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros after the last group, up to
-    row ZEROS_END.
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros in padding rows up to
+    ZEROS_END.
 
     Scales of blocks of ALONG: of rows [C, D / ALONG], of weights [G, D / ALONG, W / ACROSS], or the last two the other
     way around if TRANSPOSED. ALONG is 0 where groups have one: [G] each.
@@ -213,7 +213,7 @@ def _scales_of_rows(
 
 def launch_rows(
     lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
-    config: Config, block: tuple[int, ...], out_dtype, transposed: bool, zero_rest: bool,
+    config: Config, block: tuple[int, ...], out_dtype, transposed: bool, clear_padding: bool,
 ):  # fmt: skip
     """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if ()."""
     (C, D), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
@@ -226,7 +226,7 @@ def launch_rows(
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
-        C=C, ZEROS_END=C * zero_rest, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
+        C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Rows in groups, and the one law of padding.
+
+Rows are contiguous by group: group g of participant p owns the `group_sizes[p, g]` rows after those of the groups
+before it. The rows past the last group are padding rows: undefined in what an op returns, and read by none. An op
+selects the rows of its groups and never multiplies by zero, since padding may be NaN. Where a public function promises
+zeros, the GEMM that makes its result clears them (its option `clear_padding`): by `cleared`, or in its kernel.
+
+A group that is aligned may end in rows without a token (`holds_token` in `ops/row_map.py`). GEMMs read them: they are
+zeros.
+
+Dimension key: P participants, C rows per participant, G groups per participant.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+def row_groups(group_sizes_PG, num_rows: int):
+    """int32[P, C] group of each row; G for padding rows."""
+    rows_C = jnp.arange(num_rows, dtype=jnp.int32)
+    return jax.vmap(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))(
+        jnp.cumsum(group_sizes_PG, axis=1, dtype=jnp.int32)
+    )
+
+
+def of_rows(values_PG, groups_PC, fill=0):
+    """[P, C, ...] the value of each row's group; `fill` for padding rows."""
+    return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
+
+
+def cleared(x, group_sizes_PG):
+    """x [P, C, ...] with zeros in its padding rows, whatever they hold."""
+    ends_P1 = jnp.sum(group_sizes_PG, axis=1, keepdims=True, dtype=jnp.int32)
+    live_PC = jnp.arange(x.shape[1]) < ends_P1
+    return jnp.where(lead(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
+
+
+def lead(values, ndim: int):
+    """Values of the leading dimensions, to be broadcast over the others."""
+    return values.reshape(values.shape + (1,) * (ndim - values.ndim))
