@@ -66,12 +66,17 @@ class RouterConfig:
                 f"RouterConfig: top_k must be divisible by group_topk; {got}; change one of them"
             )
 
-    def check_groups(self, function: str, num_experts: int) -> None:
-        """Refuses groups that do not fit the number of experts.
+    def check_experts(self, function: str, num_experts: int) -> None:
+        """Refuses choices and groups that do not fit the number of experts.
 
         Raises:
-          ValueError: num_groups does not divide it, or a group holds fewer than top_k / group_topk experts.
+          ValueError: top_k exceeds it, num_groups does not divide it, or a group holds fewer than top_k / group_topk.
         """
+        if self.top_k > num_experts:
+            raise ValueError(
+                f"{function}: top_k must be at most the number of experts; got top_k={self.top_k}, "
+                f"num_experts={num_experts}; lower top_k"
+            )
         if self.num_groups is None or self.group_topk is None:
             return
         if num_experts % self.num_groups:
