@@ -54,13 +54,11 @@ from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params
+from expertmesh.flax_moe.params import EXPERTS, Params
 from expertmesh.flax_moe.quantization import Quantization, placed_like
 from expertmesh.flax_moe.remat import named
 
 __all__ = ["Dispatched", "feed_forward", "reads_tokens"]
-
-_LAYERS = ("wi", "wo")
 
 _Operand = jax.Array | QuantizedArray
 _Extras = dict[str, Extra]
@@ -132,7 +130,7 @@ def feed_forward(
     `grouped_dense`; a sharded F costs the backward an all-reduce [P, C].
     """
     rows, handle = dispatched.rows, dispatched.handle
-    extras = {name: Extra(**given.layer(name)) for name in _LAYERS}
+    extras = {name: Extra(**given.layer(name)) for name in EXPERTS}
     up, down = (
         layer_of(
             "experts",
@@ -145,7 +143,7 @@ def feed_forward(
             specs=(None, specs.get(name), None),
             zero_rest=False,
         )
-        for name in _LAYERS
+        for name in EXPERTS
     )
     in_place = reads_tokens(params["wi"], handle, config)
     options = _Options(up=up, down=down, activation=config.act, in_place=in_place)
@@ -261,8 +259,8 @@ def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
     wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
     wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
     a = None if options.down.recipe is None else a  # made again
-    biases = {name: bias for name, bias in params.items() if name not in _LAYERS}
-    keys = tuple(extras[name].key for name in _LAYERS)
+    biases = {name: bias for name, bias in params.items() if name not in EXPERTS}
+    keys = tuple(extras[name].key for name in EXPERTS)
     return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
 
 
