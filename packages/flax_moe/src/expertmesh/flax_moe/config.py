@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_counts
 from expertmesh.core.ops.activation import Activation, check_activation
-from expertmesh.core.quantization.recipe import Recipe, alignment_of, recipe_of
+from expertmesh.core.quantization.recipe import Recipe, as_recipe, required_alignment
 from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
@@ -49,7 +49,7 @@ class MoEConfig:
       dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
         computes in float32.
       param_dtype: of the parameters: one of those, or float64.
-      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.recipe_of` takes,
+      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.as_recipe` takes,
         kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
         router is never quantized.
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
@@ -92,7 +92,7 @@ class MoEConfig:
     z_loss_coeff: float = 0.0
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
-    recipe: Recipe | Any | None = None  # given as whatever `recipe_of` takes, kept as a Recipe
+    recipe: Recipe | Any | None = None  # given as whatever `as_recipe` takes, kept as a Recipe
     quantize_backward_combine: bool = False
     reduce_dtype: Any = jnp.float32
     num_chunks: int = 1
@@ -118,7 +118,7 @@ class MoEConfig:
             "param_dtype": _float_dtype("param_dtype", self.param_dtype),
             "reduce_dtype": check_reduce_dtype("MoEConfig", self.reduce_dtype),
             "activation": _check_activation(self.activation),
-            "recipe": recipe_of(self.recipe),
+            "recipe": as_recipe(self.recipe),
         }
         for name, value in kept.items():
             object.__setattr__(self, name, value)
@@ -152,9 +152,9 @@ class MoEConfig:
     def row_alignment(self) -> int:
         """What rows of each expert are padded to: `alignment`, or if that is None what `recipe` needs.
 
-        See `expertmesh.core.alignment_of`. Results do not depend on it.
+        See `expertmesh.core.required_alignment`. Results do not depend on it.
         """
-        return alignment_of(self.recipe) if self.alignment is None else self.alignment
+        return required_alignment(self.recipe) if self.alignment is None else self.alignment
 
     def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
         """The expert-parallel part.
@@ -243,7 +243,7 @@ def _check_remat(remat: object) -> None:
 
 
 def _check_alignment(config: MoEConfig) -> None:
-    least = alignment_of(config.recipe)
+    least = required_alignment(config.recipe)
     if config.row_alignment % least:
         raise ValueError(
             f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={config.alignment}, "
