@@ -27,7 +27,7 @@ from expertmesh.core.linear.layer import (
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
 from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
-from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
@@ -175,7 +175,7 @@ def weight_for_fprop(w, extra: Extra, layer: Layer):
     """(w as the forward reads it, its state after that or None)."""
     law, spec = layer.law, layer.used[1]
     if layer.recipe is None:
-        return narrow_at_rest(w, layer.x_dtype, spec, law.weight_roles), None
+        return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
     state = extra.state.kernel if extra.state is not None else None
     if extra.kernel_quantized is not None:
         return extra.kernel_quantized.forward, state
