@@ -19,7 +19,7 @@ from expertmesh.core.linear.layer import (
     Layer,
     Linear,
     Specs,
-    after,
+    barrier,
     check_extra,
     gradient_keys,
     residuals,
@@ -134,7 +134,7 @@ def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
     """The cotangent of x at `result_spec`; dy and w in their formats along N."""
     law, (_, w_spec, out_spec) = layer.law, layer.used
     if layer.recipe is not None:
-        w, dy = after(w, dy)
+        w, dy = barrier(w, dy)
     return multiply(
         law.dgrad,
         f"{law.fprop.name}'s input gradient",

@@ -216,7 +216,7 @@ def residuals(x, w) -> tuple:
     return named(x, "quantized_x"), named(w, "quantized_kernel")
 
 
-def after(kernel: QuantizedArray, dy: QuantizedArray):
+def barrier(kernel: QuantizedArray, dy: QuantizedArray):
     """Both, the kernel not before `dy` is known.
 
     Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.
