@@ -45,7 +45,7 @@ from expertmesh.core.linear.apply import (
 )
 from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
-from expertmesh.core.linear.layer import DenseState, Extra, Layer, residuals
+from expertmesh.core.linear.layer import DenseState, Layer, NonDiffOperands, residuals
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
@@ -61,7 +61,7 @@ from expertmesh.flax_moe.remat import named
 __all__ = ["Dispatched", "feed_forward", "reads_tokens"]
 
 _Operand = jax.Array | QuantizedArray
-_Extras = dict[str, Extra]
+_PerLayer = dict[str, NonDiffOperands]
 _Output = tuple[jax.Array, dict[str, DenseState] | None]
 
 
@@ -130,7 +130,7 @@ def feed_forward(
     `grouped_dense`; a sharded F costs the backward an all-reduce [P, C].
     """
     rows, handle = dispatched.rows, dispatched.handle
-    extras = {name: Extra(**given.layer(name)) for name in EXPERTS}
+    extras = {name: NonDiffOperands(**given.layer(name)) for name in EXPERTS}
     up, down = (
         layer_of(
             "experts",
@@ -208,7 +208,7 @@ def _row_copies(
     rows: jax.Array,
     quantized: QuantizedArray | None,
     sizes: jax.Array,
-    extra: Extra,
+    extra: NonDiffOperands,
     layer: Layer,
     for_wgrad: bool,
 ) -> tuple[Any, Any, Any]:
@@ -229,7 +229,7 @@ def _forward(
     weights: jax.Array,
     quantized: QuantizedArray | None,
     handle: ep.Handle,
-    extras: _Extras,
+    extras: _PerLayer,
     *,
     of: _Options,
     for_wgrad: bool,

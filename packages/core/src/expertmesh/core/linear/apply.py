@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from expertmesh.core.linear.layer import (
     DenseState,
-    Extra,
     Layer,
     Linear,
+    NonDiffOperands,
     Specs,
     barrier,
     check_extra,
@@ -37,7 +37,14 @@ from expertmesh.core.vjp import at_rest, differentiable
 
 
 def apply_linear(
-    layer: Layer, x, w, group_sizes, bias, extra: Extra | None = None, *, flat: bool = False
+    layer: Layer,
+    x,
+    w,
+    group_sizes,
+    bias,
+    extra: NonDiffOperands | None = None,
+    *,
+    flat: bool = False,
 ) -> Any:
     """The layer's result; with a state (result, state).
 
@@ -49,7 +56,7 @@ def apply_linear(
     if layer.recipe is None and is_quantized(x, w):
         law = layer.law
         return product(*both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer)
-    out = _linear(x, w, group_sizes, bias, extra or Extra(), layer=layer)
+    out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out
     return (out[0][0], out[1]) if layer.delayed else out[0]
@@ -60,7 +67,7 @@ def layer_of(
     law: Linear,
     x,
     w,
-    extra: Extra,
+    extra: NonDiffOperands,
     recipe,
     *,
     out_dtype=None,
@@ -171,7 +178,7 @@ def where_at_rest(x, spec):
     return at_rest(jax.tree.leaves(x)[0], spec)
 
 
-def weight_for_fprop(w, extra: Extra, layer: Layer):
+def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     """(w as the forward reads it, its state after that or None)."""
     law, spec = layer.law, layer.used[1]
     if layer.recipe is None:
@@ -182,7 +189,7 @@ def weight_for_fprop(w, extra: Extra, layer: Layer):
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
-def weight_for_dgrad(w, forward, extra: Extra, layer: Layer):
+def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
     """w as the backward reads it; `forward`: as the forward does."""
     if extra.kernel_quantized is not None:
         return extra.kernel_quantized.for_dgrad()
@@ -191,7 +198,7 @@ def weight_for_dgrad(w, forward, extra: Extra, layer: Layer):
     return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.used[1])
 
 
-def x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
+def x_copies(x, group_sizes, extra: NonDiffOperands, layer: Layer, *, for_wgrad: bool):
     """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
         if isinstance(x, Rows):
@@ -209,7 +216,7 @@ def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
     return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
 
 
-def _forward(x, x_state, w, group_sizes, bias, extra: Extra, layer: Layer):
+def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: Layer):
     """(what the layer returns, w as it was read), of x in its format along K."""
     w, w_state = weight_for_fprop(w, extra, layer)
     y = product(x, w, group_sizes, bias, layer)

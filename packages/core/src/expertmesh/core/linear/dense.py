@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.gemm import DENSE, check_operands
-from expertmesh.core.linear.layer import DenseState, Extra, num_contracted
+from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.recipe import Recipe, as_recipe, current_recipe
@@ -79,7 +79,7 @@ def dense(
     the backward. Scales of a whole tensor are reduced first, over the axes that shard it.
     """
     recipe = as_recipe(recipe) or current_recipe()
-    extra = Extra(state, key, kernel_quantized)
+    extra = NonDiffOperands(state, key, kernel_quantized)
     check_arrays("dense", FLOATS, x=x, kernel=kernel)
     count = num_contracted("dense", x, kernel, contracting_dims, 0)
     if count > 1:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
@@ -197,7 +197,7 @@ def gemm(
         DENSE,
         x,
         w,
-        Extra(),
+        NonDiffOperands(),
         None,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
-from expertmesh.core.linear.layer import DenseState, Extra, num_contracted
+from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.quantize_rows import check_starts
@@ -90,7 +90,7 @@ def grouped_dense(
     shard it.
     """
     recipe = as_recipe(recipe) or current_recipe()
-    extra = Extra(state, key, kernel_quantized)
+    extra = NonDiffOperands(state, key, kernel_quantized)
     check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
     if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
         raise ValueError(

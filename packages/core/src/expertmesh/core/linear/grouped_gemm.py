@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
@@ -556,14 +556,23 @@ def grouped_gemm(
 
 
 def apply_grouped(
-    name: str, x, w, group_sizes, bias, extra: Extra | None = None, recipe=None, *, specs, **options
+    name: str,
+    x,
+    w,
+    group_sizes,
+    bias,
+    extra: NonDiffOperands | None = None,
+    recipe=None,
+    *,
+    specs,
+    **options,
 ) -> Any:
     """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
         specs = with_participant(specs[0]), specs[1], with_participant(specs[2])
-    extra = extra or Extra()
+    extra = extra or NonDiffOperands()
     layer = layer_of(name, GROUPED, x, w, extra, recipe, specs=specs, **options)
     return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
 

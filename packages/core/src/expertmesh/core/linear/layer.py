@@ -132,7 +132,7 @@ class Layer:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Extra:
+class NonDiffOperands:
     """The operands of a call that have no gradient.
 
     Attributes:
@@ -146,7 +146,7 @@ class Extra:
     kernel_quantized: QuantizedKernel | None = None
 
 
-def check_extra(name: str, kernel, extra: Extra, recipe: Recipe | None) -> None:
+def check_extra(name: str, kernel, extra: NonDiffOperands, recipe: Recipe | None) -> None:
     """Raises ValueError for state without DelayedScaling or the reverse, and for another kernel's or recipe's cache."""
     check_state(name, recipe, extra.state)
     cached = extra.kernel_quantized
