@@ -183,7 +183,7 @@ def _up(
         h = product(x, wi, handle.group_sizes, bias, layer)
         return h
     tokens = RowMap(handle.row, handle.source).source_row
-    specs = None, None, layer.used[1], None
+    specs = None, None, layer.resolved[1], None
     operands = x, tokens, wi, handle.group_sizes
     h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
     h = add_bias(h, bias, handle.group_sizes, layer)
@@ -218,7 +218,7 @@ def _row_copies(
         return copies
     if not for_wgrad:
         return quantized, None, None
-    format, spec = layer.formats.x_wgrad, layer.used[0]
+    format, spec = layer.formats.x_wgrad, layer.resolved[0]
     along_rows = grouped_requantize(quantized, sizes, format, spec=spec, zero_rest=False)
     return quantized, along_rows, None
 
@@ -281,7 +281,7 @@ def _bwd(
         bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)
         d_params["wo_bias"] = bias_gradient(dy, bo, sizes, down, weights)
-        specs = down.used[2], GROUPED.bias_spec(down.used[1]), None
+        specs = down.resolved[2], GROUPED.bias_spec(down.resolved[1]), None
         d_weights += group_bias_weights_grad_op(dy, bo, sizes, operand_specs=specs)
     return d_params, d_rows, d_weights, None, None, None
 
@@ -293,7 +293,7 @@ def _hidden_gradient(
     if layer.recipe is not None and not plain:
         copies = dy_copies(source, sizes, key, layer)
         return None, copies, copies.d_weights, a
-    d_h, d_weights, again = source.with_activation(sizes, layer.used[2])
+    d_h, d_weights, again = source.with_activation(sizes, layer.resolved[2])
     return d_h, dy_copies(d_h, sizes, key, layer), d_weights, again if a is None else a
 
 

@@ -23,7 +23,7 @@ from expertmesh.core.linear.layer import (
     check_extra,
     gradient_keys,
     residuals,
-    used_specs,
+    resolved_specs,
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
 from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
@@ -86,15 +86,15 @@ def layer_of(
         w_dtype=jnp.dtype(w.dtype),
         out_dtype=check_out_dtype(name, out_dtype or x.dtype),
         reduce_dtype=check_reduce_dtype(name, reduce_dtype),
-        given=specs,
-        used=specs if recipe is None else used_specs(law, x.ndim, w.ndim, specs),
+        caller=specs,
+        resolved=specs if recipe is None else resolved_specs(law, x.ndim, w.ndim, specs),
         zero_rest=zero_rest,
     )
 
 
 def product(x, w, group_sizes, bias, layer: Layer):
     """The forward's GEMM, and the bias, of operands in the formats along K."""
-    law, (x_spec, w_spec, _) = layer.law, layer.used
+    law, (x_spec, w_spec, _) = layer.law, layer.resolved
     y = multiply(
         law.fprop,
         law.fprop.name,
@@ -103,7 +103,7 @@ def product(x, w, group_sizes, bias, layer: Layer):
         group_sizes,
         specs=(x_spec, w_spec),
         out_dtype=layer.out_dtype,
-        result_specs=(layer.given[2],),
+        result_specs=(layer.caller[2],),
         **layer.row_options,
     )
     return add_bias(y, bias, group_sizes, layer)
@@ -113,7 +113,7 @@ def add_bias(y, bias, group_sizes, layer: Layer, weights=None):
     """y + bias, times the weights of rows in groups if given; y without a bias."""
     if bias is None:
         return y
-    specs = layer.used[2], layer.law.bias_spec(layer.used[1])
+    specs = layer.resolved[2], layer.law.bias_spec(layer.resolved[1])
     if group_sizes is None:
         return layer.law.add_bias(y, bias, operand_specs=specs)
     return layer.law.add_bias(y, bias, group_sizes, weights, operand_specs=(*specs, None, None))
@@ -123,7 +123,7 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
     """The cotangent of the bias of `add_bias`; None without a bias."""
     if bias is None:
         return None
-    law, (_, w_spec, out_spec) = layer.law, layer.used
+    law, (_, w_spec, out_spec) = layer.law, layer.resolved
     spec = law.bias_spec(w_spec)
     grouped = group_sizes is not None
     others, specs = ((group_sizes, weights), (None, None)) if grouped else ((bias,), (spec,))
@@ -139,7 +139,7 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
 
 def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
     """The cotangent of x at `result_spec`; dy and w in their formats along N."""
-    law, (_, w_spec, out_spec) = layer.law, layer.used
+    law, (_, w_spec, out_spec) = layer.law, layer.resolved
     if layer.recipe is not None:
         w, dy = barrier(w, dy)
     return multiply(
@@ -157,7 +157,7 @@ def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
 
 def weight_gradient(x, dy, w, group_sizes, layer: Layer):
     """The cotangent of w, in any format; x and dy in their formats along the tokens."""
-    law, (x_spec, _, out_spec) = layer.law, layer.used
+    law, (x_spec, _, out_spec) = layer.law, layer.resolved
     return multiply(
         law.wgrad,
         f"{law.fprop.name}'s weight gradient",
@@ -167,7 +167,7 @@ def weight_gradient(x, dy, w, group_sizes, layer: Layer):
         multiple=False,
         specs=(x_spec, out_spec),
         out_dtype=layer.w_dtype,
-        result_specs=(where_at_rest(w, layer.given[1]),),
+        result_specs=(where_at_rest(w, layer.caller[1]),),
         reduce_dtype=layer.reduce_dtype,
         **law.weight_options(w),
     )
@@ -180,7 +180,7 @@ def where_at_rest(x, spec):
 
 def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     """(w as the forward reads it, its state after that or None)."""
-    law, spec = layer.law, layer.used[1]
+    law, spec = layer.law, layer.resolved[1]
     if layer.recipe is None:
         return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
     state = extra.state.kernel if extra.state is not None else None
@@ -195,14 +195,14 @@ def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
         return extra.kernel_quantized.for_dgrad()
     if layer.recipe is None or serves_both(layer.formats):
         return forward
-    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.used[1])
+    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])
 
 
 def x_copies(x, group_sizes, extra: NonDiffOperands, layer: Layer, *, for_wgrad: bool):
     """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
         if isinstance(x, Rows):
-            x, _ = x.apart(group_sizes, layer.used[0])
+            x, _ = x.apart(group_sizes, layer.resolved[0])
         return x, x, None
     state = extra.state.x if extra.state is not None else None
     return layer.law.quantize_x(x, group_sizes, state, layer, for_wgrad=for_wgrad)
@@ -241,7 +241,7 @@ def _bwd(carried, cotangent, *, layer: Layer):
     x, w, group_sizes, bias, key = carried
     dy = cotangent[0] if layer.delayed else cotangent
     copies = dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
-    spec = where_at_rest(x, layer.given[0])
+    spec = where_at_rest(x, layer.caller[0])
     dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
     dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None

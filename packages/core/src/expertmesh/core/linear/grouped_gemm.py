@@ -446,7 +446,7 @@ group_bias_grad_op = Op(
 
 
 def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
-    formats, spec = layer.formats, layer.used[0]
+    formats, spec = layer.formats, layer.resolved[0]
     if state is not None and layer.delayed is not None:
         return grouped_quantize_delayed_both(
             x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
@@ -460,7 +460,7 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
 def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     del tokens
     both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    options = dict(keys=keys, spec=layer.used[2], zero_rest=layer.zero_rest)
+    options = dict(keys=keys, spec=layer.resolved[2], zero_rest=layer.zero_rest)
     return grouped_quantize_both(dy, group_sizes, both, **options)
 
 
