@@ -114,15 +114,8 @@ def moe(
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
     y = _laid_out_like(x, y, _spreading_axes(experts, config, ep_axis), ep_axis)
     if config.shared_expert_dim is not None:
-        shared, more = stages.shared_experts(
-            params,
-            routed.x,
-            config,
-            quant_state=given.state,
-            kernels_quantized=given.kernels,
-            key=key,
-        )
-        y, state = y + shared, state and {**state, **more}
+        shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
+        y, state = y + shared, state and {**state, **of_shared}
     return MoEOutput(
         y=y.astype(x.dtype),
         aux_loss=routed.aux_loss,
@@ -203,14 +196,7 @@ def _routed(
 ) -> _Result:
     """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     dispatched = stages.dispatch(params, routed, config)
-    computed = stages.experts(
-        params,
-        dispatched,
-        config,
-        quant_state=given.state,
-        kernels_quantized=given.kernels,
-        key=given.key,
-    )
+    computed = stages.experts(params, dispatched, config, **given.arguments)
     y = stages.combine(computed)
     return y, dispatched.num_dropped, dispatched.overflow, computed.quant_state
 

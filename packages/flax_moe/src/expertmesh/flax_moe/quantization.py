@@ -104,6 +104,11 @@ class Quantization:
     kernels: Mapping[str, Any] | None = None
     key: jax.Array | None = None
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a stage."""
+        return dict(quant_state=self.state, kernels_quantized=self.kernels, key=self.key)
+
     def of(self, names: Collection[str]) -> "Quantization":
         """Of some layers only."""
         state, kernels = (
