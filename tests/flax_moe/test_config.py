@@ -62,7 +62,8 @@ def test_equal_configs_are_one_value():
     assert a == b and hash(a) == hash(b)
     assert a != dataclasses.replace(a, top_k=1)
     assert pickle.loads(pickle.dumps(a)) == a
-    assert MoEConfig(**VALID, activation=Activation(function="gelu")).activation == "gelu"
+    named = MoEConfig(**VALID, activation=Activation(function="gelu"))
+    assert named.activation == "gelu" and named.act == Activation(function="gelu")
     clamped = Activation(limit=7.0)
     assert MoEConfig(**VALID, activation=clamped).activation == clamped
 
