@@ -28,7 +28,7 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_wgrad_op,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.core.quantization.recipe import alignment_of
+from expertmesh.core.quantization.recipe import required_alignment
 from expertmesh.core.testing import relative_error
 
 DATA = jnp.float8_e4m3fn
@@ -91,7 +91,7 @@ def call(recipe, which, shape):
 
 def align(recipe, which) -> int:
     """What the sizes of groups are multiples of: those of a weight gradient begin with a block."""
-    return alignment_of(recipe) if which == "wgrad" else 1
+    return required_alignment(recipe) if which == "wgrad" else 1
 
 
 def _laid(x, order):

@@ -14,6 +14,7 @@ from expertmesh.core import (
     PermutePlan,
     RouterConfig,
     activate,
+    as_recipe,
     dequantize,
     gathered_gemm,
     global_shard_guard,
@@ -22,7 +23,6 @@ from expertmesh.core import (
     permute,
     plan_permute,
     quantize,
-    recipe_of,
     route,
     unpermute,
 )
@@ -34,7 +34,7 @@ CONSTANT = 1 << 20  # bytes: counts of blocks, sums of programs, descriptors
 T, K, E, D, F = 16384, 4, 32, 1024, 2048  # every array of rows is 32 MB or more
 ROWS, HIDDEN = ((1, T, D), jnp.bfloat16), ((1, T, F), jnp.bfloat16)
 SIZES, KERNEL = ((1, E), jnp.int32), ((E, D, F), jnp.bfloat16)
-FORMAT = recipe_of("fp8_block").formats().x
+FORMAT = as_recipe("fp8_block").formats().x
 
 
 def product_grads(x, w, dy, sizes):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core import RECIPES, dequantize, grouped_quantize, quantize, recipe_of
+from expertmesh.core import RECIPES, as_recipe, dequantize, grouped_quantize, quantize
 from expertmesh.core.hlo import collectives
 
 pytestmark = pytest.mark.aot
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.aot
 def test_quantize_and_dequantize_compile_for_h100(name, axis_type, h100_mesh):
     """Only the amax of a tensor crosses devices."""
     mesh = h100_mesh({"a": 2, "b": 4}, axis_type)
-    formats = recipe_of(name).formats()
+    formats = as_recipe(name).formats()
 
     def on_mesh(shape, dtype, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))

@@ -15,10 +15,10 @@ from core import quantize_oracle as oracle
 from expertmesh.core import (
     RECIPES,
     NVFP4BlockScaling,
+    as_recipe,
     dequantize,
     grouped_quantize,
     quantize,
-    recipe_of,
 )
 
 pytestmark = pytest.mark.any_device
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.any_device
 _NAMES = {
     format: f"{name}-{role}"
     for name in RECIPES
-    for role, format in vars(recipe_of(name).formats()).items()
+    for role, format in vars(as_recipe(name).formats()).items()
     if not format.stochastic and not format.hadamard
 }
 FORMATS = {name: format for format, name in _NAMES.items()}

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import MeshResource, current_resource, differentiable, global_shard_guard
-from expertmesh.core.mesh import filter_roles, narrow_at_rest
+from expertmesh.core.mesh import cast_sharded, filter_roles
 
 
 def test_roles_of_dimensions():
@@ -126,7 +126,7 @@ def weight(kind):
 def test_a_narrow_copy_lies_where_its_weight_does(kind, dtype, spec, fsdp, constrained):
     """Asked for over Auto axes alone, where the copy is narrower; over Explicit ones its type says so."""
     with global_shard_guard(MeshResource(fsdp_resource=fsdp)):
-        program = jax.make_jaxpr(lambda x: narrow_at_rest(x, dtype, spec, ("fsdp",)))(weight(kind))
+        program = jax.make_jaxpr(lambda x: cast_sharded(x, dtype, spec, ("fsdp",)))(weight(kind))
     assert [v.aval.dtype for v in program.jaxpr.outvars] == [dtype]
     layouts = [e for e in program.eqns if e.primitive.name != "convert_element_type"]
     assert [e.primitive.name for e in layouts] == ["sharding_constraint"] * constrained
@@ -135,5 +135,5 @@ def test_a_narrow_copy_lies_where_its_weight_does(kind, dtype, spec, fsdp, const
 
 def test_a_narrow_copy_without_a_resource_is_a_cast():
     x = weight("Auto")
-    program = jax.make_jaxpr(lambda x: narrow_at_rest(x, "bfloat16", None, ("fsdp",)))(x)
+    program = jax.make_jaxpr(lambda x: cast_sharded(x, "bfloat16", None, ("fsdp",)))(x)
     assert [e.primitive.name for e in program.eqns] == ["convert_element_type"]

@@ -121,9 +121,9 @@ def test_the_calls_are_valid_and_of_every_function_that_takes_an_array():
         call()
     public = {name for name in core.__all__ if inspect.isfunction(getattr(core, name))}
     others = {
-        *("accumulate_gradient", "alignment_of", "autocast", "current_recipe", "current_resource"),
+        *("accumulate_gradient", "as_recipe", "autocast", "current_recipe", "current_resource"),
         *("dequantize", "differentiable", "global_shard_guard", "init_delayed", "init_dense_state"),
-        *("is_supported", "padded_rows", "padded_rows_sharded", "recipe_of", "shard_rows"),
+        *("is_supported", "padded_rows", "padded_rows_sharded", "required_alignment", "shard_rows"),
     }
     assert {call.func.__name__ for call in CALLS} == public - others
 

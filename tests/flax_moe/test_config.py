@@ -1,6 +1,7 @@
 """MoEConfig: its fields, its value semantics, what it refuses."""
 
 import dataclasses
+import pickle
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +17,7 @@ VALID = dict(num_experts=8, top_k=2, expert_dim=16)
 
 
 def test_fields_are_frozen():
-    """A new field goes behind these and has a default."""
+    """A new field has a default."""
     fields = [(f.name, f.default) for f in dataclasses.fields(MoEConfig)]
     assert fields == [
         ("num_experts", dataclasses.MISSING),
@@ -24,30 +25,30 @@ def test_fields_are_frozen():
         ("expert_dim", dataclasses.MISSING),
         ("activation", "silu"),
         ("use_bias", False),
-        ("score_function", "softmax"),
-        ("use_pre_softmax", False),
-        ("aux_loss_coeff", 0.0),
-        ("z_loss_coeff", 0.0),
-        ("capacity_factor", None),
-        ("alignment", None),
-        ("transport", "auto"),
-        ("ep_axis", None),
-        ("dtype", jnp.bfloat16),
-        ("param_dtype", jnp.float32),
-        ("num_groups", None),
-        ("group_topk", None),
-        ("scaling_factor", 1.0),
         ("shared_expert_dim", None),
         ("use_expert_bias", False),
+        ("aux_loss_coeff", 0.0),
         ("aux_loss_per_sequence", False),
-        ("num_chunks", 1),
-        ("remat", "save_all"),
-        ("overflow", "drop"),
-        ("debug", False),
+        ("z_loss_coeff", 0.0),
+        ("dtype", jnp.bfloat16),
+        ("param_dtype", jnp.float32),
         ("recipe", None),
         ("quantize_backward_combine", False),
         ("reduce_dtype", jnp.float32),
+        ("num_chunks", 1),
+        ("remat", "save_all"),
         ("shard_exp_on_fsdp", False),
+        ("score_function", "softmax"),
+        ("use_pre_softmax", False),
+        ("num_groups", None),
+        ("group_topk", None),
+        ("scaling_factor", 1.0),
+        ("transport", "auto"),
+        ("overflow", "drop"),
+        ("debug", False),
+        ("alignment", None),
+        ("capacity_factor", None),
+        ("ep_axis", None),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         MoEConfig(**VALID).top_k = 3
@@ -60,7 +61,9 @@ def test_equal_configs_are_one_value():
     b = MoEConfig(**VALID, dtype="bfloat16")
     assert a == b and hash(a) == hash(b)
     assert a != dataclasses.replace(a, top_k=1)
-    assert MoEConfig(**VALID, activation=Activation(function="gelu")).activation == "gelu"
+    assert pickle.loads(pickle.dumps(a)) == a
+    named = MoEConfig(**VALID, activation=Activation(function="gelu"))
+    assert named.activation == "gelu" and named.act == Activation(function="gelu")
     clamped = Activation(limit=7.0)
     assert MoEConfig(**VALID, activation=clamped).activation == clamped
 

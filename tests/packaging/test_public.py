@@ -11,14 +11,14 @@ PUBLIC = {
         Float8BlockScaling Float8CurrentScaling Format Kernel KernelError LayerFormats MXFP8BlockScaling MeshResource
         NVFP4BlockScaling Op PermutePlan Plan QuantizedArray QuantizedKernel Query RECIPES
         ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics Routing RowMap SCORE_FUNCTIONS
-        TensorFormat accumulate_gradient activate alignment_of autocast current_recipe
+        TensorFormat accumulate_gradient activate as_recipe autocast current_recipe
         current_resource dense dequantize differentiable expert_counts from_routing_map gated_activation
         gather_weight gathered_gemm gemm global_shard_guard grouped_dense grouped_gemm grouped_quantize
         grouped_quantize_delayed init_delayed init_dense_state is_supported load_balance_loss
         local_permute_after_a2a local_unpermute_before_a2a missing_rows move_rows move_values padded_rows
         padded_rows_sharded permute plan_chunks plan_permute plan_permute_map probs_to_topk_weights
         quantile_expert_bias quantize quantize_dbias quantize_delayed quantize_kernel ragged_params
-        recipe_of required_bias_histogram route route_map router_statistics router_z_loss
+        required_alignment required_bias_histogram route route_map router_statistics router_z_loss
         sequence_balance_loss shard_rows sort_chunks specs to_routing_map topk_weights_to_probs unpermute
         update_expert_bias""",
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow

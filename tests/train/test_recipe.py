@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from expertmesh.core import DelayedScaling, global_shard_guard, recipe_of
+from expertmesh.core import DelayedScaling, as_recipe, global_shard_guard
 from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.train import checkpoint, data, job, model, options
@@ -71,7 +71,7 @@ def test_the_names_are_those_of_core():
     assert set(options.RECIPES) <= set(RECIPES)
     for name in options.RECIPES:
         config = job.model_config(ModelOptions(dtype="float32", recipe=name))
-        assert config.moe.recipe == recipe_of(name)
+        assert config.moe.recipe == as_recipe(name)
     assert job.model_config(ModelOptions(dtype="float32")).moe.recipe is None
 
 
@@ -107,7 +107,7 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_scanned_layers_are_a_loop_over_layers(recipe):
     """Output, gradient and what quantizers remember of three layers, each with its own state and key."""
-    config = dataclasses.replace(model_of(recipe_of(recipe)), layers=3)
+    config = dataclasses.replace(model_of(as_recipe(recipe)), layers=3)
     params = model.init(jax.random.key(0), config)
     head = jax.random.normal(jax.random.key(1), params["head"].shape)
     params, state = params | {"head": head}, model.init_quant_states(config)
@@ -149,7 +149,7 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
 @pytest.mark.full
 def test_random_rounding_is_of_the_step():
     """The third step, as another step and as itself; before it there is no gradient to round."""
-    training = Training(recipe_of("nvfp4"))
+    training = Training(as_recipe("nvfp4"))
 
     def norm_of_third(number):
         state, _ = training.run(training.init(), 1, 2)
@@ -163,7 +163,7 @@ def test_random_rounding_is_of_the_step():
 
 def test_each_seed_and_step_has_a_key_of_its_own():
     def numbers(seed, step, recipe="nvfp4"):
-        key = key_of_step(model_of(recipe_of(recipe)), seed, step)
+        key = key_of_step(model_of(as_recipe(recipe)), seed, step)
         return None if key is None else tuple(jax.random.key_data(key).tolist())
 
     keys = {numbers(seed, step) for seed in range(3) for step in range(3)}

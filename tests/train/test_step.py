@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from expertmesh.core import global_shard_guard, hlo, recipe_of
+from expertmesh.core import as_recipe, global_shard_guard, hlo
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import model
 from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, microbatches
@@ -116,7 +116,7 @@ def test_rows_are_divided_where_they_are(axis_types):
 
 def test_quantizers_remember_each_microbatch():
     """Under DelayedScaling, what one forward after the other over the same weights leaves."""
-    moe = dataclasses.replace(MOE, recipe=recipe_of("fp8_delayed"))
+    moe = dataclasses.replace(MOE, recipe=as_recipe("fp8_delayed"))
     config = dataclasses.replace(CONFIG, moe=moe)
     state, _ = Training(config, grad_accum=2).run(steps=1)
     params, expected = model.init(jax.random.key(0), config), model.init_quant_states(config)
@@ -132,7 +132,7 @@ def test_quantizers_remember_each_microbatch():
 @pytest.mark.parametrize("recipe", ["fp8_current", pytest.param("nvfp4", marks=pytest.mark.full)])
 def test_weights_that_are_quantized_once(recipe):
     """The logits and gradients of weights that each call quantizes."""
-    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=recipe_of(recipe)))
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=as_recipe(recipe)))
     params, key = model.init(jax.random.key(0), config), jax.random.key(1)
     params |= {"head": jax.random.normal(key, params["head"].shape)}
 
@@ -153,7 +153,7 @@ def test_weights_that_are_quantized_once(recipe):
 def test_shards_of_weights_are_quantized_once(monkeypatch, axis_types):
     """A step on a mesh trains as one whose every microbatch quantizes its weights."""
     config = dataclasses.replace(
-        CONFIG, moe=dataclasses.replace(MOE, recipe=recipe_of("fp8_current"))
+        CONFIG, moe=dataclasses.replace(MOE, recipe=as_recipe("fp8_current"))
     )
     calls, quantize = [], model.quantize_weights
     monkeypatch.setattr(model, "quantize_weights", lambda *a: calls.append(a) or quantize(*a))
@@ -164,7 +164,7 @@ def test_shards_of_weights_are_quantized_once(monkeypatch, axis_types):
 
 
 def test_weights_that_calls_change_are_not_quantized_once():
-    for recipe in (None, recipe_of("fp8_delayed")):
+    for recipe in (None, as_recipe("fp8_delayed")):
         config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=recipe))
         assert model.quantize_weights({}, config) is None
 

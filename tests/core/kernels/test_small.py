@@ -9,6 +9,7 @@ from cases.marks import needs_triton
 from expertmesh.core import (
     QuantizedArray,
     RouterConfig,
+    as_recipe,
     dequantize,
     gathered_gemm,
     grouped_dense,
@@ -16,7 +17,6 @@ from expertmesh.core import (
     permute,
     plan_permute,
     quantize,
-    recipe_of,
     route,
     unpermute,
 )
@@ -156,7 +156,7 @@ def test_plan_of_a_rank():
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_quantization(recipe):
-    format = recipe_of(recipe).formats().x
+    format = as_recipe(recipe).formats().x
     w, h, d = _normal(0, 2, 160, 96), _normal(1, 1, 160, 2, 96), _normal(2, 1, 160, 96)
     sizes = jnp.asarray([[64, 96]], jnp.int32)
 

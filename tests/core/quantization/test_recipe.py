@@ -19,11 +19,11 @@ from expertmesh.core import (
     NVFP4BlockScaling,
     Recipe,
     TensorFormat,
-    alignment_of,
+    as_recipe,
     autocast,
     current_recipe,
     is_supported,
-    recipe_of,
+    required_alignment,
     support,
 )
 from expertmesh.core.quantization.recipe import quantized_once
@@ -127,10 +127,10 @@ def test_one_gradient_rounded_at_random_makes_a_layer_need_a_key(role):
     "name, rows", list(zip([None, *RECIPES], [1, 16, 16, 128, 32, 16], strict=True))
 )
 def test_names_and_alignment(name, rows):
-    recipe = recipe_of(name)
-    assert recipe is None or recipe == RECIPES[name]() == recipe_of(type(recipe).__name__)
-    assert recipe_of(recipe) is recipe and hash(recipe) == hash(recipe_of(name))
-    assert alignment_of(recipe) == alignment_of(name) == rows
+    recipe = as_recipe(name)
+    assert recipe is None or recipe == RECIPES[name]() == as_recipe(type(recipe).__name__)
+    assert as_recipe(recipe) is recipe and hash(recipe) == hash(as_recipe(name))
+    assert required_alignment(recipe) == required_alignment(name) == rows
 
 
 class TheirFormat(enum.Enum):
@@ -172,7 +172,7 @@ def q_params(power_2_scale=True, amax_epsilon=0.0):
     ],
 )
 def test_objects_of_transformer_engine(obj, want):
-    assert recipe_of(obj) == want
+    assert as_recipe(obj) == want
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_objects_of_transformer_engine(obj, want):
 )
 def test_what_is_no_recipe(obj, error, words):
     with pytest.raises(error) as info:
-        recipe_of(obj)
+        as_recipe(obj)
     assert all(word in str(info.value) for word in words)
 
 
@@ -221,9 +221,9 @@ def test_what_is_no_recipe(obj, error, words):
     ],
 )
 def test_options_without_a_counterpart_are_taken_at_their_default(option, default, other):
-    assert recipe_of(theirs("MXFP8BlockScaling", **{option: default})) == MXFP8BlockScaling()
+    assert as_recipe(theirs("MXFP8BlockScaling", **{option: default})) == MXFP8BlockScaling()
     with pytest.raises(ValueError, match=option):
-        recipe_of(theirs("MXFP8BlockScaling", **{option: other}))
+        as_recipe(theirs("MXFP8BlockScaling", **{option: other}))
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ class Own(Recipe):
 
 
 def test_a_recipe_without_a_name():
-    assert recipe_of(Own()) == Own() and alignment_of(Own()) == 32
+    assert as_recipe(Own()) == Own() and required_alignment(Own()) == 32
     with autocast(Own()):
         assert current_recipe() == Own()
     with pytest.raises(TypeError, match="Own"):
-        recipe_of(Own)
+        as_recipe(Own)
 
 
 def test_emulation_on_a_gpu_is_said_once(monkeypatch):

@@ -198,7 +198,7 @@ def test_config_errors(kwargs, error, words):
 @pytest.mark.parametrize(
     "logits, top_k, error, words",
     [
-        (jnp.zeros((2, 3)), 4, ValueError, ["top_k=4", "(2, 3)", "lower top_k"]),
+        (jnp.zeros((2, 3)), 4, ValueError, ["top_k=4", "num_experts=3", "lower top_k"]),
         (jnp.zeros((2, 3), jnp.int32), 2, TypeError, ["int32", "cast"]),
         (jnp.zeros(()), 1, ValueError, ["()"]),
     ],

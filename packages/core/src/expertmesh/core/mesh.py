@@ -154,7 +154,7 @@ def filter_roles(spec: Spec, *roles: str) -> PartitionSpec:
     return filter_axes(spec, axes)
 
 
-def narrow_at_rest(
+def cast_sharded(
     x: jax.Array, dtype: DTypeLike, spec: Spec | None, roles: tuple[str, ...]
 ) -> jax.Array:
     """`x.astype(dtype)`, laid out as `x` is at rest: the copy is gathered for use, not the original.

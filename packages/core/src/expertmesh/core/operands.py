@@ -1,4 +1,4 @@
-"""What public functions demand of operands and results: arrays, of one kind of numbers; masks; expert ids."""
+"""What public functions demand of operands, results and options: arrays of one kind of numbers; masks; ids; counts."""
 
 import dataclasses
 
@@ -70,6 +70,31 @@ def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
             "quantize for less"
         )
     return dtype
+
+
+def check_counts(name: str, *, optional: bool = False, **counts) -> None:
+    """Raises in the name of `name` unless each is a Python int of at least 1.
+
+    Args:
+      optional: whether None passes.
+      counts: by the names that `name` has for them.
+
+    Raises:
+      TypeError: not an int.
+      ValueError: below 1.
+    """
+    for option, value in counts.items():
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(
+                f"{name}: {option} must be an int; got {option}={value!r}; pass a Python int"
+            )
+        if value < 1:
+            raise ValueError(
+                f"{name}: {option} must be at least 1; got {option}={value}; pass a positive int"
+                + " or None" * optional
+            )
 
 
 def exceeds(size: int, limit: int) -> bool:

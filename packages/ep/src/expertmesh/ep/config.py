@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from expertmesh.core.operands import check_counts
 from expertmesh.ep.transports import BY_NAME
 
 TRANSPORTS = ("auto", *BY_NAME)
@@ -45,20 +46,18 @@ class EpConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _check_size("num_experts", self.num_experts)
-        _check_size("alignment", self.alignment)
+        check_counts("EpConfig", num_experts=self.num_experts, alignment=self.alignment)
+        check_counts("EpConfig", optional=True, capacity=self.capacity)
         if self.alignment & (self.alignment - 1):
             raise ValueError(
                 f"EpConfig: alignment must be a power of two; got alignment={self.alignment}; "
                 "use 1 for no padding"
             )
-        if self.capacity is not None:
-            _check_size("capacity", self.capacity)
-            if self.capacity % self.alignment:
-                raise ValueError(
-                    f"EpConfig: capacity must be a multiple of alignment; got capacity={self.capacity}, "
-                    f"alignment={self.alignment}; round it up, as recv_capacity does"
-                )
+        if self.capacity is not None and self.capacity % self.alignment:
+            raise ValueError(
+                f"EpConfig: capacity must be a multiple of alignment; got capacity={self.capacity}, "
+                f"alignment={self.alignment}; round it up, as recv_capacity does"
+            )
         check_transport("EpConfig", self.transport)
         if self.overflow not in OVERFLOW_POLICIES:
             raise ValueError(
@@ -83,12 +82,3 @@ def check_transport(function: str, name: object) -> None:
         f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs; "
         f"got transport={name!r}; use 'auto'"
     )
-
-
-def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"EpConfig: {name} must be an int; got {name}={value!r}; convert it with int()"
-        )
-    if value < 1:
-        raise ValueError(f"EpConfig: {name} must be >= 1; got {name}={value}; count from 1")

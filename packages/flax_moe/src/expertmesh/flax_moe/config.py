@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.operands import check_counts
 from expertmesh.core.ops.activation import Activation, check_activation
-from expertmesh.core.quantization.recipe import Recipe, alignment_of, recipe_of
+from expertmesh.core.quantization.recipe import Recipe, as_recipe, required_alignment
 from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
@@ -29,40 +30,26 @@ _DTYPES: dict[str, tuple[str, ...]] = {
 class MoEConfig:
     """One MoE block. A hashable value and a pytree without leaves: pass it to any transformation, or close over it.
 
+    What it shares with RouterConfig and EpConfig has their names, defaults and rules.
+
     Attributes:
       num_experts: E, over all devices.
-      top_k: K, experts per token; at most E.
+      top_k: K, choices per token.
       expert_dim: F, width of an expert's hidden layer.
       activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
         `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
-      score_function, use_pre_softmax: see `expertmesh.core.RouterConfig`.
-      aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
-      z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
-      capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
-        buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
-      alignment: rows of each expert are padded to a multiple of it, a power of two. None: what the recipe needs, 1
-        without one; `row_alignment` is the number.
-      transport: how tokens reach their experts; one of `expertmesh.ep`'s transports or "auto".
-      ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
-        there is one, else read from the types of the arrays.
-      dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
-        computes in float32.
-      param_dtype: of the parameters: one of those, or float64.
-      num_groups, group_topk, scaling_factor: see `expertmesh.core.RouterConfig`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
+      aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
-      num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
-        worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
-      remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
-      overflow: "drop" or "error": whether choices that do not fit the buffers are accepted, or `MoEOutput.overflow` is
-        returned for `expertmesh.ep.raise_overflow`; see `expertmesh.ep.EpConfig`.
-      debug: under `jax.experimental.checkify.checkify`, ids >= E in a given topk_idx are errors. Off by default; see
-        `expertmesh.ep.EpConfig`.
-      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.recipe_of` takes,
+      z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
+      dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
+        computes in float32.
+      param_dtype: of the parameters: one of those, or float64.
+      recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.as_recipe` takes,
         kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
         router is never quantized.
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
@@ -72,10 +59,21 @@ class MoEConfig:
         but for the order), bfloat16 or float16 for half the bytes. Each of n devices' parts is then rounded, and each
         of the n - 1 sums: the relative error of a sum is about 2^-9 sqrt(n) in bfloat16 and does not fall with the
         number of tokens. float16 overflows above 65504. Other parameters' gradients are always added in float32.
+      num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
+        worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
+      remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
       shard_exp_on_fsdp: fsdp splits the experts' kernels along E, behind ep, and not along D: what is gathered, and the
         gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
         quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
         axes types say where arrays are; this one is then for `param_specs`.
+      score_function, use_pre_softmax, num_groups, group_topk, scaling_factor: see `expertmesh.core.RouterConfig`, the
+        type of `router`.
+      transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns.
+      alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
+      capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
+        buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
+      ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
+        there is one, else read from the types of the arrays.
 
     Raises:
       ValueError: a value outside its range; an alignment that the recipe does not take.
@@ -87,68 +85,58 @@ class MoEConfig:
     expert_dim: int
     activation: str | Activation = "silu"
     use_bias: bool = False
-    score_function: str = "softmax"
-    use_pre_softmax: bool = False
-    aux_loss_coeff: float = 0.0
-    z_loss_coeff: float = 0.0
-    capacity_factor: float | None = None
-    alignment: int | None = None
-    transport: str = "auto"
-    ep_axis: str | tuple[str, ...] | None = None
-    dtype: Any = jnp.bfloat16
-    param_dtype: Any = jnp.float32
-    num_groups: int | None = None
-    group_topk: int | None = None
-    scaling_factor: float = 1.0
     shared_expert_dim: int | None = None
     use_expert_bias: bool = False
+    aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
-    num_chunks: int = 1
-    remat: str = "save_all"
-    overflow: str = "drop"
-    debug: bool = False
-    recipe: Recipe | Any | None = None  # given as whatever `recipe_of` takes, kept as a Recipe
+    z_loss_coeff: float = 0.0
+    dtype: Any = jnp.bfloat16
+    param_dtype: Any = jnp.float32
+    recipe: Recipe | Any | None = None  # given as whatever `as_recipe` takes, kept as a Recipe
     quantize_backward_combine: bool = False
     reduce_dtype: Any = jnp.float32
+    num_chunks: int = 1
+    remat: str = "save_all"
     shard_exp_on_fsdp: bool = False
+    # The router's, and top_k.
+    score_function: str = RouterConfig.score_function
+    use_pre_softmax: bool = RouterConfig.use_pre_softmax
+    num_groups: int | None = RouterConfig.num_groups
+    group_topk: int | None = RouterConfig.group_topk
+    scaling_factor: float = RouterConfig.scaling_factor
+    # The exchange's, and num_experts.
+    transport: str = EpConfig.transport
+    overflow: str = EpConfig.overflow
+    debug: bool = EpConfig.debug
+    alignment: int | None = None
+    capacity_factor: float | None = None
+    ep_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "expert_dim", "num_chunks"):
-            _check_positive_int(name, getattr(self, name))
-        for name in ("shared_expert_dim", "alignment"):
-            if getattr(self, name) is not None:
-                _check_positive_int(name, getattr(self, name))
+        kept = {
+            "dtype": _float_dtype("dtype", self.dtype),
+            "param_dtype": _float_dtype("param_dtype", self.param_dtype),
+            "reduce_dtype": check_reduce_dtype("MoEConfig", self.reduce_dtype),
+            "activation": _check_activation(self.activation),
+            "recipe": as_recipe(self.recipe),
+        }
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
+        check_counts("MoEConfig", expert_dim=self.expert_dim, num_chunks=self.num_chunks)
+        check_counts("MoEConfig", optional=True, shared_expert_dim=self.shared_expert_dim)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
-            _check_coefficient(name, getattr(self, name))
-        for name in ("dtype", "param_dtype"):
-            object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
-        object.__setattr__(self, "reduce_dtype", check_reduce_dtype("MoEConfig", self.reduce_dtype))
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                "MoEConfig: top_k must be at most num_experts; "
-                f"got top_k={self.top_k}, num_experts={self.num_experts}; lower top_k"
-            )
-        _check_capacity_factor(self.capacity_factor)
+            _check_number(name, getattr(self, name), 0, "0 turns it off")
+        if self.capacity_factor is not None:
+            remedy = "pass None for no dropping"
+            _check_number("capacity_factor", self.capacity_factor, 1, remedy)
         _check_ep_axis(self.ep_axis)
-        check_activation("MoEConfig", self.activation)
-        if self.activation == Activation(function=self.act.function):
-            object.__setattr__(self, "activation", self.act.function)
-        if self.use_expert_bias and self.score_function == "softmax":
-            raise ValueError(
-                "MoEConfig: use_expert_bias must go with a score function other than softmax; "
-                "got score_function='softmax'; use 'sigmoid'"
-            )
-        if self.remat not in REMAT_POLICIES:
-            raise ValueError(
-                f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={self.remat!r}; "
-                "use 'save_all' to recompute nothing"
-            )
-        object.__setattr__(self, "recipe", recipe_of(self.recipe))
-        _check_alignment(self.alignment, self.recipe)
-        _check_backward_combine(self)
-        # The parts refuse what is wrong with their own fields.
-        self.router.check_groups("MoEConfig", self.num_experts)
+        _check_remat(self.remat)
+        # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
+        self.router.check_experts("MoEConfig", self.num_experts)
+        _check_expert_bias(self)
+        _check_alignment(self)
+        _check_backward_combine(self)
 
     @property
     def act(self) -> Activation:
@@ -158,22 +146,25 @@ class MoEConfig:
     @property
     def router(self) -> RouterConfig:
         """The router's part."""
-        return RouterConfig(
-            top_k=self.top_k,
-            score_function=self.score_function,
-            use_pre_softmax=self.use_pre_softmax,
-            num_groups=self.num_groups,
-            group_topk=self.group_topk,
-            scaling_factor=self.scaling_factor,
-        )
+        return _part(RouterConfig, self)
 
     @property
     def row_alignment(self) -> int:
         """What rows of each expert are padded to: `alignment`, or if that is None what `recipe` needs.
 
-        See `expertmesh.core.alignment_of`. Results do not depend on it.
+        See `expertmesh.core.required_alignment`. Results do not depend on it.
         """
-        return alignment_of(self.recipe) if self.alignment is None else self.alignment
+        return required_alignment(self.recipe) if self.alignment is None else self.alignment
+
+    def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
+        """The expert-parallel part.
+
+        Args:
+          axis: mesh axes of the EP group.
+          capacity: receive rows per participant; None: the worst case.
+        """
+        alignment = self.row_alignment
+        return _part(EpConfig, self, axis=axis, capacity=capacity, alignment=alignment)
 
     def under(self, recipe: Recipe | None) -> "MoEConfig":
         """This config where `recipe` is in context: its own recipe comes first.
@@ -189,23 +180,6 @@ class MoEConfig:
                 "pass MoEConfig(recipe=...) or call it under autocast(...)"
             )
         return self
-
-    def exchange(self, *, axis: tuple[str, ...], capacity: int | None = None) -> EpConfig:
-        """The expert-parallel part.
-
-        Args:
-          axis: mesh axes of the EP group.
-          capacity: receive rows per participant; None: the worst case.
-        """
-        return EpConfig(
-            num_experts=self.num_experts,
-            capacity=capacity,
-            alignment=self.row_alignment,
-            transport=self.transport,
-            axis=axis,
-            overflow=self.overflow,
-            debug=self.debug,
-        )
 
 
 class MoEOutput(NamedTuple):
@@ -243,12 +217,37 @@ def dispatches_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
     return x.block is not None and x.block[0] == 1 and x.dtype.startswith("float8")
 
 
-def _check_alignment(alignment: int | None, recipe: Recipe | None) -> None:
-    least = alignment_of(recipe)
-    if alignment is not None and alignment % least:
+def _part[Part: (RouterConfig, EpConfig)](
+    kind: type[Part], config: MoEConfig, **own: object
+) -> Part:
+    """A part's config: its fields are those of the block by the same names, but for `own`."""
+    names = {field.name for field in dataclasses.fields(kind)} - own.keys()
+    fields: dict[str, Any] = own | {name: getattr(config, name) for name in names}
+    return kind(**fields)
+
+
+def _check_expert_bias(config: MoEConfig) -> None:
+    if config.use_expert_bias and config.score_function == "softmax":
         raise ValueError(
-            f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={alignment}, "
-            f"recipe={recipe}; leave it out for {least}"
+            "MoEConfig: use_expert_bias must go with a score function other than softmax; "
+            "got score_function='softmax'; use 'sigmoid'"
+        )
+
+
+def _check_remat(remat: object) -> None:
+    if remat not in REMAT_POLICIES:
+        raise ValueError(
+            f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={remat!r}; "
+            "use 'save_all' to recompute nothing"
+        )
+
+
+def _check_alignment(config: MoEConfig) -> None:
+    least = required_alignment(config.recipe)
+    if config.row_alignment % least:
+        raise ValueError(
+            f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={config.alignment}, "
+            f"recipe={config.recipe}; leave it out for {least}"
         )
 
 
@@ -267,41 +266,22 @@ def _check_backward_combine(config: MoEConfig) -> None:
         )
 
 
-def _check_positive_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"MoEConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
-        )
-    if value < 1:
-        raise ValueError(
-            f"MoEConfig: {name} must be at least 1; got {name}={value}; pass a positive int"
-        )
-
-
-def _check_coefficient(name: str, value: object) -> None:
+def _check_number(name: str, value: object, least: int, remedy: str) -> None:
     if not isinstance(value, int | float):
         raise TypeError(
             f"MoEConfig: {name} must be a Python number; got {name}={value!r}; pass a float"
         )
-    if not (math.isfinite(value) and value >= 0):
+    if not (math.isfinite(value) and value >= least):
         raise ValueError(
-            f"MoEConfig: {name} must be finite and not negative; got {name}={value}; 0 turns it off"
+            f"MoEConfig: {name} must be finite and at least {least}; got {name}={value}; {remedy}"
         )
 
 
-def _check_capacity_factor(value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int | float):
-        raise TypeError(
-            "MoEConfig: capacity_factor must be None or a Python number; "
-            f"got capacity_factor={value!r}; pass a float"
-        )
-    if not (math.isfinite(value) and value >= 1):
-        raise ValueError(
-            "MoEConfig: capacity_factor must be finite and at least 1; "
-            f"got capacity_factor={value}; pass None for no dropping"
-        )
+def _check_activation(activation: str | Activation) -> str | Activation:
+    """The activation, as a name where it is only one."""
+    check_activation("MoEConfig", activation)
+    function = Activation.of(activation).function
+    return function if activation == Activation(function=function) else activation
 
 
 def _check_ep_axis(value: object) -> None:

@@ -45,7 +45,7 @@ from expertmesh.core.linear.apply import (
 )
 from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
-from expertmesh.core.linear.layer import DenseState, Extra, Layer, residuals
+from expertmesh.core.linear.layer import DenseState, Layer, NonDiffOperands, residuals
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
@@ -54,16 +54,14 @@ from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params
+from expertmesh.flax_moe.params import EXPERTS, Params
 from expertmesh.flax_moe.quantization import Quantization, placed_like
 from expertmesh.flax_moe.remat import named
 
 __all__ = ["Dispatched", "feed_forward", "reads_tokens"]
 
-_LAYERS = ("wi", "wo")
-
 _Operand = jax.Array | QuantizedArray
-_Extras = dict[str, Extra]
+_PerLayer = dict[str, NonDiffOperands]
 _Output = tuple[jax.Array, dict[str, DenseState] | None]
 
 
@@ -132,7 +130,7 @@ def feed_forward(
     `grouped_dense`; a sharded F costs the backward an all-reduce [P, C].
     """
     rows, handle = dispatched.rows, dispatched.handle
-    extras = {name: Extra(**given.layer(name)) for name in _LAYERS}
+    extras = {name: NonDiffOperands(**given.layer(name)) for name in EXPERTS}
     up, down = (
         layer_of(
             "experts",
@@ -144,7 +142,7 @@ def feed_forward(
             reduce_dtype=config.reduce_dtype,
             specs=(None, specs.get(name), None),
         )
-        for name in _LAYERS
+        for name in EXPERTS
     )
     in_place = reads_tokens(params["wi"], handle, config)
     options = _Options(up=up, down=down, activation=config.act, in_place=in_place)
@@ -184,7 +182,7 @@ def _up(
         h = product(x, wi, handle.group_sizes, bias, layer)
         return h
     tokens = RowMap(handle.row, handle.source).source_row
-    specs = None, None, layer.used[1], None
+    specs = None, None, layer.resolved[1], None
     operands = x, tokens, wi, handle.group_sizes
     h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
     h = add_bias(h, bias, handle.group_sizes, layer)
@@ -209,7 +207,7 @@ def _row_copies(
     rows: jax.Array,
     quantized: QuantizedArray | None,
     sizes: jax.Array,
-    extra: Extra,
+    extra: NonDiffOperands,
     layer: Layer,
     for_wgrad: bool,
 ) -> tuple[Any, Any, Any]:
@@ -219,7 +217,7 @@ def _row_copies(
         return copies
     if not for_wgrad:
         return quantized, None, None
-    format, spec = layer.formats.x_wgrad, layer.used[0]
+    format, spec = layer.formats.x_wgrad, layer.resolved[0]
     along_rows = grouped_requantize(quantized, sizes, format, spec=spec)
     return quantized, along_rows, None
 
@@ -230,7 +228,7 @@ def _forward(
     weights: jax.Array,
     quantized: QuantizedArray | None,
     handle: ep.Handle,
-    extras: _Extras,
+    extras: _PerLayer,
     *,
     of: _Options,
     for_wgrad: bool,
@@ -260,8 +258,8 @@ def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
     wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
     wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
     a = None if options.down.recipe is None else a  # made again
-    biases = {name: bias for name, bias in params.items() if name not in _LAYERS}
-    keys = tuple(extras[name].key for name in _LAYERS)
+    biases = {name: bias for name, bias in params.items() if name not in EXPERTS}
+    keys = tuple(extras[name].key for name in EXPERTS)
     return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
 
 
@@ -282,7 +280,7 @@ def _bwd(
         bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)
         d_params["wo_bias"] = bias_gradient(dy, bo, sizes, down, weights)
-        specs = down.used[2], GROUPED.bias_spec(down.used[1]), None
+        specs = down.resolved[2], GROUPED.bias_spec(down.resolved[1]), None
         d_weights += group_bias_weights_grad_op(dy, bo, sizes, operand_specs=specs)
     return d_params, d_rows, d_weights, None, None, None
 
@@ -294,7 +292,7 @@ def _hidden_gradient(
     if layer.recipe is not None and not plain:
         copies = dy_copies(source, sizes, key, layer)
         return None, copies, copies.d_weights, a
-    d_h, d_weights, again = source.with_activation(sizes, layer.used[2])
+    d_h, d_weights, again = source.with_activation(sizes, layer.resolved[2])
     return d_h, dy_copies(d_h, sizes, key, layer), d_weights, again if a is None else a
 
 

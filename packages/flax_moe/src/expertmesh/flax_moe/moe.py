@@ -30,8 +30,15 @@ from expertmesh.flax_moe import stages
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
-from expertmesh.flax_moe.params import LogicalAxes, Params, check_names, check_params
-from expertmesh.flax_moe.quantization import Quantization, check_quantization, placed_like
+from expertmesh.flax_moe.params import (
+    BIASES,
+    EXPERTS,
+    LogicalAxes,
+    Params,
+    check_names,
+    check_params,
+)
+from expertmesh.flax_moe.quantization import Quantization, layers_of, placed_like
 from expertmesh.flax_moe.remat import rematerialized
 
 __all__ = ["moe"]
@@ -93,7 +100,8 @@ def moe(
     check_names("moe", params, config)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())
-    given = check_quantization("moe", config, quant_state, kernels_quantized, key)
+    given = Quantization(quant_state, kernels_quantized, key)
+    given = given.checked("moe", config, layers_of(config))
     ep_axis = ep_axes("moe", params, config)
     check_params("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
     check_token_mask("moe", token_mask, x.shape[:-1])
@@ -102,19 +110,12 @@ def moe(
     routed = stages.route(
         params, x, config, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
-    experts = {k: w for k, w in params.items() if k in ("wi", "wo", "wi_bias", "wo_bias")}
+    experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
     y = _laid_out_like(x, y, _spreading_axes(experts, config, ep_axis), ep_axis)
     if config.shared_expert_dim is not None:
-        shared, more = stages.shared_experts(
-            params,
-            routed.x,
-            config,
-            quant_state=given.state,
-            kernels_quantized=given.kernels,
-            key=key,
-        )
-        y, state = y + shared, state and {**state, **more}
+        shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
+        y, state = y + shared, state and {**state, **of_shared}
     return MoEOutput(
         y=y.astype(x.dtype),
         aux_loss=routed.aux_loss,
@@ -156,7 +157,7 @@ def _spreading_axes(
 ) -> tuple[str, ...]:
     """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
     axes: dict[str, None] = {}
-    for name in ("wi", "wo"):
+    for name in EXPERTS:
         sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)
         entries = pad_spec(sharding.spec, experts[name].ndim)
         for dim, entry in zip(dims.of(name, gated=config.act.gated), entries, strict=True):
@@ -195,14 +196,7 @@ def _routed(
 ) -> _Result:
     """y [..., D] in the experts' dtype, the number of dropped choices, MoEOutput's overflow, the layers' next state."""
     dispatched = stages.dispatch(params, routed, config)
-    computed = stages.experts(
-        params,
-        dispatched,
-        config,
-        quant_state=given.state,
-        kernels_quantized=given.kernels,
-        key=given.key,
-    )
+    computed = stages.experts(params, dispatched, config, **given.arguments)
     y = stages.combine(computed)
     return y, dispatched.num_dropped, dispatched.overflow, computed.quant_state
 

@@ -77,6 +77,18 @@ def native_moe(
     Costs per call two exchanges of T K rows over ep (padded: R min(T min(K, e)) of them per device), one gather of the
     weights over fsdp, and all-reduces of [E] vectors.
     """
+    _check_options(config, exchange)
+    check_params("native_moe", params, x.shape[-1], config, config.num_experts)
+    mesh = _find_mesh(mesh, x)
+    if mesh is None:
+        return MoEOutput(
+            *_on_device(params, x, config=config, axes=(), ep_axis=None, fsdp_axis=None)
+        )
+    ragged = exchange == "ragged" or exchange == "auto" and _platform(mesh) != "cpu"
+    return _on_mesh(params, x, config, mesh, fsdp_axis=fsdp_axis, ragged=ragged)
+
+
+def _check_options(config: MoEConfig, exchange: str) -> None:
     if config.capacity_factor is not None:
         raise ValueError(
             "native_moe: capacity_factor must be None, it never drops; "
@@ -105,13 +117,12 @@ def native_moe(
         raise ValueError(
             f"native_moe: exchange must be one of {', '.join(EXCHANGES)}; got exchange={exchange!r}; use 'auto'"
         )
-    check_params("native_moe", params, x.shape[-1], config, config.num_experts)
-    mesh = _find_mesh(mesh, x)
-    if mesh is None:
-        return MoEOutput(
-            *_on_device(params, x, config=config, axes=(), ep_axis=None, fsdp_axis=None)
-        )
-    ep_axis = config.ep_axis or "ep"
+
+
+def _on_mesh(
+    params: Params, x: jax.Array, config: MoEConfig, mesh: _Mesh, *, fsdp_axis: str, ragged: bool
+) -> MoEOutput:
+    ep_axis = str(config.ep_axis or "ep")  # one axis: _check_options
     axes = _token_axes(mesh, fsdp_axis, ep_axis)
     _check_divisible(mesh, axes, ep_axis, x, config)
     fsdp = fsdp_axis if fsdp_axis in axes and x.shape[-1] % mesh.shape[fsdp_axis] == 0 else None
@@ -130,7 +141,7 @@ def native_moe(
         axes=axes,
         ep_axis=ep,
         fsdp_axis=fsdp,
-        ragged=exchange == "ragged" or exchange == "auto" and _platform(mesh) != "cpu",
+        ragged=ragged,
     )
     shard = jax.shard_map(
         body,

@@ -24,6 +24,9 @@ from expertmesh.core.specs import merge_dim
 from expertmesh.flax_moe.config import MoEConfig
 
 __all__ = [
+    "BIASES",
+    "EXPERTS",
+    "SHARED",
     "LogicalAxes",
     "Params",
     "check_array",
@@ -41,10 +44,10 @@ __all__ = [
 
 Params = Mapping[str, jax.Array]
 
-_EXPERTS = ("wi", "wo")
-_KERNELS = ("gate_kernel", *_EXPERTS)
-_SHARED = ("shared_wi", "shared_wo")
-_BIASES = ("wi_bias", "wo_bias")
+EXPERTS = ("wi", "wo")
+BIASES = ("wi_bias", "wo_bias")
+SHARED = ("shared_wi", "shared_wo")
+_KERNELS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
@@ -97,7 +100,7 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
     shared = config.shared_expert_dim is not None
-    return _KERNELS + _SHARED * shared + _BIASES * config.use_bias
+    return _KERNELS + SHARED * shared + BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -123,7 +126,7 @@ def initializers(config: MoEConfig) -> dict[str, Initializer]:
 
 
 def _initializer(name: str, gated: bool) -> Initializer:
-    if name in _BIASES:
+    if name in BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
     batch = 1 if dims[0] == "E" else 0
@@ -175,7 +178,7 @@ def param_specs(
     places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in param_names(config)}
     if config.shard_exp_on_fsdp:
         split = dict(embed=None, expert=merge_dim(expert, fsdp), mlp=tp)
-        places |= {name: split for name in _EXPERTS}
+        places |= {name: split for name in EXPERTS}
     return {
         name: PartitionSpec(*_placed(name, config.act.gated, **place))
         for name, place in places.items()
@@ -264,7 +267,7 @@ def check_part(
 ) -> dict[str, jax.Array]:
     """The parameters of `names` alone, after the errors of `check_params` about them; biases may be absent."""
     _check_mapping(function, params)
-    kernels = tuple(name for name in names if name not in _BIASES)
+    kernels = tuple(name for name in names if name not in BIASES)
     _require(function, params, kernels, "use init_params, or merge_wi for split projections")
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(kernels) < len(names))
@@ -291,12 +294,12 @@ def _check_shapes(
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
     """Raises in the name of `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
-    kernels = _KERNELS + _SHARED * (config.shared_expert_dim is not None)
+    kernels = _KERNELS + SHARED * (config.shared_expert_dim is not None)
     _require(function, params, kernels, "use init_params, or merge_wi for split projections")
-    unknown = [name for name in params if name not in kernels + _BIASES]
+    unknown = [name for name in params if name not in kernels + BIASES]
     if unknown:
         raise ValueError(
-            f"{function}: params must have the names {', '.join(kernels + _BIASES)}; got also "
+            f"{function}: params must have the names {', '.join(kernels + BIASES)}; got also "
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
             "or use merge_wi for split projections"
         )
@@ -312,9 +315,9 @@ def _check_mapping(function: str, params: object) -> None:
 
 
 def _check_biases(function: str, params: Params, wanted: bool) -> None:
-    if wanted or any(name in params for name in _BIASES):
+    if wanted or any(name in params for name in BIASES):
         remedy = "pass all biases or none, and where there are none use_bias=False"
-        _require(function, params, _BIASES, remedy)
+        _require(function, params, BIASES, remedy)
 
 
 def _check_floating(function: str, params: Params) -> None:

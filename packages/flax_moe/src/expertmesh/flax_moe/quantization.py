@@ -14,27 +14,25 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from expertmesh.core.linear.layer import DenseState, init_dense_state
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.quantization.recipe import DelayedScaling, current_recipe
+from expertmesh.core.quantization.recipe import DelayedScaling, Recipe, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params, param_specs
+from expertmesh.flax_moe.params import EXPERTS, SHARED, Params, param_specs
 
 __all__ = [
     "Quantization",
-    "check_quantization",
     "init_quant_state",
+    "layers_of",
     "output_and_state",
     "placed_like",
-    "quantization_of",
     "quantize_kernels",
 ]
 
-_EXPERT_LAYERS = ("wi", "wo")
-_SHARED_LAYERS = ("shared_wi", "shared_wo")
-_LAYERS = _EXPERT_LAYERS + _SHARED_LAYERS
+_LAYERS = EXPERTS + SHARED
 
 
-def _layers(config: MoEConfig) -> tuple[str, ...]:
-    return _EXPERT_LAYERS + _SHARED_LAYERS * (config.shared_expert_dim is not None)
+def layers_of(config: MoEConfig) -> tuple[str, ...]:
+    """Of the block."""
+    return EXPERTS + SHARED * (config.shared_expert_dim is not None)
 
 
 def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
@@ -52,10 +50,8 @@ def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
     if not isinstance(recipe, DelayedScaling):
         return None
     return {
-        name: init_dense_state(
-            recipe, num_experts=config.num_experts if name in _EXPERT_LAYERS else None
-        )
-        for name in _layers(config)
+        name: init_dense_state(recipe, num_experts=config.num_experts if name in EXPERTS else None)
+        for name in layers_of(config)
     }
 
 
@@ -86,10 +82,10 @@ def quantize_kernels(params: Params, config: MoEConfig) -> dict[str, QuantizedKe
         name: quantize_kernel(
             params[name],
             recipe,
-            batch_dims=int(name in _EXPERT_LAYERS),
+            batch_dims=int(name in EXPERTS),
             spec=specs.get(name),
         )
-        for name in _layers(config)
+        for name in layers_of(config)
     }
 
 
@@ -108,6 +104,11 @@ class Quantization:
     kernels: Mapping[str, Any] | None = None
     key: jax.Array | None = None
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a stage."""
+        return dict(quant_state=self.state, kernels_quantized=self.kernels, key=self.key)
+
     def of(self, names: Collection[str]) -> "Quantization":
         """Of some layers only."""
         state, kernels = (
@@ -115,6 +116,18 @@ class Quantization:
             for each in (self.state, self.kernels)
         )
         return Quantization(state, kernels, self.key)
+
+    def checked(self, function: str, config: MoEConfig, layers: Collection[str]) -> "Quantization":
+        """The same, its state without a derivative; `config` is the one under the recipe in context.
+
+        Raises:
+          ValueError: something that the recipe needs is missing or has no use, or is not of these layers.
+        """
+        _check_state(function, config.recipe, self.state)
+        _check_kernels(function, config.recipe, self.kernels)
+        _check_layers(function, layers, quant_state=self.state, kernels_quantized=self.kernels)
+        _check_key(function, config.recipe, self.key)
+        return dataclasses.replace(self, state=jax.lax.stop_gradient(self.state))
 
     def with_kernels(self, params: Params, config: MoEConfig) -> "Quantization":
         """With the weights quantized once, for several parts; where there is a state, it may change with each part."""
@@ -136,41 +149,7 @@ class Quantization:
         )
 
 
-def check_quantization(
-    function: str, config: MoEConfig, state: Any, kernels: Any, key: jax.Array | None
-) -> Quantization:
-    """What a call is given for its recipe, `config` being the one under the recipe in context.
-
-    Raises:
-      ValueError: something that the recipe needs is missing or has no use, or is not of this block's layers.
-    """
-    _check_given(function, config, set(_layers(config)), state, kernels, key)
-    return Quantization(jax.lax.stop_gradient(state), kernels, key)
-
-
-def quantization_of(
-    function: str,
-    config: MoEConfig,
-    layers: Collection[str],
-    state: Any,
-    kernels: Any,
-    key: jax.Array | None,
-) -> Quantization:
-    """`check_quantization` for some layers: what is given of others is not read."""
-    own = Quantization(state, kernels, key).of(layers)
-    _check_given(function, config, set(layers), own.state, own.kernels, key)
-    return dataclasses.replace(own, state=jax.lax.stop_gradient(own.state))
-
-
-def _check_given(
-    function: str,
-    config: MoEConfig,
-    layers: set[str],
-    state: Any,
-    kernels: Any,
-    key: jax.Array | None,
-) -> None:
-    recipe = config.recipe
+def _check_state(function: str, recipe: Recipe | None, state: Any) -> None:
     delayed = isinstance(recipe, DelayedScaling)
     if delayed != (state is not None):
         raise ValueError(
@@ -178,21 +157,30 @@ def _check_given(
             f"quant_state {'None' if state is None else 'given'}; "
             f"{'start with init_quant_state(config)' if delayed else 'leave it out'}"
         )
-    if kernels is not None and (recipe is None or delayed):
+
+
+def _check_kernels(function: str, recipe: Recipe | None, kernels: Any) -> None:
+    if kernels is not None and (recipe is None or isinstance(recipe, DelayedScaling)):
         raise ValueError(
             f"{function}: kernels_quantized must go with a recipe without state; got recipe={recipe}; leave it out"
         )
-    for name, given in (("quant_state", state), ("kernels_quantized", kernels)):
-        if given is not None and set(given) != layers:
-            raise ValueError(
-                f"{function}: {name} must have the layers {', '.join(sorted(layers))}; "
-                f"got {', '.join(sorted(given))}; make it for this config"
-            )
+
+
+def _check_key(function: str, recipe: Recipe | None, key: jax.Array | None) -> None:
     if key is None and recipe is not None and recipe.formats().is_stochastic:
         raise ValueError(
             f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
             "pass a new jax.random.key for each call"
         )
+
+
+def _check_layers(function: str, layers: Collection[str], **trees: Any) -> None:
+    for name, tree in trees.items():
+        if tree is not None and set(tree) != set(layers):
+            raise ValueError(
+                f"{function}: {name} must have the layers {', '.join(sorted(layers))}; "
+                f"got {', '.join(sorted(tree))}; make it for this config"
+            )
 
 
 def output_and_state(output: Any, state: Any) -> tuple[jax.Array, Any]:

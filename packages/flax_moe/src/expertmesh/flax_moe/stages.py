@@ -47,8 +47,8 @@ from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, feed_forward, reads_tokens
-from expertmesh.flax_moe.params import Params, check_part, param_specs
-from expertmesh.flax_moe.quantization import output_and_state, quantization_of
+from expertmesh.flax_moe.params import BIASES, EXPERTS, SHARED, Params, check_part, param_specs
+from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from expertmesh.flax_moe.remat import named
 
@@ -62,8 +62,6 @@ __all__ = [
     "route",
     "shared_experts",
 ]
-
-_EXPERTS, _BIASES, _SHARED = ("wi", "wo"), ("wi_bias", "wo_bias"), ("shared_wi", "shared_wo")
 
 
 class Routed(NamedTuple):
@@ -185,7 +183,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     check_tokens("stages.dispatch", routed.x)
     ep_axis = ep_axes("stages.dispatch", params, config)
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
-    names = (*_EXPERTS, *_BIASES)
+    names = (*EXPERTS, *BIASES)
     own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
     handle = named("dispatched", _prepare(routed.topk_idx, config, ep_axis))
     weights_PC = named("dispatched", ep.dispatch_weights(handle, routed.topk_weights))
@@ -229,11 +227,12 @@ def experts(
     fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
     """
     config = config.under(current_recipe())
-    given = quantization_of("stages.experts", config, _EXPERTS, quant_state, kernels_quantized, key)
+    given = Quantization(quant_state, kernels_quantized, key).of(EXPERTS)
+    given = given.checked("stages.experts", config, EXPERTS)
     held = experts_held(
         "stages.experts", dispatched.rows, config, ep_axes("stages.experts", params, config)
     )
-    names, width = (*_EXPERTS, *_BIASES), dispatched.rows.shape[-1]
+    names, width = (*EXPERTS, *BIASES), dispatched.rows.shape[-1]
     own = check_part("stages.experts", params, names, width, config, held)
     with _resource_of(dispatched.handle):
         rows, state = feed_forward(own, dispatched, config, given=given, specs=_specs(config))
@@ -290,11 +289,10 @@ def shared_experts(
     """
     config = config.under(current_recipe())
     check_tokens("stages.shared_experts", x)
-    given = quantization_of(
-        "stages.shared_experts", config, _SHARED, quant_state, kernels_quantized, key
-    )
+    given = Quantization(quant_state, kernels_quantized, key).of(SHARED)
+    given = given.checked("stages.shared_experts", config, SHARED)
     own = check_part(
-        "stages.shared_experts", params, _SHARED, x.shape[-1], config, config.num_experts
+        "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts
     )
 
     def product(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from expertmesh.core import global_shard_guard
 from expertmesh.core.support import platform_of
-from expertmesh.ep import EpConfig, raise_stall, recv_capacity
+from expertmesh.ep import raise_stall, recv_capacity
 from expertmesh.ep.transports import fastest
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
@@ -148,7 +148,6 @@ def model_config(options: ModelOptions) -> ModelConfig:
             f"experts={options.experts}; give --top-k {options.experts} or less"
         )
     try:
-        EpConfig(num_experts=options.experts, transport=options.transport)  # checks the transport
         moe = MoEConfig(
             num_experts=options.experts,
             top_k=options.top_k,

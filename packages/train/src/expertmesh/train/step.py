@@ -40,6 +40,15 @@ class StepMetrics(NamedTuple):
     tokens_per_expert: jax.Array  # int32[L, E]
 
 
+class Inputs(NamedTuple):
+    """What a forward pass reads besides the parameters."""
+
+    batch: jax.Array  # int32[B, S + 1]
+    quant_state: Any
+    key: jax.Array | None
+    weights_quantized: Any = None
+
+
 TrainStep = Callable[[TrainState, jax.Array, int], tuple[TrainState, StepMetrics]]
 EvalStep = Callable[[TrainState, jax.Array], jax.Array]
 
@@ -144,7 +153,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
         # What is rounded at random is in the backward.
         key = key_of_step(config, 0, 0)
-        return _cross_entropy(config, state.params, batch, state.quant_state, key)[0]
+        return _cross_entropy(config, state.params, Inputs(batch, state.quant_state, key))[0]
 
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -158,9 +167,9 @@ def _train_step(
     batch: jax.Array,
     step: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
-    key = key_of_step(config, seed, step)
+    inputs = Inputs(batch, state.quant_state, key_of_step(config, seed, step))
     gradient = _gradient if grad_accum == 1 else functools.partial(_mean_gradient, grad_accum)
-    grad, quant_state, losses = gradient(config, state.params, batch, state.quant_state, key)
+    grad, quant_state, losses = gradient(config, state.params, inputs)
     updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
     metrics = StepMetrics(**losses, grad_norm=optax.tree_utils.tree_norm(grad))
     params = optax.apply_updates(state.params, updates)
@@ -174,10 +183,7 @@ _SUMS = ("num_dropped", "tokens_per_expert")
 def _gradient(
     config: ModelConfig,
     params: Any,
-    batch: jax.Array,
-    quant_state: Any,
-    key: jax.Array | None,
-    weights_quantized: Any = None,
+    inputs: Inputs,
     totals: Any = None,
     scale: float = 1.0,
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -186,8 +192,7 @@ def _gradient(
     def scaled(params: Any) -> tuple[jax.Array, Any]:
         if totals is not None:
             params = accumulate_gradient(params, totals)
-        inputs = (batch, quant_state, key, weights_quantized)
-        loss, output = _cross_entropy(config, params, *inputs)
+        loss, output = _cross_entropy(config, params, inputs)
         return scale * (loss + output.aux_loss + output.z_loss), (loss, output)
 
     grad, (loss, output) = jax.grad(scaled, has_aux=True)(params)
@@ -196,25 +201,20 @@ def _gradient(
 
 
 def _mean_gradient(
-    count: int,
-    config: ModelConfig,
-    params: Any,
-    batch: jax.Array,
-    quant_state: Any,
-    key: jax.Array | None,
+    count: int, config: ModelConfig, params: Any, inputs: Inputs
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them."""
-    weights_quantized = model.quantize_weights(params, config)
+    inputs = inputs._replace(weights_quantized=model.quantize_weights(params, config))
 
     def add(carry: tuple[Any, Any], own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (totals, quant_state), (number, rows) = carry, own
-        own_key = None if key is None else jax.random.fold_in(key, number)
-        inputs = (rows, quant_state, own_key, weights_quantized)
-        grad, quant_state, losses = _gradient(config, params, *inputs, totals, 1 / count)
+        key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+        part = inputs._replace(batch=rows, quant_state=quant_state, key=key)
+        grad, quant_state, losses = _gradient(config, params, part, totals, 1 / count)
         return (grad, quant_state), losses
 
-    start = (jax.tree.map(jnp.zeros_like, params), quant_state)
-    rows = microbatches(batch, count)
+    start = (jax.tree.map(jnp.zeros_like, params), inputs.quant_state)
+    rows = microbatches(inputs.batch, count)
     (grad, quant_state), losses = jax.lax.scan(add, start, (jnp.arange(count), rows))
     means = {name: jnp.mean(losses[name]) for name in _MEANS}
     sums = {name: jnp.sum(losses[name], axis=0) for name in _SUMS}
@@ -229,12 +229,8 @@ def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Ar
 
 
 def _cross_entropy(
-    config: ModelConfig,
-    params: Any,
-    batch: jax.Array,
-    quant_state: Any,
-    key: jax.Array | None,
-    weights_quantized: Any = None,
+    config: ModelConfig, params: Any, inputs: Inputs
 ) -> tuple[jax.Array, model.Output]:
-    output = model.forward(params, batch[:, :-1], config, quant_state, key, weights_quantized)
+    batch, *quantization = inputs
+    output = model.forward(params, batch[:, :-1], config, *quantization)
     return jnp.mean(model.cross_entropy(output.logits, batch[:, 1:])), output

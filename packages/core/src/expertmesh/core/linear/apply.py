@@ -15,19 +15,19 @@ import jax.numpy as jnp
 
 from expertmesh.core.linear.layer import (
     DenseState,
-    Extra,
     Layer,
     Linear,
+    NonDiffOperands,
     Specs,
-    after,
+    barrier,
     check_extra,
     gradient_keys,
     residuals,
-    used_specs,
+    resolved_specs,
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
 from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
-from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
@@ -37,7 +37,14 @@ from expertmesh.core.vjp import at_rest, differentiable
 
 
 def apply_linear(
-    layer: Layer, x, w, group_sizes, bias, extra: Extra | None = None, *, flat: bool = False
+    layer: Layer,
+    x,
+    w,
+    group_sizes,
+    bias,
+    extra: NonDiffOperands | None = None,
+    *,
+    flat: bool = False,
 ) -> Any:
     """The layer's result; with a state (result, state).
 
@@ -49,7 +56,7 @@ def apply_linear(
     if layer.recipe is None and is_quantized(x, w):
         law = layer.law
         return product(*both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer)
-    out = _linear(x, w, group_sizes, bias, extra or Extra(), layer=layer)
+    out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out
     return (out[0][0], out[1]) if layer.delayed else out[0]
@@ -60,7 +67,7 @@ def layer_of(
     law: Linear,
     x,
     w,
-    extra: Extra,
+    extra: NonDiffOperands,
     recipe,
     *,
     out_dtype=None,
@@ -79,15 +86,15 @@ def layer_of(
         w_dtype=jnp.dtype(w.dtype),
         out_dtype=check_out_dtype(name, out_dtype or x.dtype),
         reduce_dtype=check_reduce_dtype(name, reduce_dtype),
-        given=specs,
-        used=specs if recipe is None else used_specs(law, x.ndim, w.ndim, specs),
+        caller=specs,
+        resolved=specs if recipe is None else resolved_specs(law, x.ndim, w.ndim, specs),
         clear_padding=clear_padding,
     )
 
 
 def product(x, w, group_sizes, bias, layer: Layer):
     """The forward's GEMM, and the bias, of operands in the formats along K."""
-    law, (x_spec, w_spec, _) = layer.law, layer.used
+    law, (x_spec, w_spec, _) = layer.law, layer.resolved
     y = multiply(
         law.fprop,
         law.fprop.name,
@@ -96,7 +103,7 @@ def product(x, w, group_sizes, bias, layer: Layer):
         group_sizes,
         specs=(x_spec, w_spec),
         out_dtype=layer.out_dtype,
-        result_specs=(layer.given[2],),
+        result_specs=(layer.caller[2],),
         **layer.row_options,
     )
     return add_bias(y, bias, group_sizes, layer)
@@ -106,7 +113,7 @@ def add_bias(y, bias, group_sizes, layer: Layer, weights=None):
     """y + bias, times the weights of rows in groups if given; y without a bias."""
     if bias is None:
         return y
-    specs = layer.used[2], layer.law.bias_spec(layer.used[1])
+    specs = layer.resolved[2], layer.law.bias_spec(layer.resolved[1])
     if group_sizes is None:
         return layer.law.add_bias(y, bias, operand_specs=specs)
     return layer.law.add_bias(y, bias, group_sizes, weights, operand_specs=(*specs, None, None))
@@ -116,7 +123,7 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
     """The cotangent of the bias of `add_bias`; None without a bias."""
     if bias is None:
         return None
-    law, (_, w_spec, out_spec) = layer.law, layer.used
+    law, (_, w_spec, out_spec) = layer.law, layer.resolved
     spec = law.bias_spec(w_spec)
     grouped = group_sizes is not None
     others, specs = ((group_sizes, weights), (None, None)) if grouped else ((bias,), (spec,))
@@ -132,9 +139,9 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
 
 def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
     """The cotangent of x at `result_spec`; dy and w in their formats along N."""
-    law, (_, w_spec, out_spec) = layer.law, layer.used
+    law, (_, w_spec, out_spec) = layer.law, layer.resolved
     if layer.recipe is not None:
-        w, dy = after(w, dy)
+        w, dy = barrier(w, dy)
     return multiply(
         law.dgrad,
         f"{law.fprop.name}'s input gradient",
@@ -150,7 +157,7 @@ def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
 
 def weight_gradient(x, dy, w, group_sizes, layer: Layer):
     """The cotangent of w, in any format; x and dy in their formats along the tokens."""
-    law, (x_spec, _, out_spec) = layer.law, layer.used
+    law, (x_spec, _, out_spec) = layer.law, layer.resolved
     return multiply(
         law.wgrad,
         f"{law.fprop.name}'s weight gradient",
@@ -160,7 +167,7 @@ def weight_gradient(x, dy, w, group_sizes, layer: Layer):
         multiple=False,
         specs=(x_spec, out_spec),
         out_dtype=layer.w_dtype,
-        result_specs=(where_at_rest(w, layer.given[1]),),
+        result_specs=(where_at_rest(w, layer.caller[1]),),
         reduce_dtype=layer.reduce_dtype,
         **law.weight_options(w),
     )
@@ -171,31 +178,31 @@ def where_at_rest(x, spec):
     return at_rest(jax.tree.leaves(x)[0], spec)
 
 
-def weight_for_fprop(w, extra: Extra, layer: Layer):
+def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     """(w as the forward reads it, its state after that or None)."""
-    law, spec = layer.law, layer.used[1]
+    law, spec = layer.law, layer.resolved[1]
     if layer.recipe is None:
-        return narrow_at_rest(w, layer.x_dtype, spec, law.weight_roles), None
+        return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
     state = extra.state.kernel if extra.state is not None else None
     if extra.kernel_quantized is not None:
         return extra.kernel_quantized.forward, state
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
-def weight_for_dgrad(w, forward, extra: Extra, layer: Layer):
+def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
     """w as the backward reads it; `forward`: as the forward does."""
     if extra.kernel_quantized is not None:
         return extra.kernel_quantized.for_dgrad()
     if layer.recipe is None or serves_both(layer.formats):
         return forward
-    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.used[1])
+    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])
 
 
-def x_copies(x, group_sizes, extra: Extra, layer: Layer, *, for_wgrad: bool):
+def x_copies(x, group_sizes, extra: NonDiffOperands, layer: Layer, *, for_wgrad: bool):
     """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
         if isinstance(x, Rows):
-            x, _ = x.apart(group_sizes, layer.used[0])
+            x, _ = x.apart(group_sizes, layer.resolved[0])
         return x, x, None
     state = extra.state.x if extra.state is not None else None
     return layer.law.quantize_x(x, group_sizes, state, layer, for_wgrad=for_wgrad)
@@ -209,7 +216,7 @@ def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
     return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
 
 
-def _forward(x, x_state, w, group_sizes, bias, extra: Extra, layer: Layer):
+def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: Layer):
     """(what the layer returns, w as it was read), of x in its format along K."""
     w, w_state = weight_for_fprop(w, extra, layer)
     y = product(x, w, group_sizes, bias, layer)
@@ -234,7 +241,7 @@ def _bwd(carried, cotangent, *, layer: Layer):
     x, w, group_sizes, bias, key = carried
     dy = cotangent[0] if layer.delayed else cotangent
     copies = dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
-    spec = where_at_rest(x, layer.given[0])
+    spec = where_at_rest(x, layer.caller[0])
     dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
     dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None

@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.gemm import DENSE, check_operands
-from expertmesh.core.linear.layer import DenseState, Extra, num_contracted
+from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.operands import FLOATS, check_arrays
-from expertmesh.core.quantization.recipe import Recipe, current_recipe, recipe_of
+from expertmesh.core.quantization.recipe import Recipe, as_recipe, current_recipe
 from expertmesh.core.specs import spec_axes
 
 __all__ = ["dense"]
@@ -78,8 +78,8 @@ def dense(
     Under sharding as `gemm`; each device quantizes its shard of the weight, and data and scales are gathered, anew in
     the backward. Scales of a whole tensor are reduced first, over the axes that shard it.
     """
-    recipe = recipe_of(recipe) or current_recipe()
-    extra = Extra(state, key, kernel_quantized)
+    recipe = as_recipe(recipe) or current_recipe()
+    extra = NonDiffOperands(state, key, kernel_quantized)
     check_arrays("dense", FLOATS, x=x, kernel=kernel)
     count = num_contracted("dense", x, kernel, contracting_dims, 0)
     if count > 1:

@@ -17,7 +17,7 @@ from expertmesh.core.linear.grouped_gemm import (
     plain_rows_unsupported,
     plan_grouped,
 )
-from expertmesh.core.mesh import narrow_at_rest
+from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.gather_rows import select_rows
@@ -92,7 +92,7 @@ gathered_gemm_op = Op(
 
 def _fwd(x, token, row, source, group_sizes, rhs, *, rhs_dtype, rhs_spec):
     del rhs_dtype
-    rhs = narrow_at_rest(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
+    rhs = cast_sharded(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
     options = dict(out_dtype=x.dtype, operand_specs=(None, None, rhs_spec, None))
     out = gathered_gemm_op(x, token, rhs, group_sizes, clear_padding=True, **options)
     return out, (x, rhs, row, source, group_sizes)

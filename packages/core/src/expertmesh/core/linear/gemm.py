@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
@@ -108,7 +108,7 @@ bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", 
 
 def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
     del group_sizes
-    formats, spec = layer.formats, layer.used[0]
+    formats, spec = layer.formats, layer.resolved[0]
     if state is None or layer.delayed is None:
         q_x, state = quantize(x, formats.x, axis=x.ndim - 1, spec=spec), None
     else:
@@ -120,7 +120,7 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
 
 def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     del group_sizes
-    formats, spec = layer.formats, layer.used[2]
+    formats, spec = layer.formats, layer.resolved[2]
     along_n = quantize(dy, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec)
     if quantized_once(formats.grad_dgrad, formats.grad_wgrad):
         return Copies(along_n, along_n, None)
@@ -197,7 +197,7 @@ def gemm(
         DENSE,
         x,
         w,
-        Extra(),
+        NonDiffOperands(),
         None,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,

@@ -18,11 +18,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
-from expertmesh.core.linear.layer import DenseState, Extra, num_contracted
+from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.quantize_rows import check_starts
-from expertmesh.core.quantization.recipe import Recipe, alignment_of, current_recipe, recipe_of
+from expertmesh.core.quantization.recipe import (
+    Recipe,
+    as_recipe,
+    current_recipe,
+    required_alignment,
+)
 
 __all__ = ["grouped_dense"]
 
@@ -52,7 +57,7 @@ def grouped_dense(
       x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
       kernel: float[E, K, *N].
       group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
-        `alignment_of(recipe)`, as those of `plan_permute(..., alignment=)` are.
+        `required_alignment(recipe)`, as those of `plan_permute(..., alignment=)` are.
       bias: float[E, *N] or None; added to the rows of the groups only.
       contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
       recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
@@ -67,7 +72,7 @@ def grouped_dense(
       out_spec: where the result is wanted.
       clear_padding: False if nobody reads padding rows (see `grouped_gemm`).
       debug: under `jax.experimental.checkify.checkify`, bad group sizes are errors (see `grouped_gemm`), and groups
-        that do not start at multiples of `alignment_of(recipe)`.
+        that do not start at multiples of `required_alignment(recipe)`.
 
     Returns:
       [P, C, *N] (or [C, *N]), accumulated in float32 and rounded once; padding rows are zeros, whatever `x` holds
@@ -84,8 +89,8 @@ def grouped_dense(
     anew in the backward. Scales of a whole tensor (one per expert, one per group) are reduced first, over the axes that
     shard it.
     """
-    recipe = recipe_of(recipe) or current_recipe()
-    extra = Extra(state, key, kernel_quantized)
+    recipe = as_recipe(recipe) or current_recipe()
+    extra = NonDiffOperands(state, key, kernel_quantized)
     check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
     if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
         raise ValueError(
@@ -94,7 +99,7 @@ def grouped_dense(
         )
     check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
     if debug and recipe is not None:
-        check_starts("grouped_dense", jnp.atleast_2d(group_sizes), alignment_of(recipe))
+        check_starts("grouped_dense", jnp.atleast_2d(group_sizes), required_alignment(recipe))
     return apply_grouped(
         "grouped_dense",
         x,

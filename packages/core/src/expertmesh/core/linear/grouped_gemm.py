@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Extra, Layer, Linear
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
@@ -443,7 +443,7 @@ group_bias_grad_op = Op(
 
 
 def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
-    formats, spec = layer.formats, layer.used[0]
+    formats, spec = layer.formats, layer.resolved[0]
     if state is not None and layer.delayed is not None:
         return grouped_quantize_delayed_both(
             x, group_sizes, state, layer.delayed, spec=spec, twice=for_wgrad
@@ -456,7 +456,7 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
 def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
     del tokens
     both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
-    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.used[2])
+    return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.resolved[2])
 
 
 GROUPED = Linear(
@@ -551,14 +551,23 @@ def grouped_gemm(
 
 
 def apply_grouped(
-    name: str, x, w, group_sizes, bias, extra: Extra | None = None, recipe=None, *, specs, **options
+    name: str,
+    x,
+    w,
+    group_sizes,
+    bias,
+    extra: NonDiffOperands | None = None,
+    recipe=None,
+    *,
+    specs,
+    **options,
 ) -> Any:
     """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
     flat = x.ndim == 2
     if flat:
         x, group_sizes = x[None], group_sizes[None]
         specs = with_participant(specs[0]), specs[1], with_participant(specs[2])
-    extra = extra or Extra()
+    extra = extra or NonDiffOperands()
     layer = layer_of(name, GROUPED, x, w, extra, recipe, specs=specs, **options)
     return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
 

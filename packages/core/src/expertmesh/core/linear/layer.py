@@ -98,8 +98,8 @@ class Layer:
       x_dtype, w_dtype: dtypes of x and w, and of their gradients; without a recipe w is cast to that of x.
       out_dtype: dtype of the result.
       reduce_dtype: in which devices add the gradient of w.
-      given: specs of x, w and the result, as the caller gave them.
-      used: where they are in use over Auto axes under a MeshResource (see `used_specs`); as given without one.
+      caller: specs of x, w and the result, as the caller gave them.
+      resolved: where they are in use over Auto axes under a MeshResource (see `resolved_specs`); as given without one.
       clear_padding: of grouped layers; see `grouped_gemm`.
     """
 
@@ -109,8 +109,8 @@ class Layer:
     w_dtype: jnp.dtype
     out_dtype: jnp.dtype
     reduce_dtype: jnp.dtype
-    given: Specs
-    used: Specs
+    caller: Specs
+    resolved: Specs
     clear_padding: bool = False
 
     @property
@@ -132,7 +132,7 @@ class Layer:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Extra:
+class NonDiffOperands:
     """The operands of a call that have no gradient.
 
     Attributes:
@@ -146,7 +146,7 @@ class Extra:
     kernel_quantized: QuantizedKernel | None = None
 
 
-def check_extra(name: str, kernel, extra: Extra, recipe: Recipe | None) -> None:
+def check_extra(name: str, kernel, extra: NonDiffOperands, recipe: Recipe | None) -> None:
     """Raises ValueError for state without DelayedScaling or the reverse, and for another kernel's or recipe's cache."""
     check_state(name, recipe, extra.state)
     cached = extra.kernel_quantized
@@ -189,12 +189,12 @@ def num_contracted(
     return count
 
 
-def used_specs(law: Linear, x_ndim: int, w_ndim: int, given: Specs) -> Specs:
-    """The layer's `used`: what is not given is where the roles say, K and N where w's tensor parallelism does."""
+def resolved_specs(law: Linear, x_ndim: int, w_ndim: int, caller: Specs) -> Specs:
+    """The layer's `resolved`: what is not given is where the roles say, K and N where w's tensor parallelism does."""
     resource = current_resource()
     if resource is None:
-        return given
-    x_spec, w_spec, out_spec = given
+        return caller
+    x_spec, w_spec, out_spec = caller
     lead = law.batch_dims
     w = pad_spec(tuple(map(resource.entry, law.weight_roles)) if w_spec is None else w_spec, w_ndim)
     tokens = pad_spec([resource.entry(role) for role in law.row_roles[: x_ndim - 1]], x_ndim - 1)
@@ -216,7 +216,7 @@ def residuals(x, w) -> tuple:
     return named(x, "quantized_x"), named(w, "quantized_kernel")
 
 
-def after(kernel: QuantizedArray, dy: QuantizedArray):
+def barrier(kernel: QuantizedArray, dy: QuantizedArray):
     """Both, the kernel not before `dy` is known.
 
     Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.

@@ -15,8 +15,8 @@ from expertmesh.core.quantization.recipe import (
     DelayedScaling,
     LayerFormats,
     Recipe,
+    as_recipe,
     current_recipe,
-    recipe_of,
 )
 
 __all__ = ["QuantizedKernel", "quantize_kernel"]
@@ -67,7 +67,7 @@ def quantize_kernel(
     tensor are reduced over the axes that shard it, nothing else crosses devices.
     """
     check_arrays("quantize_kernel", FLOATS, kernel=kernel)
-    recipe = recipe_of(recipe) or current_recipe()
+    recipe = as_recipe(recipe) or current_recipe()
     if recipe is None:
         raise ValueError(
             "quantize_kernel: there must be a recipe; got recipe=None, and none in context; pass recipe= or call it "

@@ -255,7 +255,7 @@ def grouped_quantize(
       group_sizes: int32[P, G], rows of each group, sum at most C.
       format: from a recipe; `format.block[0]` must be 1.
       axis: the dimension that the GEMM contracts: -1, or 1, the rows, for the weight's gradient. Then the first row of
-        every group must be a multiple of `format.block[1]` (`alignment_of(recipe)`).
+        every group must be a multiple of `format.block[1]` (`required_alignment(recipe)`).
       multiplier: float32[P, G], in place of max / amax; only without blocks.
       key: for stochastic formats, else unused, as of `quantize`.
       spec: where `x` is, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep).
@@ -327,7 +327,7 @@ def check_starts(name: str, group_sizes, block: int) -> None:
         jnp.all((starts % block == 0) | (group_sizes == 0)),
         name
         + ": groups must start at multiples of the block, {block}; got starts {starts}; permute with "
-        "alignment_of(recipe)",
+        "required_alignment(recipe)",
         block=jnp.int32(block),
         starts=starts,
     )

@@ -1,6 +1,6 @@
 """Recipes: in which number format, and with which scales, each operand of a layer's three GEMMs is quantized.
 
-Names and defaults are Transformer Engine's; `recipe_of` takes its objects too. The tensors of a layer are `x`
+Names and defaults are Transformer Engine's; `as_recipe` takes its objects too. The tensors of a layer are `x`
 (tokens), `kernel` (weight) and `grad` (the output's cotangent). Each enters two of the three GEMMs, and a format with
 blocks of one row is applied once for each of them, along the dimension that this GEMM contracts:
 
@@ -280,7 +280,7 @@ RECIPES: Mapping[str, type] = types.MappingProxyType(
 )
 
 
-def recipe_of(obj: Any) -> Recipe | None:
+def as_recipe(obj: Any) -> Recipe | None:
     """The recipe that a name or another library's object means.
 
     Args:
@@ -301,12 +301,12 @@ def recipe_of(obj: Any) -> Recipe | None:
         known = {**RECIPES, **classes}
         if obj not in known:
             raise ValueError(
-                f"recipe_of: a name must be one of {', '.join(known)}; got {obj!r}; choose one of these"
+                f"as_recipe: a name must be one of {', '.join(known)}; got {obj!r}; choose one of these"
             )
         return known[obj]()
     if type(obj).__name__ not in classes or isinstance(obj, type):
         raise TypeError(
-            f"recipe_of: a recipe must be one of {', '.join(classes)}, or a name; got {obj!r}; "
+            f"as_recipe: a recipe must be one of {', '.join(classes)}, or a name; got {obj!r}; "
             "pass for example Float8BlockScaling()"
         )
     return _translated(obj, classes[type(obj).__name__])
@@ -330,7 +330,7 @@ _ONLY: Mapping[str, object] = {
 def _translated(obj, cls: type) -> Recipe:
     def refuse(option, value, want):
         raise ValueError(
-            f"recipe_of: {cls.__name__}.{option} must be {want!r}; got {option}={value!r}; leave it at its default"
+            f"as_recipe: {cls.__name__}.{option} must be {want!r}; got {option}={value!r}; leave it at its default"
         )
 
     for option, want in _ONLY.items():
@@ -362,13 +362,13 @@ def _block_options(obj, refuse) -> dict:
     return dict(zip(("power_2_scale", "amax_epsilon"), found[0], strict=True))
 
 
-def alignment_of(recipe: Recipe | str | None) -> int:
+def required_alignment(recipe: Recipe | str | None) -> int:
     """Rows that the start of a group must be a multiple of, for the weight gradients of a grouped layer.
 
     1 without a recipe, 16 for scales per tensor and for NVFP4BlockScaling, 32 for MXFP8BlockScaling, 128 for
-    Float8BlockScaling. For any block format this is the block; recipes by name as in `recipe_of`.
+    Float8BlockScaling. For any block format this is the block; recipes by name as in `as_recipe`.
     """
-    recipe = recipe_of(recipe)
+    recipe = as_recipe(recipe)
     if recipe is None:
         return 1
     block = recipe.formats().x_wgrad.block
@@ -378,11 +378,11 @@ def alignment_of(recipe: Recipe | str | None) -> int:
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None) -> Iterator[Recipe | None]:
-    """Makes `recipe` (whatever `recipe_of` takes; None for none) the one in context.
+    """Makes `recipe` (whatever `as_recipe` takes; None for none) the one in context.
 
     The former one is restored on exit, also after an exception. It is part of jit's cache key.
     """
-    recipe = recipe_of(recipe)
+    recipe = as_recipe(recipe)
     with _context(recipe):
         yield recipe
 

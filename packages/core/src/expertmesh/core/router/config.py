@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.operands import FLOATS, check_arrays, check_counts
 from expertmesh.core.router.scores import check_score_function
 
 __all__ = ["RouterConfig"]
@@ -38,7 +38,7 @@ class RouterConfig:
     scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_count("top_k", self.top_k, "a token needs an expert")
+        check_counts("RouterConfig", top_k=self.top_k)
         check_score_function("RouterConfig", self.score_function)
         if self.use_pre_softmax and self.score_function != "softmax":
             raise ValueError(
@@ -56,8 +56,7 @@ class RouterConfig:
             raise ValueError(
                 f"RouterConfig: num_groups and group_topk must be given together; {got}; pass both or none"
             )
-        for name in ("num_groups", "group_topk"):
-            _check_count(name, getattr(self, name), "pass None for no groups")
+        check_counts("RouterConfig", num_groups=self.num_groups, group_topk=self.group_topk)
         if self.group_topk > self.num_groups:
             raise ValueError(
                 f"RouterConfig: group_topk must be at most num_groups; {got}; lower group_topk"
@@ -67,12 +66,17 @@ class RouterConfig:
                 f"RouterConfig: top_k must be divisible by group_topk; {got}; change one of them"
             )
 
-    def check_groups(self, function: str, num_experts: int) -> None:
-        """Refuses groups that do not fit the number of experts.
+    def check_experts(self, function: str, num_experts: int) -> None:
+        """Refuses choices and groups that do not fit the number of experts.
 
         Raises:
-          ValueError: num_groups does not divide it, or a group holds fewer than top_k / group_topk experts.
+          ValueError: top_k exceeds it, num_groups does not divide it, or a group holds fewer than top_k / group_topk.
         """
+        if self.top_k > num_experts:
+            raise ValueError(
+                f"{function}: top_k must be at most the number of experts; got top_k={self.top_k}, "
+                f"num_experts={num_experts}; lower top_k"
+            )
         if self.num_groups is None or self.group_topk is None:
             return
         if num_experts % self.num_groups:
@@ -104,15 +108,6 @@ class RouterConfig:
                 f"{function}: expert_bias must be [E]; got expert_bias.shape={expert_bias.shape}, "
                 f"{num_experts} experts; pass one value per expert"
             )
-
-
-def _check_count(name: str, value: object, advice: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"RouterConfig: {name} must be an int; got {name}={value!r}; pass a Python int"
-        )
-    if value < 1:
-        raise ValueError(f"RouterConfig: {name} must be at least 1; got {name}={value}; {advice}")
 
 
 def _check_scaling_factor(value: object) -> None:

@@ -97,12 +97,11 @@ _Residuals = tuple[jax.Array, jax.Array, jax.Array]  # logits, choices, their we
 
 def _check_logits(logits: jax.Array, config: RouterConfig) -> None:
     check_arrays("route", FLOATS, logits=logits)
-    if logits.ndim < 1 or config.top_k > logits.shape[-1]:
+    if logits.ndim < 1:
         raise ValueError(
-            "route: top_k must be at most the number of experts, the last dimension of the logits; "
-            f"got top_k={config.top_k}, logits.shape={logits.shape}; lower top_k"
+            "route: logits must be [..., E]; got logits.shape=(); pass one value per expert"
         )
-    config.check_groups("route", logits.shape[-1])
+    config.check_experts("route", logits.shape[-1])
 
 
 def _check_operands(
