@@ -68,7 +68,7 @@ def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
     return dtype
 
 
-def _always_supported(*operand_types, **options) -> None:
+def _always_supported(*operand_types: Any, **options: Any) -> None:
     """Nothing speaks against it."""
 
 

@@ -141,9 +141,9 @@ def warn_if_emulated(recipe, *operands: jax.Array) -> None:
 
 
 @functools.cache
-def warn_once(message: str) -> None:
-    """A UserWarning, once in this process."""
-    warnings.warn(message, stacklevel=3)
+def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning, once in this process."""
+    warnings.warn(message, category, stacklevel=3)
 
 
 def platform_of(*operands: jax.Array) -> str:
