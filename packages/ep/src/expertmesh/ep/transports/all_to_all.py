@@ -10,4 +10,5 @@ from expertmesh.ep.route import Axis, Route
 
 def exchange(blocks_RBD: jax.Array, route: Route, axis: Axis, *, back: bool) -> jax.Array:
     del route, back
-    return jax.lax.all_to_all(blocks_RBD, axis, 0, 0, tiled=True)
+    swapped: jax.Array = jax.lax.all_to_all(blocks_RBD, axis, 0, 0, tiled=True)
+    return swapped
