@@ -103,8 +103,8 @@ def copy_unsupported(x, index) -> str | None:
         return f"there must be rows to read and to write; shapes are {x.shape}, {index.shape}"
     if x.shape[-1] * x.dtype.itemsize < SHORT_ROW:
         return f"rows must have at least {SHORT_ROW} bytes; they are {x.shape[-1]} x {x.dtype}"
-    if index.shape[-1] > MOST_TERMS:
-        return f"a row may have at most {MOST_TERMS} places; it has {index.shape[-1]}"
+    if index.shape[-1] > MAX_TERMS:
+        return f"a row may have at most {MAX_TERMS} places; it has {index.shape[-1]}"
     return None
 
 
@@ -116,7 +116,7 @@ def sum_unsupported(x, index) -> str | None:
 
 
 SHORT_ROW = 512  # bytes; a program of a kernel has a row to itself
-MOST_TERMS = 32
+MAX_TERMS = 32
 
 _gather = Op(
     "gather_rows",

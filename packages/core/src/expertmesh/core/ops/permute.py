@@ -168,12 +168,12 @@ def _plan_unsupported(topk_idx, rank, *, num_experts, num_rows, alignment, num_r
     del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
         return f"there must be choices, in fewer than 2^16 groups, and rows; got {topk_idx.shape}, {num_rows} rows"
-    if num_experts > MOST_EXPERTS:
-        return f"there may be at most {MOST_EXPERTS} experts; there are {num_experts}"
+    if num_experts > MAX_EXPERTS:
+        return f"there may be at most {MAX_EXPERTS} experts; there are {num_experts}"
     return None
 
 
-MOST_EXPERTS = 512
+MAX_EXPERTS = 512
 
 _plan = Op(
     "plan_permute",
