@@ -254,3 +254,18 @@ def test_auto_takes_the_fewest_bytes(T, K, C, R, dtype, name):
     exchange = Exchange(num_tokens=T, top_k=K, capacity=C, ep_size=R, dtype=dtype, platform="cuda")
     assert choose(exchange, linked=False) == name
     assert choose(exchange, linked=True) == ("nvlink" if R > 1 else "local")
+
+
+@pytest.mark.parametrize(
+    "T, K, R, moves",
+    [(1, 1, 2, True), (1, 1, 1, False), (0, 1, 2, False), (1, 0, 2, False), (4, 2, 8, True)],
+)
+def test_what_moves_between_ranks(T, K, R, moves):
+    assert Exchange(num_tokens=T, top_k=K, ep_size=R, platform="cpu").moves is moves
+
+
+def test_an_exchange_of_which_only_the_platform_is_asked():
+    """The smallest, which every transport can do that the platform has."""
+    smallest = Exchange(platform="cpu")
+    sizes = smallest.num_tokens, smallest.top_k, smallest.capacity, smallest.ep_size
+    assert sizes == (1, 1, 1, 1)

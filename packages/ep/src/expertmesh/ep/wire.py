@@ -98,7 +98,8 @@ PLAIN = Wire()
 
 def sum_dtype(dtype: DTypeLike, top_k: int) -> jnp.dtype:
     """In which sums of up to K rows travel. A sum of one row is that row: it need not be widened for the way back."""
-    return jnp.dtype(dtype) if top_k == 1 else accumulator_dtype(dtype)
+    dtype = jnp.dtype(dtype)
+    return dtype if top_k == 1 else accumulator_dtype(dtype)
 
 
 def _scale_dtype(format: TensorFormat) -> str:

@@ -53,7 +53,10 @@ def choose(exchange: Exchange, *, linked: bool) -> str:
         return "local"
     if linked:
         return "nvlink"
-    there, wide = jnp.dtype(exchange.dtype).itemsize, accumulator_dtype(exchange.dtype).itemsize
-    back = sum_dtype(exchange.dtype, exchange.top_k).itemsize
-    block_bytes = block_rows(exchange.num_tokens, exchange.capacity) * (there + back)
-    return "all_to_all" if block_bytes < exchange.num_tokens * (there + wide) else "ring"
+    dtype = jnp.dtype(exchange.dtype)
+    back = sum_dtype(dtype, exchange.top_k)
+    ring_bytes = exchange.num_tokens * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
+    block_bytes = block_rows(exchange.num_tokens, exchange.capacity) * (
+        dtype.itemsize + back.itemsize
+    )
+    return "all_to_all" if block_bytes < ring_bytes else "ring"
