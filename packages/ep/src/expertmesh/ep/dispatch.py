@@ -353,7 +353,7 @@ def combine(
             "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "
             "use 'auto' or 'all_to_all'"
         )
-    return _move_back(rows, handle, transport=transport, wire_format=wire_format)
+    return _combine_fwd(rows, handle, transport=transport, wire_format=wire_format)[0]
 
 
 def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
@@ -390,21 +390,15 @@ def _dispatch_bwd(handle: Handle, d_rows: jax.Array, *, transport: str) -> tuple
     return _combine_fwd(d_rows, handle, transport=transport)[0], None
 
 
-def _move_back(
+def _combine_fwd(
     rows: jax.Array,
     handle: Handle,
     *,
     transport: str,
     wire_format: TensorFormat | str | None = None,
-) -> jax.Array:
-    tokens: jax.Array = _combine_rows(
-        rows, *handle.maps, axis=handle.axis, transport=transport, wire_format=wire_format
-    )
-    return tokens
-
-
-def _combine_fwd(rows: jax.Array, handle: Handle, *, transport: str) -> tuple[jax.Array, Handle]:
-    return _move_back(rows, handle, transport=transport), handle
+) -> tuple[jax.Array, Handle]:
+    options = dict(axis=handle.axis, transport=transport, wire_format=wire_format)
+    return _combine_rows(rows, *handle.maps, **options), handle
 
 
 def _combine_bwd(handle: Handle, d_tokens: jax.Array, *, transport: str) -> tuple[jax.Array, None]:
