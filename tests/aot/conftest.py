@@ -15,7 +15,7 @@ GPUS_PER_HOST = 8
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def _why_not() -> str | None:
+def _unsupported() -> str | None:
     if importlib.util.find_spec("jax_plugins") is None or not any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13)
     ):
@@ -31,7 +31,7 @@ def h100_mesh():
 
     Lower with `jax.ShapeDtypeStruct(shape, dtype, sharding=...)` and compile; nothing can run.
     """
-    if reason := _why_not():
+    if reason := _unsupported():
         pytest.skip(reason)
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.core.support import TRITON, missing_distribution
+from expertmesh.core.support import TRITON, distribution_unsupported
 
-MISSING = any(map(missing_distribution, TRITON))
-needs_triton = pytest.mark.skipif(MISSING, reason=f"needs {' and '.join(TRITON)}")
+MISSING = distribution_unsupported(TRITON) is not None
+needs_triton = pytest.mark.skipif(MISSING, reason=f"needs {TRITON}")

@@ -139,7 +139,16 @@ MISSING_KERNEL = Op(
     "double",
     lambda x: 2 * x,
     "... -> ...",
-    kernels=(Kernel("fast", "cpu", jnp.sin, ("no_such_package",), "pip install 'x[fast]'"),),
+    kernels=(
+        Kernel(
+            "fast",
+            "cpu",
+            jnp.sin,
+            unsupported_here=lambda: (
+                "the package no_such_package is not installed (`pip install 'x[fast]'`)"
+            ),
+        ),
+    ),
 )
 RUNS = Op("double", lambda x: 2 * x, "... -> ...", kernels=(Kernel("fast", "cpu", jnp.sin),))
 NATIVE = Op(
@@ -148,7 +157,7 @@ NATIVE = Op(
     "... -> ...",
     kernels=(
         Kernel("elsewhere", "tpu", jnp.sin),
-        Kernel("format", "cpu", jnp.sin, supports=lambda x: "this device has no such format"),
+        Kernel("format", "cpu", jnp.sin, unsupported=lambda x: "this device has no such format"),
     ),
 )
 MXFP8 = MXFP8BlockScaling().formats().x

@@ -16,7 +16,7 @@ from expertmesh.core import Kernel, MeshResource, Op, differentiable, gemm, glob
 from expertmesh.core.op import leaf_specs
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.rule import Query
-from expertmesh.core.support import missing_distribution
+from expertmesh.core.support import distribution_unsupported
 
 
 def _double(x, *, offset=0.0):
@@ -50,7 +50,7 @@ def test_a_kernel_of_another_platform_is_not_taken():
 
 
 def test_a_missing_package_warns_under_auto_and_raises_by_name():
-    op = _op(requires=("no-such-package>=1.0",), install="pip install no-such-package")
+    op = _op(unsupported_here=lambda: "no no-such-package (`pip install no-such-package`)")
     with pytest.warns(UserWarning, match="no-such-package.*pip install no-such-package"):
         np.testing.assert_array_equal(op(X), _double(X))
     with pytest.raises(ImportError, match="pip install no-such-package"):
@@ -64,13 +64,15 @@ def test_a_missing_package_warns_under_auto_and_raises_by_name():
     "requirement, problem", [("jax>=0.11", None), ("jax>=99.1", "99.1.*is in")]
 )
 def test_a_distribution_that_is_too_old_is_missing(requirement, problem):
-    found = missing_distribution(requirement)
+    found = distribution_unsupported(requirement)
     assert re.search(problem, found) if problem else found is None
 
 
 def test_a_kernel_may_refuse_operands():
     op = _op(
-        supports=lambda x, offset=0.0: None if x.shape[0] % 4 == 0 else f"length {x.shape[0]} % 4"
+        unsupported=lambda x, offset=0.0: (
+            None if x.shape[0] % 4 == 0 else f"length {x.shape[0]} % 4"
+        )
     )
     np.testing.assert_array_equal(op(X), _double_fast(X))
     np.testing.assert_array_equal(op(X[:3]), _double(X[:3]))
@@ -84,7 +86,7 @@ def test_a_kernel_of_other_operands_does_not_exist():
     def is_long(x):
         return x.size > 2
 
-    op = _op(takes=is_long, requires=("a_package_nobody_has",))
+    op = _op(takes=is_long, unsupported_here=lambda: "a_package_nobody_has")
     with pytest.raises(ValueError, match="one of auto, reference; got implementation='fast'"):
         op(X[:1], implementation="fast")
     np.testing.assert_array_equal(op(X[:1]), _double(X[:1]))
@@ -294,10 +296,10 @@ class TestAnAbsentOperand:
             seen.append((weight, bias))
             return _weighted(x, weight, bias)
 
-        def supports(x, weight, bias):
+        def unsupported(x, weight, bias):
             return None if weight is None and bias is not None else "planted"
 
-        kernel = Kernel("planted", jax.default_backend(), launch, supports=supports)
+        kernel = Kernel("planted", jax.default_backend(), launch, unsupported=unsupported)
         op = dataclasses.replace(self.OP, kernels=(kernel,))
         x, _, b = self.operands(False, True)
         np.testing.assert_array_equal(op(x, None, b), self.want(x, None, b))

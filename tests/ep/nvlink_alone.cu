@@ -1,6 +1,6 @@
 // The kernels of the transport "nvlink" without JAX and NCCL: four ranks on one GPU. All ranks at once must be right.
-// One after the other (--serial), so that a sanitizer may run them, all but the last wait in vain and fill what did not
-// come with bits of 1; the last must be right.
+// One after the other (--serial), so that a sanitizer may run them, all but the last time out waiting and fill what did
+// not come with bits of 1; the last must be right.
 
 #include <cmath>
 #include <cstdio>
@@ -182,7 +182,7 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
     if (serial) {
       Require(record->epoch == static_cast<uint32_t>(turn + 1) && record->phase == 2, "the record of a wait", turn);
     } else {
-      Require(record->epoch == 0, "no rank waits in vain", turn);
+      Require(record->epoch == 0, "no rank times out", turn);
     }
   }
 

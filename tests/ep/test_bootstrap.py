@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cases.covering import covering
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.ep import EpConfig, bootstrap, dispatch, prepare
-from expertmesh.ep.transports import all_to_all
 
 CONFIG = EpConfig(num_experts=8, axis="ep", alignment=4)
 
@@ -96,13 +95,13 @@ def test_errors(call, kind, words):
 def test_wrong_values_are_an_error(monkeypatch):
     """As from a link that delivers to the wrong peer."""
 
-    def turned(blocks, axis):
-        size = jax.lax.axis_size(axis)
-        return jnp.roll(
-            jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True), len(blocks) // size, axis=0
-        )
+    all_to_all = jax.lax.all_to_all
 
-    monkeypatch.setattr(all_to_all, "_exchange", turned)
+    def turned(blocks, axis, *dims, tiled):
+        size = jax.lax.axis_size(axis)
+        return jnp.roll(all_to_all(blocks, axis, *dims, tiled=tiled), len(blocks) // size, axis=0)
+
+    monkeypatch.setattr(jax.lax, "all_to_all", turned)
     config = EpConfig(num_experts=8, axis="ep", alignment=2, transport="all_to_all")
     with pytest.raises(RuntimeError, match="transport='all_to_all', ep_size=4"):
         bootstrap(config, tokens((8, 12, 5)), top_k=3)  # sizes that no other test compiles

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ep.exchange_case import Case, operands_of, run_case
 from ep.exchange_oracle import routing
 from expertmesh.core import TensorFormat, quantize
+from expertmesh.core.support import warn_once
 from expertmesh.ep import (
     EpConfig,
     _native,
@@ -32,7 +33,8 @@ from expertmesh.ep import (
     transports,
 )
 from expertmesh.ep._native import kernels
-from expertmesh.ep.transports import fastest, nvlink, reach
+from expertmesh.ep.transports import choose_auto, nvlink, reach
+from expertmesh.ep.transports.choice import Exchange
 
 CASE = Case(transport="nvlink")
 FP8 = TensorFormat(dtype="float8_e4m3fn", block=(1, 128), scale="float32")
@@ -112,39 +114,44 @@ def test_is_supported():
 def runs(monkeypatch):
     """Its kernels compile, and all GPUs are linked."""
     monkeypatch.setattr(transports, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(nvlink, "missing_on", lambda platform: None)
-    monkeypatch.setattr(reach, "unknown", lambda: None)
+    monkeypatch.setattr(nvlink, "platform_unsupported", lambda platform: None)
+    monkeypatch.setattr(reach, "unsupported", lambda: None)
 
 
-SIZES = {"num_tokens": 64, "top_k": 8, "capacity": 64}
+EXCHANGE = Exchange(
+    num_tokens=64, top_k=8, capacity=64, ep_size=4, dtype="bfloat16", platform="cuda"
+)
 
 
 def test_auto_takes_it_where_it_runs(runs):
-    assert fastest(**SIZES, ep_size=4, dtype="bfloat16", platform="cuda") == "nvlink"
-    assert fastest(**SIZES, ep_size=4, dtype="bfloat16", platform="cpu") == "ring"
-    assert fastest(**SIZES, ep_size=1, dtype="bfloat16", platform="cuda") == "local"
+    assert choose_auto(EXCHANGE) == "nvlink"
+    assert choose_auto(dataclasses.replace(EXCHANGE, platform="cpu")) == "ring"
+    assert choose_auto(dataclasses.replace(EXCHANGE, ep_size=1)) == "local"
 
 
 @pytest.mark.parametrize(
     "what, reason",
     [
-        ((nvlink, "missing_on", lambda platform: "nvcc is not on the PATH"), "nvcc is not"),
-        ((reach, "unknown", lambda: "not every two GPUs"), "not every two GPUs"),
-        ((nvlink, "MOST_RANKS", 2), "got ep_size=4"),
+        (
+            (nvlink, "platform_unsupported", lambda platform: "nvcc is not on the PATH"),
+            "nvcc is not",
+        ),
+        ((reach, "unsupported", lambda: "not every two GPUs"), "not every two GPUs"),
+        ((nvlink, "MAX_RANKS", 2), "got ep_size=4"),
     ],
 )
 def test_auto_says_once_why_it_takes_another(runs, monkeypatch, what, reason):
     monkeypatch.setattr(*what)
-    transports._say_once.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=reason) as said:
         for _ in range(2):
-            assert fastest(**SIZES, ep_size=4, dtype="bfloat16", platform="cuda") == "ring"
+            assert choose_auto(EXCHANGE) == "ring"
     assert len(said) == 1
 
 
 def test_compiling_for_gpus_that_are_not_here_takes_another(runs, monkeypatch):
     monkeypatch.setattr(transports, "compute_capability", lambda: None)
-    assert fastest(**SIZES, ep_size=4, dtype="bfloat16", platform="cuda") == "ring"
+    assert choose_auto(EXCHANGE) == "ring"
 
 
 def test_a_limit_of_sms_is_part_of_the_name(on_cuda):
@@ -277,8 +284,8 @@ def test_one_gpu_per_process(multiprocess):
 @pytest.mark.gpu
 def test_auto_takes_it_between_linked_gpus():
     need_gpus(2)
-    if reach.unknown():
-        pytest.skip(reach.unknown())
+    if reach.unsupported():
+        pytest.skip(reach.unsupported())
     mesh = explicit_mesh((2,))
     with jax.set_mesh(mesh):
         topk = jax.sharding.reshard(jnp.asarray(routing("holes", 80, 3, 8)), jax.P("ep"))
@@ -446,7 +453,7 @@ def test_a_late_rank_is_named_and_the_next_call_works(monkeypatch):
     assert not stall() and not wrong_rows(rows, handle, 0) and not wrong_rows(rows, handle, 1)
     rows = run(20_000)
     assert not wrong_rows(rows, handle, 0, late=1)
-    assert re.search("rank 0 .* in vain for rank 1 to send its rows", stall())
+    assert re.search("rank 0 .* timed out waiting for rank 1 to send its rows", stall())
     rows = run(0)
     assert not stall() and not wrong_rows(rows, handle, 0) and not wrong_rows(rows, handle, 1)
     # A larger exchange makes a new window.
@@ -473,7 +480,7 @@ def check_stalled_process():
 @pytest.mark.multiprocess
 def test_a_process_that_stalls_is_named_and_the_next_call_works(multiprocess):
     waiting, stalled = multiprocess("ep.test_nvlink:check_stalled_process", processes=2, devices=1)
-    assert "rank 0 of an EP group waiting in vain for rank 1" in waiting.pop(2)
+    assert "rank 0 of an EP group timed out waiting for rank 1" in waiting.pop(2)
     assert waiting == [0, 0, 0, ""] and stalled == [0, 0, "", 0, ""]
 
 
@@ -501,7 +508,7 @@ def test_a_process_that_is_killed_is_named(multiprocess):
     )
     seconds = survivor.pop()
     assert [survivor[0], *survivor[1::2]] == [0, 0, 0, 0] and seconds < 10
-    assert all("rank 0 of an EP group waiting in vain for rank 1" in s for s in survivor[2::2])
+    assert all("rank 0 of an EP group timed out waiting for rank 1" in s for s in survivor[2::2])
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from expertmesh.core import MeshResource, TensorFormat, global_shard_guard
 from expertmesh.core.op import Query
 from expertmesh.ep import EpConfig, partition
-from expertmesh.ep.transports import cheapest
+from expertmesh.ep.transports.choice import Exchange, choose
 
 MESH = {"dp": 2, "fsdp": 3, "ep": 4, "tp": 5}
 
@@ -239,16 +239,33 @@ def test_prepare_and_values():
 
 
 @pytest.mark.parametrize(
-    "T, K, C, R, itemsize, name",
+    "T, K, C, R, dtype, name",
     [
-        (16, 2, 64, 1, 2, "local"),
-        (16, 2, 64, 4, 2, "ring"),  # equal bytes
-        (16, 2, 8, 4, 2, "all_to_all"),  # a rank has room for half of the tokens
-        (16, 1, 64, 4, 2, "all_to_all"),  # sums of one row go back in bfloat16
-        (16, 1, 64, 4, 4, "ring"),
-        (0, 2, 0, 4, 2, "ring"),
-        (16, 1, 4, 64, 1, "all_to_all"),  # ragged would move the least
+        (16, 2, 64, 1, "bfloat16", "local"),
+        (16, 2, 64, 4, "bfloat16", "ring"),  # equal bytes
+        (16, 2, 8, 4, "bfloat16", "all_to_all"),  # a rank has room for half of the tokens
+        (16, 1, 64, 4, "bfloat16", "all_to_all"),  # sums of one row go back in bfloat16
+        (16, 1, 64, 4, "float32", "ring"),
+        (0, 2, 0, 4, "bfloat16", "ring"),
+        (16, 1, 4, 64, "uint8", "all_to_all"),  # ragged would move the least
     ],
 )
-def test_auto_takes_the_fewest_bytes(T, K, C, R, itemsize, name):
-    assert cheapest(T, K, C, R, itemsize) == name
+def test_auto_takes_the_fewest_bytes(T, K, C, R, dtype, name):
+    exchange = Exchange(num_tokens=T, top_k=K, capacity=C, ep_size=R, dtype=dtype, platform="cuda")
+    assert choose(exchange, linked=False) == name
+    assert choose(exchange, linked=True) == ("nvlink" if R > 1 else "local")
+
+
+@pytest.mark.parametrize(
+    "T, K, R, moves",
+    [(1, 1, 2, True), (1, 1, 1, False), (0, 1, 2, False), (1, 0, 2, False), (4, 2, 8, True)],
+)
+def test_what_moves_between_ranks(T, K, R, moves):
+    assert Exchange(num_tokens=T, top_k=K, ep_size=R, platform="cpu").moves is moves
+
+
+def test_an_exchange_of_which_only_the_platform_is_asked():
+    """The smallest, which every transport can do that the platform has."""
+    smallest = Exchange(platform="cpu")
+    sizes = smallest.num_tokens, smallest.top_k, smallest.capacity, smallest.ep_size
+    assert sizes == (1, 1, 1, 1)

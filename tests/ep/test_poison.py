@@ -13,7 +13,7 @@ from ep.exchange_oracle import routing
 from ep.ragged_stand_in import ragged_all_to_all
 from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
 from expertmesh.ep.route import Route
-from expertmesh.ep.transports import all_to_all, blocks, local, ragged, ring
+from expertmesh.ep.transports import BY_NAME, blocks
 
 FILLS = (0.0, np.nan, np.inf)
 CASE = Case(E=16, A=4, C=16)
@@ -89,10 +89,10 @@ def poison_blocks(monkeypatch, fill):
         monkeypatch.setattr(blocks, pack.__name__, partial(poisoned, pack, members))
 
 
-@covering("transport", [local, ring, all_to_all, ragged], covers=[ragged])
-def test_buffers_inside_a_transport(transport, monkeypatch):
+@covering("name", ["local", "ring", "all_to_all", "ragged"], covers=["ragged"])
+def test_buffers_inside_a_transport(name, monkeypatch):
     """Each transport's two functions are each other's transposes: together they are the forward and the backward."""
-    size = 1 if transport is local else 4
+    transport, size = BY_NAME[name], 1 if name == "local" else 4
     case = Case(mesh=(("ep", size),), sizes=(24,), E=8, A=4, C=12)
     topk = routing("holes", 24, 3, 8)
     oracle = case.oracle(topk)

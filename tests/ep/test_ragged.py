@@ -14,7 +14,8 @@ from ep.exchange_oracle import routing
 from ep.ragged_stand_in import ragged_all_to_all
 from expertmesh.core.mesh import MeshResource
 from expertmesh.ep import EpConfig, combine, dispatch, is_supported, prepare, transports
-from expertmesh.ep.transports import BY_NAME, cheapest, ragged
+from expertmesh.ep.transports import BY_NAME, ragged
+from expertmesh.ep.transports.choice import Exchange, choose
 
 
 @pytest.fixture
@@ -113,12 +114,15 @@ def test_one_rank_needs_no_collective():
 def test_auto_never_takes_it():
     sizes = (1, 3, 64)
     taken = {
-        cheapest(T, K, C, R, itemsize)
+        choose(
+            Exchange(num_tokens=T, top_k=K, capacity=C, ep_size=R, dtype=dtype, platform="cuda"),
+            linked=False,
+        )
         for T in sizes
         for K in sizes
         for C in sizes
         for R in (1, 2, 64)
-        for itemsize in (1, 2, 4)
+        for dtype in ("uint8", "bfloat16", "float32")
     }
     assert taken == {"local", "ring", "all_to_all"}
 
@@ -128,7 +132,7 @@ def test_is_supported():
         assert is_supported(feature) == (True, "")
     supported, reason = is_supported("ragged", jax.devices("cpu")[0])
     assert not supported and "XLA:CPU" in reason
-    assert ragged.missing_on("cuda") is None
+    assert ragged.unsupported(Exchange(platform="cuda")) is None
     with pytest.raises(ValueError, match=f"{', '.join(BY_NAME)}; got feature='nccl'"):
         is_supported("nccl")
 

@@ -72,3 +72,9 @@ def test_what_arrives(format, dtype):
 
 def test_plain_rows_are_sent_as_they_are():
     assert wire.PLAIN.encode(jnp.ones(3, jnp.float16)).dtype == jnp.float16
+
+
+def test_a_sum_of_one_row_is_not_widened():
+    assert wire.sum_dtype("bfloat16", 1) == jnp.bfloat16
+    assert wire.sum_dtype("bfloat16", 2) == wire.sum_dtype("float8_e4m3fn", 3) == jnp.float32
+    assert wire.sum_dtype("float64", 2) == jnp.float64

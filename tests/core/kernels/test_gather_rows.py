@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from expertmesh.core.ops.gather_rows import gather_rows, why_no_copy, why_no_sum
+from expertmesh.core.ops.gather_rows import copy_unsupported, gather_rows, sum_unsupported
 
 # Groups, source rows, output rows, terms, features; rows that are no multiple of 16 bytes too.
 SHAPES = [(1, 50, 70, 1, 512), (2, 33, 41, 2, 1001), (3, 130, 67, 8, 264), (1, 64, 9, 31, 2056)]
@@ -42,7 +42,7 @@ def _oracle(src, index, weight):
 def test_equals_float64_loops_and_repeats_bitwise(sizes, dtype, weighted):
     src, index, weight = _operands(*sizes, dtype)
     given = (weight,) if weighted else ()
-    assert (why_no_sum if weighted else why_no_copy)(src, index) is None
+    assert (sum_unsupported if weighted else copy_unsupported)(src, index) is None
     run = jax.jit(gather_rows)
     out = run(src, index, *given)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(run(src, index, *given)))
@@ -63,7 +63,7 @@ def test_copies_numbers_of_every_width_to_the_bit(dtype):
     )  # no NaN: not every select keeps its bits
     src = jnp.asarray(bits.view(jnp.dtype(dtype)))
     index = jnp.asarray(rng.integers(-1, 41, (1, 99, 1)), jnp.int32)
-    assert why_no_copy(src, index) is None
+    assert copy_unsupported(src, index) is None
     out = np.asarray(jax.jit(gather_rows)(src, index)).view(np.uint8)
     exists = (index[0] >= 0) & (index[0] < 40)
     want = np.where(exists, bits[0, np.clip(index[0, :, 0], 0, 39)], 0)
@@ -81,5 +81,5 @@ def test_copies_numbers_of_every_width_to_the_bit(dtype):
     ],
 )
 def test_what_the_kernel_refuses(shape, index, dtype, words):
-    why = why_no_copy if index[-1] == 1 else why_no_sum
+    why = copy_unsupported if index[-1] == 1 else sum_unsupported
     assert words in why(*map(jax.ShapeDtypeStruct, (shape, index), (jnp.dtype(dtype), jnp.int32)))

@@ -108,9 +108,7 @@ def broken(x):
 def planted(monkeypatch, launch=broken) -> Op:
     """An op whose kernel this machine's platform takes."""
     support.warn_once.cache_clear()
-    kernel = Kernel(
-        "broken", jax.default_backend().replace("gpu", "cuda"), launch, install="pip install it"
-    )
+    kernel = Kernel("broken", jax.default_backend().replace("gpu", "cuda"), launch)
     return Op("planted", lambda x: x + 1, "a -> a", kernels=(kernel,))
 
 
@@ -122,7 +120,11 @@ def test_auto_takes_the_reference_where_a_kernel_does_not_compile(monkeypatch):
         np.testing.assert_array_equal(op(x), [1, 2, 3])
     (message,) = {str(w.message) for w in seen}
     assert len(seen) == 1, "once"
-    for part in ("planted: using the reference", "triton 9.9", "`pip install it`"):
+    for part in (
+        "planted: using the reference",
+        "triton 9.9",
+        "`pip install 'expertmesh-core[cuda13]'`",
+    ):
         assert part in message
 
 
@@ -182,10 +184,12 @@ def test_without_any_launcher_kernels_are_missing(monkeypatch):
     monkeypatch.setattr(_native, "host", lambda: "the extension _host is not built")
     monkeypatch.setattr(_jax, "has_jax_triton", lambda: False)
     kernel = Kernel.triton("expertmesh.core.kernels.triton.activation", "launch", lambda *_: None)
-    monkeypatch.setattr("expertmesh.core.op.first_missing", lambda requirements: None)
-    assert "not built" in kernel.missing()
+    monkeypatch.setattr(
+        "expertmesh.core.support.distribution_unsupported", lambda requirement: None
+    )
+    assert "not built" in kernel.unsupported_here()
     monkeypatch.setattr(_jax, "has_jax_triton", lambda: True)
-    assert kernel.missing() is None
+    assert kernel.unsupported_here() is None
 
 
 @pytest.mark.gpu

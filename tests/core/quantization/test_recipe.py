@@ -310,10 +310,10 @@ def test_what_runs_emulated(feature, device, words):
     ],
 )
 def test_what_runs_natively(capability, native, monkeypatch):
-    monkeypatch.setattr(support, "first_missing", lambda requirements: None)
-    monkeypatch.setattr(support, "no_launcher", lambda: None)
+    monkeypatch.setattr(support, "distribution_unsupported", lambda requirement: None)
+    monkeypatch.setattr(support, "launcher_unsupported", lambda: None)
     assert [name for name in RECIPES if is_supported(name, Gpu(capability)) == (True, "")] == native
-    monkeypatch.setattr(support, "first_missing", lambda requirements: "planted")
+    monkeypatch.setattr(support, "distribution_unsupported", lambda requirement: "planted")
     for name in native:
         ok, reason = is_supported(name, Gpu(capability))
         assert not ok and "planted" in reason and "pip install" in reason

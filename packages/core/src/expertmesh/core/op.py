@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,10 @@ from expertmesh.core.specs import (
     spec_axes,
 )
 from expertmesh.core.support import (
-    TRITON,
+    INSTALL,
     KernelError,
-    first_missing,
-    no_launcher,
     tested_versions,
+    triton_unsupported,
     warn_once,
 )
 
@@ -58,7 +57,7 @@ def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
     """The dtype in which devices add a weight's gradient.
 
     Raises:
-      ValueError: in the name of `name`, for one in which they can't.
+      ValueError: unsupported dtype; the message begins with `name`.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in _REDUCE_DTYPES:
@@ -67,6 +66,10 @@ def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
             "use 'float32', or that of the parameters"
         )
     return dtype
+
+
+def _always_supported(*operand_types: Any, **options: Any) -> None:
+    """Nothing speaks against it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +81,8 @@ class Kernel:
       platform: "cuda" or "cpu": JAX's platform name at lowering.
       launch: same signature as the op's reference; imports its optional package when called. Same results up to the
         rounding of sums, but for padding rows, which are undefined (`ops/groups.py`).
-      requires: distributions that must be installed, such as "triton>=3.8".
-      install: the pip command that brings them.
-      supports: `supports(*operand_types, **options) -> str | None`: why these operands can't be taken.
-      needs: `needs() -> str | None`: what else is missing in this installation.
+      unsupported: `unsupported(*operand_types, **options) -> str | None`: why these operands can't be taken.
+      unsupported_here: `unsupported_here() -> str | None`: why this installation can't run it, and the remedy.
       takes: `takes(*operands) -> bool`: whether it is for operands of these types; for others it does not exist. None:
         for all.
     """
@@ -89,10 +90,8 @@ class Kernel:
     name: str
     platform: str
     launch: Callable
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    supports: Callable[..., str | None] | None = None
-    needs: Callable[[], str | None] | None = None
+    unsupported: Callable[..., str | None] = _always_supported
+    unsupported_here: Callable[[], str | None] = _always_supported
     takes: Callable[..., bool] | None = None
 
     @classmethod
@@ -100,29 +99,12 @@ class Kernel:
         cls,
         module: str,
         function: str,
-        supports: Callable[..., str | None],
+        unsupported: Callable[..., str | None],
         takes: Callable[..., bool] | None = None,
     ) -> "Kernel":
         """`function` of `module`, which imports Triton, on NVIDIA GPUs."""
-        install = "pip install 'expertmesh-core[cuda13]'"
         launch = _Imported(module, function)
-        return cls("triton", "cuda", launch, TRITON, install, supports, no_launcher, takes)
-
-    def missing(self) -> str | None:
-        """Why the kernel cannot run in this installation, or None."""
-        if problem := first_missing(self.requires):
-            return f"{problem} (`{self.install}`)"
-        return self.needs() if self.needs else None
-
-    def refuses(
-        self, operands: Sequence[Any], options: Mapping[str, Any], platform: str
-    ) -> str | None:
-        """Why the kernel cannot take these operands on this platform, or None."""
-        if platform != self.platform:
-            return f"it runs on {self.platform}, and the operands are on {platform}"
-        if self.supports is None:
-            return None
-        return self.supports(*map(jax.typeof, operands), **options)
+        return cls("triton", "cuda", launch, unsupported, triton_unsupported, takes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +261,7 @@ class Op:
                 dataclasses.replace(
                     kernel,
                     launch=_OfTree(kernel.launch, tree),
-                    supports=kernel.supports and _OfTree(kernel.supports, tree),
+                    unsupported=_OfTree(kernel.unsupported, tree),
                     takes=None,
                 )
                 for kernel in self.kernels_for(operands)
@@ -552,8 +534,11 @@ def _local(call: _Call, operands, overrides=()):
         chosen = call.implementation == "auto" and kernel.platform == platform
         if not named and not chosen:
             continue
-        missing = kernel.missing()
-        reason = missing or kernel.refuses(operands, options, platform)
+        missing, elsewhere = kernel.unsupported_here(), None
+        if kernel.platform != platform:
+            elsewhere = f"it runs on {kernel.platform}, and the operands are on {platform}"
+        types = map(jax.typeof, operands)
+        reason = missing or elsewhere or kernel.unsupported(*types, **options)
         if reason is None:
             usable.setdefault(kernel.platform, partial(_launch, call, kernel, reference, options))
         elif named:
@@ -572,7 +557,7 @@ def _launch(call: _Call, kernel: Kernel, reference: Callable, options: dict, *op
     try:
         return vary_like(operands, kernel.launch(*operands, **options))
     except KernelError as error:
-        reason = f"{error}; with {tested_versions()} it was tested (`{kernel.install}`)"
+        reason = f"{error}; with {tested_versions()} it was tested (`{INSTALL}`)"
         if call.implementation == kernel.name:
             raise KernelError(
                 f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"

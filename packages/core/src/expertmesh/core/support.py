@@ -13,14 +13,15 @@ from expertmesh.core.quantization.recipe import RECIPES
 # The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
 _NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
 FEATURES = ("reference", "triton", *RECIPES)
-TRITON = ("triton>=3.8",)  # older ones lack TMA descriptors as parameters
+TRITON = "triton>=3.8"  # older ones lack TMA descriptors as parameters
+INSTALL = "pip install 'expertmesh-core[cuda13]'"
 
 
 class KernelError(RuntimeError):
     """A kernel that this installation cannot compile, or this GPU not load."""
 
 
-def missing_distribution(requirement: str) -> str | None:
+def distribution_unsupported(requirement: str) -> str | None:
     """Why "name>=X.Y.Z" does not hold in this installation, or None; the first numbers of versions are compared."""
     name, _, least = requirement.partition(">=")
     try:
@@ -34,11 +35,6 @@ def missing_distribution(requirement: str) -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def first_missing(requirements: tuple[str, ...]) -> str | None:
-    """Why the first of `requirements` that does not hold does not, or None."""
-    return next(filter(None, map(missing_distribution, requirements)), None)
 
 
 def check_feature(feature: str, features: tuple[str, ...]) -> None:
@@ -73,12 +69,12 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
         return not reason, reason
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
-    problem = _missing_triton() or _why_no_kernels()
+    problem = triton_unsupported() or _kernels_unsupported()
     return problem is None, problem or ""
 
 
 @functools.cache
-def _why_no_kernels() -> str | None:
+def _kernels_unsupported() -> str | None:
     """Why the installed versions do not compile a small kernel, or the GPU does not load it, or None."""
     from expertmesh.core.kernels.triton import probe
 
@@ -89,13 +85,14 @@ def _why_no_kernels() -> str | None:
     return None
 
 
-def _missing_triton() -> str | None:
-    if problem := first_missing(TRITON):
-        return f"{problem} (`pip install 'expertmesh-core[cuda13]'`)"
-    return no_launcher()
+def triton_unsupported() -> str | None:
+    """Why Triton's kernels cannot run in this installation, or None."""
+    if problem := distribution_unsupported(TRITON):
+        return f"{problem} (`{INSTALL}`)"
+    return launcher_unsupported()
 
 
-def no_launcher() -> str | None:
+def launcher_unsupported() -> str | None:
     """Why kernels cannot be launched in this installation, or None."""
     host = _native.host()
     return host if isinstance(host, str) and not _jax.has_jax_triton() else None
@@ -113,11 +110,11 @@ def tested_versions() -> str:
 
 def _emulated(recipe: str, device: jax.Device) -> str:
     """That a device does not multiply a recipe's operands natively, and why; "" where it does."""
-    reason = _why_emulated(recipe, device)
+    reason = _native_unsupported(recipe, device)
     return f"{recipe} runs emulated: {reason}" if reason else ""
 
 
-def _why_emulated(recipe: str, device: jax.Device) -> str | None:
+def _native_unsupported(recipe: str, device: jax.Device) -> str | None:
     first = _NATIVE_FROM.get(recipe)
     if first is None:
         return "this version has no kernel for it"
@@ -125,7 +122,7 @@ def _why_emulated(recipe: str, device: jax.Device) -> str | None:
         return f"native GEMMs need an NVIDIA GPU; the device is {device.device_kind}"
     if float(device.compute_capability) < first:
         return f"native GEMMs need compute capability {first}; the device has {device.compute_capability}"
-    return _missing_triton()
+    return triton_unsupported()
 
 
 def warn_if_emulated(recipe, *operands: jax.Array) -> None:
@@ -144,9 +141,9 @@ def warn_if_emulated(recipe, *operands: jax.Array) -> None:
 
 
 @functools.cache
-def warn_once(message: str) -> None:
-    """A UserWarning, once in this process."""
-    warnings.warn(message, stacklevel=3)
+def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning, once in this process."""
+    warnings.warn(message, category, stacklevel=3)
 
 
 def platform_of(*operands: jax.Array) -> str:

@@ -48,7 +48,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
 
 # Modes by which a call reaches an op in the same way, and transforms by which the same is checked: a covering array has
 # each of them, and of their pairs with other factors those of what they are alike to.
-ROADS: Mapping[str, str] = {
+PATHS: Mapping[str, str] = {
     "single": "compiler",
     "auto": "compiler",
     "gspmd": "compiler",
@@ -206,7 +206,7 @@ def covering_settings(
 ) -> list[tuple[OpCase, Setting]]:
     """Few (case, setting) with every mode, in which every two values of two other factors meet.
 
-    In pairs the mode stands for its road (`ROADS`). The case is a factor, too: each meets every road, check (`CHECKS`),
+    In pairs the mode stands for its path (`PATHS`). The case is a factor, too: each meets every path, check (`CHECKS`),
     dtype and size.
 
     Args:
@@ -237,12 +237,12 @@ def covering_settings(
 def _pairs(candidates: Sequence[tuple[OpCase, Setting]]) -> np.ndarray:
     """int[candidates, pairs of factors]: a number for each two values that meet in a candidate."""
     rows = [
-        {"case": case.name, "road": ROADS[setting.mode], "check": CHECKS[setting.transform]}
+        {"case": case.name, "path": PATHS[setting.mode], "check": CHECKS[setting.transform]}
         | vars(setting)
         for case, setting in candidates
     ]
-    meeting = [("mode", "mode"), *itertools.combinations(["road", *list(FACTORS)[1:]], 2)]
-    meeting += [("case", factor) for factor in ("road", "check", "dtype", "size")]
+    meeting = [("mode", "mode"), *itertools.combinations(["path", *list(FACTORS)[1:]], 2)]
+    meeting += [("case", factor) for factor in ("path", "check", "dtype", "size")]
     columns = []
     for a, b in meeting:
         numbers: dict[tuple[Any, Any], int] = {}

@@ -14,7 +14,8 @@ from expertmesh.core.support import platform_of
 from expertmesh.ep.capacity import most_rows
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, prepare
-from expertmesh.ep.transports import fastest
+from expertmesh.ep.transports import choose_auto
+from expertmesh.ep.transports.choice import Exchange
 
 __all__ = ["EpGroup", "bootstrap"]
 
@@ -114,7 +115,16 @@ def _describe(config: EpConfig, handle: Handle, dtype: DTypeLike, platform: str)
     tokens_per_rank, experts_per_rank = group_tokens // ep_size, config.num_experts // ep_size
     name = config.transport
     if name == "auto":
-        name = fastest(tokens_per_rank, top_k, capacity, ep_size, dtype, platform)
+        name = choose_auto(
+            Exchange(
+                num_tokens=tokens_per_rank,
+                top_k=top_k,
+                capacity=capacity,
+                ep_size=ep_size,
+                dtype=dtype,
+                platform=platform,
+            )
+        )
     return EpGroup(
         ep_size=ep_size,
         num_participants=participants,

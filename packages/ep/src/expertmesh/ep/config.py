@@ -20,11 +20,9 @@ class EpConfig:
       capacity: C, receive rows per participant, a multiple of `alignment`. None: `recv_capacity` of the call's
         shapes, which never drops a row as long as each token's experts are different.
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
-      transport: "local" (EP size 1), "ring" (all-gather tokens, reduce-scatter sums), "all_to_all" (one block per
-        peer), "ragged" (the filled part of the blocks; not on CPU, and slow on NVIDIA GPUs), "nvlink" (stores to the
-        memory of peers; NVIDIA GPUs that reach each other's), "nvlink:48" (the same on at most 48 SMs), or "auto":
-        "nvlink" where all GPUs of the job are known to reach each other over NVLink and its kernels can be compiled,
-        else the one of the first three that moves the fewest bytes.
+      transport: one of the table in docs/expert-parallelism.md, such as "ring" or "nvlink", or "nvlink:48", the same on
+        at most 48 SMs. "auto" is "nvlink" where all GPUs of the job are known to reach each other over NVLink and its
+        kernels can be compiled, else the one of "local", "ring" and "all_to_all" that moves the fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
         context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
       overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the

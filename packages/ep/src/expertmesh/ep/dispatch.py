@@ -24,16 +24,8 @@ from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
 from expertmesh.ep.config import EpConfig, check_transport
-from expertmesh.ep.route import (
-    Axis,
-    Route,
-    all_gather,
-    flatten_leading,
-    group_size,
-    make_route,
-    sum_scatter,
-)
-from expertmesh.ep.transports import choose, choose_blocks
+from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
+from expertmesh.ep.transports import find_transport
 from expertmesh.ep.wire import Wire, from_bytes, scale_of_zeros, to_bytes, travels
 
 
@@ -112,7 +104,7 @@ def _dispatch_reference(
     transport: str,
 ) -> jax.Array:
     route = _route(slot, source_1C, row_1GK)
-    move = choose(transport, route, tokens.dtype, axis).dispatch
+    move = find_transport(transport, route, tokens.dtype, axis).dispatch
     return move(flatten_leading(tokens), route, axis=axis)[None]
 
 
@@ -124,10 +116,11 @@ def _combine_reference(
     *,
     axis: Axis,
     transport: str,
+    wire_format: TensorFormat | str | None,
 ) -> jax.Array:
     route = _route(slot, source_1C, row_1GK)
-    move = choose(transport, route, rows_1CD.dtype, axis).combine
-    tokens_TD = move(rows_1CD[0], route, axis=axis)
+    move = find_transport(transport, route, rows_1CD.dtype, axis, wire_format).combine
+    tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
 
@@ -144,7 +137,7 @@ def _dispatch_quantized_reference(
 ) -> tuple[jax.Array, jax.Array]:
     route = _route(slot, source_1C, row_1GK)
     parts_T = flatten_leading(data), flatten_leading(scale)
-    chosen = choose(transport, route, jnp.uint8, axis)
+    chosen = find_transport(transport, route, jnp.uint8, axis)
     if hasattr(chosen, "dispatch_parts"):
         data_CD, scale_CB = chosen.dispatch_parts(parts_T, route, axis=axis)
     else:
@@ -153,27 +146,6 @@ def _dispatch_quantized_reference(
     holds_token_C1 = holds_token(route.source_C)[:, None]
     scale_CB = jnp.where(holds_token_C1, scale_CB, scale_of_zeros(format))
     return data_CD[None], scale_CB[None]
-
-
-def _combine_quantized_reference(
-    rows_1CD: jax.Array,
-    slot: jax.Array,
-    source_1C: jax.Array,
-    row_1GK: jax.Array,
-    *,
-    axis: Axis,
-    transport: str,
-    wire_format: TensorFormat | str,
-) -> jax.Array:
-    # Nothing moves, or all is on one rank, which rounds its sums to the dtype of the rows in any case.
-    if row_1GK.size == 0 or (group_size(axis) == 1 and wire_format == rows_1CD.dtype.name):
-        return _combine_reference(
-            rows_1CD, slot, source_1C, row_1GK, axis=axis, transport=transport
-        )
-    route = _route(slot, source_1C, row_1GK)
-    move = choose_blocks(transport, route, wire_format, axis).combine
-    tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
-    return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
 
 def _dispatch_values_reference(
@@ -215,12 +187,6 @@ _dispatch_quantized = Op(
     _dispatch_quantized_reference,
     "t... d, t... b, t... k, p c, p g k -> p c d, p c b",
     plan=partition.plan_dispatch_quantized,
-)
-_combine_quantized = Op(
-    "ep_combine_quantized",
-    _combine_quantized_reference,
-    "p c d, t... k, p c, p g k -> t... d",
-    plan=partition.plan_combine,
 )
 _dispatch_values = Op(
     "ep_dispatch_values",
@@ -387,10 +353,7 @@ def combine(
             "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "
             "use 'auto' or 'all_to_all'"
         )
-    tokens: jax.Array = _combine_quantized(
-        rows, *handle.maps, axis=handle.axis, transport=transport, wire_format=wire_format
-    )
-    return tokens
+    return _combine_fwd(rows, handle, transport=transport, wire_format=wire_format)[0]
 
 
 def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
@@ -427,9 +390,15 @@ def _dispatch_bwd(handle: Handle, d_rows: jax.Array, *, transport: str) -> tuple
     return _combine_fwd(d_rows, handle, transport=transport)[0], None
 
 
-def _combine_fwd(rows: jax.Array, handle: Handle, *, transport: str) -> tuple[jax.Array, Handle]:
-    tokens = _combine_rows(rows, *handle.maps, axis=handle.axis, transport=transport)
-    return tokens, handle
+def _combine_fwd(
+    rows: jax.Array,
+    handle: Handle,
+    *,
+    transport: str,
+    wire_format: TensorFormat | str | None = None,
+) -> tuple[jax.Array, Handle]:
+    options = dict(axis=handle.axis, transport=transport, wire_format=wire_format)
+    return _combine_rows(rows, *handle.maps, **options), handle
 
 
 def _combine_bwd(handle: Handle, d_tokens: jax.Array, *, transport: str) -> tuple[jax.Array, None]:

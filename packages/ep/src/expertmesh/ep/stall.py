@@ -1,4 +1,4 @@
-"""Stalls: an exchange of transport "nvlink" that waited in vain for another rank. Noted on devices, raised outside."""
+"""Stalls: exchanges of transport "nvlink" that timed out waiting for a rank. Noted on devices, raised outside."""
 
 from expertmesh.ep import _native
 
@@ -8,7 +8,7 @@ _WAITED_FOR = {1: "to read what was sent two exchanges earlier", 2: "to send its
 
 
 def raise_stall() -> None:
-    """Raises if an exchange by "nvlink" waited in vain for a rank. Call it outside jit, when a step is ready.
+    """Raises if an exchange by "nvlink" timed out waiting for a rank. Call it outside jit, when a step is ready.
 
     A wait that takes longer than 60 s ends: its exchange's rows from that rank, or tokens with such rows, are NaN (all
     bits 1 in rows that are not floating), and the program runs on. Each process notes the waits of its own devices.
@@ -24,7 +24,7 @@ def raise_stall() -> None:
     if stall is None:
         return
     raise RuntimeError(
-        f"raise_stall: every rank must take part in every exchange; got rank {stall.rank} of an EP group waiting in "
-        f"vain for rank {stall.peer} {_WAITED_FOR[stall.phase]}, in exchange {stall.epoch}, whose results are NaN; "
+        f"raise_stall: every rank must take part in every exchange; rank {stall.rank} of an EP group timed out waiting "
+        f"for rank {stall.peer} {_WAITED_FOR[stall.phase]}, in exchange {stall.epoch}, whose results are NaN; "
         "look at that rank's log, and repeat the step"
     )

@@ -3,7 +3,8 @@
 import jax
 
 from expertmesh.core.support import check_feature
-from expertmesh.ep.transports import BY_NAME, missing_on
+from expertmesh.ep.transports import BY_NAME
+from expertmesh.ep.transports.choice import Exchange
 
 FEATURES = tuple(BY_NAME)
 
@@ -24,5 +25,5 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     check_feature(feature, FEATURES)
     device = jax.devices()[0] if device is None else device
     platform = "cuda" if device.platform == "gpu" else device.platform
-    reason = missing_on(feature, platform)
+    reason = BY_NAME[feature].unsupported(Exchange(platform=platform))
     return reason is None, reason or ""

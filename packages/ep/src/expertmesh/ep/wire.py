@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.core.quantization.quantize import dequantize, quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -93,6 +94,12 @@ class Wire:
 
 
 PLAIN = Wire()
+
+
+def sum_dtype(dtype: DTypeLike, top_k: int) -> jnp.dtype:
+    """In which sums of up to K rows travel. A sum of one row is that row: it need not be widened for the way back."""
+    dtype = jnp.dtype(dtype)
+    return dtype if top_k == 1 else accumulator_dtype(dtype)
 
 
 def _scale_dtype(format: TensorFormat) -> str:

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from expertmesh.core import global_shard_guard
 from expertmesh.core.support import platform_of
 from expertmesh.ep import raise_stall, recv_capacity
-from expertmesh.ep.transports import fastest
+from expertmesh.ep.transports import choose_auto
+from expertmesh.ep.transports.choice import Exchange
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.train.attention import implementation
@@ -388,7 +389,16 @@ def _transport(job: Job) -> str:
     capacity = recv_capacity(
         moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
     )
-    return fastest(tokens, moe.top_k, capacity, ranks, moe.dtype, platform_of())
+    return choose_auto(
+        Exchange(
+            num_tokens=tokens,
+            top_k=moe.top_k,
+            capacity=capacity,
+            ep_size=ranks,
+            dtype=moe.dtype,
+            platform=platform_of(),
+        )
+    )
 
 
 def _attention(job: Job) -> str:

@@ -346,7 +346,7 @@ def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
     capability = _jax.compute_capability()
     if capability is not None and capability < 9.0:
         return f"the kernels load through TMA, from compute capability 9.0 on; this GPU has {capability}"
-    if reason := _several_participants(group_sizes, num_experts):
+    if reason := _participants_unsupported(group_sizes, num_experts):
         return reason
     if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):
         return f"operands must both be bfloat16 or float16; they are {a.dtype} and {b.dtype}"
@@ -357,19 +357,19 @@ def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
 
 def _quantized_rows_unsupported(rows, rhs, group_sizes, *, out_dtype, **options) -> str | None:
     del options
-    return _several_participants(group_sizes, rhs.shape[0]) or rows_unsupported(
+    return _participants_unsupported(group_sizes, rhs.shape[0]) or rows_unsupported(
         rows, rhs, rhs.shape[1:], out_dtype
     )
 
 
 def _quantized_weights_unsupported(lhs, dy, group_sizes, *, num_experts, out_dtype) -> str | None:
     widths = lhs.shape[2], prod(dy.shape[2:])
-    return _several_participants(group_sizes, num_experts) or unsupported(
+    return _participants_unsupported(group_sizes, num_experts) or unsupported(
         lhs, dy, widths, (1, 1), out_dtype
     )
 
 
-def _several_participants(group_sizes, num_experts: int) -> str | None:
+def _participants_unsupported(group_sizes, num_experts: int) -> str | None:
     if group_sizes.shape == (1, num_experts):
         return None
     return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
@@ -377,7 +377,7 @@ def _several_participants(group_sizes, num_experts: int) -> str | None:
 
 def _bias_unsupported(dy, group_sizes, weights, *, num_experts, **options) -> str | None:
     del weights, options
-    return _several_participants(group_sizes, num_experts) or (
+    return _participants_unsupported(group_sizes, num_experts) or (
         None if dy.size else "there must be elements"
     )
 

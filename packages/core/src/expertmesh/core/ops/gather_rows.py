@@ -89,13 +89,13 @@ def _values_reference(values_S, index_N):
     return select_rows(values_S.reshape(-1), index_N)
 
 
-def _why_not(src, index, weight=None) -> str | None:
+def _unsupported(src, index, weight=None) -> str | None:
     if index.shape[-1] == 1 and weight is None:
-        return why_no_copy(src, index)
-    return why_no_sum(src, index)
+        return copy_unsupported(src, index)
+    return sum_unsupported(src, index)
 
 
-def why_no_copy(x, index) -> str | None:
+def copy_unsupported(x, index) -> str | None:
     """What keeps the kernels from copying rows of x [P, S, D] from or to index [P, N, K], or None."""
     if x.dtype.itemsize > 4 or x.dtype in (jnp.bool_, jnp.float8_e8m0fnu, jnp.int4, jnp.uint4):
         return f"rows must be of numbers of 8, 16 or 32 bits whose zero is all bits 0; they are {x.dtype}"
@@ -103,27 +103,27 @@ def why_no_copy(x, index) -> str | None:
         return f"there must be rows to read and to write; shapes are {x.shape}, {index.shape}"
     if x.shape[-1] * x.dtype.itemsize < SHORT_ROW:
         return f"rows must have at least {SHORT_ROW} bytes; they are {x.shape[-1]} x {x.dtype}"
-    if index.shape[-1] > MOST_TERMS:
-        return f"a row may have at most {MOST_TERMS} places; it has {index.shape[-1]}"
+    if index.shape[-1] > MAX_TERMS:
+        return f"a row may have at most {MAX_TERMS} places; it has {index.shape[-1]}"
     return None
 
 
-def why_no_sum(x, index) -> str | None:
+def sum_unsupported(x, index) -> str | None:
     """The same for sums of rows."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"rows must be float32, bfloat16 or float16 to be added; they are {x.dtype}"
-    return why_no_copy(x, index)
+    return copy_unsupported(x, index)
 
 
 SHORT_ROW = 512  # bytes; a program of a kernel has a row to itself
-MOST_TERMS = 32
+MAX_TERMS = 32
 
 _gather = Op(
     "gather_rows",
     _reference,
     "p s d, p n k, p n k -> p n d",
     whole=("s", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gather_rows", "gather", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gather_rows", "gather", _unsupported),),
 )
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 

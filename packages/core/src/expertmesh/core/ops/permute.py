@@ -164,23 +164,23 @@ def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
     return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
 
 
-def _plan_supported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
+def _plan_unsupported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
     del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
         return f"there must be choices, in fewer than 2^16 groups, and rows; got {topk_idx.shape}, {num_rows} rows"
-    if num_experts > MOST_EXPERTS:
-        return f"there may be at most {MOST_EXPERTS} experts; there are {num_experts}"
+    if num_experts > MAX_EXPERTS:
+        return f"there may be at most {MAX_EXPERTS} experts; there are {num_experts}"
     return None
 
 
-MOST_EXPERTS = 512
+MAX_EXPERTS = 512
 
 _plan = Op(
     "plan_permute",
     _plan_reference,
     "p t k, p -> p t k, p n, p e, p e, p, p",
     whole=("t", "k"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "plan", _plan_supported),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.permute", "plan", _plan_unsupported),),
 )
 
 

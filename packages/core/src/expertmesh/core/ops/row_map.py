@@ -22,13 +22,13 @@ from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.gather_rows import (
     accumulator_dtype,
+    copy_unsupported,
     exists,
     gather_rows,
     gather_values,
     select_rows,
     sum_rows,
-    why_no_copy,
-    why_no_sum,
+    sum_unsupported,
 )
 from expertmesh.core.vjp import differentiable
 
@@ -195,19 +195,19 @@ def _dots(a_ND, b_SD, index_NJ):
     return jnp.stack(dots, axis=1) if dots else jnp.zeros(index_NJ.shape, wide)
 
 
-def _spread_supported(x, row, source) -> str | None:
-    return why_no_copy(x, row) if source.size else "there must be rows to write"
+def _spread_unsupported(x, row, source) -> str | None:
+    return copy_unsupported(x, row) if source.size else "there must be rows to write"
 
 
-def _grad_supported(d_out, x, weights, source, row) -> str | None:
+def _grad_unsupported(d_out, x, weights, source, row) -> str | None:
     del weights
     if row.shape[-1] != 1:
         return f"a row of x must have one place; it has {row.shape[-1]}"
-    return why_no_sum(x, source) or why_no_sum(d_out, source)
+    return sum_unsupported(x, source) or sum_unsupported(d_out, source)
 
 
-def _kernel(function, supports):
-    return (Kernel.triton("expertmesh.core.kernels.triton.permute", function, supports),)
+def _kernel(function, unsupported):
+    return (Kernel.triton("expertmesh.core.kernels.triton.permute", function, unsupported),)
 
 
 _spread_rows = Op(
@@ -215,7 +215,7 @@ _spread_rows = Op(
     _spread_reference,
     "p s d, p s k, p n -> p n d",
     whole=("s", "k", "n"),
-    kernels=_kernel("spread", _spread_supported),
+    kernels=_kernel("spread", _spread_unsupported),
 )
 _move_rows_grad = Op(
     "move_rows_grad",
@@ -223,7 +223,7 @@ _move_rows_grad = Op(
     "p n d, p s d, p n j, p n j, p s k -> p s d, p n j",
     whole=("s", "k", "n", "j"),
     summed=("d",),
-    kernels=_kernel("unpermute_grad", _grad_supported),
+    kernels=_kernel("unpermute_grad", _grad_unsupported),
 )
 
 

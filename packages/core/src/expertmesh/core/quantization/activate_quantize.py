@@ -32,14 +32,14 @@ from expertmesh.core.ops.activation import (
     gated_reference,
     with_pair,
 )
-from expertmesh.core.quantization.quantize import check_source, why_no_blocks
+from expertmesh.core.quantization.quantize import blocks_unsupported, check_source
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Rows,
+    participant_unsupported,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
-    why_not_one,
 )
 from expertmesh.core.quantization.recipe import TensorFormat
 
@@ -129,7 +129,7 @@ def _copies(name, source, group_sizes, formats, spec):
     return quantize_rows(name, source, group_sizes, formats, spec=spec)
 
 
-def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+def _unsupported(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
     if reason := function_unsupported(source.activation):
@@ -139,8 +139,8 @@ def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str 
     if not source.base.size:
         return "there must be elements"
     # Those of h.
-    reasons = (why_no_blocks(source.base, (*block[:2], 1, block[-1])) for block in blocks)
-    return why_not_one(source.base, group_sizes) or next(filter(None, reasons), None)
+    reasons = (blocks_unsupported(source.base, (*block[:2], 1, block[-1])) for block in blocks)
+    return participant_unsupported(source.base, group_sizes) or next(filter(None, reasons), None)
 
 
 _activate_op = dataclasses.replace(
@@ -151,7 +151,9 @@ _activate_op = dataclasses.replace(
     roles="participants . . tp, participants ., participants ., . "
     "-> participants . tp, participants . tp, participants ., participants .",
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.activate_quantize", "activate_quantize", _why_not),
+        Kernel.triton(
+            "expertmesh.core.kernels.activate_quantize", "activate_quantize", _unsupported
+        ),
     ),
 )
 _activate_grad_op = dataclasses.replace(

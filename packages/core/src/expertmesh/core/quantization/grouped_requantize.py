@@ -13,13 +13,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.quantization.quantize import dequantize, dequantize_values, why_no_blocks
+from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
     Rows,
+    participant_unsupported,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
-    why_not_one,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -55,18 +55,20 @@ def grouped_requantize(
     return quantize_rows("grouped_requantize", *of, spec=spec).along_rows
 
 
-def _why_not(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+def _unsupported(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
-    reasons = (why_no_blocks(source.base.data, block) for block in blocks)
-    return why_not_one(source, group_sizes) or next(filter(None, reasons), None)
+    reasons = (blocks_unsupported(source.base.data, block) for block in blocks)
+    return participant_unsupported(source, group_sizes) or next(filter(None, reasons), None)
 
 
 _op = dataclasses.replace(
     quantize_rows_op,
     name="grouped_requantize",
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _why_not),
+        Kernel.triton(
+            "expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _unsupported
+        ),
     ),
 )
 

@@ -179,7 +179,7 @@ def _dequantize_reference(q, *, block):
     return cleared(values(q.data, scale, tensor_scale), q.group_sizes)
 
 
-def _why_not_dequantize(q, *, block) -> str | None:
+def _dequantize_unsupported(q, *, block) -> str | None:
     """What keeps these types from the kernel, or None."""
     if not block or q.tensor_scale is not None:
         return f"the scales must be of blocks alone; block={block}, format={q.format}"
@@ -188,7 +188,7 @@ def _why_not_dequantize(q, *, block) -> str | None:
         return f"numbers must be e4m3 or e5m2, scales float32 or e8m0; they are {q.data.dtype}, {q.scale.dtype}"
     if q.dtype not in ("float32", "bfloat16", "float16"):
         return f"the result must be float32, bfloat16 or float16; it is {q.dtype}"
-    return why_no_blocks(q.data, block)
+    return blocks_unsupported(q.data, block)
 
 
 def _column_sums(x, *, feature_dims, out_dtype):
@@ -245,14 +245,14 @@ class BlockPlan:
         )
 
 
-def why_no_kernel(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
+def quantize_unsupported(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
     """What keeps these numbers and this format from the kernels, or None."""
     if format.dtype == "float4_e2m1fn" or format.hadamard:
         return f"the kernels quantize to 8 bits, and rotate nothing; the format is {format}"
-    return why_no_blocks(x, block)
+    return blocks_unsupported(x, block)
 
 
-def why_no_blocks(x, block: tuple[int, ...]) -> str | None:
+def blocks_unsupported(x, block: tuple[int, ...]) -> str | None:
     """What keeps numbers in these blocks from kernels that convert to or from 8 bits, or None."""
     capability = _jax.compute_capability()
     if capability is not None and capability < 8.9:
@@ -263,9 +263,9 @@ def why_no_blocks(x, block: tuple[int, ...]) -> str | None:
     return None if x.size else "there must be elements"
 
 
-def _why_not(x, multiplier, key, *, format, block, **options) -> str | None:
+def _unsupported(x, multiplier, key, *, format, block, **options) -> str | None:
     del multiplier, key, options
-    return why_no_kernel(x, format, block)
+    return quantize_unsupported(x, format, block)
 
 
 _quantize_op = Op(
@@ -275,7 +275,7 @@ _quantize_op = Op(
     whole=("key",),
     roles=". rows, ., . -> . rows, .",
     plan=BlockPlan("quantize"),
-    kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _why_not),),
+    kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _unsupported),),
     results_are_trees=True,
 )
 _quantize_weights_op = dataclasses.replace(
@@ -289,7 +289,7 @@ _dequantize_op = Op(
     plan=BlockPlan("dequantize"),
     kernels=(
         Kernel.triton(
-            "expertmesh.core.kernels.triton.quantize", "dequantize_array", _why_not_dequantize
+            "expertmesh.core.kernels.triton.quantize", "dequantize_array", _dequantize_unsupported
         ),
     ),
 )

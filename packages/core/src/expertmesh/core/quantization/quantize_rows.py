@@ -25,9 +25,9 @@ from expertmesh.core.quantization.quantize import (
     check_multiplier,
     check_source,
     key_words,
+    quantize_unsupported,
     quantized_array,
     random_bits,
-    why_no_kernel,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat, quantized_once
@@ -90,17 +90,17 @@ def _reference(
     return Copies(first, second, copies[blocks[directions[0]]][1], source.d_weights())
 
 
-def _why_not(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
+def _unsupported(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
     """What keeps these types from the kernels, or None."""
     del multiplier, key, options
     x = source.base
     if x.ndim < 3 or any(b > 1 for i in directions for b in blocks[i][2:-1]):
         return f"blocks must lie along the rows or the last of other dimensions; they are {blocks}"
-    reasons = (why_no_kernel(x, format, blocks[i]) for i in directions)
-    return why_not_one(x, group_sizes) or next(filter(None, reasons), None)
+    reasons = (quantize_unsupported(x, format, blocks[i]) for i in directions)
+    return participant_unsupported(x, group_sizes) or next(filter(None, reasons), None)
 
 
-def why_not_one(x, group_sizes) -> str | None:
+def participant_unsupported(x, group_sizes) -> str | None:
     """What keeps kernels, which take one participant, from these rows, or None."""
     if x.shape[0] == 1 and group_sizes.shape[1]:
         return None
@@ -117,7 +117,7 @@ quantize_rows_op = Op(
     plan=BlockPlan("grouped_quantize"),
     kernels=(
         Kernel.triton(
-            "expertmesh.core.kernels.triton.grouped_quantize", "grouped_quantize", _why_not
+            "expertmesh.core.kernels.triton.grouped_quantize", "grouped_quantize", _unsupported
         ),
     ),
     results_are_trees=True,

@@ -136,7 +136,7 @@ def _wgrad_unsupported(x: jax.Array, dy: jax.Array, **options: object) -> str | 
 def _op(
     base: Op, name: str, reference: _Gemm, launch: _Gemm, unsupported: Callable[..., str | None]
 ) -> Op:
-    kernel = Kernel("parts", "cuda", launch, supports=unsupported)
+    kernel = Kernel("parts", "cuda", launch, unsupported=unsupported)
     return dataclasses.replace(base, name=name, reference=reference, kernels=(kernel,))
 
 

@@ -17,7 +17,7 @@ from expertmesh.ep._native import build, kernels
 DISPATCH, COMBINE = "expertmesh_ep_nvlink_dispatch", "expertmesh_ep_nvlink_combine"
 
 
-def missing() -> str | None:
+def unsupported() -> str | None:
     """Why the transport cannot run in this installation, or None."""
     return next((x for x in (host(), kernels.find_headers()) if isinstance(x, str)), None)
 
@@ -42,7 +42,7 @@ def load(architecture: str) -> None:
     """
     module, headers = host(), kernels.find_headers()
     if isinstance(module, str) or isinstance(headers, str):
-        raise RuntimeError(f"expertmesh.ep: transport 'nvlink' cannot run: {missing()}")
+        raise RuntimeError(f"expertmesh.ep: transport 'nvlink' cannot run: {unsupported()}")
     exchange = kernels.compile_once(kernels.exchange(architecture, headers, module.KERNELS))
     peers = kernels.peers(architecture, headers)
     query = kernels.compile_once(peers).code if peers else b""

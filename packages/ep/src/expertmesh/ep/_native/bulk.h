@@ -6,11 +6,11 @@
 
 namespace expertmesh {
 
-// A warp's room, and the barrier that says when what was fetched is there.
-class Room {
+// A warp's staging in shared memory, and the barrier that says when what was fetched is there.
+class SmemStaging {
  public:
-  __device__ Room(char* shared, int warps, int warp, int lane)
-      : bytes_(shared + warp * kRoom), barrier_(Address(shared + warps * kRoom + 8 * warp)) {
+  __device__ SmemStaging(char* shared, int warps, int warp, int lane)
+      : bytes_(shared + warp * kSmemStaging), barrier_(Address(shared + warps * kSmemStaging + 8 * warp)) {
     if (lane == 0) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -58,7 +58,7 @@ class Room {
 
   __device__ static void Commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-  // The warp: until its stores have read the room.
+  // The warp: until its stores have read the staging.
   __device__ static void AwaitRead() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     __syncwarp();
@@ -67,8 +67,8 @@ class Room {
   // Each lane: until its stores are done.
   __device__ static void AwaitStored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-  // What a lane has written to the room can be stored.
-  __device__ static void ShowRoom() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  // What a lane has written to the staging can be stored.
+  __device__ static void ShowStaging() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   // What a lane has seen of other memory can be fetched.
   __device__ static void ShowMemory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -14,8 +14,8 @@
 // (`done`). Only that and a missing flag are waited for, and senders are the first blocks of the grid, so that they run
 // even if the waiting ones fill the device.
 //
-// Rows of whole words of 16 bytes go through shared memory, a room for each warp (bulk.h): more bytes are on the way than
-// registers hold, so that few SMs suffice. Others go through registers.
+// Rows of whole words of 16 bytes go through shared memory, staging for each warp (bulk.h): more bytes are on the way
+// than registers hold, so that few SMs suffice. Others go through registers.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -172,9 +172,9 @@ struct Role {
 // A receiver's pieces of work, which come in turn: a lane's choice of the token of each. The map [tokens, K] is read for
 // as many pieces at once as there are lanes for, and one such read ahead, since many may be of tokens without a row.
 template <typename TokenOf>
-class InTurn {
+class RoundRobin {
  public:
-  __device__ InTurn(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
+  __device__ RoundRobin(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
       : role_(role), map_(map), token_of_(token_of), count_(count), choices_(x.choices), each_(32 / x.choices) {
     ahead_ = Read(0);
   }
@@ -207,9 +207,9 @@ class InTurn {
 // A sender's: when a warp has sent a piece it takes the next one that nobody has, so that rows leave in the order in
 // which receivers wait for them, however long the stores of a warp take.
 template <typename TokenOf>
-class AsTaken {
+class WorkQueue {
  public:
-  __device__ AsTaken(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
+  __device__ WorkQueue(const Exchange& x, const Role& role, const int32_t* map, int count, TokenOf token_of)
       : role_(role), map_(map), token_of_(token_of), count_(count), choices_(x.choices),
         taken_(&ControlOf(x, x.rank)->taken) {
     Look(role.first);
@@ -241,11 +241,11 @@ class AsTaken {
   int32_t choice_ = -1;
 };
 
-// What a warp has stored at its peers and not yet told them: a lane holds each. A fence holds up all warps of the SM, so
-// that there is one for several rows.
-class Untold {
+// Flags of what a warp has stored at its peers, not yet set there: a lane holds each. A fence holds up all warps of the
+// SM, so that there is one for several rows.
+class PendingFlags {
  public:
-  static constexpr int kMost = 4;
+  static constexpr int kMax = 4;
 
   // The warp: flag `flag` at `ranks` is to be set.
   __device__ void Add(uint64_t ranks, int flag, int lane) {
@@ -258,10 +258,10 @@ class Untold {
 
   // Where a warp has done so many pieces of work, or has so many left: the fewer of both. What is sent first, and last,
   // is what receivers wait for.
-  __device__ bool IsTime(int rounds) const { return count_ > 0 && count_ >= min(rounds / 4, kMost); }
+  __device__ bool IsDue(int rounds) const { return count_ > 0 && count_ >= min(rounds / 4, kMax); }
 
   // After each lane has waited for what it has stored.
-  __device__ void Tell(const Exchange& x, uint32_t epoch, int lane) {
+  __device__ void Set(const Exchange& x, uint32_t epoch, int lane) {
     __syncwarp();
     FenceRelease();
     if (lane < count_) {
@@ -279,14 +279,14 @@ class Untold {
 
 extern __shared__ __align__(128) char shared[];
 
-__device__ Room RoomOf(const Role& role) { return Room(shared, kWarps, role.warp, role.lane); }
+__device__ SmemStaging StagingOf(const Role& role) { return SmemStaging(shared, kWarps, role.warp, role.lane); }
 
 // Moves rows whose parts are multiples of 16 bytes: a staging row is its parts, one after the other.
 struct BulkRows {
   static constexpr int kBurst = 2048;  // bytes to a rank before the next rank's turn, so that none holds up the others
-  Room room;
+  SmemStaging staging;
 
-  __device__ explicit BulkRows(const Role& role) : room(RoomOf(role)) {}
+  __device__ explicit BulkRows(const Role& role) : staging(StagingOf(role)) {}
 
   __device__ static int64_t Bytes(const Parts& parts) {
     const Part& last = parts.part[parts.count - 1];
@@ -301,11 +301,11 @@ struct BulkRows {
   }
 
   __device__ void FetchToken(const Parts& parts, int64_t token, int64_t at, int count, int lane) {
-    room.Expect(count, lane);
+    staging.Expect(count, lane);
     if (lane < parts.count) {
       const Part& part = parts.part[lane];
       Cut(part, at, count, [&](int64_t begin, int bytes) {
-        room.Fetch(begin - at, part.source + token * part.row_bytes + begin - part.offset, bytes);
+        staging.Fetch(begin - at, part.source + token * part.row_bytes + begin - part.offset, bytes);
       });
     }
   }
@@ -315,24 +315,24 @@ struct BulkRows {
                        Settle settle) {
     const Range words = Slice(x, next.slice, Bytes(parts) / 16);
     const int64_t row = x.rank * x.tokens + next.token;
-    for (int64_t at = words.begin * 16; at < words.end * 16; at += kRoom) {
-      const int count = min(static_cast<int64_t>(kRoom), words.end * 16 - at);
-      Room::AwaitRead();
+    for (int64_t at = words.begin * 16; at < words.end * 16; at += kSmemStaging) {
+      const int count = min(static_cast<int64_t>(kSmemStaging), words.end * 16 - at);
+      SmemStaging::AwaitRead();
       FetchToken(parts, next.token, at, count, lane);
-      room.Await();
+      staging.Await();
       if (at == words.begin * 16) settle();
       for (int i = lane; i < x.size; i += 32) {
         const int r = Rank(x, i);
         if (!(next.ranks >> r & 1)) continue;
         char* to = StagingRow(x, r, epoch, row) + at;
-        for (int from = 0; from < count; from += kBurst) room.Store(from, to + from, min(kBurst, count - from));
+        for (int from = 0; from < count; from += kBurst) staging.Store(from, to + from, min(kBurst, count - from));
       }
-      Room::Commit();
+      SmemStaging::Commit();
     }
   }
 
   // Until what a lane has stored is there.
-  __device__ static void AwaitSent() { Room::AwaitStored(); }
+  __device__ static void AwaitSent() { SmemStaging::AwaitStored(); }
 
   // Rows without a token, in turn between warps and lanes: they are often next to each other.
   __device__ void Clear(const Exchange& x, const Parts& parts, int first, int warps, int lane) {
@@ -343,30 +343,31 @@ struct BulkRows {
       if (n >= x.capacity || x.source[n] >= 0) continue;
       for (int p = 0; p < parts.count; ++p) {
         const Part& part = parts.part[p];
-        for (int64_t at = 0; at < part.row_bytes; at += kRoom) {
-          room.Store(0, part.result + n * part.row_bytes + at, min(static_cast<int64_t>(kRoom), part.row_bytes - at));
+        for (int64_t at = 0; at < part.row_bytes; at += kSmemStaging) {
+          const int count = min(static_cast<int64_t>(kSmemStaging), part.row_bytes - at);
+          staging.Store(0, part.result + n * part.row_bytes + at, count);
         }
       }
     }
-    Room::Commit();
+    SmemStaging::Commit();
   }
 
   __device__ void Receive(const Exchange& x, const Parts& parts, uint32_t epoch, int s, int t, int slice,
                           int32_t held, bool came, int lane) {
     const Range words = Slice(x, slice, Bytes(parts) / 16);
-    for (int64_t at = words.begin * 16; at < words.end * 16; at += kRoom) {
-      const int count = min(static_cast<int64_t>(kRoom), words.end * 16 - at);
-      Room::AwaitRead();
+    for (int64_t at = words.begin * 16; at < words.end * 16; at += kSmemStaging) {
+      const int count = min(static_cast<int64_t>(kSmemStaging), words.end * 16 - at);
+      SmemStaging::AwaitRead();
       if (s == x.rank) {
         FetchToken(parts, t, at, count, lane);
-        room.Await();
+        staging.Await();
       } else if (came) {
-        room.Expect(count, lane);
+        staging.Expect(count, lane);
         if (lane == 0) {
-          Room::ShowMemory();
-          room.Fetch(0, StagingRow(x, x.rank, epoch, s * x.tokens + t) + at, count);
+          SmemStaging::ShowMemory();
+          staging.Fetch(0, StagingRow(x, x.rank, epoch, s * x.tokens + t) + at, count);
         }
-        room.Await();
+        staging.Await();
       } else {
         Fill(0xff, lane);
       }
@@ -374,17 +375,19 @@ struct BulkRows {
         for (int p = 0; p < parts.count; ++p) {
           const Part& part = parts.part[p];
           Cut(part, at, count, [&](int64_t begin, int bytes) {
-            room.Store(begin - at, part.result + held * part.row_bytes + begin - part.offset, bytes);
+            staging.Store(begin - at, part.result + held * part.row_bytes + begin - part.offset, bytes);
           });
         }
       }
-      Room::Commit();
+      SmemStaging::Commit();
     }
   }
 
   __device__ void Fill(unsigned char byte, int lane) {
-    for (int i = lane * 16; i < kRoom; i += 32 * 16) *reinterpret_cast<uint4*>(room.At(i)) = Filled<uint4>(byte);
-    Room::ShowRoom();
+    for (int i = lane * 16; i < kSmemStaging; i += 32 * 16) {
+      *reinterpret_cast<uint4*>(staging.At(i)) = Filled<uint4>(byte);
+    }
+    SmemStaging::ShowStaging();
     __syncwarp();
   }
 };
@@ -473,20 +476,20 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   Rows rows(role);
   if (role.sends) {
     const int count = WaitUntilFree(x, epoch, lane) ? x.tokens * x.slices : 0, rounds = role.Rounds(count);
-    Untold untold;
+    PendingFlags pending;
     const auto settle = [&](int rounds) {
-      if (!untold.IsTime(rounds)) return;
+      if (!pending.IsDue(rounds)) return;
       Rows::AwaitSent();
-      untold.Tell(x, epoch, lane);
+      pending.Set(x, epoch, lane);
     };
-    AsTaken slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
+    WorkQueue slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
     int32_t slot;
     for (int i; (i = slots.Next(slot)) < count;) {
       const int n = i / role.warps;
       const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
       if (!next.ranks) continue;
       rows.Send(x, parts, epoch, next, lane, [&] { settle(min(n, rounds - n)); });
-      untold.Add(next.ranks, i, lane);
+      pending.Add(next.ranks, i, lane);
     }
     settle(0);
   } else {
@@ -495,7 +498,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     const int count = x.size * x.tokens * x.slices;
     const auto source_of = [&](int i) { return i / x.slices % x.size; };
     const auto token_of = [&](int i) { return i / x.slices / x.size; };
-    InTurn held_rows(x, role, x.row, count, [&](int i) { return source_of(i) * x.tokens + token_of(i); });
+    RoundRobin held_rows(x, role, x.row, count, [&](int i) { return source_of(i) * x.tokens + token_of(i); });
     for (int n = 0, i; (i = role.Item(n)) < count; ++n) {
       const int32_t held = held_rows.Next();
       if (!__ballot_sync(kAll, held >= 0)) continue;
@@ -590,13 +593,13 @@ template <typename T, typename W>
 struct BulkSums {
   static constexpr int kElements = 8;
   static constexpr int kWord = kElements * (sizeof(T) > sizeof(W) ? sizeof(T) : sizeof(W));
-  static constexpr int kSumBytes = kRoom / 4;             // of a piece of the sum
-  static constexpr int kTermBytes = kRoom - kSumBytes;  // of a piece of all terms
-  Room room;
+  static constexpr int kSumBytes = kSmemStaging / 4;           // of a piece of the sum
+  static constexpr int kTermBytes = kSmemStaging - kSumBytes;  // of a piece of all terms
+  SmemStaging staging;
 
-  __device__ explicit BulkSums(const Role& role) : room(RoomOf(role)) {}
+  __device__ explicit BulkSums(const Role& role) : staging(StagingOf(role)) {}
 
-  // Words of each term that are in the room at once.
+  // Words of each term that are in the staging at once.
   __device__ static int Most(int terms) {
     const int most = min(kSumBytes, kTermBytes / max(terms, 1)) / kWord;
     return most > 32 ? most / 32 * 32 : most;
@@ -607,22 +610,22 @@ struct BulkSums {
   __device__ void Add(const Terms& terms, Range words, char* out, bool came, int lane, Settle settle) {
     const int most = Most(terms.count), slot = most * kWord, after = terms.before + terms.own;
     const int pieces = (words.end - words.begin + most - 1) / most;
-    if (terms.own < terms.count) Room::ShowMemory();
+    if (terms.own < terms.count) SmemStaging::ShowMemory();
     const auto first = [&](int piece) { return (words.begin + static_cast<int64_t>(piece) * most) * kElements; };
     const auto length = [&](int piece) { return min(most, words.end - words.begin - piece * most) * kElements; };
     const auto fetch = [&](int piece) {
       const int count = length(piece);
-      room.Expect(count * (terms.own * sizeof(T) + (terms.count - terms.own) * sizeof(W)), lane);
+      staging.Expect(count * (terms.own * sizeof(T) + (terms.count - terms.own) * sizeof(W)), lane);
       if (lane >= terms.count) return;
       const int size = terms.Own(lane) ? sizeof(T) : sizeof(W);
-      room.Fetch(lane * slot, terms.at + first(piece) * size, count * size);
+      staging.Fetch(lane * slot, terms.at + first(piece) * size, count * size);
     };
     fetch(0);
     for (int piece = 0; piece < pieces; ++piece) {
       const int count = length(piece);
-      const char* from = room.At(0);
-      room.Await();
-      Room::AwaitRead();  // of the last piece of a sum
+      const char* from = staging.At(0);
+      staging.Await();
+      SmemStaging::AwaitRead();  // of the last piece of a sum
       for (int i = lane * kElements; i < count; i += 32 * kElements) {
         float total[kElements] = {}, sum[kElements] = {};
         AddTerms<W>(total, from + i * sizeof(W), slot, terms.before);
@@ -635,19 +638,19 @@ struct BulkSums {
         Pack<Out, kElements> pack;
 #pragma unroll
         for (int n = 0; n < kElements; ++n) pack.v[n] = Narrow<Out>(came ? total[n] : Missing());
-        *reinterpret_cast<Pack<Out, kElements>*>(room.At(kTermBytes) + i * sizeof(Out)) = pack;
+        *reinterpret_cast<Pack<Out, kElements>*>(staging.At(kTermBytes) + i * sizeof(Out)) = pack;
       }
-      Room::ShowRoom();
+      SmemStaging::ShowStaging();
       __syncwarp();
       if (piece + 1 < pieces) fetch(piece + 1);
       if (piece == 0) settle();
-      if (lane == 0) room.Store(kTermBytes, out + first(piece) * sizeof(Out), count * sizeof(Out));
-      Room::Commit();
+      if (lane == 0) staging.Store(kTermBytes, out + first(piece) * sizeof(Out), count * sizeof(Out));
+      SmemStaging::Commit();
     }
   }
 
   __device__ static void AwaitSent() {
-    Room::AwaitStored();
+    SmemStaging::AwaitStored();
     __syncwarp();
   }
 };
@@ -704,16 +707,16 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if (role.sends) {
     const int others = x.size - 1, count = WaitUntilFree(x, epoch, lane) ? others * x.tokens * x.slices : 0;
     const int rounds = role.Rounds(count);
-    Untold untold;
+    PendingFlags pending;
     const auto settle = [&](int rounds) {
-      if (!untold.IsTime(rounds)) return;
+      if (!pending.IsDue(rounds)) return;
       Sums::AwaitSent();
-      untold.Tell(x, epoch, lane);
+      pending.Set(x, epoch, lane);
     };
     // Tokens of all other ranks in turn.
     const auto rank_of = [&](int i) { return Rank(x, 1 + i / x.slices % others); };
     const auto token_of = [&](int i) { return i / x.slices / others; };
-    AsTaken held_rows(x, role, x.row, count, [&](int i) { return rank_of(i) * x.tokens + token_of(i); });
+    WorkQueue held_rows(x, role, x.row, count, [&](int i) { return rank_of(i) * x.tokens + token_of(i); });
     int32_t held;
     for (int i; (i = held_rows.Next(held)) < count;) {
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
@@ -723,14 +726,14 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       const Terms terms{rows + OwnRow(held, lanes, 0, lane) * bytes, 0, own, own};
       char* staged = StagingRow(x, s, epoch, x.rank * x.tokens + t);
       sums.template Add<W>(terms, Slice(x, slice, words), staged, true, lane, [&] { settle(min(n, rounds - n)); });
-      untold.Add(1ull << s, t * x.slices + slice, lane);
+      pending.Add(1ull << s, t * x.slices + slice, lane);
     }
     settle(0);
   } else {
     const int count = x.tokens * x.slices;
     const int64_t mine = static_cast<int64_t>(x.rank) * x.tokens;
-    InTurn slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
-    InTurn held_rows(x, role, x.row + mine * x.choices, count, [&](int i) { return i / x.slices; });
+    RoundRobin slots(x, role, x.slot, count, [&](int i) { return i / x.slices; });
+    RoundRobin held_rows(x, role, x.row + mine * x.choices, count, [&](int i) { return i / x.slices; });
     for (int n = 0, i; (i = role.Item(n)) < count; ++n) {
       const int t = i / x.slices, slice = i % x.slices;
       const uint64_t others = RanksOf(x, slots.Next()) & ~(1ull << x.rank);

@@ -8,11 +8,11 @@
 namespace expertmesh {
 
 constexpr int kMaxRanks = 64;
-constexpr int kMaxChoices = 32;  // a lane of a warp holds one
-constexpr int kMaxParts = 2;     // arrays that travel together: data, and scales
-constexpr int kWarps = 16;       // of a block
-constexpr int kRoom = 14336;     // bytes of a warp's part of shared memory, besides a barrier: bulk.h
-constexpr int kShared = kWarps * (kRoom + 8);
+constexpr int kMaxChoices = 32;      // a lane of a warp holds one
+constexpr int kMaxParts = 2;         // arrays that travel together: data, and scales
+constexpr int kWarps = 16;           // of a block
+constexpr int kSmemStaging = 14336;  // bytes of a warp's part of shared memory, besides a barrier: bulk.h
+constexpr int kShared = kWarps * (kSmemStaging + 8);
 
 // The start of every rank's window; the flags of each source rank and the two staging halves follow at kFlags.
 struct Control {

@@ -13,8 +13,8 @@ index and no size is sent.
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.ops.gather_rows import accumulator_dtype
 from expertmesh.ep.route import Route, take_rows
+from expertmesh.ep.wire import sum_dtype
 
 
 def block_rows(num_tokens: int, capacity: int) -> int:
@@ -42,9 +42,7 @@ def blocks_of_sums(rows_CD: jax.Array, route: Route, size: int) -> jax.Array:
     token_RB = _members(received(route, size), block).reshape(size, block)
     token_RB = jnp.where(token_RB < 0, -1, token_RB + num_tokens * jnp.arange(size)[:, None])
     index_BK = jnp.where(token_RB.reshape(-1, 1) < 0, -1, route.row_GK[token_RB.reshape(-1)])
-    # A sum of one row is that row: it need not be widened for the way back.
-    wide = rows_CD.dtype if top_k == 1 else accumulator_dtype(rows_CD.dtype)
-    return take_rows(rows_CD.astype(wide), index_BK)
+    return take_rows(rows_CD.astype(sum_dtype(rows_CD.dtype, top_k)), index_BK)
 
 
 def tokens_of_blocks(sums_RBD: jax.Array, route: Route, size: int) -> jax.Array:

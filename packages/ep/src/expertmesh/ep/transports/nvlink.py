@@ -16,7 +16,6 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from expertmesh.core.op import vary_like
 from expertmesh.core.support import compute_capability
@@ -24,10 +23,11 @@ from expertmesh.ep import _native
 from expertmesh.ep._native import kernels
 from expertmesh.ep.capacity import roundup
 from expertmesh.ep.route import Axis, Route, group_size
-from expertmesh.ep.wire import PLAIN, Wire
+from expertmesh.ep.transports.choice import Exchange
+from expertmesh.ep.wire import PLAIN, Wire, sum_dtype
 
-MOST_RANKS, MOST_CHOICES = 64, 32
-LEAST_CAPABILITY = 9.0
+MAX_RANKS, MAX_CHOICES = 64, 32
+MIN_CAPABILITY = 9.0
 WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as; exchange.h
 
 
@@ -36,7 +36,7 @@ SMS = 132
 SENT, SPREAD = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
-MOST_SLICES, SHORT = 4, 512
+MAX_SLICES, SHORT = 4, 512
 ADDED, LONG = 8192, 4096  # sums of fewer tokens are cut in two at least, but not below LONG bytes
 LINE = 128  # bytes; rows that begin within a line of memory take up to a tenth longer
 
@@ -74,8 +74,7 @@ class Nvlink:
         (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
         narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
         values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
-        # A sum of one row is that row: it need not be widened for the way back.
-        name = str(wire.format or (values_CD.dtype if top_k == 1 else "float32"))
+        name = str(wire.format or sum_dtype(values_CD.dtype, top_k))
         types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
         row_bytes = num_features * jnp.dtype(name).itemsize
         halves = min(2, ADDED // max(1, num_tokens), row_bytes // LONG)
@@ -85,6 +84,21 @@ class Nvlink:
             _native.COMBINE, types, (values_CD,), route, axis, half, row_bytes, slices, wire_type
         )
         return call[0].astype(rows_CD.dtype)
+
+    def unsupported(self, exchange: Exchange) -> str | None:
+        """Why the transport cannot do this exchange, or None."""
+        if reason := platform_unsupported(exchange.platform):
+            return reason
+        if exchange.ep_size > MAX_RANKS or exchange.top_k > MAX_CHOICES:
+            return (
+                f"its kernels take {MAX_RANKS} ranks and {MAX_CHOICES} choices per token at most; "
+                f"got ep_size={exchange.ep_size}, K={exchange.top_k}"
+            )
+        if jnp.dtype(exchange.dtype) == jnp.float64:
+            return "its kernels add up in float32, and the rows are float64"
+        if exchange.wire is not None and exchange.wire not in WIRES:
+            return f"its kernels round sums to {', '.join(WIRES)}; got wire_format={exchange.wire}"
+        return None
 
     def _senders(self, sends: float, receives: float) -> int:
         """The blocks that send, of so much work to send and to receive."""
@@ -130,35 +144,21 @@ def _copies(route: Route, axis: Axis) -> float:
     return (size - 1) * (1 - (1 - 1 / size) ** top_k)
 
 
-def missing_on(platform: str) -> str | None:
+def platform_unsupported(platform: str) -> str | None:
     """Why the transport cannot run on JAX's lowering platform of that name, or None."""
     if platform != "cuda":
         return f"it needs NVIDIA GPUs, and the platform is {platform}"
     capability = compute_capability()
     if capability is None:
         return None
-    if capability < LEAST_CAPABILITY:
-        return (
-            f"its kernels need compute capability {LEAST_CAPABILITY}, and the GPU has {capability}"
-        )
-    return _native.missing()
-
-
-def refuses(top_k: int, size: int, dtype: DTypeLike) -> str | None:
-    """Why the kernels cannot take this exchange, or None."""
-    if size > MOST_RANKS or top_k > MOST_CHOICES:
-        return (
-            f"its kernels take {MOST_RANKS} ranks and {MOST_CHOICES} choices per token at most; "
-            f"got ep_size={size}, K={top_k}"
-        )
-    if dtype == jnp.float64:
-        return "its kernels add up in float32, and the rows are float64"
-    return None
+    if capability < MIN_CAPABILITY:
+        return f"its kernels need compute capability {MIN_CAPABILITY}, and the GPU has {capability}"
+    return _native.unsupported()
 
 
 def _slices(num_tokens: int, row_bytes: int) -> int:
     """Parts in which a row is moved, by a warp each."""
-    return max(1, min(MOST_SLICES, BUSY // max(1, num_tokens), row_bytes // SHORT))
+    return max(1, min(MAX_SLICES, BUSY // max(1, num_tokens), row_bytes // SHORT))
 
 
 def _groups(axis: Axis) -> np.ndarray:

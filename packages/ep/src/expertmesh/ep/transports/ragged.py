@@ -11,42 +11,21 @@ import jax.numpy as jnp
 from expertmesh.core.te_compat.ragged_params import RaggedParams
 from expertmesh.ep.route import Axis, Route, group_rank, group_size
 from expertmesh.ep.transports import blocks
-from expertmesh.ep.wire import PLAIN, Wire
+from expertmesh.ep.transports.choice import Exchange
 
 
-def dispatch(tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
+def unsupported(exchange: Exchange) -> str | None:
+    """Why the transport cannot do this exchange, or None."""
+    return "XLA:CPU has no code for ragged-all-to-all" if exchange.platform == "cpu" else None
+
+
+def exchange(blocks_RBD: jax.Array, route: Route, axis: Axis, *, back: bool) -> jax.Array:
     size = group_size(axis)
-    sent_R, received_R = _sizes(route, size)
-    blocks_RBD = blocks.blocks_of_tokens(tokens_TD, route, size)
-    received_RBD = _exchange(blocks_RBD, sent_R, received_R, axis)
-    return blocks.rows_of_blocks(received_RBD, route, size)
-
-
-def combine(rows_CD: jax.Array, route: Route, *, axis: Axis, wire: Wire = PLAIN) -> jax.Array:
-    size = group_size(axis)
-    sent_R, received_R = _sizes(route, size)
-    sums_RBD = blocks.blocks_of_sums(rows_CD, route, size)
-    back_RBD = _exchange(wire.encode(sums_RBD), received_R, sent_R, axis)
-    back_RBD = wire.decode(back_RBD, sums_RBD)
-    return blocks.tokens_of_blocks(back_RBD, route, size).astype(rows_CD.dtype)
-
-
-def missing_on(platform: str) -> str | None:
-    """Why the transport cannot run on JAX's lowering platform of that name, or None."""
-    return "XLA:CPU has no code for ragged-all-to-all" if platform == "cpu" else None
-
-
-def _sizes(route: Route, size: int) -> tuple[jax.Array, jax.Array]:
-    """int32[R] each: tokens in the block to and from each rank, on the way to the experts."""
-    return (
-        jnp.sum(blocks.sent(route, size), axis=1, dtype=jnp.int32),
-        jnp.sum(blocks.received(route, size), axis=1, dtype=jnp.int32),
-    )
-
-
-def _exchange(blocks_RBD: jax.Array, send_R: jax.Array, recv_R: jax.Array, axis: Axis) -> jax.Array:
-    block = blocks_RBD.shape[0] // send_R.shape[0]
-    start_R = jnp.arange(send_R.shape[0], dtype=jnp.int32) * block
+    there = blocks.sent(route, size), blocks.received(route, size)
+    # Tokens in the block to each rank, and in the block from it.
+    send_R, recv_R = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (there[::-1] if back else there))
+    block = blocks_RBD.shape[0] // size
+    start_R = jnp.arange(size, dtype=jnp.int32) * block
     # Empty blocks begin anywhere; as functions of the sizes, offsets are batched where the sizes are: vmap's rule for
     # the collective takes no others.
     params = RaggedParams(

@@ -13,7 +13,7 @@ _NVLINK, _OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
 
 
 @functools.cache
-def unknown() -> str | None:
+def unsupported() -> str | None:
     """Why it is not known that all GPUs of the job reach each other over NVLink, or None.
 
     Known it is on one host, of which the driver shows all GPUs to every process.
