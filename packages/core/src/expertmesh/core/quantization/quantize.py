@@ -98,6 +98,7 @@ def random_bits(key, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...]
     return threefry_2x32(key, count)[: prod(shape)].reshape(shape)
 
 
+@partial(jax.jit, static_argnames="format")
 def to_data(x, multiplier, format: TensorFormat, bits=None):
     """float32 x times the multiplier, saturated, rounded, in the format's dtype."""
     scaled = numerics.saturate(numerics.multiply(x, multiplier), format.dtype)
@@ -106,6 +107,7 @@ def to_data(x, multiplier, format: TensorFormat, bits=None):
     return numerics.cast(numerics.round_nearest(scaled, format.dtype), format.dtype)
 
 
+@partial(jax.jit, static_argnames=("block", "dtype"))
 def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.float32):
     """`data * scale * tensor_scale` on plain arrays: what the references of quantized GEMMs begin with.
 
