@@ -174,6 +174,7 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
     )
 
 
+@partial(jax.jit, static_argnames="num_rows")
 def row_groups(group_sizes_PG, num_rows: int):
     """int32[P, C] group of each row; G after the last group."""
     rows_C = jnp.arange(num_rows, dtype=jnp.int32)
@@ -182,6 +183,7 @@ def row_groups(group_sizes_PG, num_rows: int):
     )
 
 
+@partial(jax.jit, static_argnames="fill")
 def of_rows(values_PG, groups_PC, fill=0):
     """[P, C] the value of each row's group; `fill` after the last group."""
     return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
