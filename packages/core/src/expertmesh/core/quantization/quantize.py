@@ -33,7 +33,7 @@ from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.quantization import numerics
-from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.quantization.scales import (
     block_amax,
@@ -174,6 +174,11 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
     )
 
 
+def _results_like(x, multiplier, key, *, format, block, batch_dims):
+    del key
+    return quantized_like(x.shape, x.dtype, format, block, x.shape[:batch_dims]), multiplier
+
+
 @partial(jax.jit, static_argnames="num_rows")
 def row_groups(group_sizes_PG, num_rows: int):
     """int32[P, C] group of each row; G after the last group."""
@@ -299,7 +304,7 @@ _quantize_op = Op(
     roles=". rows, ., . -> . rows, .",
     plan=BlockPlan("quantize"),
     kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _why_not),),
-    results_are_trees=True,
+    results_like=_results_like,
 )
 _quantize_weights_op = dataclasses.replace(
     _quantize_op, roles="experts fsdp, experts, . -> experts fsdp, experts"
