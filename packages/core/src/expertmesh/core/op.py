@@ -138,8 +138,8 @@ class Op:
         in its spec decide before the first operand's.
       plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
       kernels: faster implementations; those of one name are for operands of different types.
-      results_are_trees: whether the reference returns a tuple of pytrees, None for one that is absent; a kernel returns
-        their leaves.
+      results_like: `results_like(*operands, **options) -> tuple of pytrees`, None for one that is absent, of the
+        structure and the ranks of what the reference returns; a kernel returns their leaves. None: all are arrays.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Op:
     parameter: int | None = None
     plan: Callable[[Query], Plan] | None = None
     kernels: tuple[Kernel, ...] = ()
-    results_are_trees: bool = False
+    results_like: Callable[..., tuple[Any, ...]] | None = None
 
     def __call__(
         self,
@@ -183,10 +183,9 @@ class Op:
             op, which only `expertmesh.core.differentiable` can give one; symbolic sizes of `jax.export` where the
             reference needs numbers.
         """
-        if self.results_are_trees or not jax.tree_util.all_leaves(operands):
+        if self.results_like or not jax.tree_util.all_leaves(operands):
             specs = operand_specs and leaf_specs(operands, operand_specs)
-            with _sizes_known(self.name, operands):
-                results = self._result_types(operands, options) if self.results_are_trees else None
+            results = self.results_like and self.results_like(*operands, **options)
             out = self.of_leaves(operands, results, **options)(
                 *jax.tree.leaves(operands), implementation=implementation, operand_specs=specs,
                 result_specs=result_specs, reduce_dtype=reduce_dtype, **options,
@@ -226,11 +225,6 @@ class Op:
         )
         return self.plan(known) if self.plan else _plan_by_rule(known)
 
-    def _result_types(self, operands, options) -> tuple[Any, ...]:
-        """The reference's results, as types."""
-        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype), operands)
-        return _evaluated.eval_shape(self.reference, tuple(sorted(options.items())), *types)
-
     def of_leaves(
         self, operands: tuple[Any, ...], results: tuple[Any, ...] | None = None, **options: Any
     ) -> "Op":
@@ -266,7 +260,7 @@ class Op:
                 )
                 for kernel in self.kernels_for(operands)
             ),
-            results_are_trees=False,
+            results_like=None,
         )
 
     def batched(self, in_batched: tuple[bool, ...]) -> "Op":
@@ -350,12 +344,6 @@ class _OfTree:
     def __call__(self, *leaves, **options):
         out = self.function(*self.tree.unflatten(leaves), **options)
         return tuple(jax.tree.leaves(out)) if isinstance(out, tuple) else out
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _evaluated(reference, options, *operands):
-    """For its types, which jit keeps."""
-    return reference(*operands, **dict(options))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,17 +54,17 @@ def _blocks(group_sizes_G, block):
     ends_G = jnp.cumsum(group_sizes_G)
     steps_G = (group_sizes_G + block - 1) // block
     last_step_G = jnp.cumsum(steps_G)
+    return last_step_G[-1], partial(_locate, group_sizes_G, ends_G, steps_G, last_step_G, block)
 
-    def locate(step):
-        group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
-        first = (
-            ends_G[group]
-            - group_sizes_G[group]
-            + (step - last_step_G[group] + steps_G[group]) * block
-        )
-        return group, first, ends_G[group] - first
 
-    return last_step_G[-1], locate
+@partial(jax.jit, static_argnums=4)
+def _locate(group_sizes_G, ends_G, steps_G, last_step_G, block, step):
+    """(group, first row, rows that belong to the group) of a step."""
+    group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
+    first = (
+        ends_G[group] - group_sizes_G[group] + (step - last_step_G[group] + steps_G[group]) * block
+    )
+    return group, first, ends_G[group] - first
 
 
 def _rows_reader(x, step):

@@ -19,6 +19,7 @@ def exists(index, num_src: int):
     return (index >= 0) & (index < num_src)
 
 
+@jax.jit
 def select_rows(src_SD, index_N):
     """Rows of src; zeros by select where there is no such row, so that nothing of src leaks there."""
     num_src = src_SD.shape[0]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 
+@partial(jax.jit, static_argnames="num_rows")
 def row_groups(group_sizes_PG, num_rows: int):
     """int32[P, C] group of each row; G for padding rows."""
     rows_C = jnp.arange(num_rows, dtype=jnp.int32)
@@ -25,6 +26,7 @@ def row_groups(group_sizes_PG, num_rows: int):
     )
 
 
+@partial(jax.jit, static_argnames="fill")
 def of_rows(values_PG, groups_PC, fill=0):
     """[P, C, ...] the value of each row's group; `fill` for padding rows."""
     return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)

@@ -7,6 +7,7 @@ ordered by expert, then token, then k.
 
 import dataclasses
 import operator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -104,11 +105,10 @@ def plan_rows(
 
 
 def _plan_reference(topk_idx_PTK, rank_P, **options):
-    return jax.vmap(lambda topk_idx_TK, rank: _plan_group(topk_idx_TK, rank, **options))(
-        topk_idx_PTK, rank_P
-    )
+    return jax.vmap(partial(_plan_group, **options))(topk_idx_PTK, rank_P)
 
 
+@partial(jax.jit, static_argnames=("num_experts", "num_rows", "alignment", "num_ranks"))
 def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_ranks):
     """Integers only; one sort; everything else gathers."""
     num_local = num_experts // num_ranks

@@ -238,6 +238,9 @@ class ActivatedGrad(Activated):
     def d_weights(self) -> jax.Array | None:
         return None if self.weights is None else self._gradients()[1]
 
+    def d_weights_like(self) -> jax.Array | None:
+        return self.weights
+
     def apart(self, group_sizes, spec):
         if self.weights is None:
             specs = spec and (spec, PartitionSpec(*spec[:2], *spec[3:]))

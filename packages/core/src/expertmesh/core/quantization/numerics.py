@@ -5,6 +5,8 @@ Compilers and devices do not: XLA:CPU takes subnormal numbers as zero, XLA:GPU d
 quotients are corrected by their remainder, and numbers are rounded in float32 before a cast, which is then exact.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ def _float(bits):
     return jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.int32), jnp.float32)
 
 
+@jax.jit
 def widen(x):
     """x as float32, subnormal numbers too."""
     if x.dtype == jnp.bfloat16:
@@ -31,6 +34,7 @@ def widen(x):
     return x.astype(jnp.float32)
 
 
+@jax.jit
 def magnitude(x):
     """The bits of |x| as int32, ordered as the magnitudes are: 0, subnormal, normal, Inf, NaN."""
     return _bits(widen(x)) & 0x7FFFFFFF
@@ -55,6 +59,7 @@ def _normal(x):
     return jnp.where(tiny, signed, x), jnp.where(tiny, jnp.float32(2.0**-126), jnp.float32(1))
 
 
+@jax.jit
 def multiply(x, y):
     """float32 x * y, rounded once, where x or y is subnormal too; a subnormal product is zero."""
     (x, x_unit), (y, y_unit) = _normal(x), _normal(y)
@@ -67,6 +72,7 @@ def flush(x):
     return jnp.where(jnp.abs(x) < jnp.float32(2.0**-126), x * 0, x)
 
 
+@jax.jit
 def divide(x, y):
     """x / y of positive normal float32, rounded to nearest, ties to even; at most the largest finite number."""
     x_bits, y_bits = jnp.broadcast_arrays(_bits(x), _bits(y))
@@ -135,12 +141,14 @@ def largest(dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
+@partial(jax.jit, static_argnames="dtype")
 def saturate(x, dtype):
     """float32 x clipped to the finite numbers of `dtype`; NaN stays."""
     bound = jnp.float32(largest(dtype))
     return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
+@partial(jax.jit, static_argnames="dtype")
 def round_nearest(x, dtype):
     """float32 x rounded to the numbers of `dtype`, ties to even, within its range; still float32."""
     info = jnp.finfo(dtype)
@@ -152,6 +160,7 @@ def round_nearest(x, dtype):
     return jnp.where(is_normal, fine, coarse * jnp.float32(step))
 
 
+@partial(jax.jit, static_argnames="dtype")
 def round_randomly(x, dtype, bits):
     """float32 x rounded to one of its neighbours in `dtype`, to the farther one as often as it is near; still float32.
 
@@ -172,6 +181,7 @@ def round_randomly(x, dtype, bits):
     )
 
 
+@partial(jax.jit, static_argnames="dtype")
 def cast(x, dtype):
     """float32 x, already one of the numbers of `dtype`, in `dtype`; NaN is `NAN_CODE`, or 0 where there is none."""
     is_nan = jnp.isnan(x)

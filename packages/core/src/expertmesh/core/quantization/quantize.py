@@ -34,7 +34,7 @@ from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
 from expertmesh.core.quantization import numerics
-from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.quantization.scales import (
     block_amax,
@@ -94,6 +94,7 @@ def random_bits(key, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...]
     return threefry_2x32(key, count)[: prod(shape)].reshape(shape)
 
 
+@partial(jax.jit, static_argnames="format")
 def to_data(x, multiplier, format: TensorFormat, bits=None):
     """float32 x times the multiplier, saturated, rounded, in the format's dtype."""
     scaled = numerics.saturate(numerics.multiply(x, multiplier), format.dtype)
@@ -102,6 +103,7 @@ def to_data(x, multiplier, format: TensorFormat, bits=None):
     return numerics.cast(numerics.round_nearest(scaled, format.dtype), format.dtype)
 
 
+@partial(jax.jit, static_argnames=("block", "dtype"))
 def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.float32):
     """`data * scale * tensor_scale` on plain arrays: what the references of quantized GEMMs begin with.
 
@@ -166,6 +168,11 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
     return quantized_array(
         x, format, block, multiplier, bits, amax=amax, of_elements=of_all, of_blocks=of_all
     )
+
+
+def _results_like(x, multiplier, key, *, format, block, batch_dims):
+    del key
+    return quantized_like(x.shape, x.dtype, format, block, x.shape[:batch_dims]), multiplier
 
 
 def _dequantize_reference(q, *, block):
@@ -276,7 +283,7 @@ _quantize_op = Op(
     roles=". rows, ., . -> . rows, .",
     plan=BlockPlan("quantize"),
     kernels=(Kernel.triton("expertmesh.core.kernels.triton.quantize", "quantize", _unsupported),),
-    results_are_trees=True,
+    results_like=_results_like,
 )
 _quantize_weights_op = dataclasses.replace(
     _quantize_op, roles="experts fsdp, experts, . -> experts fsdp, experts"

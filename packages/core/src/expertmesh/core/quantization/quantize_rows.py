@@ -29,7 +29,7 @@ from expertmesh.core.quantization.quantize import (
     quantized_array,
     random_bits,
 )
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat, quantized_once
 from expertmesh.core.vjp import not_differentiable
 
@@ -90,6 +90,17 @@ def _reference(
     return Copies(first, second, copies[blocks[directions[0]]][1], source.d_weights())
 
 
+def _results_like(source, group_sizes, multiplier, key, *, format, blocks, directions):
+    del key
+    first, second = (
+        quantized_like(source.shape, source.base.dtype, format, blocks[i], group_sizes.shape)
+        if i in directions
+        else None
+        for i in (0, 1)
+    )
+    return Copies(first, second, multiplier, source.d_weights_like())
+
+
 def _unsupported(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
     """What keeps these types from the kernels, or None."""
     del multiplier, key, options
@@ -120,7 +131,7 @@ quantize_rows_op = Op(
             "expertmesh.core.kernels.triton.grouped_quantize", "grouped_quantize", _unsupported
         ),
     ),
-    results_are_trees=True,
+    results_like=_results_like,
 )
 
 
@@ -162,6 +173,10 @@ class Rows:
 
     def d_weights(self) -> jax.Array | None:
         """float32[P, C], the gradient of routing weights, inside of an op; None without."""
+        return None
+
+    def d_weights_like(self) -> jax.Array | None:
+        """An array of the shape of `d_weights`; None without."""
         return None
 
     def apart(

@@ -64,6 +64,28 @@ class QuantizedArray:
         return tuple(of for name, of in leaves.items() if getattr(self, name) is not None)
 
 
+def quantized_like(
+    shape: tuple[int, ...],
+    dtype: Any,
+    format: TensorFormat,
+    block: tuple[int, ...],
+    tensors: tuple[int, ...],
+) -> QuantizedArray:
+    """The type of what an array of this shape and dtype is quantized to; `tensors`: the shape of scales of tensors."""
+    array: Any = jax.ShapeDtypeStruct
+    of_tensors = array(tensors, "float32")
+    blocks = tuple(-(-n // b) for n, b in zip(shape, block, strict=bool(block)))
+    scale = "float32" if format.scale == "power_of_2" else format.scale
+    return QuantizedArray(
+        data=array(shape, format.dtype),
+        scale=array(blocks, scale) if block else of_tensors,
+        tensor_scale=of_tensors if block and format.scale == "float8_e4m3fn" else None,
+        block=block,
+        format=format,
+        dtype=jax.numpy.dtype(dtype).name,
+    )
+
+
 def is_quantized(*operands: Any) -> bool:
     """Whether one of the operands is quantized."""
     return any(isinstance(x, QuantizedArray) for x in operands)

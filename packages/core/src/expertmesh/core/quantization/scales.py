@@ -3,6 +3,8 @@
 The table of quantize.py says what is computed. Magnitudes are those of numerics.py: float32's bits as integers.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,7 @@ from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.recipe import TensorFormat
 
 
+@partial(jax.jit, static_argnames="block")
 def block_amax(magnitudes, block: tuple[int, ...]):
     """The largest magnitude of each block, [ceil(shape / block)]; a partial last block has its own."""
     counts = [-(-n // b) for n, b in zip(magnitudes.shape, block, strict=True)]
@@ -19,6 +22,7 @@ def block_amax(magnitudes, block: tuple[int, ...]):
     return jnp.max(jnp.pad(magnitudes, padding).reshape(split), axis=inner, initial=0)
 
 
+@partial(jax.jit, static_argnames=("shape", "block"))
 def spread(values, shape: tuple[int, ...], block: tuple[int, ...]):
     """One value per block, repeated over the elements of its block."""
     # Else the compiler computes the value of a block for each of its elements.
@@ -44,6 +48,7 @@ def reciprocal(multiplier):
     return numerics.divide(jnp.float32(1), multiplier)
 
 
+@partial(jax.jit, static_argnames="format")
 def tensor_scales(magnitudes, format: TensorFormat):
     """(multiplier, scale) of tensors with these amax; for two-level formats g and tensor_scale."""
     most = 6.0 * 448.0 if format.scale == "float8_e4m3fn" else numerics.largest(format.dtype)
@@ -51,6 +56,7 @@ def tensor_scales(magnitudes, format: TensorFormat):
     return multiplier, reciprocal(multiplier)
 
 
+@partial(jax.jit, static_argnames=("format", "dtype"))
 def block_scales(magnitudes, format: TensorFormat, dtype, tensor_multiplier=None):
     """(multiplier, scale as stored) of blocks with these amax.
 
