@@ -18,6 +18,7 @@ from expertmesh.core import _jax
 from expertmesh.core.linear import grouped_gemm
 from expertmesh.core.op import Op
 from expertmesh.core.ops import activate_rows, activation
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization import (
     activate_quantize,
     grouped_requantize,
@@ -476,6 +477,12 @@ def test_quantize(monkeypatch, recipe, arch):
         data = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale)
         q = QuantizedArray(*data, block=both[0], format=formats.x, dtype="float32")
         source = grouped_requantize.Dequantized(q)
+        tokens = x.update(shape=(1, 512, 1536))
+        places = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 512, 8), (1, 4096)))
+        moved = quantize_rows.Moved(tokens, RowMap(*places))
+        launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
+        assert len(launches) == 1, "rows would be written in 16 bits"
+        _check_launches(launches, arch)
         options["directions"] = (1,)
         launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)
         assert len(launches) == 1, "the numbers would be written in 16 bits"

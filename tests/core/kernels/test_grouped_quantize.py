@@ -7,7 +7,9 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, check, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import grouped_quantize
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import (
+    Moved,
     Rows,
     grouped_quantize_both,
     quantize_rows,
@@ -61,6 +63,31 @@ def test_both_ways(which, shape):
         assert q.block == want.block
         np.testing.assert_array_equal(codes(q.data), codes(want.data))
         np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
+
+
+@pytest.mark.parametrize("which", ["block", "mx"])
+def test_rows_of_tokens_where_they_are(which):
+    """As of rows that are written first; the last rows hold no token, and those after the groups nothing."""
+    format, rng = FORMATS[which][0], np.random.default_rng(5)
+    x = jnp.asarray(oracle.wild_numbers(rng, (1, 70, 256), np.dtype(jnp.bfloat16)))
+    source = rng.permutation(384).astype(np.int32)[None] - 384 + 140
+    source[:, 250:256] = -1
+    source[:, 256:] = rng.integers(0, 140, 128)
+    row = np.full(140, -1, np.int32)
+    row[source[0, :256][source[0, :256] >= 0]] = np.flatnonzero(source[0, :256] >= 0)
+    row_map = RowMap(jnp.asarray(row.reshape(1, 70, 2)), jnp.asarray(source))
+    sizes = jnp.asarray([[128, 128]], jnp.int32)
+
+    def both(x, row_map, sizes):
+        return grouped_quantize_both(Moved(x, row_map), sizes, (format, format))[:2]
+
+    got = run_twice(both, x, row_map, sizes)
+    rows = jnp.where(source[..., None] >= 0, x[:, source[0] // 2], 0)
+    want = grouped_quantize_both(rows, sizes, (format, format))[:2]
+    for q, w in zip(got, want, strict=True):
+        live = 256 if q.block[1] == 1 else 256 // q.block[1]
+        np.testing.assert_array_equal(codes(q.data)[:, :256], codes(w.data)[:, :256])
+        np.testing.assert_array_equal(codes(q.scale)[:, :live], codes(w.scale)[:, :live])
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -22,7 +22,8 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.quantize_rows import Moved, grouped_quantize_both
 
 CURRENT = Float8CurrentScaling().formats()
 BLOCK = Float8BlockScaling().formats()
@@ -132,6 +133,35 @@ def test_both_ways_are_each_way_alone(format):
         for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         assert q.data.sharding.spec == P("a", None, None)
+
+
+def token_rows(rng, num_tokens, top_k, num_rows):
+    """A map of tokens to rows, whose last ones and some between hold none, by counting."""
+    places = rng.permutation(num_rows - 9)[: num_tokens * top_k - 3]
+    source = np.full(num_rows, -1, np.int32)
+    source[places] = rng.permutation(num_tokens * top_k)[: len(places)]
+    row = np.full(num_tokens * top_k, -1, np.int32)
+    row[source[source >= 0]] = np.flatnonzero(source >= 0)
+    return RowMap(jnp.asarray(row.reshape(1, num_tokens, top_k)), jnp.asarray(source[None]))
+
+
+@pytest.mark.parametrize("formats", [(BLOCK.x,) * 2, (MX.x,) * 2, (CURRENT.x,) * 2, (NV.x, None)])
+def test_rows_of_tokens_where_they_are(formats):
+    """As of rows that are written first, whatever tokens hold that no row is of."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(1, 20, 256)).astype(np.float32) * 2.0 ** rng.integers(-9, 9, (1, 20, 1))
+    row_map = token_rows(rng, 20, 3, 128)
+    source = np.asarray(row_map.source)[0]
+    x[:, sorted({*range(20)} - {*(source[source >= 0] // 3)})] = np.nan
+    rows = np.where(source[None, :, None] >= 0, x[:, source // 3], 0)
+    sizes = jnp.asarray([[64, 0, 64]], jnp.int32)
+    got = grouped_quantize_both(Moved(jnp.asarray(x), row_map), sizes, formats)
+    want = grouped_quantize_both(jnp.asarray(rows), sizes, formats)
+    jax.tree.map(np.testing.assert_array_equal, bits(got), bits(want))
+
+
+def bits(copies):
+    return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), copies[:2])
 
 
 def test_the_layout_of_auto_axes_under_a_resource():

@@ -15,7 +15,7 @@ is kept; nor is a without a recipe, as the pass that makes dh makes it again.
 
 Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
 again along the rows; or as tokens that the first GEMM reads in place. Nothing reads padding rows, so nothing is written
-there.
+there. They leave in two: as they are, or on one device as each token's sum, whose cotangent is quantized where it is.
 
 Dimension key: P participants, C rows per participant, T tokens, K choices per token, F expert width, D model width, E
 experts.
@@ -50,6 +50,7 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantize_rows import Moved, Rows
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
@@ -58,7 +59,7 @@ from expertmesh.flax_moe.params import EXPERTS, Params
 from expertmesh.flax_moe.quantization import Quantization, placed_like
 from expertmesh.flax_moe.remat import named
 
-__all__ = ["Dispatched", "feed_forward", "reads_tokens"]
+__all__ = ["Dispatched", "all_here", "feed_forward", "reads_tokens"]
 
 _Operand = jax.Array | QuantizedArray
 _PerLayer = dict[str, NonDiffOperands]
@@ -72,7 +73,7 @@ class Dispatched(NamedTuple):
       handle: of `expertmesh.ep.prepare`: which row is which token's.
       weights: float32[P, C], each row's routing weight.
       rows: [P, C, D] in `config.dtype`, or where the experts read the tokens themselves (see `dispatch`) those, as
-        [1, tokens, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
+        [1, T, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
       quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
       num_dropped, overflow: as in `MoEOutput`.
     """
@@ -93,12 +94,14 @@ class _Options:
       up, down: the layers.
       activation: between them.
       in_place: rows are the tokens; see `reads_tokens`.
+      sums: the rows' sums are returned; see `all_here`.
     """
 
     up: Layer
     down: Layer
     activation: Activation
     in_place: bool
+    sums: bool
 
 
 def feed_forward(
@@ -119,8 +122,9 @@ def feed_forward(
       specs: where parameters are, for Auto axes under a MeshResource.
 
     Returns:
-      ([P, C, D] in the dtype of the rows; those that hold no token are not to be read, and enter no gradient. The next
-      state of `wi` and `wo` under DelayedScaling, else None).
+      ([P, C, D] in the dtype of the rows; those that hold no token are not to be read, and enter no gradient. Where all
+      tokens and experts are here (`all_here`) [1, T, D], each token's sum of its rows. The next state of `wi` and `wo`
+      under DelayedScaling, else None).
 
     Raises:
       ValueError: what `expertmesh.core.grouped_dense` refuses.
@@ -145,7 +149,8 @@ def feed_forward(
         for name in EXPERTS
     )
     in_place = reads_tokens(params["wi"], handle, config)
-    options = _Options(up=up, down=down, activation=config.act, in_place=in_place)
+    sums = all_here(handle)
+    options = _Options(up=up, down=down, activation=config.act, in_place=in_place, sums=sums)
     y, state = _feed_forward(
         params,
         rows,
@@ -163,9 +168,16 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
 
     Where it writes more, a copy of the rows costs little beside it, and is read faster.
     """
+    return config.recipe is None and all_here(handle) and prod(wi.shape[2:]) <= wi.shape[1]
+
+
+def all_here(handle: ep.Handle) -> bool:
+    """Whether all tokens and all experts are on one device, so that nothing is exchanged.
+
+    The rows' sums are then the experts' own: the cotangent of a row is read where its token's is, and not written.
+    """
     num_tokens = prod(handle.slot.shape[:-1])
-    all_here = mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
-    return config.recipe is None and all_here and prod(wi.shape[2:]) <= wi.shape[1]
+    return mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
 
 
 def _up(
@@ -181,7 +193,7 @@ def _up(
     if not in_place:
         h = product(x, wi, handle.group_sizes, bias, layer)
         return h
-    tokens = RowMap(handle.row, handle.source).source_row
+    tokens = _rows_of(handle).source_row
     specs = None, None, layer.resolved[1], None
     operands = x, tokens, wi, handle.group_sizes
     h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
@@ -242,6 +254,8 @@ def _forward(
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
     wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
     y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
+    if of.sums:
+        y = move_rows(y, _rows_of(handle).inverse)
     state = None
     if up.delayed:
         state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
@@ -268,7 +282,11 @@ def _bwd(
 ) -> tuple[Any, ...]:
     x, wi, h, a, wo, biases, weights, handle, keys = kept
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
-    of_y = dy_copies(dy, sizes, keys[1], down)
+    of_dy = Moved(dy, _rows_of(handle)) if options.sums else Rows(dy)
+    if biases:  # whose gradients read dy, too
+        dy, _ = of_dy.apart(sizes, None)
+        of_dy = Rows(dy)
+    of_y = dy_copies(of_dy, sizes, keys[1], down)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
@@ -300,12 +318,17 @@ def _up_gradients(
     of_h: Any, x: Any, wi: _Operand, handle: ep.Handle, layer: Layer, in_place: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of the rows and of wi."""
-    sizes, row_map = handle.group_sizes, RowMap(handle.row, handle.source)
+    sizes, row_map = handle.group_sizes, _rows_of(handle)
     spec = None if in_place else where_at_rest(x, None)
     d_rows = input_gradient(of_h.along_features, wi, sizes, layer, result_spec=spec)
     if in_place:
         x, d_rows = move_rows(x, row_map), move_rows(d_rows, row_map.inverse)
     return d_rows, weight_gradient(x, of_h.along_rows, wi, sizes, layer)
+
+
+def _rows_of(handle: ep.Handle) -> RowMap:
+    """Which rows are which tokens', where all are here."""
+    return RowMap(handle.row, handle.source)
 
 
 def _spec_of_activation(h: jax.Array) -> PartitionSpec | None:

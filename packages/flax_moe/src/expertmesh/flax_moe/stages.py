@@ -46,7 +46,7 @@ from expertmesh.core.router.statistics import router_statistics
 from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
-from expertmesh.flax_moe.experts import Dispatched, feed_forward, reads_tokens
+from expertmesh.flax_moe.experts import Dispatched, all_here, feed_forward, reads_tokens
 from expertmesh.flax_moe.params import BIASES, EXPERTS, SHARED, Params, check_part, param_specs
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
@@ -88,7 +88,8 @@ class Computed(NamedTuple):
 
     Attributes:
       handle: of the `Dispatched`.
-      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read.
+      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read. Where
+        all tokens and experts are on one device [1, T, D], each token's sum already.
       quant_state: the next call's, of `wi` and `wo`; None unless the recipe is a DelayedScaling.
     """
 
@@ -255,8 +256,11 @@ def combine(computed: Computed) -> jax.Array:
     Differentiable in the rows; the backward is a dispatch. Costs the exchange of one row for each choice; see
     `expertmesh.ep.combine`.
     """
-    with _resource_of(computed.handle):
-        return named("combined", ep.combine(computed.handle, computed.rows))
+    handle, rows = computed.handle, computed.rows
+    if all_here(handle):
+        return named("combined", rows.reshape(*handle.slot.shape[:-1], rows.shape[-1]))
+    with _resource_of(handle):
+        return named("combined", ep.combine(handle, rows))
 
 
 def shared_experts(

@@ -209,8 +209,10 @@ def x_copies(x, group_sizes, extra: NonDiffOperands, layer: Layer, *, for_wgrad:
 
 
 def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
-    """dy along the last of N and along the last dimension of tokens, `tokens`; dy: under a recipe also `Rows`."""
+    """dy along the last of N and along the last dimension of tokens, `tokens`; dy: or `Rows` in groups."""
     if layer.recipe is None:
+        if isinstance(dy, Rows):
+            dy, _ = dy.apart(group_sizes, layer.resolved[2])
         return Copies(dy, dy, None)
     keys = gradient_keys(layer, key)
     return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
+from expertmesh.core.ops.gather_rows import select_rows
 from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.quantize import (
     BlockPlan,
     block_shape,
@@ -194,6 +196,38 @@ class Rows:
         """Whether rows in these formats are made and quantized at once."""
         del formats
         return True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moved(Rows):
+    """`move_rows(base, row_map)`: rows of tokens [P, S, D], which one pass reads where they are and quantizes."""
+
+    row_map: RowMap
+    op: ClassVar[Op] = dataclasses.replace(
+        quantize_rows_op,
+        sharding="p s d, p g, p g, key -> p n d, p n d, p g, p n",
+        whole=("s", "k", "n", "g", "key"),
+    )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.row_map.source.shape, *self.base.shape[2:])
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        # Only the rule has names for the places of a token and for the rows.
+        k, n = ("k", "n") if of_groups == "g" else (of_groups, of_groups)
+        return of_data, (*of_data[:2], k), (*of_data[:1], n)
+
+    def rows(self) -> jax.Array:
+        return jax.vmap(select_rows)(self.base, self.row_map.source_row)
+
+    def apart(self, group_sizes, spec):
+        del group_sizes, spec
+        return move_rows(self.base, self.row_map), None
+
+    def fuses(self, formats) -> bool:
+        return quantizes_both_at_once(*formats)
 
 
 def quantize_rows(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.kernels.triton import quantize
+from expertmesh.core.quantization.quantize_rows import Moved
 
 
 def grouped_quantize(
@@ -20,7 +21,8 @@ def grouped_quantize(
     x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
     if format.block is not None:
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
-            return quantize.both(x, sizes, format)
+            index = source.row_map.source_row if isinstance(source, Moved) else None
+            return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
     C = x.shape[1]
 

@@ -174,13 +174,13 @@ def store_along_rows(pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPO
 
 @triton.jit
 def _both_kernel(
-    x, sizes, data, scale, data_rows, scale_rows,
+    x, index, sizes, data, scale, data_rows, scale_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
     FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
-    `_blocks_kernel`."""
+    `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None."""
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     n = tl.program_id(0) % NUM_N * TN
     m = tl.program_id(0) // NUM_N * TM
@@ -193,7 +193,12 @@ def _both_kernel(
     if G:
         live = live & (rows < count_live(sizes, G, G_POW2) * SPLIT)
     at = rows.to(tl.int64) * N + columns
-    wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
+    from_at = at
+    if index is not None:
+        row = tl.load(index + rows, mask=rows < M, other=-1)
+        live = live & (row >= 0)
+        from_at = row.to(tl.int64) * N + columns
+    wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     dtype: tl.constexpr = data.dtype.element_ty
     q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
     tl.store(data + at, q, mask=inside)
@@ -408,26 +413,30 @@ def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
     )  # fmt: skip
 
 
-def both(x, sizes, format):
-    """(data, scale) of blocks along the last dimension, and of blocks along the rows, of `x` [1, C, ...]."""
+def both(x, sizes, format, index=None):
+    """(data, scale) of blocks along the last dimension, and of blocks along the rows, of `x` [1, C, ...].
+
+    With an index, int32[1, C], of its rows there, zeros where it is negative.
+    """
     (_, C, *rest), BLOCK = x.shape, format.block[1]
+    C = C if index is None else index.shape[1]
     N = prod(rest)
     config = choose_both(Rows(C, N, x.dtype, BLOCK, current_device()))
     tiles, transposed = config.tiles, config.transposed
     TN = max(BLOCK, tiles.columns)
     TM = max(BLOCK, tiles.elements // TN)
     shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
-    first, second = [result_types(x.shape, shape, format) for shape in shapes]
+    first, second = [result_types((1, C, *rest), shape, format) for shape in shapes]
     if transposed:
         second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
     out = launcher.triton_call(
-        x, sizes,
+        x, index, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
         M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
-        **scaling(x.dtype, format), **_groups(sizes, C, x),
+        **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
-    along_rows = out[2].T.reshape(x.shape) if transposed else out[2]
+    along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
     return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
 
 
