@@ -14,10 +14,10 @@ from expertmesh.core import (
     NVFP4BlockScaling,
 )
 from expertmesh.core.testing import relative_error
-from expertmesh.ep import dispatch, dispatch_weights, prepare
+from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
 from expertmesh.flax_moe import init_quant_state, quantize_kernels
 from expertmesh.flax_moe.config import dispatches_quantized
-from expertmesh.flax_moe.experts import Dispatched, feed_forward, reads_tokens
+from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.quantization import Quantization
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from flax_moe import quantized_oracle
@@ -98,7 +98,8 @@ def run(config, handle, given, params, x, weights):
     weights = poisoned(dispatch_weights(handle, weights), live)
     dispatched = Dispatched(handle, weights, rows, quantized, None, None)
     y, state = feed_forward(params, dispatched, config, given=given, specs={})
-    return y.reshape(x.shape), state
+    y = y.reshape(x.shape) if adds_rows(params, handle, config) else combine(handle, y)
+    return y, state
 
 
 def oracle(config, params, x, dy, idx, weights, multipliers):

@@ -99,6 +99,16 @@ def test_experts_in_place():
     assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("bias, sums", [(False, True), (True, False)])
+def test_experts_add_rows_whose_cotangents_are_only_quantized(bias, sums):
+    config, data = setup(BLOCK, jnp.bfloat16, use_bias=bias)
+    params, x, _ = data[:3]
+    dispatched = stages.dispatch(params, stages.route(params, x, config), config)
+    computed = stages.experts(params, dispatched, config)
+    assert (computed.rows is None, computed.sums is not None) == (sums, sums)
+    assert stages.combine(computed).shape == x.shape
+
+
 def test_state_of_quantizers():
     """A stage reads and returns the state of its own layers; together that of the block."""
     config, data = setup("fp8_delayed", shared_expert_dim=128)
@@ -245,6 +255,11 @@ def test_pipeline(recipe):
             lambda p, x, c: stages.shared_experts(p, x, c),
             ValueError,
             "stages.shared_experts: .*shared_wi",
+        ),
+        (
+            lambda p, x, c: stages.combine(stages.Computed(handle=None, rows=None)),
+            ValueError,
+            "stages.combine: .*rows or sums; got neither",
         ),
     ],
 )

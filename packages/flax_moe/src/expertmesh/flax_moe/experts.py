@@ -50,7 +50,7 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
-from expertmesh.core.quantization.quantize_rows import Moved, Rows
+from expertmesh.core.quantization.quantize_rows import Moved, quantizes_both_at_once
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
@@ -59,7 +59,7 @@ from expertmesh.flax_moe.params import EXPERTS, Params
 from expertmesh.flax_moe.quantization import Quantization, placed_like
 from expertmesh.flax_moe.remat import named
 
-__all__ = ["Dispatched", "all_here", "feed_forward", "reads_tokens"]
+__all__ = ["Dispatched", "adds_rows", "feed_forward", "reads_tokens"]
 
 _Operand = jax.Array | QuantizedArray
 _PerLayer = dict[str, NonDiffOperands]
@@ -94,7 +94,7 @@ class _Options:
       up, down: the layers.
       activation: between them.
       in_place: rows are the tokens; see `reads_tokens`.
-      sums: the rows' sums are returned; see `all_here`.
+      sums: each token's sum of its rows is returned; see `adds_rows`.
     """
 
     up: Layer
@@ -122,9 +122,9 @@ def feed_forward(
       specs: where parameters are, for Auto axes under a MeshResource.
 
     Returns:
-      ([P, C, D] in the dtype of the rows; those that hold no token are not to be read, and enter no gradient. Where all
-      tokens and experts are here (`all_here`) [1, T, D], each token's sum of its rows. The next state of `wi` and `wo`
-      under DelayedScaling, else None).
+      ([P, C, D] in the dtype of the rows; those that hold no token are not to be read, and enter no gradient. Where
+      `adds_rows` holds [1, T, D], each token's sum of its rows. The next state of `wi` and `wo` under DelayedScaling,
+      else None).
 
     Raises:
       ValueError: what `expertmesh.core.grouped_dense` refuses.
@@ -149,7 +149,7 @@ def feed_forward(
         for name in EXPERTS
     )
     in_place = reads_tokens(params["wi"], handle, config)
-    sums = all_here(handle)
+    sums = adds_rows(params, handle, config)
     options = _Options(up=up, down=down, activation=config.act, in_place=in_place, sums=sums)
     y, state = _feed_forward(
         params,
@@ -168,14 +168,22 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
 
     Where it writes more, a copy of the rows costs little beside it, and is read faster.
     """
-    return config.recipe is None and all_here(handle) and prod(wi.shape[2:]) <= wi.shape[1]
+    return config.recipe is None and _all_here(handle) and prod(wi.shape[2:]) <= wi.shape[1]
 
 
-def all_here(handle: ep.Handle) -> bool:
-    """Whether all tokens and all experts are on one device, so that nothing is exchanged.
+def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
+    """Whether the experts add each token's rows: all are here, and their cotangents are quantized and not read else.
 
-    The rows' sums are then the experts' own: the cotangent of a row is read where its token's is, and not written.
+    They are then read where their tokens' are, and not written. Where they are written anyway, it gains nothing.
     """
+    if config.recipe is None or set(params) != set(EXPERTS) or not _all_here(handle):
+        return False
+    formats = config.recipe.formats()
+    return quantizes_both_at_once(formats.grad_dgrad, formats.grad_wgrad)
+
+
+def _all_here(handle: ep.Handle) -> bool:
+    """Whether all tokens and all experts are on one device, so that nothing is exchanged."""
     num_tokens = prod(handle.slot.shape[:-1])
     return mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
 
@@ -282,11 +290,8 @@ def _bwd(
 ) -> tuple[Any, ...]:
     x, wi, h, a, wo, biases, weights, handle, keys = kept
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
-    of_dy = Moved(dy, _rows_of(handle)) if options.sums else Rows(dy)
-    if biases:  # whose gradients read dy, too
-        dy, _ = of_dy.apart(sizes, None)
-        of_dy = Rows(dy)
-    of_y = dy_copies(of_dy, sizes, keys[1], down)
+    rows = Moved(dy, _rows_of(handle)) if options.sums else dy
+    of_y = dy_copies(rows, sizes, keys[1], down)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)

@@ -46,7 +46,7 @@ from expertmesh.core.router.statistics import router_statistics
 from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
-from expertmesh.flax_moe.experts import Dispatched, all_here, feed_forward, reads_tokens
+from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.params import BIASES, EXPERTS, SHARED, Params, check_part, param_specs
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
@@ -88,14 +88,16 @@ class Computed(NamedTuple):
 
     Attributes:
       handle: of the `Dispatched`.
-      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read. Where
-        all tokens and experts are on one device [1, T, D], each token's sum already.
+      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read. None
+        where there are `sums`.
       quant_state: the next call's, of `wi` and `wo`; None unless the recipe is a DelayedScaling.
+      sums: [..., D], each token's sum of its rows, where the experts add them: on one device under a recipe of blocks.
     """
 
     handle: ep.Handle
-    rows: jax.Array
+    rows: jax.Array | None
     quant_state: Any = None
+    sums: jax.Array | None = None
 
 
 def route(
@@ -218,7 +220,9 @@ def experts(
       key: as for `moe`.
 
     Returns:
-      Computed, its rows sharded like those of `dispatched`.
+      Computed, its rows sharded like those of `dispatched`. On one device, under a recipe that quantizes gradients in
+      blocks of 8 bits, and without biases, it has the tokens' sums in place of rows: the backward then reads the
+      cotangents of tokens where they are.
 
     Raises:
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
@@ -237,11 +241,15 @@ def experts(
     own = check_part("stages.experts", params, names, width, config, held)
     with _resource_of(dispatched.handle):
         rows, state = feed_forward(own, dispatched, config, given=given, specs=_specs(config))
-    return Computed(handle=dispatched.handle, rows=rows, quant_state=state)
+    handle = dispatched.handle
+    if adds_rows(own, handle, config):
+        sums = rows.reshape(*handle.slot.shape[:-1], rows.shape[-1])
+        return Computed(handle=handle, rows=None, quant_state=state, sums=sums)
+    return Computed(handle=handle, rows=rows, quant_state=state)
 
 
 def combine(computed: Computed) -> jax.Array:
-    """`y_t = sum of computed.rows over the rows of token t`: `expertmesh.ep.combine`.
+    """`y_t = sum of computed.rows over the rows of token t`: `expertmesh.ep.combine`, or `computed.sums`.
 
     Args:
       computed: of `experts`.
@@ -251,14 +259,18 @@ def combine(computed: Computed) -> jax.Array:
       axes tokens are spread over the EP axis, even if x was not; `moe` lays y out like x.
 
     Raises:
-      ValueError: rows that do not fit the handle.
+      ValueError: rows that do not fit the handle, or no rows and no sums.
 
     Differentiable in the rows; the backward is a dispatch. Costs the exchange of one row for each choice; see
     `expertmesh.ep.combine`.
     """
-    handle, rows = computed.handle, computed.rows
-    if all_here(handle):
-        return named("combined", rows.reshape(*handle.slot.shape[:-1], rows.shape[-1]))
+    handle, rows, _, sums = computed
+    if sums is not None:
+        return named("combined", sums)
+    if rows is None:
+        raise ValueError(
+            "stages.combine: computed must have rows or sums; got neither; pass the result of stages.experts"
+        )
     with _resource_of(handle):
         return named("combined", ep.combine(handle, rows))
 
