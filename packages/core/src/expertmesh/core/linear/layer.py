@@ -133,7 +133,7 @@ class Linear:
         lead = self.batch_dims
         return filter_roles((*w_spec[:lead], *w_spec[lead + 1 :]), *self.weight_roles[:-1], "tp")
 
-    def weight_options(self, w) -> dict[str, int]:
+    def weight_options(self, w: Any) -> dict[str, Any]:
         """Of the ops that make gradients of the weight and of the bias."""
         return {"num_experts": w.shape[0]} if self.batch_dims else {}
 
@@ -164,7 +164,7 @@ class Layer:
     clear_padding: bool = False
 
     @property
-    def row_options(self) -> dict[str, bool]:
+    def row_options(self) -> dict[str, Any]:
         """Of the GEMMs whose result is rows."""
         return {"clear_padding": self.clear_padding} if self.law.batch_dims else {}
 

@@ -306,8 +306,8 @@ def _fwd(
 def _bwd(
     h: jax.Array, d_out: jax.Array, *, activation: Activation, spec: PartitionSpec | None
 ) -> tuple[jax.Array]:
-    options = dict(activation=activation, operand_specs=(spec, None))
-    d_h = gated_grad_op(_with_parts(h, activation), d_out, **options)
+    h_parts, specs = _with_parts(h, activation), (spec, None)
+    d_h = gated_grad_op(h_parts, d_out, activation=activation, operand_specs=specs)
     return (d_h if activation.gated else jnp.squeeze(d_h, -2),)
 
 
