@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
 from expertmesh.core.specs import (
+    Spec,
     axes_of_type,
     axis_size,
     common_axes,
@@ -53,19 +55,19 @@ __all__ = ["Kernel", "Op", "Plan", "Query", "check_reduce_dtype"]
 _REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
+def check_reduce_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which devices add a weight's gradient.
 
     Raises:
       ValueError: unsupported dtype; the message begins with `name`.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _REDUCE_DTYPES:
+    resolved: jnp.dtype = jnp.dtype(dtype)
+    if resolved.name not in _REDUCE_DTYPES:
         raise ValueError(
-            f"{name}: reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}; got reduce_dtype={dtype.name}; "
+            f"{name}: reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}; got reduce_dtype={resolved.name}; "
             "use 'float32', or that of the parameters"
         )
-    return dtype
+    return resolved
 
 
 def _always_supported(*operand_types: Any, **options: Any) -> None:
@@ -89,7 +91,7 @@ class Kernel:
 
     name: str
     platform: str
-    launch: Callable
+    launch: Callable[..., Any]
     unsupported: Callable[..., str | None] = _always_supported
     unsupported_here: Callable[[], str | None] = _always_supported
     takes: Callable[..., bool] | None = None
@@ -114,7 +116,7 @@ class _Imported:
     module: str
     function: str
 
-    def __call__(self, *operands, **options):
+    def __call__(self, *operands: Any, **options: Any) -> Any:
         try:
             module = importlib.import_module(self.module)
         except Exception as error:  # of another Triton, a name may be gone
@@ -143,7 +145,7 @@ class Op:
     """
 
     name: str
-    reference: Callable
+    reference: Callable[..., Any]
     sharding: str
     summed: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
@@ -155,13 +157,13 @@ class Op:
 
     def __call__(
         self,
-        *operands,
-        implementation="auto",
-        operand_specs=None,
-        result_specs=None,
-        reduce_dtype="float32",
-        **options,
-    ):
+        *operands: Any,
+        implementation: Any = "auto",
+        operand_specs: Any = None,
+        result_specs: Any = None,
+        reduce_dtype: Any = "float32",
+        **options: Any,
+    ) -> Any:
         """Applies the op to global arrays, or to shards inside `shard_map`.
 
         Args:
@@ -287,7 +289,7 @@ class Op:
 
 
 @contextlib.contextmanager
-def _sizes_known(name: str, operands):
+def _sizes_known(name: str, operands: Any) -> Iterator[None]:
     """Says which op could not do with symbolic sizes."""
     try:
         yield
@@ -304,14 +306,19 @@ def _fresh(sharding: str) -> str:
     return next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
 
 
-def _per_leaf(x, of_data: tuple, of_groups) -> tuple[tuple, ...]:
+def _per_leaf(x: Any, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
     """What `of_data` says of each dimension of an operand, for each of its leaves."""
     if x is None:
         return ()
-    return x.per_leaf(of_data, of_groups) if hasattr(x, "per_leaf") else (of_data,)
+    leaves: tuple[tuple[Any, ...], ...] = (
+        x.per_leaf(of_data, of_groups) if hasattr(x, "per_leaf") else (of_data,)
+    )
+    return leaves
 
 
-def _leaf_terms(sides, terms, group: str) -> str:
+def _leaf_terms(
+    sides: Iterable[Iterable[Any]], terms: Iterable[Iterable[tuple[str, ...]]], group: str
+) -> str:
     """A rule, or roles, of the leaves of operands and results; `group`: of a dimension of groups, which no data has."""
     texts = [
         ", ".join(
@@ -324,7 +331,9 @@ def _leaf_terms(sides, terms, group: str) -> str:
     return " -> ".join(texts)
 
 
-def leaf_specs(operands, specs) -> tuple[PartitionSpec | None, ...]:
+def leaf_specs(
+    operands: Iterable[Any], specs: Iterable[PartitionSpec | None]
+) -> tuple[PartitionSpec | None, ...]:
     """Where each leaf is, for operands whose data are at `specs`; of the groups of rows each device has all."""
     return tuple(
         None if spec is None else PartitionSpec(*entries)
@@ -338,10 +347,10 @@ class _OfTree:
     """A function of operands as one of their leaves, and of its results; equal for equal arguments, so that no op is
     traced twice."""
 
-    function: Callable
+    function: Callable[..., Any]
     tree: jax.tree_util.PyTreeDef
 
-    def __call__(self, *leaves, **options):
+    def __call__(self, *leaves: Any, **options: Any) -> Any:
         out = self.function(*self.tree.unflatten(leaves), **options)
         return tuple(jax.tree.leaves(out)) if isinstance(out, tuple) else out
 
@@ -375,10 +384,10 @@ def _plan_by_rule(query: Query) -> Plan:
 class _BatchedReference:
     """A reference under vmap; equal for equal arguments, so that a repeated vmap is not traced again."""
 
-    reference: Callable
+    reference: Callable[..., Any]
     in_batched: tuple[bool, ...]
 
-    def __call__(self, *operands, **options):
+    def __call__(self, *operands: Any, **options: Any) -> Any:
         in_axes = tuple(0 if batched else None for batched in self.in_batched)
         return jax.vmap(partial(self.reference, **options), in_axes=in_axes)(*operands)
 
@@ -391,7 +400,7 @@ class _BatchedPlan:
     in_batched: tuple[bool, ...]
 
     def __call__(self, query: Query) -> Plan:
-        def inner(values):
+        def inner(values: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
             return tuple(
                 tuple(v)[1:] if b else tuple(v)
                 for v, b in zip(values, self.in_batched, strict=True)
@@ -421,29 +430,34 @@ class _BatchedPlan:
         )
 
 
+_Specs = tuple[PartitionSpec | None, ...] | None
+_Mesh = Mesh | AbstractMesh
+_Kinds = Mapping[AxisType, frozenset[str]]  # the axes of each type
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """The static half of a call: part of jit's key."""
 
     op: Op
     implementation: str
-    operand_specs: tuple[PartitionSpec | None, ...] | None
-    result_specs: tuple[PartitionSpec | None, ...] | None
+    operand_specs: _Specs
+    result_specs: _Specs
     reduce_dtype: jnp.dtype
     options: tuple[tuple[str, object], ...]
     resource: MeshResource | None
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(call: _Call, *operands):
+def _run(call: _Call, *operands: jax.Array) -> Any:
     @custom_vmap
-    def run(*operands):
+    def run(*operands: jax.Array) -> Any:
         # JAX traces this again when it batches or differentiates, and not always where the call is.
         with global_shard_guard(call.resource):
             return _dispatch(call, operands)
 
     @run.def_vmap
-    def run_batched(axis_size, in_batched, *operands):
+    def run_batched(axis_size: int, in_batched: Sequence[bool], *operands: jax.Array) -> Any:
         del axis_size
         if call.implementation not in ("auto", "reference"):
             raise ValueError(
@@ -452,7 +466,7 @@ def _run(call: _Call, *operands):
             )
         in_batched = tuple(in_batched)
 
-        def lead(specs, batched):
+        def lead(specs: _Specs, batched: Sequence[bool]) -> _Specs:
             return specs and tuple(
                 PartitionSpec(None, *spec) if b and spec is not None else spec
                 for spec, b in zip(specs, batched, strict=True)
@@ -473,11 +487,11 @@ def _run(call: _Call, *operands):
     return _without_derivative(call.op.name, run)(*operands)
 
 
-def _without_derivative(name: str, function):
+def _without_derivative(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, whose derivative is an error that names the op; the empty tangents of integers pass."""
     guarded = jax.custom_jvp(function)
 
-    def jvp(primals, tangents):
+    def jvp(primals: Any, tangents: Any) -> Any:
         if not all(isinstance(tangent, SymbolicZero) for tangent in tangents):
             raise NotImplementedError(
                 f"{name}: the op itself has no derivative; got one asked for, as by a gradient of a gradient or by "
@@ -490,7 +504,7 @@ def _without_derivative(name: str, function):
     return guarded
 
 
-def _dispatch(call: _Call, operands):
+def _dispatch(call: _Call, operands: tuple[jax.Array, ...]) -> Any:
     mesh = _jax.operand_mesh(call.op.name, operands)
     kinds = {
         kind: frozenset(axes_of_type(mesh, kind))
@@ -510,11 +524,13 @@ def _dispatch(call: _Call, operands):
     return _partitioned(call, operands)
 
 
-def _local(call: _Call, operands, overrides=()):
+def _local(
+    call: _Call, operands: tuple[jax.Array, ...], overrides: Mapping[str, Any] | None = None
+) -> Any:
     """The op on what the operands hold, everything or one device's shards, by a kernel that can take them."""
-    options = dict(call.options) | dict(overrides)
+    options = {**dict(call.options), **(overrides or {})}
     reference = partial(call.op.reference, **options)
-    usable: dict[str, Callable] = {}
+    usable: dict[str, Callable[..., Any]] = {}
     platform = _jax.platform(operands)
     for kernel in call.op.kernels:
         named = call.implementation == kernel.name
@@ -540,7 +556,13 @@ def _local(call: _Call, operands, overrides=()):
     return jax.lax.platform_dependent(*operands, default=reference, **usable)
 
 
-def _launch(call: _Call, kernel: Kernel, reference: Callable, options: dict, *operands):
+def _launch(
+    call: _Call,
+    kernel: Kernel,
+    reference: Callable[..., Any],
+    options: Mapping[str, Any],
+    *operands: jax.Array,
+) -> Any:
     """The kernel's results; under "auto" the reference's where the kernel cannot be compiled or loaded."""
     try:
         return vary_like(operands, kernel.launch(*operands, **options))
@@ -554,13 +576,13 @@ def _launch(call: _Call, kernel: Kernel, reference: Callable, options: dict, *op
         return reference(*operands)
 
 
-def vary_like(operands, results):
+def vary_like(operands: Iterable[jax.Array], results: Any) -> Any:
     """Results of a custom call or a nested shard_map, which lose the Manual axes over which the operands vary."""
     axes = frozenset().union(*map(_jax.varying_axes, operands))
     return _jax.match_varying(results, axes)
 
 
-def _shard_function(call: _Call, plan: Plan):
+def _shard_function(call: _Call, plan: Plan) -> Callable[..., Any]:
     """What runs on each device: the local op, then the sums of its partial results.
 
     An op that rounds its result has an `out_dtype`; partial sums are made and added in the call's `reduce_dtype`, and
@@ -569,7 +591,7 @@ def _shard_function(call: _Call, plan: Plan):
     options = dict(call.options)
     wide = "out_dtype" in options and any(plan.summed_axes)
 
-    def local(*shards):
+    def local(*shards: jax.Array) -> Any:
         overrides = {**plan.options, **({"out_dtype": call.reduce_dtype} if wide else {})}
         out = _reduce(plan, _local(call, shards, overrides))
         return jax.tree.map(lambda x: x.astype(options["out_dtype"]), out) if wide else out
@@ -577,7 +599,7 @@ def _shard_function(call: _Call, plan: Plan):
     return local
 
 
-def _reduce(plan: Plan, out):
+def _reduce(plan: Plan, out: Any) -> Any:
     """Sums the local results over the plan's axes: scattered where the result's spec has the axis, else to all."""
     single = not isinstance(out, tuple)
     results = []
@@ -592,7 +614,13 @@ def _reduce(plan: Plan, out):
     return results[0] if single else tuple(results)
 
 
-def _on_shards(call: _Call, operands, mesh, kinds, resource):
+def _on_shards(
+    call: _Call,
+    operands: tuple[jax.Array, ...],
+    mesh: _Mesh,
+    kinds: _Kinds,
+    resource: MeshResource | None,
+) -> Any:
     """Inside a shard_map over every axis that is not Manual."""
     rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
     explicit, auto = kinds[AxisType.Explicit], kinds[AxisType.Auto]
@@ -659,13 +687,18 @@ def _on_shards(call: _Call, operands, mesh, kinds, resource):
     return vary_like(placed, results)
 
 
-def _with_empty(function, operands, specs, mesh_shape):
+def _with_empty(
+    function: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    mesh_shape: Mapping[str, int],
+) -> Callable[..., Any]:
     """`function` of the operands that hold something; XLA crashes on empty buffers that enter a shard_map."""
     shapes = [
         local_shape(x.shape, spec, mesh_shape) for x, spec in zip(operands, specs, strict=True)
     ]
 
-    def local(*shards):
+    def local(*shards: jax.Array) -> Any:
         remaining = iter(shards)
         return function(
             *(
@@ -677,7 +710,7 @@ def _with_empty(function, operands, specs, mesh_shape):
     return local
 
 
-def _check_resource(name: str, mesh, kinds, resource) -> None:
+def _check_resource(name: str, mesh: _Mesh, kinds: _Kinds, resource: MeshResource | None) -> None:
     if resource is None:
         stray = [axis for axis in kinds[AxisType.Auto] if mesh.shape[axis] > 1]
         if stray:
@@ -694,7 +727,7 @@ def _check_resource(name: str, mesh, kinds, resource) -> None:
         )
 
 
-def _check_axes(name: str, spec, mesh) -> None:
+def _check_axes(name: str, spec: Spec, mesh: _Mesh) -> None:
     """A given spec must name axes of the mesh, each once."""
     axes = spec_axes(spec)
     axis_size(mesh.shape, axes)
@@ -705,7 +738,7 @@ def _check_axes(name: str, spec, mesh) -> None:
         )
 
 
-def _check_order(name: str, spec, x, auto) -> None:
+def _check_order(name: str, spec: Spec, x: jax.Array, auto: frozenset[str]) -> None:
     """A given spec must not leave open in which order Explicit and Auto axes cut a dimension."""
     types = pad_spec(jax.typeof(x).sharding.spec, x.ndim)
     for dim, (typed, entry) in enumerate(zip(types, pad_spec(spec, x.ndim), strict=True)):
@@ -717,26 +750,29 @@ def _check_order(name: str, spec, x, auto) -> None:
             )
 
 
-def _role_spec(roles, resource, axes) -> PartitionSpec:
+def _role_spec(
+    roles: Sequence[str], resource: MeshResource | None, axes: frozenset[str]
+) -> PartitionSpec:
     if resource is None:
         return PartitionSpec(*[None] * len(roles))
     return filter_axes([resource.entry(role) for role in roles], axes)
 
 
-def _reshard(x, mesh, spec):
+def _reshard(x: jax.Array, mesh: _Mesh, spec: PartitionSpec) -> jax.Array:
     if (
         AxisType.Explicit not in mesh.axis_types
         or pad_spec(jax.typeof(x).sharding.spec, x.ndim) == spec
     ):
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return placed
 
 
-def _partitioned(call: _Call, operands):
+def _partitioned(call: _Call, operands: tuple[jax.Array, ...]) -> Any:
     """Under the compiler's own propagation, which asks for a plan when it has chosen the layouts."""
     rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
 
-    def plan_of(mesh, operand_infos, result_infos):
+    def plan_of(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> Plan:
         results = jax.tree.leaves(result_infos)
         return call.op.make_plan(
             Query(
@@ -749,29 +785,29 @@ def _partitioned(call: _Call, operands):
             )
         )
 
-    def shardings(mesh, specs):
+    def shardings(mesh: Mesh, specs: Iterable[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-    def result_shardings(mesh, plan):
+    def result_shardings(mesh: Mesh, plan: Plan) -> Any:
         results = shardings(mesh, plan.result_specs)
         return results[0] if len(results) == 1 else results
 
-    def partition(mesh, operand_infos, result_infos):
+    def partition(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> tuple[Any, ...]:
         plan = plan_of(mesh, operand_infos, result_infos)
         function = _shard_function(call, plan)
 
-        def local(*shards):
+        def local(*shards: jax.Array) -> Any:
             # Ops that the local function calls must see shards, whatever the ambient mesh is.
             with jax.sharding.use_abstract_mesh(_jax.manual_mesh(mesh)):
                 return function(*shards)
 
         return mesh, local, result_shardings(mesh, plan), shardings(mesh, plan.operand_specs)
 
-    def infer(mesh, operand_infos, result_infos):
+    def infer(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> Any:
         plan = plan_of(mesh, operand_infos, jax.tree.map(lambda _: None, result_infos))
         return result_shardings(mesh, plan)
 
-    def whole_program(*operands):
+    def whole_program(*operands: jax.Array) -> Any:
         return _local(call, operands)
 
     function = custom_partitioning(whole_program)
@@ -783,17 +819,17 @@ def _partitioned(call: _Call, operands):
     return jax.tree.map(_shield, function(*operands))
 
 
-def _shield(x):
+def _shield(x: jax.Array) -> jax.Array:
     """Keeps integers off XLA:GPU's division rewrite: it copies the call's rule to ops that the rule does not fit."""
     return jax.lax.optimization_barrier(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
-def _known(result_infos) -> bool:
+def _known(result_infos: Sequence[Any]) -> bool:
     return bool(result_infos) and all(
         getattr(info, "sharding", None) is not None for info in result_infos
     )
 
 
-def _info_spec(info) -> PartitionSpec:
+def _info_spec(info: Any) -> PartitionSpec:
     spec = getattr(info.sharding, "spec", PartitionSpec())
     return pad_spec(spec, len(info.shape))

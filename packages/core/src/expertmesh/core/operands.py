@@ -1,11 +1,13 @@
 """What public functions demand of operands, results and options: arrays of one kind of numbers; masks; ids; counts."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
 from jax.experimental import checkify
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,9 @@ BOOLS = Kind("bools", (jnp.bool_,), "compare it with 0")
 FLAGS = Kind("bools or integers", (jnp.bool_, jnp.integer), "compare it with 0")
 
 
-def check_arrays(name: str, kind: Kind = NUMBERS, *, optional: bool = False, **operands) -> None:
+def check_arrays(
+    name: str, kind: Kind = NUMBERS, *, optional: bool = False, **operands: Any
+) -> None:
     """Raises in the name of `name` unless each operand is an array of such numbers.
 
     An array is what has a shape and a dtype, so of NumPy and a QuantizedArray too; lists and Python numbers are none.
@@ -57,22 +61,22 @@ def check_arrays(name: str, kind: Kind = NUMBERS, *, optional: bool = False, **o
             )
 
 
-def check_out_dtype(name: str, dtype, option: str = "out_dtype") -> jnp.dtype:
+def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> jnp.dtype:
     """The dtype of a sum's result, given or that of an operand.
 
     Raises:
       ValueError: in the name of `name`, for integers and for floats of less than 16 bits, whose range is too small.
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+    resolved: jnp.dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(resolved, jnp.floating) or resolved.itemsize < 2:
         raise ValueError(
-            f"{name}: the result must be of floats of at least 16 bits; got {option}={dtype.name}; take bfloat16, and "
-            "quantize for less"
+            f"{name}: the result must be of floats of at least 16 bits; got {option}={resolved.name}; take bfloat16, "
+            "and quantize for less"
         )
-    return dtype
+    return resolved
 
 
-def check_counts(name: str, *, optional: bool = False, **counts) -> None:
+def check_counts(name: str, *, optional: bool = False, **counts: object) -> None:
     """Raises in the name of `name` unless each is a Python int of at least 1.
 
     Args:

@@ -136,7 +136,9 @@ def parse_rule(
     return rule
 
 
-def _group_sizes(terms: Sequence[Names], ndims, options: Mapping[str, Any]) -> dict[str, int]:
+def _group_sizes(
+    terms: Sequence[Names], ndims: Sequence[int | None], options: Mapping[str, Any]
+) -> dict[str, int]:
     """Number of dimensions of each group, from the options or the terms in which it is the only unknown one."""
     names = {name for term in terms for name in term if name.endswith("...")}
     groups: dict[str, int] = {name: options[name[:-3]] for name in names if name[:-3] in options}
@@ -204,7 +206,7 @@ def _group_roles(first: str, length: int) -> Names:
     return (first, second, *["."] * length)[:length]
 
 
-def factor_sizes(rule: Rule, shapes) -> dict[str, list[int]]:
+def factor_sizes(rule: Rule, shapes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
     """Every size with which a factor occurs in the operands."""
     sizes: dict[str, list[int]] = {}
     for names, shape in zip(rule.operands, shapes, strict=True):
@@ -292,7 +294,13 @@ def plan_by_rule(
     return scatter_sums(query, rule, split, operand_specs, partial)
 
 
-def scatter_sums(query: Query, rule: Rule, split: Split, operand_specs, partial) -> Plan:
+def scatter_sums(
+    query: Query,
+    rule: Rule,
+    split: Split,
+    operand_specs: tuple[PartitionSpec, ...],
+    partial: Sequence[tuple[str, ...]],
+) -> Plan:
     """Completes a plan: partial sums are scattered into the dimensions where the results are wanted so."""
     result_specs = []
     for names, want, axes in zip(rule.results, query.wanted(rule), partial, strict=True):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from expertmesh.core.specs import axes_of_type, merge_known
 
 
 @jax.tree_util.register_static
-class _Types(tuple):
+class _Types(tuple[Any, ...]):
     """Types of the primals: a static leaf of the residuals."""
 
 
@@ -60,18 +60,18 @@ def differentiable[Out](
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def call(given, *operands):
+    def call(given: _Given, *operands: Any) -> Out:
         with given.context() as options:
             if value is not None:
                 return value(*operands, **options)
             return fwd(*operands, **options)[0]
 
-    def call_fwd(given, *operands):
+    def call_fwd(given: _Given, *operands: Any) -> tuple[Out, tuple[Any, _Types]]:
         with given.context() as options:
             out, residuals = fwd(*operands, **options)
         return out, (residuals, _Types(map(_jax.operand_types, operands)))
 
-    def call_bwd(given, carried, cotangent):
+    def call_bwd(given: _Given, carried: tuple[Any, _Types], cotangent: Out) -> tuple[Any, ...]:
         residuals, types = carried
         with given.context() as options:
             cotangents = bwd(residuals, cotangent, **options)
@@ -83,28 +83,31 @@ def differentiable[Out](
     def public(*operands: Any, **options: Any) -> Out:
         given = _Given(tuple(sorted(options.items())), current_resource())
         # Outside the custom VJP, so that the cast's transpose sums the cotangent of a replicated operand.
-        return jitted(given, *_jax.match_varying(operands))
+        out: Out = jitted(given, *_jax.match_varying(operands))
+        return out
 
     return public
 
 
-def _like_primal(cotangent, types):
+def _like_primal(cotangent: Any, types: Any) -> Any:
     if cotangent is None:
         return None
     return jax.tree.map(_cast, cotangent, types)
 
 
-def _cast(cotangent, primal):
+def _cast(cotangent: jax.Array, primal: Any) -> jax.Array:
     if not jnp.issubdtype(primal.dtype, jnp.inexact):
         return cotangent
     cotangent = cotangent.astype(primal.dtype)
     mesh = primal.sharding.mesh
     if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
         cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
-    return _jax.match_varying(cotangent, frozenset(primal.manual_axis_type.varying))
+    axes = frozenset(primal.manual_axis_type.varying)
+    cotangent = _jax.match_varying(cotangent, axes)
+    return cotangent
 
 
-def at_rest(x, spec: PartitionSpec | None) -> PartitionSpec | None:
+def at_rest(x: jax.Array, spec: PartitionSpec | None) -> PartitionSpec | None:
     """Where a gradient is wanted: where its primal is, by its type over Explicit axes, by `spec` over Auto ones."""
     typed, mesh = _jax.explicit_spec(x), jax.typeof(x).sharding.mesh
     if typed is None or spec is None:
@@ -112,19 +115,20 @@ def at_rest(x, spec: PartitionSpec | None) -> PartitionSpec | None:
     return merge_known(typed, spec, axes_of_type(mesh, AxisType.Auto), x.ndim)
 
 
-def not_differentiable(x, remedy: str):
+def not_differentiable(x: jax.Array, remedy: str) -> jax.Array:
     """`x`; NotImplementedError that says `remedy` where a derivative of it is asked for."""
-    return _opaque(remedy, x)
+    out: jax.Array = _opaque(remedy, x)
+    return out
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _opaque(remedy, x):
+def _opaque(remedy: str, x: jax.Array) -> jax.Array:
     del remedy
     return x
 
 
 @_opaque.defjvp
-def _opaque_jvp(remedy, primals, tangents):
+def _opaque_jvp(remedy: str, primals: object, tangents: object) -> NoReturn:
     del primals, tangents
     name, _, remedy = remedy.partition(": ")
     raise NotImplementedError(

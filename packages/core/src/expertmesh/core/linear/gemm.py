@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, Terms
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
@@ -75,32 +75,15 @@ def _kernels(function: str, unsupported) -> tuple[Kernel, ...]:
     return (Kernel.triton(module, function, unsupported, takes=is_quantized),)
 
 
-gemm_op = Op(
-    "gemm",
-    _gemm_reference,
-    "t... k, k n... -> t... n...",
-    summed=("k",),
-    roles="tokens ., fsdp . -> tokens .",
-    parameter=1,
-    kernels=_kernels("fprop", _rows_unsupported),
+_TERMS = Terms(
+    x=Term("t... k", "tokens ."), w=Term("k n...", "fsdp ."), y=Term("t... n...", "tokens .")
 )
-gemm_dgrad_op = Op(
-    "gemm_dgrad",
-    _dgrad_reference,
-    "t... n..., k n... -> t... k",
-    summed=("n...",),
-    roles="tokens ., fsdp . -> tokens .",
-    parameter=1,
-    kernels=_kernels("dgrad", _rows_unsupported),
+gemm_op = _TERMS.gemm("gemm", "xw y", _gemm_reference, _kernels("fprop", _rows_unsupported))
+gemm_dgrad_op = _TERMS.gemm(
+    "gemm_dgrad", "yw x", _dgrad_reference, _kernels("dgrad", _rows_unsupported)
 )
-gemm_wgrad_op = Op(
-    "gemm_wgrad",
-    _wgrad_reference,
-    "t... k, t... n... -> k n...",
-    summed=("t...",),
-    roles="tokens ., tokens . -> fsdp .",
-    parameter=2,
-    kernels=_kernels("wgrad", _weights_unsupported),
+gemm_wgrad_op = _TERMS.gemm(
+    "gemm_wgrad", "xy w", _wgrad_reference, _kernels("wgrad", _weights_unsupported)
 )
 add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n...")
 bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
@@ -130,13 +113,13 @@ def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
 
 DENSE = Linear(
     name="dense",
+    terms=_TERMS,
     fprop=gemm_op,
     dgrad=gemm_dgrad_op,
     wgrad=gemm_wgrad_op,
     add_bias=add_bias_op,
     bias_grad=bias_grad_op,
     row_roles=("tokens", "sequence"),
-    weight_roles=("fsdp",),
     quantize_x=_x_copies,
     quantize_dy=_dy_copies,
 )

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, Terms
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
@@ -382,36 +382,30 @@ def _bias_unsupported(dy, group_sizes, weights, *, num_experts, **options) -> st
     )
 
 
-_ROWS_WEIGHT = "participants . ., experts fsdp ., participants . -> participants . ."
-
-grouped_gemm_op = Op(
+_TERMS = Terms(
+    x=Term("p c k", "participants . ."),
+    w=Term("e k n...", "experts fsdp ."),
+    y=Term("p c n...", "participants . ."),
+    groups=(Term("p g", "participants ."),),
+    plan=plan_grouped,
+)
+grouped_gemm_op = _TERMS.gemm(
     "grouped_gemm",
+    "xw y",
     partial(_rows_reference, contract_rhs=1),
-    "p c k, e k n..., p g -> p c n...",
-    summed=("k",),
-    roles=_ROWS_WEIGHT,
-    parameter=1,
-    plan=plan_grouped,
-    kernels=_kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported),
+    _kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported),
 )
-grouped_gemm_dgrad_op = Op(
+grouped_gemm_dgrad_op = _TERMS.gemm(
     "grouped_gemm_dgrad",
+    "yw x",
     partial(_rows_reference, contract_rhs=2),
-    "p c n..., e k n..., p g -> p c k",
-    summed=("n...",),
-    roles=_ROWS_WEIGHT,
-    parameter=1,
-    plan=plan_grouped,
-    kernels=_kernels("rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported),
+    _kernels("rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported),
 )
-grouped_gemm_wgrad_op = Op(
+grouped_gemm_wgrad_op = _TERMS.gemm(
     "grouped_gemm_wgrad",
+    "xy w",
     _wgrad_reference,
-    "p c k, p c n..., p g -> e k n...",
-    roles="participants . ., participants . ., participants . -> experts fsdp .",
-    parameter=3,
-    plan=plan_grouped,
-    kernels=_kernels("weights", _plain_weights_unsupported, _quantized_weights_unsupported),
+    _kernels("weights", _plain_weights_unsupported, _quantized_weights_unsupported),
 )
 group_bias_op = Op(
     "group_bias",
@@ -461,13 +455,13 @@ def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
 
 GROUPED = Linear(
     name="grouped_dense",
+    terms=_TERMS,
     fprop=grouped_gemm_op,
     dgrad=grouped_gemm_dgrad_op,
     wgrad=grouped_gemm_wgrad_op,
     add_bias=group_bias_op,
     bias_grad=group_bias_grad_op,
     row_roles=("participants",),
-    weight_roles=("experts", "fsdp"),
     quantize_x=_x_copies,
     quantize_dy=_dy_copies,
 )

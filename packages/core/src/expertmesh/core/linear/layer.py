@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.linear.quantize_kernel import QuantizedKernel, check_state
 from expertmesh.core.mesh import current_resource, filter_roles
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
@@ -45,31 +46,80 @@ def init_dense_state(recipe: DelayedScaling, *, num_experts: int | None = None) 
     return DenseState(init_delayed(recipe), init_delayed(recipe, experts))
 
 
+class Term(NamedTuple):
+    """The dimensions of an operand or a result, and the role of each, as a rule has them (`core/rule.py`)."""
+
+    dims: str
+    roles: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Those of y = x w; dx = dy w^T and dw = x^T dy are its permutations.
+
+    Attributes:
+      groups: of the sizes of groups, the third operand; () where rows have none.
+      plan: of all three GEMMs; None: the rule's.
+    """
+
+    x: Term
+    w: Term
+    y: Term
+    groups: tuple[Term, ...] = ()
+    plan: Callable[[Query], Plan] | None = None
+
+    def gemm(
+        self, name: str, law: str, reference: Callable[..., Any], kernels: tuple[Kernel, ...]
+    ) -> Op:
+        """The op of `law`, such as "xw y": what both operands have and the result lacks is contracted."""
+        a, b, result = (getattr(self, letter) for letter in law.replace(" ", ""))
+        terms = (a, b, *self.groups, result)
+        sharding, roles = (
+            f"{', '.join(side[:-1])} -> {side[-1]}" for side in zip(*terms, strict=True)
+        )
+        common = set(a.dims.split()) & set(b.dims.split())
+        return Op(
+            name,
+            reference,
+            sharding,
+            summed=tuple(sorted(common - set(result.dims.split()))),
+            roles=roles,
+            parameter=terms.index(self.w),
+            plan=self.plan,
+            kernels=kernels,
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
     """What the three GEMMs of a layer are: y = x w, dx = dy w^T, dw = x^T dy. Of all rows, or of groups of rows.
 
     Attributes:
       name: of the layer, in messages.
+      terms: of the GEMMs.
       fprop, dgrad, wgrad: the GEMMs; of groups their sizes are the third operand.
       add_bias, bias_grad: y + bias, and the sum of dy over the tokens; of groups a bias may be times rows' weights.
       row_roles: of the dimensions of x before K (see `MeshResource.axes`).
-      weight_roles: of the dimensions of w up to K: experts, if it has them, and K.
       quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`;
         x of groups, and dy, may be `Rows`.
       quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them.
     """
 
     name: str
+    terms: Terms
     fprop: Op
     dgrad: Op
     wgrad: Op
     add_bias: Op
     bias_grad: Op
     row_roles: tuple[str, ...]
-    weight_roles: tuple[str, ...]
-    quantize_x: Callable
-    quantize_dy: Callable
+    quantize_x: Callable[..., Any]
+    quantize_dy: Callable[..., Any]
+
+    @property
+    def weight_roles(self) -> tuple[str, ...]:
+        """Of the dimensions of w up to K: experts, if it has them, and K."""
+        return tuple(self.terms.w.roles.split()[:-1])
 
     @property
     def batch_dims(self) -> int:
@@ -83,7 +133,7 @@ class Linear:
         lead = self.batch_dims
         return filter_roles((*w_spec[:lead], *w_spec[lead + 1 :]), *self.weight_roles[:-1], "tp")
 
-    def weight_options(self, w) -> dict[str, int]:
+    def weight_options(self, w: Any) -> dict[str, Any]:
         """Of the ops that make gradients of the weight and of the bias."""
         return {"num_experts": w.shape[0]} if self.batch_dims else {}
 
@@ -114,7 +164,7 @@ class Layer:
     clear_padding: bool = False
 
     @property
-    def row_options(self) -> dict[str, bool]:
+    def row_options(self) -> dict[str, Any]:
         """Of the GEMMs whose result is rows."""
         return {"clear_padding": self.clear_padding} if self.law.batch_dims else {}
 

@@ -16,7 +16,7 @@ Dimension key: P participants, C rows per participant, F expert width, G groups 
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.activation import Activation, function_and_gradient, unsupported
+from expertmesh.core.ops.activation import function_and_gradient, unsupported
 from expertmesh.core.ops.groups import lead
 from expertmesh.core.ops.row_map import holds_token
 
@@ -52,15 +52,7 @@ def _selected(source, x, dtype):
     return jnp.where(lead(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
 
 
-def _unsupported(h, *others, activation: Activation) -> str | None:
-    """What keeps these types from the kernels, or None."""
-    del others
-    if not activation.gated:
-        return "the activation must have a gate"
-    return unsupported(h, activation=activation)
-
-
-def _kernel(function: str, unsupported) -> tuple[Kernel, ...]:
+def _kernel(function: str) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.triton.activate_rows", function, unsupported),)
 
 
@@ -70,7 +62,7 @@ activate_rows_op = Op(
     "p c two... f, p c, p c, p g -> p c f",
     whole=("two...", "g"),
     roles="participants . . tp, participants ., participants ., participants . -> participants . tp",
-    kernels=_kernel("value", _unsupported),
+    kernels=_kernel("value"),
 )
 activate_rows_grad_op = Op(
     "activate_rows_grad",
@@ -80,5 +72,5 @@ activate_rows_grad_op = Op(
     summed=("f",),
     roles="participants . . tp, participants . tp, participants ., participants ., participants . "
     "-> participants . . tp, participants ., participants . tp",
-    kernels=_kernel("grad", _unsupported),
+    kernels=_kernel("grad"),
 )

@@ -133,11 +133,10 @@ def activate_at(
     """`activate`, whose result is at `spec` over Auto axes under a MeshResource; None: where tokens are."""
     check_activation("activate", activation)
     activation = Activation.of(activation)
-    if not activation.gated:
-        check_arrays("activate", FLOATS, h=h)
-        return _plain(h, function=activation.function, spec=spec)
-    _check_pair("activate", h)
-    return _gated(h, activation=activation, spec=spec and with_pair(spec))
+    check_arrays("activate", FLOATS, h=h)
+    if activation.gated:
+        _check_pair("activate", h)
+    return _activate(h, activation=activation, spec=spec and with_pair(spec))
 
 
 def with_pair(spec: PartitionSpec) -> PartitionSpec:
@@ -157,7 +156,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     Raises:
       ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
     """
-    return _gated(h, activation=check_gated("gated_activation", h, activation), spec=None)
+    return _activate(h, activation=check_gated("gated_activation", h, activation), spec=None)
 
 
 def check_gated(name: str, h, activation: str | Activation) -> Activation:
@@ -206,18 +205,20 @@ def _check_pair(name, h):
         )
 
 
-def gated_reference(h, *, activation):
-    """`activate` for an Activation with a gate."""
-    gate, up = _halves(h, activation)
-    return (_FUNCTIONS[activation.function](gate) * up).astype(h.dtype)
+def gated_reference(h: jax.Array, *, activation: Activation) -> jax.Array:
+    """`activate` of h [..., c, F]; c is 2 with a gate, and 1 without one."""
+    gate, up = _parts(h, activation)
+    value = _FUNCTIONS[activation.function](gate)
+    return (value if up is None else value * up).astype(h.dtype)
 
 
-def gated_grad_reference(h, d_out, *, activation):
+def gated_grad_reference(h: jax.Array, d_out: jax.Array, *, activation: Activation) -> jax.Array:
     """The gradient of `gated_reference`, in the dtype of h."""
-    gate, up = _halves(h, activation)
+    gate, up = _parts(h, activation)
     act, slope = _with_slope(activation.function, gate)
     d_out = d_out.astype(jnp.float32)
-    d_h = jnp.stack([d_out * slope * up, d_out * act], axis=-2)
+    d_gate = d_out * slope
+    d_h = jnp.stack([d_gate] if up is None else [d_gate * up, d_out * act], axis=-2)
     if activation.limit is not None:
         raw = h.astype(jnp.float32)
         # The gate has no lower bound.
@@ -226,9 +227,11 @@ def gated_grad_reference(h, d_out, *, activation):
     return d_h.astype(h.dtype)
 
 
-def _halves(h, activation):
-    """g and u + b, in float32."""
+def _parts(h: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array | None]:
+    """g and u + b, in float32; without a gate h and None."""
     h = h.astype(jnp.float32)
+    if not activation.gated:
+        return h[..., 0, :], None
     gate, up = h[..., 0, :], h[..., 1, :]
     if activation.limit is not None:
         gate = jnp.minimum(gate, activation.limit)
@@ -238,15 +241,6 @@ def _halves(h, activation):
 
 def _with_slope(function, x):
     return jax.jvp(_FUNCTIONS[function], (x,), (jnp.ones_like(x),))
-
-
-def _function(h, *, function):
-    return _FUNCTIONS[function](h.astype(jnp.float32)).astype(h.dtype)
-
-
-def _function_grad(h, d_out, *, function):
-    _, slope = _with_slope(function, h.astype(jnp.float32))
-    return (d_out.astype(jnp.float32) * slope).astype(h.dtype)
 
 
 def function_and_gradient(activation: Activation, h):
@@ -266,9 +260,11 @@ def function_unsupported(activation: Activation) -> str | None:
     return f"the kernels have {', '.join(IN_KERNELS)}; the activation is {activation.function}"
 
 
-def unsupported(h, *rest, activation: Activation) -> str | None:
-    """What keeps these types and this function from the kernels of gated activations, or None."""
+def unsupported(h: jax.Array, *rest: jax.Array | None, activation: Activation) -> str | None:
+    """What keeps these types and this activation from the kernels, or None."""
     del rest
+    if not activation.gated:
+        return "the activation must have a gate"
     if reason := function_unsupported(activation):
         return reason
     if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -276,15 +272,15 @@ def unsupported(h, *rest, activation: Activation) -> str | None:
     return None if h.size else "there must be elements"
 
 
-_gated_op = Op(
-    "gated_activation",
+_activate_op = Op(
+    "activation",
     gated_reference,
     "... c f -> ... f",
     whole=("c",),
     roles="tokens . tp -> tokens tp",
 )
 gated_grad_op = Op(
-    "gated_activation_grad",
+    "activation_grad",
     gated_grad_reference,
     "... c f, ... f -> ... c f",
     whole=("c",),
@@ -293,30 +289,26 @@ gated_grad_op = Op(
         Kernel.triton("expertmesh.core.kernels.triton.activation", "gated_grad", unsupported),
     ),
 )
-_plain_op = Op("plain_activation", _function, "... f -> ... f", roles="tokens tp -> tokens tp")
-_plain_grad_op = Op(
-    "plain_activation_grad",
-    _function_grad,
-    "... f, ... f -> ... f",
-    roles="tokens tp, tokens tp -> tokens tp",
-)
 
 
-def _gated_fwd(h, *, activation, spec):
-    return _gated_op(h, activation=activation, operand_specs=(spec,)), h
+def _with_parts(h: jax.Array, activation: Activation) -> jax.Array:
+    """[..., c, F], as the ops have it."""
+    return h if activation.gated else jnp.expand_dims(h, -2)
 
 
-def _gated_bwd(h, d_out, *, activation, spec):
-    return (gated_grad_op(h, d_out, activation=activation, operand_specs=(spec, None)),)
+def _fwd(
+    h: jax.Array, *, activation: Activation, spec: PartitionSpec | None
+) -> tuple[jax.Array, jax.Array]:
+    h_parts = _with_parts(h, activation)
+    return _activate_op(h_parts, activation=activation, operand_specs=(spec,)), h
 
 
-def _plain_fwd(h, *, function, spec):
-    return _plain_op(h, function=function, operand_specs=(spec,)), h
+def _bwd(
+    h: jax.Array, d_out: jax.Array, *, activation: Activation, spec: PartitionSpec | None
+) -> tuple[jax.Array]:
+    h_parts, specs = _with_parts(h, activation), (spec, None)
+    d_h = gated_grad_op(h_parts, d_out, activation=activation, operand_specs=specs)
+    return (d_h if activation.gated else jnp.squeeze(d_h, -2),)
 
 
-def _plain_bwd(h, d_out, *, function, spec):
-    return (_plain_grad_op(h, d_out, function=function, operand_specs=(spec, None)),)
-
-
-_gated = differentiable(_gated_fwd, _gated_bwd)
-_plain = differentiable(_plain_fwd, _plain_bwd)
+_activate = differentiable(_fwd, _bwd)
