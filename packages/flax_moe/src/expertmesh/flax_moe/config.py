@@ -62,7 +62,7 @@ class MoEConfig:
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
-      shard_exp_on_fsdp: fsdp splits the experts' kernels along E, behind ep, and not along D: what is gathered, and the
+      shard_exp_on_fsdp: fsdp splits the experts' weights along E, behind ep, and not along D: what is gathered, and the
         gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
         quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
         axes types say where arrays are; this one is then for `param_specs`.

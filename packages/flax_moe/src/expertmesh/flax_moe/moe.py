@@ -53,7 +53,7 @@ def moe(
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> MoEOutput:
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
@@ -70,7 +70,7 @@ def moe(
         loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
       quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
-      kernels_quantized: of `quantize_kernels`, if the weights are quantized once for several calls; else None.
+      weights_quantized: of `quantize_weights`, if the weights are quantized once for several calls; else None.
       key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
 
     Returns:
@@ -100,13 +100,13 @@ def moe(
     check_names("moe", params, config)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())
-    given = Quantization(quant_state, kernels_quantized, key)
+    given = Quantization(quant_state, weights_quantized, key)
     given = given.checked("moe", config, layers_of(config))
     ep_axis = ep_axes("moe", params, config)
     check_params("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
     check_token_mask("moe", token_mask, x.shape[:-1])
     if config.num_chunks > 1:
-        given = given.with_kernels(params, config)
+        given = given.with_weights(params, config)
     routed = stages.route(
         params, x, config, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
@@ -155,7 +155,7 @@ def _laid_out_like(
 def _spreading_axes(
     experts: Params, config: MoEConfig, ep_axis: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
+    """The Explicit axes that split the experts' weights, and neither by the EP group nor along F: those of fsdp."""
     axes: dict[str, None] = {}
     for name in EXPERTS:
         sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)

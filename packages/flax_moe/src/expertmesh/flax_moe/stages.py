@@ -204,7 +204,7 @@ def experts(
     config: MoEConfig,
     *,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> Computed:
     """`rows_r = (w_r act(rows_r wi_e + wi_bias_e)) wo_e + w_r wo_bias_e`, e being the expert of row r, w its weight.
@@ -213,7 +213,7 @@ def experts(
       params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases; others are not read.
       dispatched: of `dispatch`, under this config.
       config: see MoEConfig.
-      quant_state, kernels_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
+      quant_state, weights_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
       key: as for `moe`.
 
     Returns:
@@ -227,7 +227,7 @@ def experts(
     fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
     """
     config = config.under(current_recipe())
-    given = Quantization(quant_state, kernels_quantized, key).of(EXPERTS)
+    given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
     given = given.checked("stages.experts", config, EXPERTS)
     held = experts_held(
         "stages.experts", dispatched.rows, config, ep_axes("stages.experts", params, config)
@@ -265,7 +265,7 @@ def shared_experts(
     config: MoEConfig,
     *,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
@@ -274,7 +274,7 @@ def shared_experts(
       params: `shared_wi` [D, 2, S] and `shared_wo` [S, D]; others are not read.
       x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
       config: see MoEConfig.
-      quant_state, kernels_quantized: as for `moe`; of both only what is of the shared experts is read.
+      quant_state, weights_quantized: as for `moe`; of both only what is of the shared experts is read.
       key: as for `moe`.
 
     Returns:
@@ -289,7 +289,7 @@ def shared_experts(
     """
     config = config.under(current_recipe())
     check_tokens("stages.shared_experts", x)
-    given = Quantization(quant_state, kernels_quantized, key).of(SHARED)
+    given = Quantization(quant_state, weights_quantized, key).of(SHARED)
     given = given.checked("stages.shared_experts", config, SHARED)
     own = check_part(
         "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts

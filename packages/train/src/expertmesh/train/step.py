@@ -204,7 +204,7 @@ def _mean_gradient(
     count: int, config: ModelConfig, params: Any, inputs: Inputs
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them."""
-    inputs = inputs._replace(weights_quantized=model.quantize_weights(params, config))
+    inputs = inputs._replace(weights_quantized=model.quantize_experts(params, config))
 
     def add(carry: tuple[Any, Any], own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (totals, quant_state), (number, rows) = carry, own

@@ -26,7 +26,7 @@ from expertmesh.core.linear.layer import (
     resolved_specs,
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
-from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
+from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, serves_both
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
@@ -183,16 +183,16 @@ def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     law, spec = layer.law, layer.resolved[1]
     if layer.recipe is None:
         return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
-    state = extra.state.kernel if extra.state is not None else None
-    if extra.kernel_quantized is not None:
-        return extra.kernel_quantized.forward, state
+    state = extra.state.weight if extra.state is not None else None
+    if extra.weight_quantized is not None:
+        return extra.weight_quantized.forward, state
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
 def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
     """w as the backward reads it; `forward`: as the forward does."""
-    if extra.kernel_quantized is not None:
-        return extra.kernel_quantized.for_dgrad()
+    if extra.weight_quantized is not None:
+        return extra.weight_quantized.for_dgrad()
     if layer.recipe is None or serves_both(layer.formats):
         return forward
     return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])

@@ -332,7 +332,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16 [*S].
-      format: from a recipe: `recipe.formats().x`, `.kernel`, ...
+      format: from a recipe: `recipe.formats().x`, `.weight`, ...
       axis: the dimension that the GEMM contracts (of several, the last): `format.block[1]` elements along it share a
         scale.
       across: the dimension along which `format.block[0]` elements share it; needed where that is not 1.
