@@ -169,7 +169,7 @@ def _check_weights(function: str, recipe: Recipe | None, weights: Any) -> None:
 def _check_key(function: str, recipe: Recipe | None, key: jax.Array | None) -> None:
     if key is None and recipe is not None and recipe.formats().is_stochastic:
         raise ValueError(
-            f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
+            f"{function}: key must be given for a recipe with stochastic rounding; got key=None, recipe={recipe}; "
             "pass a new jax.random.key for each call"
         )
 

@@ -160,7 +160,7 @@ def forward(
 ) -> Output:
     """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
 
-    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random,
+    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes with stochastic rounding,
     `weights_quantized` of `quantize_experts`, where several calls have the same parameters.
     """
     x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)

@@ -151,7 +151,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
     """(state, int32[B, S + 1]) -> float32[], the mean cross entropy in nats per byte, compiled."""
 
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
-        # What is rounded at random is in the backward.
+        # Stochastic rounding is in the backward.
         key = key_of_step(config, 0, 0)
         return _cross_entropy(config, state.params, Inputs(batch, state.quant_state, key))[0]
 

@@ -53,7 +53,7 @@ def dense(
         Several count as one, merged.
       recipe: None: the one in context (`autocast`). Without any, this is `gemm`.
       state: under DelayedScaling: the scales of `x` and `weight`, and their amax histories.
-      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
+      key: uint32[2] or typed PRNG key, for a recipe with stochastic rounding; a new one for each step and layer.
       weight_quantized: `quantize_weight(weight, recipe)`; else `weight` is quantized here. The gradient is that of
         `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.

@@ -62,7 +62,7 @@ def grouped_dense(
       contracting_dims: the last dimension of `x` and the one after E of `weight`; may be negative.
       recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
       state: under DelayedScaling: `init_dense_state(recipe, num_experts=E)`; one scale for all rows, one per expert.
-      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
+      key: uint32[2] or typed PRNG key, for a recipe with stochastic rounding; a new one for each step and layer.
       weight_quantized: `quantize_weight(weight, recipe, batch_dims=1)`; else `weight` is quantized here. The gradient
         is that of `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.

@@ -230,7 +230,7 @@ def gradient_keys(layer: Layer, key):
         return None, None
     if key is None:
         raise ValueError(
-            f"{layer.law.name}: a key must be given where the recipe rounds gradients at random; got key=None, "
+            f"{layer.law.name}: a key must be given for a recipe with stochastic rounding; got key=None, "
             f"recipe={layer.recipe}; pass key=jax.random.key(...), another one in each step and layer, or "
             "disable_stochastic_rounding"
         )

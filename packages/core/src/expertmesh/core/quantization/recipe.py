@@ -95,7 +95,7 @@ class TensorFormat:
             "set hadamard=False",
         )
         require(
-            not self.stochastic or four_bits, "only 4 bits are rounded at random", "round nearest"
+            not self.stochastic or four_bits, "only 4 bits round stochastically", "round nearest"
         )
         require(
             0 <= self.amax_epsilon < float("inf"),
@@ -122,7 +122,7 @@ class LayerFormats:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether gradients are rounded at random."""
+        """Whether gradients are rounded stochastically."""
         return self.grad_dgrad.stochastic or self.grad_wgrad.stochastic
 
 
