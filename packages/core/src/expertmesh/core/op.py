@@ -54,7 +54,7 @@ _REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_reduce_dtype(name: str, dtype) -> jnp.dtype:
-    """The dtype in which devices add a weight's gradient.
+    """The dtype of the reduction of a weight's gradient over devices.
 
     Raises:
       ValueError: unsupported dtype; the message begins with `name`.

@@ -55,7 +55,7 @@ class MoEConfig:
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
         gradients too, as each device's sums, and not in `dtype`. For a recipe under which tokens are dispatched in 8
         bits, and for transports other than "ring", which adds on the way, in float32.
-      reduce_dtype: in which devices add their parts of the expert weights' gradients, shared ones too: float32 (exact
+      reduce_dtype: of the reduction of expert weights' gradients over devices, shared ones too: float32 (exact
         but for the order), bfloat16 or float16 for half the bytes. Each of n devices' parts is then rounded, and each
         of the n - 1 sums: the relative error of a sum is about 2^-9 sqrt(n) in bfloat16 and does not fall with the
         number of tokens. float16 overflows above 65504. Other parameters' gradients are always added in float32.

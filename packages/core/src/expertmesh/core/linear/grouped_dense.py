@@ -66,7 +66,7 @@ def grouped_dense(
       weight_quantized: `quantize_weight(weight, recipe, batch_dims=1)`; else `weight` is quantized here. The gradient
         is that of `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
-      reduce_dtype: in which devices add their parts of the gradient of `weight`: "float32", "bfloat16" or "float16".
+      reduce_dtype: the dtype of the reduction of `weight`'s gradient over devices: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `weight` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.

@@ -500,7 +500,7 @@ def grouped_gemm(
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
-      reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
+      reduce_dtype: the dtype of the reduction of `rhs`'s gradient over devices: "float32", "bfloat16" or "float16".
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.

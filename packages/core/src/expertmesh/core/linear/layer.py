@@ -97,7 +97,7 @@ class Layer:
       recipe: whose formats the GEMMs take; None: operands as they are.
       x_dtype, w_dtype: dtypes of x and w, and of their gradients; without a recipe w is cast to that of x.
       out_dtype: dtype of the result.
-      reduce_dtype: in which devices add the gradient of w.
+      reduce_dtype: of the reduction of w's gradient over devices.
       caller: specs of x, w and the result, as the caller gave them.
       resolved: where they are in use over Auto axes under a MeshResource (see `resolved_specs`); as given without one.
       clear_padding: of grouped layers; see `grouped_gemm`.
