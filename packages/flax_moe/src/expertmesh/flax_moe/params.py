@@ -248,7 +248,7 @@ def _require(function: str, params: Params, names: Collection[str], remedy: str)
 def check_params(
     function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
 ) -> None:
-    """Raises in the name of `function` unless names, dtypes and shapes are those of the tree.
+    """Raises an error that names `function` unless names, dtypes and shapes are those of the tree.
 
     Args:
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
@@ -292,7 +292,7 @@ def _check_shapes(
 
 
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
-    """Raises in the name of `function` unless there are the parameters of the tree, each an array of floats."""
+    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
     weights = _WEIGHTS + SHARED * (config.shared_expert_dim is not None)
     _require(function, params, weights, "use init_params, or merge_wi for split projections")
@@ -331,7 +331,7 @@ def _check_floating(function: str, params: Params) -> None:
 
 
 def check_array(function: str, name: str, value: Any) -> None:
-    """TypeError in the name of `function` unless `value` is an array."""
+    """TypeError that names `function` unless `value` is an array."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         raise TypeError(
             f"{function}: {name} must be an array; got {type(value).__name__}; pass jnp.asarray({name})"

@@ -75,7 +75,7 @@ def layer_of(
     specs: Specs,
     clear_padding: bool = False,
 ) -> Layer:
-    """The static options of a call, after the errors in the name of `name`; `specs`: of x, w and the result."""
+    """The static options of a call, after the errors, which name `name`; `specs`: of x, w and the result."""
     check_extra(name, w, extra, recipe)
     if recipe is not None:
         warn_if_emulated(recipe, x, w)

@@ -326,7 +326,7 @@ def as_rows(x: Any) -> Rows:
 
 
 def check_groups(name: str, shape, group_sizes) -> None:
-    """Raises in the name of `name` unless rows of this shape can have these groups."""
+    """Raises an error that names `name` unless rows of this shape can have these groups."""
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
     if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
         raise ValueError(
