@@ -1,6 +1,6 @@
 """What a quantized block carries from step to step, and what it makes once per step.
 
-The *layers* of a block are its products with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
+The *layers* of a block are its GEMMs with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
 `shared_wi`, `shared_wo`. The router's is not one of them.
 """
 

@@ -295,7 +295,7 @@ def shared_experts(
         "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts
     )
 
-    def product(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
+    def project(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
         more = given.layer(name)
         out = dense(
             rows,
@@ -307,8 +307,8 @@ def shared_experts(
         )
         return output_and_state(out, more["state"])
 
-    h, wi_state = product("shared_wi", x.astype(config.dtype))
-    y, wo_state = product("shared_wo", activate(h, config.activation))
+    h, wi_state = project("shared_wi", x.astype(config.dtype))
+    y, wo_state = project("shared_wo", activate(h, config.activation))
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 

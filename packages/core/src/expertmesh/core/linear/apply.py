@@ -55,7 +55,9 @@ def apply_linear(
     """
     if layer.recipe is None and is_quantized(x, w):
         law = layer.law
-        return product(*both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer)
+        return forward_gemm(
+            *both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer
+        )
     out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out
@@ -92,7 +94,7 @@ def layer_of(
     )
 
 
-def product(x, w, group_sizes, bias, layer: Layer):
+def forward_gemm(x, w, group_sizes, bias, layer: Layer):
     """The forward's GEMM, and the bias, of operands in the formats along K."""
     law, (x_spec, w_spec, _) = layer.law, layer.resolved
     y = multiply(
@@ -219,7 +221,7 @@ def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
 def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: Layer):
     """(what the layer returns, w as it was read), of x in its format along K."""
     w, w_state = weight_for_fprop(w, extra, layer)
-    y = product(x, w, group_sizes, bias, layer)
+    y = forward_gemm(x, w, group_sizes, bias, layer)
     if x_state is None or w_state is None:
         return y, w
     return (y, DenseState(x_state, w_state)), w

@@ -87,18 +87,18 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _logits_of_parts(x: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
-    """One product with the parts side by side."""
+    """One GEMM with the parts side by side."""
     parts = _parts(weight, PARTS)
     wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
     return _sum_of_parts(wide, len(parts), out_dtype).reshape(*x.shape[:-1], weight.shape[1])
 
 
 def _dgrad_of_parts(dy: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
-    """One product whose contraction is over the pairs of parts but that of both second ones."""
+    """One GEMM whose contraction is over the pairs of parts but that of both second ones."""
     of_dy, of_weight = _parts(_flat(dy), 2), _parts(weight, 2)
     pairs = [(a, b) for i, a in enumerate(of_dy) for j, b in enumerate(of_weight) if i + j < 2]
     left, right = (jnp.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
-    # Rounded by the product itself: nothing float32 of the tokens' size is written.
+    # Rounded by the GEMM itself: nothing float32 of the tokens' size is written.
     return _dot(left, right, 1, 1, out_dtype).reshape(*dy.shape[:-1], weight.shape[0])
 
 
@@ -109,7 +109,7 @@ def _wgrad_of_parts(x: jax.Array, dy: jax.Array, *, out_dtype: DTypeLike) -> jax
 
 
 def _unsupported(x: jax.Array, w: jax.Array) -> str | None:
-    """What keeps these types from the products of parts, or None."""
+    """What keeps these types from the GEMMs of parts, or None."""
     wide = {x.dtype, w.dtype} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if wide:
         return f"operands must be bfloat16 or float32; they are {x.dtype} and {w.dtype}"
