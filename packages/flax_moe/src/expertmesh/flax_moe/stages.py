@@ -247,7 +247,7 @@ def combine(computed: Computed) -> jax.Array:
 
     Returns:
       [..., D] in the dtype of the rows; 0 for a token without rows. Sharded like `topk_idx` over tokens. Over Explicit
-      axes tokens are spread over the EP axis, even if x was not; `moe` lays y out like x.
+      axes tokens are sharded over the EP axis, even if x was not; `moe` lays y out like x.
 
     Raises:
       ValueError: rows that do not fit the handle.

@@ -40,7 +40,7 @@ from expertmesh.core.quantization.scales import (
     block_amax,
     block_scales,
     reciprocal,
-    spread,
+    repeat_blocks,
     tensor_scales,
 )
 from expertmesh.core.rule import plan_by_rule
@@ -119,7 +119,7 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     """
     values = data.astype(jnp.float32)
     scale = numerics.scale_values(scale)
-    scale = spread(scale, data.shape, block) if block else lead(scale, data.ndim)
+    scale = repeat_blocks(scale, data.shape, block) if block else lead(scale, data.ndim)
     values = numerics.multiply(values, scale)
     if tensor_scale is not None:
         values = numerics.multiply(values, lead(tensor_scale, data.ndim))
@@ -145,7 +145,7 @@ def quantized_array(x, format, block, multiplier, bits, *, amax, of_elements, of
             g, tensor_scale = tensor_scales(amax(magnitudes), format)
             g = of_blocks(g)
         multiplier, scale = block_scales(block_amax(magnitudes, block), format, x.dtype, g)
-        factor = spread(multiplier, x.shape, block)
+        factor = repeat_blocks(multiplier, x.shape, block)
     else:
         if multiplier is None:
             multiplier, scale = tensor_scales(amax(magnitudes), format)
