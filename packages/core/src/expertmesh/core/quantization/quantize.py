@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -119,10 +119,10 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     """
     values = data.astype(jnp.float32)
     scale = numerics.scale_values(scale)
-    scale = repeat_blocks(scale, data.shape, block) if block else lead(scale, data.ndim)
+    scale = repeat_blocks(scale, data.shape, block) if block else expand_trailing(scale, data.ndim)
     values = numerics.multiply(values, scale)
     if tensor_scale is not None:
-        values = numerics.multiply(values, lead(tensor_scale, data.ndim))
+        values = numerics.multiply(values, expand_trailing(tensor_scale, data.ndim))
     return values.astype(dtype)
 
 
@@ -164,7 +164,7 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
         return jax.lax.pmax(of_tensors, amax_axes) if amax_axes else of_tensors
 
     bits = random_bits(key, x.shape, origin) if format.stochastic else None
-    of_all = partial(lead, ndim=x.ndim)
+    of_all = partial(expand_trailing, ndim=x.ndim)
     return quantized_array(
         x, format, block, multiplier, bits, amax=amax, of_elements=of_all, of_blocks=of_all
     )

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
 from expertmesh.core.quantization.quantize import (
     BlockPlan,
     block_shape,
@@ -78,9 +78,9 @@ def _reference(
             multiplier,
             bits,
             amax=lambda magnitudes: _group_amax(magnitudes, groups_PC, num_groups, amax_axes),
-            of_elements=lambda values_PG: lead(of_rows(values_PG, groups_PC), x.ndim),
+            of_elements=lambda values_PG: expand_trailing(of_rows(values_PG, groups_PC), x.ndim),
             # A group starts with a block, so a block's first row says whose it is.
-            of_blocks=lambda values_PG: lead(
+            of_blocks=lambda values_PG: expand_trailing(
                 of_rows(values_PG, groups_PC[:, :: block[1]], fill=1), x.ndim
             ),
         )
