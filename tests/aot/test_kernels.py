@@ -136,7 +136,7 @@ def _assemble_cuda(text, folder):
         ("float16", "float16", "float16", True, "ROWS_HOPPER"),
         ("bfloat16", "bfloat16", "bfloat16", True, "SMALL_GROUPS_HOPPER"),
         ("bfloat16", "bfloat16", "float32", False, "SMALL_GROUPS_HOPPER"),
-        # Of 8 bits, with a scale for each group.
+        # Of per-tensor FP8, with one scale per group.
         (E4M3, E4M3, "bfloat16", True, "ROWS_HOPPER"),
         (E5M2, E4M3, "bfloat16", True, "ROWS_HOPPER"),
         (E4M3, E4M3, "float16", True, "ROWS_HOPPER"),
