@@ -22,7 +22,7 @@ CPU = {"small": (4, 256, 512)}
 def cases_of(name, shape, dtype):
     w = jax.random.normal(jax.random.key(0), shape, dtype)
     for recipe, value in RECIPES.items():
-        format = value.formats().kernel
+        format = value.formats().weight
 
         def function(w, format=format):
             q = quantize(w, format, axis=1, across=2, batch_dims=1)

@@ -39,7 +39,7 @@ from expertmesh.core import (
     global_shard_guard,
     grouped_dense,
     init_dense_state,
-    quantize_kernel,
+    quantize_weight,
 )
 from expertmesh.core.testing import OpCase
 from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
@@ -176,7 +176,7 @@ def of_layer(name: str, recipe: str, copies: bool) -> Setting:
             experts = dict(num_experts=EXPERTS) if grouped else {}
             more |= dict(state=init_dense_state(chosen, **experts))
         if copies:
-            more |= dict(kernel_quantized=quantize_kernel(w, chosen, batch_dims=int(grouped)))
+            more |= dict(weight_quantized=quantize_weight(w, chosen, batch_dims=int(grouped)))
         return grouped_dense(x, w, *sizes, bias, **more) if grouped else dense(x, w, bias, **more)
 
     def run():

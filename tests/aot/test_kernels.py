@@ -137,7 +137,7 @@ def _assemble_cuda(text, folder):
         ("float16", "float16", "float16", True, "ROWS_HOPPER"),
         ("bfloat16", "bfloat16", "bfloat16", True, "SMALL_GROUPS_HOPPER"),
         ("bfloat16", "bfloat16", "float32", False, "SMALL_GROUPS_HOPPER"),
-        # Of 8 bits, with a scale for each group.
+        # Of per-tensor FP8, with one scale per group.
         (E4M3, E4M3, "bfloat16", True, "ROWS_HOPPER"),
         (E5M2, E4M3, "bfloat16", True, "ROWS_HOPPER"),
         (E4M3, E4M3, "float16", True, "ROWS_HOPPER"),
@@ -447,7 +447,7 @@ RECIPES = [
 def test_quantize(monkeypatch, recipe, arch):
     formats: LayerFormats = recipe.formats()
     x = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.float32)
+    weight = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.float32)
     sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     blocks = formats.x.block is not None
     both = tuple(quantize.block_shape("test", x.shape, formats.x, axis, None, 1) for axis in (2, 1))
@@ -457,10 +457,10 @@ def test_quantize(monkeypatch, recipe, arch):
         operands = rows, sizes, None, None
         launches = _launches(monkeypatch, op, *operands, directions=(i,), **options)
         _check_launches(launches, arch)
-        block = quantize.block_shape("test", kernel.shape, formats.kernel, axis, 3 - axis, 1)
-        of_kernel = dict(format=formats.kernel, block=block, batch_dims=1)
-        operands = kernel, None, None
-        launches = _launches(monkeypatch, quantize._quantize_weights_op, *operands, **of_kernel)
+        block = quantize.block_shape("test", weight.shape, formats.weight, axis, 3 - axis, 1)
+        of_weight = dict(format=formats.weight, block=block, batch_dims=1)
+        operands = weight, None, None
+        launches = _launches(monkeypatch, quantize._quantize_weights_op, *operands, **of_weight)
         _check_launches(launches, arch)
     options["directions"] = 0, 1
     launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)

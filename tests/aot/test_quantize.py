@@ -30,7 +30,7 @@ def test_quantize_and_dequantize_compile_for_h100(name, axis_type, h100_mesh):
             dequantize(q)
             for q in (
                 quantize(x, formats.x),
-                quantize(w, formats.kernel, axis=1, across=2, batch_dims=1),
+                quantize(w, formats.weight, axis=1, across=2, batch_dims=1),
                 grouped_quantize(x, sizes, formats.grad_wgrad, axis=1, key=key),
             )
         ]

@@ -31,19 +31,19 @@ def crossing(recipe, w_spec, kind, h100_mesh):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     x, dy = (operand((16, C, width), jnp.bfloat16, TOKENS) for width in (K, N))
-    kernel = operand((E, K, N), jnp.float32, w_spec)
+    weight = operand((E, K, N), jnp.float32, w_spec)
     sizes, key = operand((16, 2), jnp.int32, TOKENS), operand((2,), jnp.uint32, P())
     bias = operand((E, N), jnp.float32, P("ep"))
 
-    def both(x, kernel, sizes, bias, dy, key):
-        def layer(x, kernel, bias):
-            return grouped_dense(x, kernel, sizes, bias, recipe=recipe, key=key, w_spec=w_spec)
+    def both(x, weight, sizes, bias, dy, key):
+        def layer(x, weight, bias):
+            return grouped_dense(x, weight, sizes, bias, recipe=recipe, key=key, w_spec=w_spec)
 
-        y, pull = jax.vjp(layer, x, kernel, bias)
+        y, pull = jax.vjp(layer, x, weight, bias)
         return y, pull(dy)
 
     with global_shard_guard(RESOURCE if kind == AxisType.Auto else None):
-        text = jax.jit(both).lower(x, kernel, sizes, bias, dy, key).compile().as_text()
+        text = jax.jit(both).lower(x, weight, sizes, bias, dy, key).compile().as_text()
     moved = Counter()
     for found in collectives(text):
         for shape in found.shapes:

@@ -38,7 +38,7 @@ from expertmesh.core import (
     plan_permute,
     quantize,
     quantize_dbias,
-    quantize_kernel,
+    quantize_weight,
 )
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.testing import OpCase
@@ -48,7 +48,7 @@ from expertmesh.flax_moe import (
     moe,
     param_shapes,
     param_specs,
-    quantize_kernels,
+    quantize_weights,
 )
 
 MODES = ("explicit", "resource", "auto", "manual")
@@ -232,11 +232,11 @@ def _key():
 
 
 def _of_copies(layer, batch_dims):
-    """The layer, its kernel quantized before."""
+    """The layer, its weight quantized before."""
 
     def function(x, w, *rest, w_spec=None, **given):
-        q = quantize_kernel(w, "mxfp8", batch_dims=batch_dims, spec=w_spec)
-        return layer(x, w, *rest, recipe="mxfp8", kernel_quantized=q, w_spec=w_spec, **given)
+        q = quantize_weight(w, "mxfp8", batch_dims=batch_dims, spec=w_spec)
+        return layer(x, w, *rest, recipe="mxfp8", weight_quantized=q, w_spec=w_spec, **given)
 
     return function
 
@@ -259,7 +259,7 @@ def dense_subjects() -> Iterator[Subject]:
         yield Subject(name=f"dense {name}", function=layer, always=always, **common)
     tp = {name: layout for name, layout in layouts.items() if name in ("tp columns", "tp rows")}
     common |= dict(layouts=tp)
-    yield Subject(name="dense of a QuantizedKernel", function=_of_copies(dense, 0), **common)
+    yield Subject(name="dense of a QuantizedWeight", function=_of_copies(dense, 0), **common)
     yield Subject(
         name="gemm after accumulate_gradient",
         function=_accumulated,
@@ -345,7 +345,7 @@ def grouped_subjects() -> Iterator[Subject]:
             **common,
         )
     yield Subject(
-        name="grouped_dense of a QuantizedKernel",
+        name="grouped_dense of a QuantizedWeight",
         function=_of_copies(grouped_dense, 1),
         layouts={name: layouts[name] for name in ("tp columns", "tp rows")},
         **common,
@@ -387,8 +387,8 @@ def quantizers() -> Iterator[Subject]:
         for lead in () if issubclass(recipe, DelayedScaling) else ((), ("ep",)):
             specs = {layout: P(*lead, *spec) for layout, spec in kernels.items()}
             yield Subject(
-                name=f"quantize_kernel {name}{' of experts' * len(lead)}",
-                function=functools.partial(quantize_kernel, recipe=recipe(), batch_dims=len(lead)),
+                name=f"quantize_weight {name}{' of experts' * len(lead)}",
+                function=functools.partial(quantize_weight, recipe=recipe(), batch_dims=len(lead)),
                 operands=types(("float32", *(E,) * len(lead), K, N)),
                 layouts={
                     # Without a given spec, it is that of the roles.
@@ -585,14 +585,14 @@ ALWAYS = {
 def _block(params, x, mask, *, config, copies=False):
     state = init_quant_state(config)
     if copies:
-        copies = quantize_kernels(params, config)
+        copies = quantize_weights(params, config)
     out = moe(
         params,
         x,
         config,
         token_mask=mask,
         quant_state=state,
-        kernels_quantized=copies or None,
+        weights_quantized=copies or None,
         key=_key() if config.recipe is not None else None,
     )
     return out.y, out.aux_loss, out.z_loss, out.entropy, out.tokens_per_expert
@@ -633,7 +633,7 @@ def blocks() -> Iterator[Subject]:
     for name, options in BLOCKS.items():
         yield block_subject(name, options, tp if options else every)
     yield block_subject("masked", dict(aux_loss_coeff=0.5, z_loss_coeff=0.5), tp, masked=True)
-    yield block_subject("of QuantizedKernels", dict(recipe="mxfp8"), tp, copies=True)
+    yield block_subject("of QuantizedWeights", dict(recipe="mxfp8"), tp, copies=True)
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def eight_bit_groups():
     """Ones: rows [1, 32, 32] and weights [2, 32, 32]."""
     return (
         quantize(jnp.ones((1, 32, 32)), MX.x, axis=2),
-        quantize(jnp.ones((2, 32, 32)), MX.kernel, axis=1, batch_dims=1),
+        quantize(jnp.ones((2, 32, 32)), MX.weight, axis=1, batch_dims=1),
     )
 
 
@@ -476,7 +476,7 @@ TABLE = [
     row("e5m2 x e5m2", lambda: gemm(eight_bits(E5M2), eight_bits(E5M2)), ValueError, "e4m3fn"),
     row(
         "mixed scaling modes",
-        lambda: gemm(eight_bits(E4M3), eight_bits(MX.kernel, 0)),
+        lambda: gemm(eight_bits(E4M3), eight_bits(MX.weight, 0)),
         ValueError,
         *("one kind", "float8_e8m0fnu"),
     ),
@@ -515,7 +515,7 @@ TABLE = [
         "scales of an operand of another shape",
         lambda: gemm(
             dataclasses.replace(eight_bits(MX.x), data=jnp.ones((32, 64), F8)),
-            dataclasses.replace(eight_bits(MX.kernel, 0), data=jnp.ones((64, 32), F8)),
+            dataclasses.replace(eight_bits(MX.weight, 0), data=jnp.ones((64, 32), F8)),
         ),
         ValueError,
         *("(32, 2)", "(32, 1)"),

@@ -31,16 +31,16 @@ def operands():
     x, dy = (magnitudes(rng, (4, ROWS, width), "bfloat16") for width in (K, N))
     bias = rng.normal(size=(4, N)).astype(np.float32)
     # Experts and columns of other magnitudes: a scale that is not theirs would show.
-    kernel = magnitudes(rng, (4, K, N)) * 4.0 ** np.arange(4, dtype=np.float32)[:, None, None]
-    return x, kernel, SIZES, bias, dy
+    weight = magnitudes(rng, (4, K, N)) * 4.0 ** np.arange(4, dtype=np.float32)[:, None, None]
+    return x, weight, SIZES, bias, dy
 
 
-def value_and_gradients(recipe, w_spec, x, kernel, sizes, bias, dy, key):
+def value_and_gradients(recipe, w_spec, x, weight, sizes, bias, dy, key):
     y, pull = jax.vjp(
         lambda *floats: grouped_dense(
             *floats[:2], sizes, floats[2], recipe=recipe, key=key, w_spec=w_spec
         ),
-        *(x, kernel, bias),
+        *(x, weight, bias),
     )
     return y, *pull(dy)
 
@@ -52,7 +52,7 @@ def on_one_device(recipe):
 
 
 DATA, SCALES = "f8e4m3fn[2,256,256]", "f32[2,2,2]"
-# recipe, where the kernel is, kind of mesh -> what is gathered, once forward and once backward
+# recipe, where the weight is, kind of mesh -> what is gathered, once forward and once backward
 CASES = {
     "blocks on K, roles": ("fp8_block", ALONG_K, "resource", [DATA, SCALES]),
     "blocks on N, types": ("fp8_block", ALONG_N, "explicit", [DATA, SCALES]),

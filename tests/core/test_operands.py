@@ -52,7 +52,7 @@ CALLS = [
     partial(core.quantize, X, FORMAT),
     partial(core.quantize_dbias, X, FORMAT),
     partial(core.quantize_delayed, X, STATE, DELAYED),
-    partial(core.quantize_kernel, W[0], "fp8_current"),
+    partial(core.quantize_weight, W[0], "fp8_current"),
     partial(core.ragged_params, COUNTS, 0),
     partial(core.required_bias_histogram, LOGITS, BIAS, BIASED, token_mask=MASK),
     partial(core.route, LOGITS, BIASED, expert_bias=BIAS, token_mask=MASK, topk_idx=IDX),

@@ -87,7 +87,7 @@ def operands(fill):
 
 
 def weight(o, formats, axis):
-    return quantize(o.w, formats.kernel, axis=axis, batch_dims=1)
+    return quantize(o.w, formats.weight, axis=axis, batch_dims=1)
 
 
 def of_rows(o):

@@ -86,7 +86,7 @@ def _rotated(x, along):
 
 
 class Layer:
-    """One weight [K, *N] and the products with it; `given` are multipliers of x and the kernel, or None."""
+    """One weight [K, *N] and the products with it; `given` are multipliers of x and the weight, or None."""
 
     def __init__(self, w, formats, given=(None, None)):
         self.w, self.formats, self.given = w, formats, given
@@ -95,13 +95,13 @@ class Layer:
         """x[..., K] as it enters the product, and the product."""
         last = self.w.ndim - 1
         x = rounded(x, self.formats.x, x.ndim - 1, 0, self.given[0])
-        return x, np.tensordot(x, rounded(self.w, self.formats.kernel, 0, last, self.given[1]), 1)
+        return x, np.tensordot(x, rounded(self.w, self.formats.weight, 0, last, self.given[1]), 1)
 
     def backward(self, x, dy):
         """Gradients of x[..., K] and of the weight; x is what the weight's gradient is made of."""
         formats, dims, last = self.formats, list(range(x.ndim - 1)), self.w.ndim - 1
         tokens = x.ndim - 2
-        w = rounded(self.w, formats.kernel_dgrad, last, 0, self.given[1])
+        w = rounded(self.w, formats.weight_dgrad, last, 0, self.given[1])
         of_n = list(range(x.ndim - 1, dy.ndim)), list(range(1, self.w.ndim))
         dx = np.tensordot(rounded(dy, formats.grad_dgrad, dy.ndim - 1), w, of_n)
         x = rounded(
@@ -129,7 +129,7 @@ def run(
     Args:
       blocks: the tokens of each participant.
       num_ranks: participants of an EP group.
-      multipliers: layer -> that of x, and of the kernel: those of each expert for `wi` and `wo`.
+      multipliers: layer -> that of x, and of the weight: those of each expert for `wi` and `wo`.
     """
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
     D, E, formats = data.x.shape[-1], config.num_experts, config.recipe.formats()
@@ -147,9 +147,9 @@ def run(
     for e, tokens, ks in _groups(exchange):
         layers = []
         for name in ("wi", "wo"):
-            of_x, of_kernels = multipliers.get(name, (None, None))
-            of_kernel = None if of_kernels is None else of_kernels[e]
-            layers.append(Layer(params[name][e], formats, (of_x, of_kernel)))
+            of_x, of_weights = multipliers.get(name, (None, None))
+            of_weight = None if of_weights is None else of_weights[e]
+            layers.append(Layer(params[name][e], formats, (of_x, of_weight)))
         weights = np.array([routed[t][1][k] for t, k in zip(tokens, ks, strict=True)])
         rows, d_weights[tokens, ks], gradients = feed_forward(
             x[tokens],
@@ -205,7 +205,7 @@ def _activation_gradient(h, d_a, activation):
 
 
 def feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
-    """Weighted outputs, gradients of the weights, and of x, both kernels and both biases.
+    """Weighted outputs, gradients of the weights, and of x, both weights and both biases.
 
     Args:
       sent_only: for the gradient of `wi` there is x as it enters the product, and nothing else.

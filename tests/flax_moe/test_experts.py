@@ -15,7 +15,7 @@ from expertmesh.core import (
 )
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
-from expertmesh.flax_moe import init_quant_state, quantize_kernels
+from expertmesh.flax_moe import init_quant_state, quantize_weights
 from expertmesh.flax_moe.config import dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.quantization import Quantization
@@ -175,7 +175,7 @@ def test_value_and_gradients(name):
     if state is not None:
         amax = np.abs(x[np.any(idx >= 0, axis=1)]).max()
         assert float(state["wi"].x.amax_history[-1]) == amax
-        assert set(state) == {"wi", "wo"} and np.all(state["wo"].kernel.amax_history[:, -1] > 0)
+        assert set(state) == {"wi", "wo"} and np.all(state["wo"].weight.amax_history[:, -1] > 0)
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
@@ -183,7 +183,7 @@ def test_quantized_weights(recipe):
     """To the bit what the function makes of the weights itself; their gradients are the weights'."""
     config, params, x, dy, idx, weights = setup(recipe, {})
     handle = prepare(jnp.asarray(idx), config.exchange(axis=()))
-    given = Quantization(kernels=quantize_kernels(params, config))
+    given = Quantization(kernels=quantize_weights(params, config))
     lost = jax.tree.map(lambda w: w * np.nan, params)
 
     def both(given, params):

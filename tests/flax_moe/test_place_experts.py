@@ -158,8 +158,8 @@ def test_every_tree_of_a_block():
     params = jax.tree.map(jnp.asarray, make_data(config).params)
     state = init_quant_state(config)
     number = jnp.arange(8.0)
-    scales = dataclasses.replace(state["wi"].kernel, multiplier=number)
-    state = state | {"wi": dataclasses.replace(state["wi"], kernel=scales)}
+    scales = dataclasses.replace(state["wi"].weight, multiplier=number)
+    state = state | {"wi": dataclasses.replace(state["wi"], weight=scales)}
     tree = {"mu": params, "split": split_wi(params), "state": state, "count": jnp.int32(3)}
     placement = np.array([3, 1, 0, 2, 7, 6, 5, 4])
     got = permute_experts(tree, placement)
@@ -169,7 +169,7 @@ def test_every_tree_of_a_block():
             want = w if name.startswith("shared") else np.take(np.asarray(w), placement, axis=dim)
             np.testing.assert_array_equal(after[name], want, err_msg=name)
             assert not name.startswith("shared") or after[name] is w
-    np.testing.assert_array_equal(got["state"]["wi"].kernel.multiplier, placement)
+    np.testing.assert_array_equal(got["state"]["wi"].weight.multiplier, placement)
     assert got["state"]["wi"].x is state["wi"].x and got["count"] is tree["count"]
     stacked = jax.vmap(permute_experts)({"wo": jnp.stack(2 * [number])}, jnp.stack(2 * [placement]))
     np.testing.assert_array_equal(stacked["wo"], 2 * [placement])

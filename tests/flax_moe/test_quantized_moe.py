@@ -33,7 +33,7 @@ from expertmesh.flax_moe import (
     moe,
     native_moe,
     nnx,
-    quantize_kernels,
+    quantize_weights,
 )
 from flax_moe import quantized_oracle
 from flax_moe.moe_oracle import (
@@ -68,7 +68,7 @@ def from_cache(kernels):
 
     def block(params, x, config):
         lost = {name: w + np.nan if name in kernels else w for name, w in params.items()}
-        return moe(lost, x, config, kernels_quantized=kernels)
+        return moe(lost, x, config, weights_quantized=kernels)
 
     return block
 
@@ -86,7 +86,7 @@ def from_cache(kernels):
 def test_against_the_emulation(recipe, cached, changes):
     """Forward and gradients; those of a cached weight are the weight's. Blocks along rows begin anew with each part."""
     config, data = setup(recipe, **changes)
-    block = from_cache(quantize_kernels(data.params, config)) if cached else moe
+    block = from_cache(quantize_weights(data.params, config)) if cached else moe
     (_, output), gradients = jax.jit(value_and_gradients(block, config))(*place(data, config, None))
     tokens = np.arange(data.x[..., 0].size).reshape(data.x.shape[:-1])
     parts = [tokens[j :: config.num_chunks].ravel() for j in range(config.num_chunks)]
@@ -166,7 +166,7 @@ def test_state_of_delayed_scaling_on_a_mesh():
     blocks = list(shards({"fsdp": 2, "ep": 4}, (("fsdp", "ep"),), (8, 8), ("ep",)))
     for _ in range(2):
         given = {
-            name: tuple(np.asarray(part.multiplier) for part in (layer.x, layer.kernel))
+            name: tuple(np.asarray(part.multiplier) for part in (layer.x, layer.weight))
             for name, layer in state.items()
         }
         (_, output), gradients = step(*placed, state)
@@ -181,7 +181,7 @@ def test_state_of_delayed_scaling_on_a_mesh():
         given["wi"][1], half * (np.float32(448) / np.abs(wi).max(axis=(1, 2, 3)))
     )
     np.testing.assert_array_equal(
-        state["wo"].kernel.amax_history,
+        state["wo"].weight.amax_history,
         np.abs(data.params["wo"]).max(axis=(1, 2))[:, None] * [0, 1, 1],
     )
 
@@ -267,7 +267,7 @@ def test_what_is_kept_has_8_bits():
     assert eight <= set(kept)
     wide = {shape for dtype, shape in kept if dtype in ("bfloat16", "float32")}
     assert not wide & {rows, wi, wo}
-    names = ("quantized_x", "quantized_kernel")
+    names = ("quantized_x", "quantized_weight")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     saved = set(residuals(config, data.params, x, policy))
     assert eight <= saved
@@ -326,14 +326,14 @@ ERRORS = {
         "amax_history_len = 3.*1024",
     ),
     "a cache without a recipe": (
-        lambda: call(None, kernels_quantized={}),
+        lambda: call(None, weights_quantized={}),
         ValueError,
-        "kernels_quantized must go with a recipe",
+        "weights_quantized must go with a recipe",
     ),
     "a cache of another recipe": (
-        lambda: call(MX, kernels_quantized=kernels_of(CURRENT)),
+        lambda: call(MX, weights_quantized=kernels_of(CURRENT)),
         ValueError,
-        "kernel_quantized must be of the kernel and of the recipe",
+        "weight_quantized must be of the weight and of the recipe",
     ),
     "a cache of weights with state": (lambda: kernels_of(DELAYED), ValueError, "without state"),
     "no key": (lambda: call(NVFP4BlockScaling()), ValueError, "key=None.*new jax.random.key"),
@@ -356,7 +356,7 @@ def call(recipe, shape=(2, 8, 64), quantize_backward_combine=False, **given):
 
 def kernels_of(recipe):
     config, data = setup(recipe)
-    return quantize_kernels(data.params, config)
+    return quantize_weights(data.params, config)
 
 
 def native(recipe):

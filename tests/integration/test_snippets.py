@@ -87,7 +87,7 @@ def test_quantization():
             layers, "quantization.md", x=x, **arrays
         )["y"]
 
-    given = dict(x=normal(4, 256), kernel=normal(256, 512), bias=normal(512))
+    given = dict(x=normal(4, 256), weight=normal(256, 512), bias=normal(512))
     given |= dict(rows=normal(1, 32, 256), wi=normal(4, 256, 128), group_sizes=sizes(1, 4))
     assert shapes_of(shown, **given) == ((4, 256), (1, 32, 128))
 

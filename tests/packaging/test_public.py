@@ -9,7 +9,7 @@ import pytest
 PUBLIC = {
     "expertmesh.core": """ACTIVATIONS Activation DelayedScaling DelayedState DenseRouting DenseState
         Float8BlockScaling Float8CurrentScaling Format Kernel KernelError LayerFormats MXFP8BlockScaling MeshResource
-        NVFP4BlockScaling Op PermutePlan Plan QuantizedArray QuantizedKernel Query RECIPES
+        NVFP4BlockScaling Op PermutePlan Plan QuantizedArray QuantizedWeight Query RECIPES
         ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics Routing RowMap SCORE_FUNCTIONS
         TensorFormat accumulate_gradient activate as_recipe autocast current_recipe
         current_resource dense dequantize differentiable expert_counts from_routing_map gated_activation
@@ -17,7 +17,7 @@ PUBLIC = {
         grouped_quantize_delayed init_delayed init_dense_state is_supported load_balance_loss
         local_permute_after_a2a local_unpermute_before_a2a missing_rows move_rows move_values padded_rows
         padded_rows_sharded permute plan_chunks plan_permute plan_permute_map probs_to_topk_weights
-        quantile_expert_bias quantize quantize_dbias quantize_delayed quantize_kernel ragged_params
+        quantile_expert_bias quantize quantize_dbias quantize_delayed quantize_weight ragged_params
         required_alignment required_bias_histogram route route_map router_statistics router_z_loss
         sequence_balance_loss shard_rows sort_chunks specs to_routing_map topk_weights_to_probs unpermute
         update_expert_bias""",
@@ -25,7 +25,7 @@ PUBLIC = {
         is_supported prepare raise_overflow raise_stall recv_capacity""",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES hf
         init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
-        permute_experts place_experts quantize_kernels split_wi stages""",
+        permute_experts place_experts quantize_weights split_wi stages""",
     "expertmesh.train": "main",
 }
 

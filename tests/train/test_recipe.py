@@ -99,7 +99,7 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
         np.any(a != b)
         for a, b in zip(jax.tree.leaves(begun), jax.tree.leaves(remembered), strict=True)
     ]
-    # Multiplier and history of x and kernel, of wi and wo.
+    # Multiplier and history of x and weight, of wi and wo.
     assert len(changed) == 8 and all(changed)
     assert np.isfinite(same) and same != other  # it is validated with what it has learned
 

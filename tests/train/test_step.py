@@ -144,7 +144,7 @@ def test_weights_that_are_quantized_once(recipe):
 
         return jax.value_and_grad(loss)(params)
 
-    got = both(params, model.quantize_weights(params, config))
+    got = both(params, model.quantize_experts(params, config))
     for a, b in zip(*map(jax.tree.leaves, (got, both(params, None))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
@@ -155,18 +155,18 @@ def test_shards_of_weights_are_quantized_once(monkeypatch, axis_types):
     config = dataclasses.replace(
         CONFIG, moe=dataclasses.replace(MOE, recipe=as_recipe("fp8_current"))
     )
-    calls, quantize = [], model.quantize_weights
-    monkeypatch.setattr(model, "quantize_weights", lambda *a: calls.append(a) or quantize(*a))
+    calls, quantize = [], model.quantize_experts
+    monkeypatch.setattr(model, "quantize_experts", lambda *a: calls.append(a) or quantize(*a))
     once = Training(config, axis_types, grad_accum=2).run(steps=2)
     assert len(calls) == 1  # traced once, outside of the loop over microbatches
-    monkeypatch.setattr(model, "quantize_weights", lambda *a: None)
+    monkeypatch.setattr(model, "quantize_experts", lambda *a: None)
     assert_same_training(once, Training(config, axis_types, grad_accum=2).run(steps=2))
 
 
 def test_weights_that_calls_change_are_not_quantized_once():
     for recipe in (None, as_recipe("fp8_delayed")):
         config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=recipe))
-        assert model.quantize_weights({}, config) is None
+        assert model.quantize_experts({}, config) is None
 
 
 def test_names_of_remat_are_those_of_the_block():

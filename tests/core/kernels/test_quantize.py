@@ -31,7 +31,7 @@ FORMATS = {
     "block": (BLOCK.x, -1, None),
     "block along rows": (BLOCK.x, 1, None),
     "block, any scale": (EXACT.x, -1, None),
-    "square": (BLOCK.kernel, 1, 3),
+    "square": (BLOCK.weight, 1, 3),
     "block e5m2": (dataclasses.replace(BLOCK.x, dtype="float8_e5m2"), -1, None),
     "mx": (MX.x, -1, None),
     "mx e5m2": (dataclasses.replace(MX.x, dtype="float8_e5m2"), -1, None),

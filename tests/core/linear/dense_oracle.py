@@ -26,15 +26,15 @@ def values(q: QuantizedArray) -> np.ndarray:
     return out
 
 
-def dense_copies(x, kernel, dy, recipe, keys):
+def dense_copies(x, weight, dy, recipe, keys):
     """Both operands of the forward, of the input gradient and of the weight gradient (requirements 3.1)."""
     f = recipe.formats()
     n, t = dy.ndim - 1, x.ndim - 2
     return (
-        (quantize(x, f.x, axis=x.ndim - 1), quantize(kernel, f.kernel, axis=0, across=-1)),
+        (quantize(x, f.x, axis=x.ndim - 1), quantize(weight, f.weight, axis=0, across=-1)),
         (
             quantize(dy, f.grad_dgrad, axis=n, key=keys[0]),
-            quantize(kernel, f.kernel_dgrad, axis=-1, across=0),
+            quantize(weight, f.weight_dgrad, axis=-1, across=0),
         ),
         (
             quantize(x, f.x_wgrad, axis=t),
@@ -54,17 +54,17 @@ def dense(copies, dy, bias):
     )
 
 
-def grouped_copies(x, kernel, sizes, dy, recipe, keys):
+def grouped_copies(x, weight, sizes, dy, recipe, keys):
     """The same of rows in groups and of experts."""
     f = recipe.formats()
     return (
         (
             grouped_quantize(x, sizes, f.x, axis=2),
-            quantize(kernel, f.kernel, axis=1, across=-1, batch_dims=1),
+            quantize(weight, f.weight, axis=1, across=-1, batch_dims=1),
         ),
         (
             grouped_quantize(dy, sizes, f.grad_dgrad, axis=-1, key=keys[0]),
-            quantize(kernel, f.kernel_dgrad, axis=-1, across=1, batch_dims=1),
+            quantize(weight, f.weight_dgrad, axis=-1, across=1, batch_dims=1),
         ),
         (
             grouped_quantize(x, sizes, f.x_wgrad, axis=1),

@@ -23,7 +23,7 @@ from expertmesh.core import (
     global_shard_guard,
     grouped_dense,
     quantize,
-    quantize_kernel,
+    quantize_weight,
 )
 from expertmesh.core.hlo import axes_of, collectives
 from expertmesh.core.testing import compile_partitioned, magnitudes, relative_error
@@ -50,8 +50,8 @@ def data():
     return x, magnitudes(rng, (128, 128)), rng.normal(size=128).astype(np.float32), dy
 
 
-def value_and_gradients(options, x, kernel, bias, dy):
-    y, pull = jax.vjp(lambda *floats: dense(*floats, **options), x, kernel, bias)
+def value_and_gradients(options, x, weight, bias, dy):
+    y, pull = jax.vjp(lambda *floats: dense(*floats, **options), x, weight, bias)
     return y, *pull(dy)
 
 
@@ -64,7 +64,7 @@ def crossing(text):
 
 
 DATA, GATHER, SCATTER, TOTAL = "f8e4m3fn", "all-gather", "reduce-scatter", "all-reduce"
-# layout -> recipe, kind of axes, specs of x, kernel, bias, y; what crosses
+# layout -> recipe, kind of axes, specs of x, weight, bias, y; what crosses
 LAYOUTS = {
     "compound on K": (
         "mxfp8",
@@ -154,18 +154,18 @@ def test_dense(layout):
 
 def test_specs_of_several_contracted_dimensions():
     """Of K in two dimensions the first is sharded: what crosses is what crosses where K is one dimension."""
-    mesh, (x, kernel, _, dy) = mesh_of(AUTO), data()
+    mesh, (x, weight, _, dy) = mesh_of(AUTO), data()
 
     def compiled(shape, *specs):
         count = len(shape)
         options = dict(x_spec=specs[0], w_spec=specs[1], out_spec=specs[2], recipe="mxfp8")
         dims = tuple(range(2, 2 + count)), tuple(range(count))
 
-        def both(x, kernel, dy):
-            y, pull = jax.vjp(lambda x, w: dense(x, w, contracting_dims=dims, **options), x, kernel)
+        def both(x, weight, dy):
+            y, pull = jax.vjp(lambda x, w: dense(x, w, contracting_dims=dims, **options), x, weight)
             return y, *pull(dy)
 
-        operands = x.reshape(*x.shape[:2], *shape), kernel.reshape(*shape, -1), dy
+        operands = x.reshape(*x.shape[:2], *shape), weight.reshape(*shape, -1), dy
         placed = [put(mesh, a, spec) for a, spec in zip(operands, specs, strict=True)]
         with global_shard_guard(RESOURCE):
             program, text = compile_partitioned(jax.jit(both).lower(*placed))
@@ -183,17 +183,17 @@ def test_specs_of_several_contracted_dimensions():
 def test_a_block_on_two_shards_is_an_error(layer, mode):
     """128 does not divide 192 / 2; without a mesh the last block is just shorter."""
     mesh = mesh_of(EXPLICIT if mode == "explicit" else AUTO)
-    x, kernel = jnp.ones((4, 64, 192)), jnp.ones((192, 128))
+    x, weight = jnp.ones((4, 64, 192)), jnp.ones((192, 128))
     specs, sizes = (P(TOKENS), P("fsdp")), jnp.full((4, 1), 64)
     layers = {
-        "dense": lambda x, kernel: dense(x, kernel, recipe="fp8_block"),
-        "grouped_dense": lambda x, kernel: grouped_dense(
-            x, kernel, put(mesh, sizes, P(TOKENS)), recipe="fp8_block"
+        "dense": lambda x, weight: dense(x, weight, recipe="fp8_block"),
+        "grouped_dense": lambda x, weight: grouped_dense(
+            x, weight, put(mesh, sizes, P(TOKENS)), recipe="fp8_block"
         ),
     }
     if layer == "grouped_dense":
-        kernel, specs = kernel[None], (P(TOKENS), P(None, "fsdp"))
-    placed = put(mesh, x, specs[0]), put(mesh, kernel, specs[1])
+        weight, specs = weight[None], (P(TOKENS), P(None, "fsdp"))
+    placed = put(mesh, x, specs[0]), put(mesh, weight, specs[1])
     # Where the compiler asks for the plan, JAX raises its own error, with ours in it.
     kind = jax.errors.JaxRuntimeError if mode == "auto" else ValueError
     with global_shard_guard(RESOURCE if mode == "resource" else None):
@@ -205,11 +205,11 @@ def test_a_block_on_two_shards_is_an_error(layer, mode):
 
 def test_scales_decide_where_blocks_may_be_cut():
     """Data that were laid out anew, so that a shard ends within a block, are gathered: values are the same."""
-    x, kernel, *_ = data()
+    x, weight, *_ = data()
     x = np.concatenate([x, 64 * x[:, :, :64]], axis=2)  # 192 = 128 + 64, and 2 * 96
-    kernel = np.concatenate([kernel, kernel[:64]])
+    weight = np.concatenate([weight, weight[:64]])
     formats = Float8BlockScaling().formats()
-    q = quantize(x, formats.x), quantize(kernel, formats.kernel, axis=0, across=1)
+    q = quantize(x, formats.x), quantize(weight, formats.weight, axis=0, across=1)
     mesh = mesh_of(EXPLICIT)
     cut, whole = (jax.tree.map(lambda a: put(mesh, a, P()), one) for one in q)
     cut = dataclasses.replace(cut, data=put(mesh, q[0].data, P(None, None, "tp")))
@@ -219,11 +219,11 @@ def test_scales_decide_where_blocks_may_be_cut():
 
 def test_the_cache_lies_where_the_kernel_is():
     """Under roles that nobody gave: of dense over fsdp along K, of grouped_dense over ep along E as well."""
-    mesh, kernel = mesh_of(AUTO), data()[1]
+    mesh, weight = mesh_of(AUTO), data()[1]
     with global_shard_guard(RESOURCE):
-        one = jax.jit(lambda w: quantize_kernel(w, "mxfp8"))(put(mesh, kernel, P("fsdp")))
-        experts = put(mesh, np.stack([kernel, kernel]), P("ep", "fsdp"))
-        some = jax.jit(lambda w: quantize_kernel(w, "mxfp8", batch_dims=1))(experts)
+        one = jax.jit(lambda w: quantize_weight(w, "mxfp8"))(put(mesh, weight, P("fsdp")))
+        experts = put(mesh, np.stack([weight, weight]), P("ep", "fsdp"))
+        some = jax.jit(lambda w: quantize_weight(w, "mxfp8", batch_dims=1))(experts)
     for cached, spec in ((one, P("fsdp")), (some, P("ep", "fsdp"))):
         for x in jax.tree.leaves(cached):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)

@@ -37,7 +37,7 @@ def test_gemm():
     """One rounding, to the dtype of what was quantized; a bias after it; both orders of the two 8-bit formats."""
     x, w = data()
     bias = jnp.arange(32.0)
-    for format_x, format_w in ((MX.x, MX.kernel), (E5M2, E4M3), (E4M3, E5M2)):
+    for format_x, format_w in ((MX.x, MX.weight), (E5M2, E4M3), (E4M3, E5M2)):
         q = quantize(x, format_x), quantize(w, format_w, axis=0)
         want = np.einsum("tsk,kn->tsn", *map(dense_oracle.values, q))
         got = gemm(*q, bias, out_dtype=jnp.float32)
@@ -49,9 +49,9 @@ def test_grouped_gemm():
     """NaN in the padding rows; a bias for the groups only."""
     x, w = data()
     sizes = jnp.array([[32, 20], [0, 64], [0, 0]])
-    kernel = jnp.stack([w, 3 * w])
+    weight = jnp.stack([w, 3 * w])
     x = x.at[0, 52:].set(jnp.nan)
-    q = grouped_quantize(x, sizes, MX.x), quantize(kernel, MX.kernel, axis=1, batch_dims=1)
+    q = grouped_quantize(x, sizes, MX.x), quantize(weight, MX.weight, axis=1, batch_dims=1)
     bias = jnp.array([[1.0], [2.0]]) * jnp.ones((2, 32))
     got = grouped_gemm(*q, sizes, bias, out_dtype=jnp.float32)
     x, w = map(dense_oracle.values, q)
@@ -91,22 +91,22 @@ def operand(format, shape=(32, 64), axis=-1, **parts):
 W = ((64, 32), 0)  # shape and axis
 PAIRS = [
     (lambda: (operand(E5M2), operand(E5M2, *W)), ["e5m2", "e4m3fn"]),
-    (lambda: (operand(E4M3), operand(MX.kernel, *W)), ["scales of one kind", "one scale"]),
+    (lambda: (operand(E4M3), operand(MX.weight, *W)), ["scales of one kind", "one scale"]),
     (
-        lambda: (operand(BLOCKS.x), operand(MX.kernel, *W)),
+        lambda: (operand(BLOCKS.x), operand(MX.weight, *W)),
         ["one kind", "(1, 128)", "(1, 32)"],
     ),
     (
         lambda: (
             operand(dataclasses.replace(BLOCKS.x, scale="float32")),
-            operand(BLOCKS.kernel, *W),
+            operand(BLOCKS.weight, *W),
         ),
         ["one kind", "power_of_2"],
     ),
-    (lambda: (operand(BLOCKS.kernel), operand(BLOCKS.kernel, *W)), ["two-dimensional"]),
+    (lambda: (operand(BLOCKS.weight), operand(BLOCKS.weight, *W)), ["two-dimensional"]),
     (lambda: (operand(NV.x_wgrad), operand(NV.x, *W)), ["Hadamard", "hadamard=True"]),
-    (lambda: (operand(MX.x, axis=0), operand(MX.kernel, *W)), ["along", "axis=1"]),
-    (lambda: (operand(MX.x), operand(MX.kernel, (64, 32), 1)), ["along", "axis=0"]),
+    (lambda: (operand(MX.x, axis=0), operand(MX.weight, *W)), ["along", "axis=1"]),
+    (lambda: (operand(MX.x), operand(MX.weight, (64, 32), 1)), ["along", "axis=0"]),
     (
         lambda: (operand(MX.x, scale=jnp.ones((32, 3), jnp.float8_e8m0fnu)), operand(MX.x, *W)),
         ["scale", "(32, 2)"],

@@ -17,7 +17,7 @@ from expertmesh.core import (
     activate,
     global_shard_guard,
     grouped_quantize,
-    quantize_kernel,
+    quantize_weight,
 )
 from expertmesh.core.hlo import collectives
 from expertmesh.core.quantization.activate_quantize import activate_quantize
@@ -66,13 +66,13 @@ CASES = {
         rows(),
         COLUMNS,
     ),
-    "quantize_kernel": (
-        lambda w: quantize_kernel(w, "mxfp8", spec=P(None, "tp")),
+    "quantize_weight": (
+        lambda w: quantize_weight(w, "mxfp8", spec=P(None, "tp")),
         rows()[0],
         P(None, "tp"),
     ),
-    "quantize_kernel of experts": (
-        lambda w: quantize_kernel(w, "mxfp8", batch_dims=1, spec=P(None, None, "tp")),
+    "quantize_weight of experts": (
+        lambda w: quantize_weight(w, "mxfp8", batch_dims=1, spec=P(None, None, "tp")),
         rows(),
         P(None, None, "tp"),
     ),

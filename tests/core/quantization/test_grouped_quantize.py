@@ -224,7 +224,7 @@ def test_starts_are_checked_in_debug_mode():
         (lambda x, n: grouped_quantize(x, n * 1.0, CURRENT.x), TypeError, ["float32", "int32"]),
         (lambda x, n: grouped_quantize(x, n, MX.x, axis=1), ValueError, ["40", "32", "pad"]),
         (lambda x, n: grouped_quantize(x, n, MX.x), ValueError, ["16", "32", "pad"]),
-        (lambda x, n: grouped_quantize(x, n, NV.kernel), ValueError, ["across", "(16, 16)"]),
+        (lambda x, n: grouped_quantize(x, n, NV.weight), ValueError, ["across", "(16, 16)"]),
         (lambda x, n: grouped_quantize(x, n, MX.x, axis=0), ValueError, ["axis=0", "(2, 40, 16)"]),
         (lambda x, n: grouped_quantize(x, n, NV.grad_dgrad), ValueError, ["key=None"]),
         (lambda x, n: grouped_quantize(x, n, CURRENT.x, multiplier=1.0), ValueError, ["(2, 2)"]),

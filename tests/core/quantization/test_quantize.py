@@ -41,12 +41,12 @@ SETTINGS = {
     "current": (CURRENT.x, (6, 24), -1, None),
     "current_e5m2": (CURRENT.grad_dgrad, (2, 3, 8), 0, None),
     "block": (BLOCK.x, (3, 200), -1, None),
-    "block_square": (BLOCK.kernel, (130, 2, 140), 0, 2),
+    "block_square": (BLOCK.weight, (130, 2, 140), 0, 2),
     "block_float32": (FLOAT_BLOCK.x, (256, 5), 0, None),
     "mx": (MX.x, (5, 64), -1, None),
     "mx_e5m2": (MX.grad_dgrad, (64, 3, 2), 0, None),
     "nv": (NV.x, (3, 48), -1, None),
-    "nv_square": (NV.kernel, (32, 2, 48), 0, -1),
+    "nv_square": (NV.weight, (32, 2, 48), 0, -1),
 }
 
 
@@ -197,9 +197,9 @@ def put(mesh, x, *spec):
 LAYOUTS = [
     # format, key, axis, batch_dims, spec, specs of data, scale and tensor_scale, axes of the amax
     (CURRENT.x, False, -1, 0, P("a", None, "b"), P("a", None, "b"), P(), None, 8),
-    (CURRENT.kernel, False, -1, 1, P("b", "a"), P("b", "a"), P("b"), None, 2),
-    (CURRENT.kernel, False, -1, 1, P(("a", "b")), P(("a", "b")), P(("a", "b")), None, 0),
-    (BLOCK.kernel, False, 1, 0, P(None, "a", "b"), P(None, "a", "b"), P(None, "a", "b"), None, 0),
+    (CURRENT.weight, False, -1, 1, P("b", "a"), P("b", "a"), P("b"), None, 2),
+    (CURRENT.weight, False, -1, 1, P(("a", "b")), P(("a", "b")), P(("a", "b")), None, 0),
+    (BLOCK.weight, False, 1, 0, P(None, "a", "b"), P(None, "a", "b"), P(None, "a", "b"), None, 0),
     (MX.x, False, 1, 0, P("a", "b"), P("a", "b"), P("a", "b"), None, 0),
     (NV.grad_wgrad, True, 1, 1, P("b", "a"), P("b", "a"), P("b", "a"), P("b"), 2),
 ]
@@ -215,7 +215,7 @@ LAYOUTS = [
 def test_layouts_change_no_bit(kind, format, key, axis, batch, spec, data, scale, tensor, group):
     """Each shard is quantized where it is; what crosses devices is the amax, over the axes that split the tensor."""
     mesh = mesh_of(kind, a=2, b=4)
-    shape = (2, 256, 512) if format is BLOCK.kernel else (8, 128, 64)
+    shape = (2, 256, 512) if format is BLOCK.weight else (8, 128, 64)
     x = oracle.wild_numbers(np.random.default_rng(1), shape, np.float32, "none")
     key = jax.random.key(0) if key else None
 
@@ -303,7 +303,7 @@ def test_there_is_no_derivative():
     [
         full(MX.x, None, 0, P(("dp", "fsdp", "ep"))),
         (CURRENT.x, None, 0, P(("dp", "fsdp", "ep"))),
-        (BLOCK.kernel, 2, 1, P("ep", "fsdp")),
+        (BLOCK.weight, 2, 1, P("ep", "fsdp")),
         full(NV.x, None, 1, P("ep", "fsdp")),
     ],
 )
@@ -331,8 +331,8 @@ def test_roles_are_those_of_quantize(format, across, batch, spec):
     [
         (lambda x: quantize(x, MX.x, axis=0), ValueError, ["dimension 0", "48", "32", "pad"]),
         (lambda x: quantize(x, NV.x, axis=1), ValueError, ["dimension 1", "40", "16", "pad"]),
-        (lambda x: quantize(x, NV.kernel, axis=0), ValueError, ["across", "(16, 16)"]),
-        (lambda x: quantize(x, NV.kernel, axis=0, across=0), ValueError, ["across=0"]),
+        (lambda x: quantize(x, NV.weight, axis=0), ValueError, ["across", "(16, 16)"]),
+        (lambda x: quantize(x, NV.weight, axis=0, across=0), ValueError, ["across=0"]),
         (lambda x: quantize(x, MX.x, axis=2), ValueError, ["axis=2"]),
         (lambda x: quantize(x, CURRENT.x, batch_dims=3), ValueError, ["batch_dims=3"]),
         (lambda x: quantize(x, BLOCK.x, axis=0, batch_dims=1), ValueError, ["batch_dims=1"]),

@@ -32,20 +32,20 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
 def test_roles():
-    """dy is e5m2 in hybrid recipes; 1-D formats along each contraction; squares of the kernel for both."""
+    """dy is e5m2 in hybrid recipes; 1-D formats along each contraction; squares of the weight for both."""
     hybrid = DelayedScaling().formats()
-    assert (hybrid.x.dtype, hybrid.kernel_dgrad.dtype) == (E4M3, E4M3)
+    assert (hybrid.x.dtype, hybrid.weight_dgrad.dtype) == (E4M3, E4M3)
     assert (hybrid.grad_dgrad.dtype, hybrid.grad_wgrad.dtype) == (E5M2, E5M2)
     assert Float8CurrentScaling(fp8_format=Format.E4M3).formats().grad_wgrad.dtype == E4M3
     block = Float8BlockScaling().formats()
-    assert (block.x.block, block.kernel.block, block.grad_wgrad.block) == (
+    assert (block.x.block, block.weight.block, block.grad_wgrad.block) == (
         (1, 128),
         (128, 128),
         (1, 128),
     )
     assert block.x.scale == "power_of_2" and block.grad_dgrad.dtype == E4M3
-    assert Float8BlockScaling(power_2_scale=False).formats().kernel.scale == "float32"
-    assert MXFP8BlockScaling().formats().kernel == MXFP8BlockScaling().formats().x
+    assert Float8BlockScaling(power_2_scale=False).formats().weight.scale == "float32"
+    assert MXFP8BlockScaling().formats().weight == MXFP8BlockScaling().formats().x
     nv = NVFP4BlockScaling().formats()
     assert [f.name for f in dataclasses.fields(nv) if getattr(nv, f.name).hadamard] == [
         "x_wgrad",
@@ -55,7 +55,7 @@ def test_roles():
         "grad_dgrad",
         "grad_wgrad",
     ]
-    assert nv.kernel.block == nv.kernel_dgrad.block == (16, 16)
+    assert nv.weight.block == nv.weight_dgrad.block == (16, 16)
     plain = NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     )
@@ -247,7 +247,7 @@ def test_options_without_a_counterpart_are_taken_at_their_default(option, defaul
         (lambda: TensorFormat(dtype=E4M3, block=(8,)), ValueError, ["(8,)", "two"]),
         (lambda: TensorFormat(dtype=E4M3, block=(1, 8.0)), ValueError, ["(1, 8.0)", "integers"]),
         (lambda: TensorFormat(dtype=E4M3, amax_epsilon=-1.0), ValueError, ["amax_epsilon=-1.0"]),
-        (lambda: TensorFormat(dtype=E4M3, stochastic=True), ValueError, ["random"]),
+        (lambda: TensorFormat(dtype=E4M3, stochastic=True), ValueError, ["stochastically"]),
         (lambda: TensorFormat(dtype=E4M3, hadamard=True), ValueError, ["1 x 16"]),
     ],
 )

@@ -13,52 +13,52 @@ pytestmark = pytest.mark.default_jax
 T, D, E = (3, 14), 96, 20
 
 
-def make(kernel_dtype):
+def make(weight_dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(magnitudes(rng, (*T, D)), jnp.bfloat16)
-    kernel = jnp.asarray(magnitudes(rng, (D, E)), kernel_dtype)
-    return x, kernel, jnp.asarray(rng.normal(size=(*T, E)), jnp.float32)
+    weight = jnp.asarray(magnitudes(rng, (D, E)), weight_dtype)
+    return x, weight, jnp.asarray(rng.normal(size=(*T, E)), jnp.float32)
 
 
-def exact(x, kernel, d):
-    x, kernel, d = (np.asarray(a, np.float64) for a in (x, kernel, d))
-    return x @ kernel, d @ kernel.T, np.einsum("abd,abe->de", x, d)
+def exact(x, weight, d):
+    x, weight, d = (np.asarray(a, np.float64) for a in (x, weight, d))
+    return x @ weight, d @ weight.T, np.einsum("abd,abe->de", x, d)
 
 
-def check(got, want, kernel_dtype):
-    """Logits are float32 all through; the cotangent and the kernel may have been rounded to 16 bits."""
+def check(got, want, weight_dtype):
+    """Logits are float32 all through; the cotangent and the weight may have been rounded to 16 bits."""
     logits, dx, dw = got
-    assert logits.dtype == jnp.float32 and dx.dtype == jnp.bfloat16 and dw.dtype == kernel_dtype
+    assert logits.dtype == jnp.float32 and dx.dtype == jnp.bfloat16 and dw.dtype == weight_dtype
     assert relative_error(logits, want[0]) < 1e-6
     assert relative_error(dx, want[1]) < 2.0**-8
-    assert relative_error(dw, want[2]) < (2.0**-8 if kernel_dtype == "bfloat16" else 2.0**-16)
+    assert relative_error(dw, want[2]) < (2.0**-8 if weight_dtype == "bfloat16" else 2.0**-16)
 
 
-@pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
-def test_exact(kernel_dtype):
-    x, kernel, d = make(kernel_dtype)
-    want = exact(x, kernel, d)
-    logits, pull = jax.vjp(ops.router_logits, x, kernel)
-    check((logits, *pull(d)), want, kernel_dtype)
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_exact(weight_dtype):
+    x, weight, d = make(weight_dtype)
+    want = exact(x, weight, d)
+    logits, pull = jax.vjp(ops.router_logits, x, weight)
+    check((logits, *pull(d)), want, weight_dtype)
     parts = (
-        ops._logits_of_parts(x, kernel, out_dtype=jnp.float32),
-        ops._dgrad_of_parts(d, kernel, out_dtype=jnp.bfloat16),
-        ops._wgrad_of_parts(x, d, out_dtype=kernel.dtype),
+        ops._logits_of_parts(x, weight, out_dtype=jnp.float32),
+        ops._dgrad_of_parts(d, weight, out_dtype=jnp.bfloat16),
+        ops._wgrad_of_parts(x, d, out_dtype=weight.dtype),
     )
-    check(parts, want, kernel_dtype)
-    wide = ops._dgrad_of_parts(d, kernel, out_dtype=jnp.float32)
+    check(parts, want, weight_dtype)
+    wide = ops._dgrad_of_parts(d, weight, out_dtype=jnp.float32)
     assert relative_error(wide, want[1]) < 2.0**-15
 
 
 def test_not_finite():
     """Infinity stays infinity, NaN in a token stays in its logits."""
-    x, kernel, _ = make("float32")
-    x, kernel = x.at[0, 0, 0].set(jnp.nan), kernel.at[:, 3].set(jnp.inf)
-    logits = np.asarray(ops._logits_of_parts(jnp.abs(x), kernel, out_dtype=jnp.float32))
+    x, weight, _ = make("float32")
+    x, weight = x.at[0, 0, 0].set(jnp.nan), weight.at[:, 3].set(jnp.inf)
+    logits = np.asarray(ops._logits_of_parts(jnp.abs(x), weight, out_dtype=jnp.float32))
     assert np.isnan(logits[0, 0]).all() and np.isfinite(logits[1:, :, :3]).all()
     assert np.isposinf(logits[1:, :, 3]).all()
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"kernel \(95, 4\).*transpose"):
+    with pytest.raises(ValueError, match=r"weight \(95, 4\).*transpose"):
         ops.router_logits(jnp.zeros((3, 96)), jnp.zeros((95, 4)))

@@ -9,7 +9,7 @@ from expertmesh.core.linear.gemm import gemm
 from expertmesh.core.linear.grouped_dense import grouped_dense
 from expertmesh.core.linear.grouped_gemm import grouped_gemm
 from expertmesh.core.linear.layer import DenseState, init_dense_state
-from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
+from expertmesh.core.linear.quantize_weight import QuantizedWeight, quantize_weight
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.accumulate_gradient import accumulate_gradient
@@ -110,7 +110,7 @@ __all__ = [
     "PermutePlan",
     "Plan",
     "QuantizedArray",
-    "QuantizedKernel",
+    "QuantizedWeight",
     "Query",
     "RECIPES",
     "ROUTING_MAP_FORMATS",
@@ -162,7 +162,7 @@ __all__ = [
     "quantize",
     "quantize_dbias",
     "quantize_delayed",
-    "quantize_kernel",
+    "quantize_weight",
     "ragged_params",
     "required_alignment",
     "required_bias_histogram",

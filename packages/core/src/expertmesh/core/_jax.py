@@ -50,7 +50,7 @@ def operand_mesh(name: str, operands) -> AbstractMesh:
     """The mesh in the operands' types, else the mesh in context; empty where there is none.
 
     Raises:
-      ValueError: in the name of `name`, for operands on two meshes that are not both all Auto, as JAX's own ops do.
+      ValueError: names `name`; for operands on two meshes that are not both all Auto, as JAX's own ops do.
     """
     first, *others = _meshes(operands)
     for mesh in others:

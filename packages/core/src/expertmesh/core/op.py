@@ -56,7 +56,7 @@ _REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_reduce_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
-    """The dtype in which devices add a weight's gradient.
+    """The dtype of the reduction of a weight's gradient over devices.
 
     Raises:
       ValueError: unsupported dtype; the message begins with `name`.
@@ -268,7 +268,7 @@ class Op:
     def batched(self, in_batched: tuple[bool, ...]) -> "Op":
         """The op over one more leading dimension of the operands for which `in_batched` holds, and of all results."""
 
-        def lead(text: str, name: str) -> str:
+        def prepend(text: str, name: str) -> str:
             left, right = map(parse_terms, text.split("->"))
             left = tuple(
                 (name,) * batched + term for batched, term in zip(in_batched, left, strict=True)
@@ -279,10 +279,10 @@ class Op:
         return Op(
             name=f"{self.name}_batched",
             reference=_BatchedReference(self.reference, in_batched),
-            sharding=lead(self.sharding, _fresh(self.sharding)),
+            sharding=prepend(self.sharding, _fresh(self.sharding)),
             summed=self.summed,
             whole=self.whole,
-            roles=self.roles and lead(self.roles, "."),
+            roles=self.roles and prepend(self.roles, "."),
             parameter=self.parameter,
             plan=self.plan and _BatchedPlan(self.plan, in_batched),
         )
@@ -466,7 +466,7 @@ def _run(call: _Call, *operands: jax.Array) -> Any:
             )
         in_batched = tuple(in_batched)
 
-        def lead(specs: _Specs, batched: Sequence[bool]) -> _Specs:
+        def prepend(specs: _Specs, batched: Sequence[bool]) -> _Specs:
             return specs and tuple(
                 PartitionSpec(None, *spec) if b and spec is not None else spec
                 for spec, b in zip(specs, batched, strict=True)
@@ -475,8 +475,8 @@ def _run(call: _Call, *operands: jax.Array) -> Any:
         batched_call = _Call(
             op=call.op.batched(in_batched),
             implementation=call.implementation,
-            operand_specs=lead(call.operand_specs, in_batched),
-            result_specs=lead(call.result_specs, [True] * len(call.result_specs or ())),
+            operand_specs=prepend(call.operand_specs, in_batched),
+            result_specs=prepend(call.result_specs, [True] * len(call.result_specs or ())),
             reduce_dtype=call.reduce_dtype,
             options=call.options,
             resource=call.resource,

@@ -35,7 +35,7 @@ FLAGS = Kind("bools or integers", (jnp.bool_, jnp.integer), "compare it with 0")
 def check_arrays(
     name: str, kind: Kind = NUMBERS, *, optional: bool = False, **operands: Any
 ) -> None:
-    """Raises in the name of `name` unless each operand is an array of such numbers.
+    """Raises an error that names `name` unless each operand is an array of such numbers.
 
     An array is what has a shape and a dtype, so of NumPy and a QuantizedArray too; lists and Python numbers are none.
 
@@ -65,7 +65,7 @@ def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> j
     """The dtype of a sum's result, given or that of an operand.
 
     Raises:
-      ValueError: in the name of `name`, for integers and for floats of less than 16 bits, whose range is too small.
+      ValueError: names `name`; for integers and for floats of less than 16 bits, whose range is too small.
     """
     resolved: jnp.dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(resolved, jnp.floating) or resolved.itemsize < 2:
@@ -77,7 +77,7 @@ def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> j
 
 
 def check_counts(name: str, *, optional: bool = False, **counts: object) -> None:
-    """Raises in the name of `name` unless each is a Python int of at least 1.
+    """Raises an error that names `name` unless each is a Python int of at least 1.
 
     Args:
       optional: whether None passes.

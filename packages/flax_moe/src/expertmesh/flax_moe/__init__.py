@@ -15,7 +15,7 @@ from expertmesh.flax_moe.params import (
     split_wi,
 )
 from expertmesh.flax_moe.place_experts import permute_experts, place_experts
-from expertmesh.flax_moe.quantization import init_quant_state, quantize_kernels
+from expertmesh.flax_moe.quantization import init_quant_state, quantize_weights
 from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
 from expertmesh.flax_moe.support import is_supported
 
@@ -39,7 +39,7 @@ __all__ = [
     "param_specs",
     "permute_experts",
     "place_experts",
-    "quantize_kernels",
+    "quantize_weights",
     "split_wi",
     "stages",
 ]

@@ -1,4 +1,4 @@
-"""What a block and its stages refuse, and which experts they hold. Errors are in the name of `function`."""
+"""What a block and its stages refuse, and which experts they hold. Errors name `function`."""
 
 from collections.abc import Collection
 from math import prod

@@ -55,14 +55,14 @@ class MoEConfig:
       quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
         gradients too, as each device's sums, and not in `dtype`. For a recipe under which tokens are dispatched in 8
         bits, and for transports other than "ring", which adds on the way, in float32.
-      reduce_dtype: in which devices add their parts of the expert weights' gradients, shared ones too: float32 (exact
+      reduce_dtype: of the reduction of expert weights' gradients over devices, shared ones too: float32 (exact
         but for the order), bfloat16 or float16 for half the bytes. Each of n devices' parts is then rounded, and each
         of the n - 1 sums: the relative error of a sum is about 2^-9 sqrt(n) in bfloat16 and does not fall with the
         number of tokens. float16 overflows above 65504. Other parameters' gradients are always added in float32.
       num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
         worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
       remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
-      shard_exp_on_fsdp: fsdp splits the experts' kernels along E, behind ep, and not along D: what is gathered, and the
+      shard_exp_on_fsdp: fsdp splits the experts' weights along E, behind ep, and not along D: what is gathered, and the
         gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
         quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
         axes types say where arrays are; this one is then for `param_specs`.

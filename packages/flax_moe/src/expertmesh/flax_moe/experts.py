@@ -34,9 +34,9 @@ from expertmesh.core.linear.apply import (
     add_bias,
     bias_gradient,
     dy_copies,
+    forward_gemm,
     input_gradient,
     layer_of,
-    product,
     weight_for_dgrad,
     weight_for_fprop,
     weight_gradient,
@@ -199,7 +199,7 @@ def _up(
     """h of x in the format along D."""
     h: jax.Array
     if not in_place:
-        h = product(x, wi, handle.group_sizes, bias, layer)
+        h = forward_gemm(x, wi, handle.group_sizes, bias, layer)
         return h
     tokens = _rows_of(handle).source_row
     specs = None, None, layer.resolved[1], None
@@ -218,7 +218,7 @@ def _down(
     layer: Layer,
 ) -> jax.Array:
     """y of a in the format along F."""
-    y: jax.Array = product(a, wo, handle.group_sizes, None, layer)
+    y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer)
     y = add_bias(y, bias, handle.group_sizes, layer, weights)
     return named("expert_output", y)
 

@@ -49,7 +49,7 @@ class MoEBlock(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
-        kernels_quantized: Any = None,
+        weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]."""
@@ -66,7 +66,7 @@ class MoEBlock(nn.Module):
             token_mask=token_mask,
             topk_idx=topk_idx,
             quant_state=self._quant_state(),
-            kernels_quantized=kernels_quantized,
+            weights_quantized=weights_quantized,
             key=key,
         )
 

@@ -53,7 +53,7 @@ def moe(
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> MoEOutput:
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
@@ -70,7 +70,7 @@ def moe(
         loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
       quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
-      kernels_quantized: of `quantize_kernels`, if the weights are quantized once for several calls; else None.
+      weights_quantized: of `quantize_weights`, if the weights are quantized once for several calls; else None.
       key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
 
     Returns:
@@ -78,7 +78,7 @@ def moe(
 
     Warns:
       UserWarning: over Explicit axes, x is not sharded over the EP axis, or not over another that splits the experts
-        or their D: the block spreads its tokens over the EP axis, and gathers y so that it is laid out like x.
+        or their D: the block shards its tokens over the EP axis, and gathers y so that it is laid out like x.
 
     Raises:
       ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
@@ -100,19 +100,19 @@ def moe(
     check_names("moe", params, config)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())
-    given = Quantization(quant_state, kernels_quantized, key)
+    given = Quantization(quant_state, weights_quantized, key)
     given = given.checked("moe", config, layers_of(config))
     ep_axis = ep_axes("moe", params, config)
     check_params("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
     check_token_mask("moe", token_mask, x.shape[:-1])
     if config.num_chunks > 1:
-        given = given.with_kernels(params, config)
+        given = given.with_weights(params, config)
     routed = stages.route(
         params, x, config, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
     )
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
-    y = _laid_out_like(x, y, _spreading_axes(experts, config, ep_axis), ep_axis)
+    y = _laid_out_like(x, y, _weight_axes(experts, config, ep_axis), ep_axis)
     if config.shared_expert_dim is not None:
         shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
         y, state = y + shared, state and {**state, **of_shared}
@@ -134,16 +134,16 @@ _Result = tuple[jax.Array, jax.Array, Overflow | None, Any]
 
 
 def _laid_out_like(
-    x: jax.Array, y: jax.Array, spreading: tuple[str, ...], ep_axis: tuple[str, ...]
+    x: jax.Array, y: jax.Array, weight_axes: tuple[str, ...], ep_axis: tuple[str, ...]
 ) -> jax.Array:
-    """y over the Explicit axes that x is over; the exchange spreads tokens over the EP axis if they are not yet."""
+    """y over the Explicit axes that x is over; the exchange shards tokens over the EP axis if they are not yet."""
     got = jax.typeof(y).sharding
     if AxisType.Explicit not in got.mesh.axis_types:
         return y
     want = pad_spec(jax.typeof(x).sharding.spec, x.ndim)
-    advised = _spread(got.spec, x.shape, got.mesh.shape, spreading, ep_axis)
+    advised = _shard_tokens(got.spec, x.shape, got.mesh.shape, weight_axes, ep_axis)
     made, cut, best = (_cuts(spec, got.mesh.shape) for spec in (got.spec, want, advised))
-    if best != cut and (made != cut or not set(spreading) <= set(spec_axes(got.spec))):
+    if best != cut and (made != cut or not set(weight_axes) <= set(spec_axes(got.spec))):
         warnings.warn(
             f"moe: tokens should be sharded over every axis that splits the experts or their D, as {advised}; got x "
             f"as {want}; left so, devices do the same work, or y is gathered to be like x; shard x so",
@@ -152,10 +152,8 @@ def _laid_out_like(
     return y if got.spec == want else jax.sharding.reshard(y, NamedSharding(got.mesh, want))
 
 
-def _spreading_axes(
-    experts: Params, config: MoEConfig, ep_axis: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The Explicit axes that split the experts' kernels, and neither by the EP group nor along F: those of fsdp."""
+def _weight_axes(experts: Params, config: MoEConfig, ep_axis: tuple[str, ...]) -> tuple[str, ...]:
+    """The Explicit axes that split the experts' weights, and neither by the EP group nor along F: those of fsdp."""
     axes: dict[str, None] = {}
     for name in EXPERTS:
         sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)
@@ -165,7 +163,7 @@ def _spreading_axes(
     return tuple(axis for axis in axes if axis not in ep_axis)
 
 
-def _spread(
+def _shard_tokens(
     spec: PartitionSpec,
     sizes: Sequence[int],
     mesh_shape: Mapping[str, int],

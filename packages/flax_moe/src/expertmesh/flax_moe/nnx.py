@@ -74,7 +74,7 @@ class MoEBlock(nnx.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
-        kernels_quantized: Any = None,
+        weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
@@ -87,7 +87,7 @@ class MoEBlock(nnx.Module):
             token_mask=token_mask,
             topk_idx=topk_idx,
             quant_state=state,
-            kernels_quantized=kernels_quantized,
+            weights_quantized=weights_quantized,
             key=key,
         )
 

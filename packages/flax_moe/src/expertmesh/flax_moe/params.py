@@ -47,7 +47,7 @@ Params = Mapping[str, jax.Array]
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
-_KERNELS = ("gate_kernel", *EXPERTS)
+_WEIGHTS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
@@ -71,7 +71,7 @@ class LogicalAxes:
     """Names of the parameters' dimensions, to be mapped to mesh axes by a framework's logical axis rules.
 
     Attributes:
-      embed: D of the kernels.
+      embed: D of the weights.
       expert: E of everything but the gate.
       mlp: F, and S of the shared experts.
 
@@ -100,7 +100,7 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
     shared = config.shared_expert_dim is not None
-    return _KERNELS + SHARED * shared + BIASES * config.use_bias
+    return _WEIGHTS + SHARED * shared + BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -248,7 +248,7 @@ def _require(function: str, params: Params, names: Collection[str], remedy: str)
 def check_params(
     function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
 ) -> None:
-    """Raises in the name of `function` unless names, dtypes and shapes are those of the tree.
+    """Raises an error that names `function` unless names, dtypes and shapes are those of the tree.
 
     Args:
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
@@ -267,10 +267,10 @@ def check_part(
 ) -> dict[str, jax.Array]:
     """The parameters of `names` alone, after the errors of `check_params` about them; biases may be absent."""
     _check_mapping(function, params)
-    kernels = tuple(name for name in names if name not in BIASES)
-    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
+    weights = tuple(name for name in names if name not in BIASES)
+    _require(function, params, weights, "use init_params, or merge_wi for split projections")
     part = {name: params[name] for name in names if name in params}
-    _check_biases(function, part, config.use_bias and len(kernels) < len(names))
+    _check_biases(function, part, config.use_bias and len(weights) < len(names))
     _check_floating(function, part)
     _check_shapes(function, part, model_dim, config, num_experts)
     return part
@@ -292,14 +292,14 @@ def _check_shapes(
 
 
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
-    """Raises in the name of `function` unless there are the parameters of the tree, each an array of floats."""
+    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
-    kernels = _KERNELS + SHARED * (config.shared_expert_dim is not None)
-    _require(function, params, kernels, "use init_params, or merge_wi for split projections")
-    unknown = [name for name in params if name not in kernels + BIASES]
+    weights = _WEIGHTS + SHARED * (config.shared_expert_dim is not None)
+    _require(function, params, weights, "use init_params, or merge_wi for split projections")
+    unknown = [name for name in params if name not in weights + BIASES]
     if unknown:
         raise ValueError(
-            f"{function}: params must have the names {', '.join(kernels + BIASES)}; got also "
+            f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
             "or use merge_wi for split projections"
         )
@@ -331,7 +331,7 @@ def _check_floating(function: str, params: Params) -> None:
 
 
 def check_array(function: str, name: str, value: Any) -> None:
-    """TypeError in the name of `function` unless `value` is an array."""
+    """TypeError that names `function` unless `value` is an array."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         raise TypeError(
             f"{function}: {name} must be an array; got {type(value).__name__}; pass jnp.asarray({name})"

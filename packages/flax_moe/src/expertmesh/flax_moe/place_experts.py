@@ -95,8 +95,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
         if name is None or leaf is None:
             return leaf
         if isinstance(leaf, DenseState):  # one scale for all rows, and one for each expert's weight
-            kernel = jax.tree.map(lambda x: _take(name, x, placement, 0), leaf.kernel)
-            return dataclasses.replace(leaf, kernel=kernel)
+            weight = jax.tree.map(lambda x: _take(name, x, placement, 0), leaf.weight)
+            return dataclasses.replace(leaf, weight=weight)
         return _take(name, leaf, placement, _DIM[name])
 
     return jax.tree_util.tree_map_with_path(

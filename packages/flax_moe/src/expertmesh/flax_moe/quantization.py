@@ -1,6 +1,6 @@
 """What a quantized block carries from step to step, and what it makes once per step.
 
-The *layers* of a block are its products with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
+The *layers* of a block are its GEMMs with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
 `shared_wi`, `shared_wo`. The router's is not one of them.
 """
 
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core.linear.layer import DenseState, init_dense_state
-from expertmesh.core.linear.quantize_kernel import QuantizedKernel, quantize_kernel
+from expertmesh.core.linear.quantize_weight import QuantizedWeight, quantize_weight
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.quantization.recipe import DelayedScaling, Recipe, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
@@ -24,7 +24,7 @@ __all__ = [
     "layers_of",
     "output_and_state",
     "placed_like",
-    "quantize_kernels",
+    "quantize_weights",
 ]
 
 _LAYERS = EXPERTS + SHARED
@@ -55,31 +55,31 @@ def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
     }
 
 
-def quantize_kernels(params: Params, config: MoEConfig) -> dict[str, QuantizedKernel]:
+def quantize_weights(params: Params, config: MoEConfig) -> dict[str, QuantizedWeight]:
     """Quantizes a block's weights once for all calls between two updates of them, such as a step's microbatches.
 
     Args:
       params, config: as for `moe`.
 
     Returns:
-      One QuantizedKernel per layer, laid out like its parameter: the `kernels_quantized` of `moe`, which gives the same
+      One QuantizedWeight per layer, laid out like its parameter: the `weights_quantized` of `moe`, which gives the same
       result as without. Not differentiable; the gradients still go to `params`.
 
     Raises:
       ValueError: no recipe; DelayedScaling, whose scales change with each call; blocks that a weight or its shards are
         not made of.
 
-    Costs what `expertmesh.core.quantize_kernel` costs: each device quantizes its shards.
+    Costs what `expertmesh.core.quantize_weight` costs: each device quantizes its shards.
     """
     recipe = config.under(current_recipe()).recipe
     if recipe is None or isinstance(recipe, DelayedScaling):
         raise ValueError(
-            f"quantize_kernels: there must be a recipe without state; got recipe={recipe}; "
-            "leave kernels_quantized out"
+            f"quantize_weights: there must be a recipe without state; got recipe={recipe}; "
+            "leave weights_quantized out"
         )
     specs = {} if current_resource() is None else param_specs(config)
     return {
-        name: quantize_kernel(
+        name: quantize_weight(
             params[name],
             recipe,
             batch_dims=int(name in EXPERTS),
@@ -96,26 +96,26 @@ class Quantization:
 
     Attributes:
       state: of `init_quant_state`, or None.
-      kernels: of `quantize_kernels`, or None.
+      weights: of `quantize_weights`, or None.
       key: for stochastic rounding, or None.
     """
 
     state: Mapping[str, Any] | None = None
-    kernels: Mapping[str, Any] | None = None
+    weights: Mapping[str, Any] | None = None
     key: jax.Array | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Of a stage."""
-        return dict(quant_state=self.state, kernels_quantized=self.kernels, key=self.key)
+        return dict(quant_state=self.state, weights_quantized=self.weights, key=self.key)
 
     def of(self, names: Collection[str]) -> "Quantization":
         """Of some layers only."""
-        state, kernels = (
+        state, weights = (
             each and {name: value for name, value in each.items() if name in names}
-            for each in (self.state, self.kernels)
+            for each in (self.state, self.weights)
         )
-        return Quantization(state, kernels, self.key)
+        return Quantization(state, weights, self.key)
 
     def checked(self, function: str, config: MoEConfig, layers: Collection[str]) -> "Quantization":
         """The same, its state without a derivative; `config` is the one under the recipe in context.
@@ -124,16 +124,16 @@ class Quantization:
           ValueError: something that the recipe needs is missing or has no use, or is not of these layers.
         """
         _check_state(function, config.recipe, self.state)
-        _check_kernels(function, config.recipe, self.kernels)
-        _check_layers(function, layers, quant_state=self.state, kernels_quantized=self.kernels)
+        _check_weights(function, config.recipe, self.weights)
+        _check_layers(function, layers, quant_state=self.state, weights_quantized=self.weights)
         _check_key(function, config.recipe, self.key)
         return dataclasses.replace(self, state=jax.lax.stop_gradient(self.state))
 
-    def with_kernels(self, params: Params, config: MoEConfig) -> "Quantization":
+    def with_weights(self, params: Params, config: MoEConfig) -> "Quantization":
         """With the weights quantized once, for several parts; where there is a state, it may change with each part."""
-        if config.recipe is None or self.state is not None or self.kernels is not None:
+        if config.recipe is None or self.state is not None or self.weights is not None:
             return self
-        return dataclasses.replace(self, kernels=quantize_kernels(params, config))
+        return dataclasses.replace(self, weights=quantize_weights(params, config))
 
     def of_part(self, state: Any, number: jax.Array) -> "Quantization":
         """Of one part of the tokens, after the parts before it have left `state`."""
@@ -144,7 +144,7 @@ class Quantization:
         """The arguments of one layer; its random numbers are its own."""
         return dict(
             state=self.state and self.state[name],
-            kernel_quantized=self.kernels and self.kernels[name],
+            weight_quantized=self.weights and self.weights[name],
             key=None if self.key is None else jax.random.fold_in(self.key, _LAYERS.index(name)),
         )
 
@@ -159,17 +159,17 @@ def _check_state(function: str, recipe: Recipe | None, state: Any) -> None:
         )
 
 
-def _check_kernels(function: str, recipe: Recipe | None, kernels: Any) -> None:
-    if kernels is not None and (recipe is None or isinstance(recipe, DelayedScaling)):
+def _check_weights(function: str, recipe: Recipe | None, weights: Any) -> None:
+    if weights is not None and (recipe is None or isinstance(recipe, DelayedScaling)):
         raise ValueError(
-            f"{function}: kernels_quantized must go with a recipe without state; got recipe={recipe}; leave it out"
+            f"{function}: weights_quantized must go with a recipe without state; got recipe={recipe}; leave it out"
         )
 
 
 def _check_key(function: str, recipe: Recipe | None, key: jax.Array | None) -> None:
     if key is None and recipe is not None and recipe.formats().is_stochastic:
         raise ValueError(
-            f"{function}: key must be given for a recipe that rounds at random; got key=None, recipe={recipe}; "
+            f"{function}: key must be given for a recipe with stochastic rounding; got key=None, recipe={recipe}; "
             "pass a new jax.random.key for each call"
         )
 

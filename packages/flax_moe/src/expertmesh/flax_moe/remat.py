@@ -19,7 +19,7 @@ CHECKPOINT_NAMES = {
     "expert_output": ("mlpwo", "moe_mlpwo", "grug_moe_dispatch_output"),
     "combined": ("grug_moe_output",),
     "quantized_x": ("quantized_x",),
-    "quantized_kernel": ("quantized_kernel",),
+    "quantized_weight": ("quantized_weight",),
 }
 """The names of each value that a block names:
 
@@ -29,8 +29,8 @@ CHECKPOINT_NAMES = {
 | hidden | the result of the first GEMM, [P, C, 2, F] |
 | expert_output | the result of the second GEMM, [P, C, D], which no backward reads |
 | combined | the weighted sum, [..., D] |
-| quantized_x | under a recipe: what each product keeps of its rows, data and scales |
-| quantized_kernel | under a recipe: what it keeps of its weight, this device's shard, data and scales |
+| quantized_x | under a recipe: what each GEMM keeps of its rows, data and scales |
+| quantized_weight | under a recipe: what it keeps of its weight, this device's shard, data and scales |
 """
 
 REMAT_POLICIES = {

@@ -207,7 +207,7 @@ def experts(
     config: MoEConfig,
     *,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> Computed:
     """`rows_r = (w_r act(rows_r wi_e + wi_bias_e)) wo_e + w_r wo_bias_e`, e being the expert of row r, w its weight.
@@ -216,7 +216,7 @@ def experts(
       params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases; others are not read.
       dispatched: of `dispatch`, under this config.
       config: see MoEConfig.
-      quant_state, kernels_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
+      quant_state, weights_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
       key: as for `moe`.
 
     Returns:
@@ -232,7 +232,7 @@ def experts(
     fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
     """
     config = config.under(current_recipe())
-    given = Quantization(quant_state, kernels_quantized, key).of(EXPERTS)
+    given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
     given = given.checked("stages.experts", config, EXPERTS)
     held = experts_held(
         "stages.experts", dispatched.rows, config, ep_axes("stages.experts", params, config)
@@ -256,7 +256,7 @@ def combine(computed: Computed) -> jax.Array:
 
     Returns:
       [..., D] in the dtype of the rows; 0 for a token without rows. Sharded like `topk_idx` over tokens. Over Explicit
-      axes tokens are spread over the EP axis, even if x was not; `moe` lays y out like x.
+      axes tokens are sharded over the EP axis, even if x was not; `moe` lays y out like x.
 
     Raises:
       ValueError: rows that do not fit the handle, or no rows and no sums.
@@ -281,7 +281,7 @@ def shared_experts(
     config: MoEConfig,
     *,
     quant_state: Any = None,
-    kernels_quantized: Any = None,
+    weights_quantized: Any = None,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
@@ -290,7 +290,7 @@ def shared_experts(
       params: `shared_wi` [D, 2, S] and `shared_wo` [S, D]; others are not read.
       x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
       config: see MoEConfig.
-      quant_state, kernels_quantized: as for `moe`; of both only what is of the shared experts is read.
+      quant_state, weights_quantized: as for `moe`; of both only what is of the shared experts is read.
       key: as for `moe`.
 
     Returns:
@@ -305,13 +305,13 @@ def shared_experts(
     """
     config = config.under(current_recipe())
     check_tokens("stages.shared_experts", x)
-    given = Quantization(quant_state, kernels_quantized, key).of(SHARED)
+    given = Quantization(quant_state, weights_quantized, key).of(SHARED)
     given = given.checked("stages.shared_experts", config, SHARED)
     own = check_part(
         "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts
     )
 
-    def product(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
+    def project(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
         more = given.layer(name)
         out = dense(
             rows,
@@ -323,8 +323,8 @@ def shared_experts(
         )
         return output_and_state(out, more["state"])
 
-    h, wi_state = product("shared_wi", x.astype(config.dtype))
-    y, wo_state = product("shared_wo", activate(h, config.activation))
+    h, wi_state = project("shared_wi", x.astype(config.dtype))
+    y, wo_state = project("shared_wo", activate(h, config.activation))
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 

@@ -30,7 +30,7 @@ def attend(q_BSHd: jax.Array, k_BSHd: jax.Array, v_BSHd: jax.Array, scale: float
 
 
 def implementation(platform: str, dtype: Any, head_dim: int) -> Implementation:
-    """cuDNN's flash attention on NVIDIA GPUs, where it has heads of that dtype and width; else XLA's products."""
+    """cuDNN's flash attention on NVIDIA GPUs, where it has heads of that dtype and width; else XLA's GEMMs."""
     return "cudnn" if platform == "cuda" and cudnn_unsupported(dtype, head_dim) is None else "xla"
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from expertmesh.flax_moe.params import param_shapes
 from expertmesh.train.model import VOCAB, ModelConfig
 
-# TFLOP/s of dense bfloat16 products, without sparsity, by NVIDIA's data sheets; the first name that fits counts.
+# TFLOP/s of dense bfloat16 GEMMs, without sparsity, by NVIDIA's data sheets; the first name that fits counts.
 _PEAKS = (
     ("NVIDIA GB200", 2500.0),
     ("NVIDIA B200", 2250.0),

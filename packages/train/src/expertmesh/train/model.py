@@ -37,7 +37,7 @@ from expertmesh.flax_moe import (
     init_quant_state,
     moe,
     param_specs,
-    quantize_kernels,
+    quantize_weights,
 )
 from expertmesh.train.attention import attend
 from expertmesh.train.mesh import place
@@ -143,11 +143,11 @@ def init_quant_states(config: ModelConfig) -> Any:
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * config.layers), state)
 
 
-def quantize_weights(params: Params, config: ModelConfig) -> Any:
+def quantize_experts(params: Params, config: ModelConfig) -> Any:
     """The experts' weights, for several calls; None without a recipe and where each call changes its scales."""
     if config.moe.recipe is None or isinstance(config.moe.recipe, DelayedScaling):
         return None
-    return jax.lax.map(lambda p: quantize_kernels(p, config.moe), params["layers"]["moe"])
+    return jax.lax.map(lambda p: quantize_weights(p, config.moe), params["layers"]["moe"])
 
 
 def forward(
@@ -160,8 +160,8 @@ def forward(
 ) -> Output:
     """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
 
-    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes that round at random,
-    `weights_quantized` of `quantize_weights`, where several calls have the same parameters.
+    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes with stochastic rounding,
+    `weights_quantized` of `quantize_experts`, where several calls have the same parameters.
     """
     x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
     layer: Callable[..., Any] = functools.partial(_layer, config, key)
@@ -204,7 +204,7 @@ def _layer(
         _rms_norm(x_BSD, params["moe_norm"]),
         config.moe,
         quant_state=quant_state,
-        kernels_quantized=weights_quantized,
+        weights_quantized=weights_quantized,
         key=None if key is None else jax.random.fold_in(key, number),
     )
     return x_BSD + output.y, _OfLayer(*(getattr(output, name) for name in _OfLayer._fields))

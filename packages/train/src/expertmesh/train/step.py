@@ -151,7 +151,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
     """(state, int32[B, S + 1]) -> float32[], the mean cross entropy in nats per byte, compiled."""
 
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
-        # What is rounded at random is in the backward.
+        # Stochastic rounding is in the backward.
         key = key_of_step(config, 0, 0)
         return _cross_entropy(config, state.params, Inputs(batch, state.quant_state, key))[0]
 
@@ -204,7 +204,7 @@ def _mean_gradient(
     count: int, config: ModelConfig, params: Any, inputs: Inputs
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them."""
-    inputs = inputs._replace(weights_quantized=model.quantize_weights(params, config))
+    inputs = inputs._replace(weights_quantized=model.quantize_experts(params, config))
 
     def add(carry: tuple[Any, Any], own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (totals, quant_state), (number, rows) = carry, own

@@ -26,7 +26,7 @@ from expertmesh.core.linear.layer import (
     resolved_specs,
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
-from expertmesh.core.linear.quantize_kernel import dgrad_copy, forward_copy, serves_both
+from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, serves_both
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
@@ -55,7 +55,9 @@ def apply_linear(
     """
     if layer.recipe is None and is_quantized(x, w):
         law = layer.law
-        return product(*both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer)
+        return forward_gemm(
+            *both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer
+        )
     out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out
@@ -75,7 +77,7 @@ def layer_of(
     specs: Specs,
     clear_padding: bool = False,
 ) -> Layer:
-    """The static options of a call, after the errors in the name of `name`; `specs`: of x, w and the result."""
+    """The static options of a call, after the errors, which name `name`; `specs`: of x, w and the result."""
     check_extra(name, w, extra, recipe)
     if recipe is not None:
         warn_if_emulated(recipe, x, w)
@@ -92,7 +94,7 @@ def layer_of(
     )
 
 
-def product(x, w, group_sizes, bias, layer: Layer):
+def forward_gemm(x, w, group_sizes, bias, layer: Layer):
     """The forward's GEMM, and the bias, of operands in the formats along K."""
     law, (x_spec, w_spec, _) = layer.law, layer.resolved
     y = multiply(
@@ -183,16 +185,16 @@ def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     law, spec = layer.law, layer.resolved[1]
     if layer.recipe is None:
         return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
-    state = extra.state.kernel if extra.state is not None else None
-    if extra.kernel_quantized is not None:
-        return extra.kernel_quantized.forward, state
+    state = extra.state.weight if extra.state is not None else None
+    if extra.weight_quantized is not None:
+        return extra.weight_quantized.forward, state
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
 def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
     """w as the backward reads it; `forward`: as the forward does."""
-    if extra.kernel_quantized is not None:
-        return extra.kernel_quantized.for_dgrad()
+    if extra.weight_quantized is not None:
+        return extra.weight_quantized.for_dgrad()
     if layer.recipe is None or serves_both(layer.formats):
         return forward
     return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])
@@ -221,7 +223,7 @@ def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
 def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: Layer):
     """(what the layer returns, w as it was read), of x in its format along K."""
     w, w_state = weight_for_fprop(w, extra, layer)
-    y = product(x, w, group_sizes, bias, layer)
+    y = forward_gemm(x, w, group_sizes, bias, layer)
     if x_state is None or w_state is None:
         return y, w
     return (y, DenseState(x_state, w_state)), w

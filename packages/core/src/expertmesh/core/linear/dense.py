@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.gemm import DENSE, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
-from expertmesh.core.linear.quantize_kernel import QuantizedKernel
+from expertmesh.core.linear.quantize_weight import QuantizedWeight
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.recipe import Recipe, as_recipe, current_recipe
 from expertmesh.core.specs import spec_axes
@@ -29,37 +29,37 @@ __all__ = ["dense"]
 
 def dense(
     x: jax.Array,
-    kernel: jax.Array,
+    weight: jax.Array,
     bias: jax.Array | None = None,
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
     recipe: Recipe | str | None = None,
     state: DenseState | None = None,
     key: jax.Array | None = None,
-    kernel_quantized: QuantizedKernel | None = None,
+    weight_quantized: QuantizedWeight | None = None,
     out_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike = "float32",
     x_spec: PartitionSpec | None = None,
     w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
 ) -> Any:  # an array; with a state (array, state)
-    """`jax.lax.dot_general(x, kernel, (contracting_dims, ((), ()))) + bias`, in the formats of a recipe.
+    """`jax.lax.dot_general(x, weight, (contracting_dims, ((), ()))) + bias`, in the formats of a recipe.
 
     Args:
       x: float[..., *K].
-      kernel: float[*K, *N].
+      weight: float[*K, *N].
       bias: float[*N] or None.
-      contracting_dims: the last dimensions of `x` and as many first ones of `kernel`, in order; may be negative.
+      contracting_dims: the last dimensions of `x` and as many first ones of `weight`, in order; may be negative.
         Several count as one, merged.
       recipe: None: the one in context (`autocast`). Without any, this is `gemm`.
-      state: under DelayedScaling: the scales of `x` and `kernel`, and their amax histories.
-      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
-      kernel_quantized: `quantize_kernel(kernel, recipe)`; else `kernel` is quantized here. The gradient is that of
-        `kernel` either way.
+      state: under DelayedScaling: the scales of `x` and `weight`, and their amax histories.
+      key: uint32[2] or typed PRNG key, for a recipe with stochastic rounding; a new one for each step and layer.
+      weight_quantized: `quantize_weight(weight, recipe)`; else `weight` is quantized here. The gradient is that of
+        `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
-      reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
-      x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep),
-        `kernel` over fsdp along K.
+      reduce_dtype: the dtype of the reduction of `weight`'s gradient over devices: "float32", "bfloat16" or "float16".
+      x_spec, w_spec: where `x` and `weight` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep),
+        `weight` over fsdp along K.
       out_spec: where the result is wanted.
 
     Returns:
@@ -71,25 +71,25 @@ def dense(
         blocks of 32, or in four bits); blocks that a shard would straddle.
       TypeError: an operand is no array of floats.
 
-    Differentiable in `x`, `kernel` and `bias`. Kept for the backward: `x` quantized along the tokens, and `kernel`
-    quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_kernel". Gradients are
+    Differentiable in `x`, `weight` and `bias`. Kept for the backward: `x` quantized along the tokens, and `weight`
+    quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_weight". Gradients are
     accumulated in float32 and have the dtype and the layout of their primals.
 
     Under sharding as `gemm`; each device quantizes its shard of the weight, and data and scales are gathered, anew in
     the backward. Scales of a whole tensor are reduced first, over the axes that shard it.
     """
     recipe = as_recipe(recipe) or current_recipe()
-    extra = NonDiffOperands(state, key, kernel_quantized)
-    check_arrays("dense", FLOATS, x=x, kernel=kernel)
-    count = num_contracted("dense", x, kernel, contracting_dims, 0)
+    extra = NonDiffOperands(state, key, weight_quantized)
+    check_arrays("dense", FLOATS, x=x, weight=weight)
+    count = num_contracted("dense", x, weight, contracting_dims, 0)
     if count > 1:
-        x, kernel = (
+        x, weight = (
             x.reshape(*x.shape[:-count], prod(x.shape[-count:])),
-            kernel.reshape(prod(kernel.shape[:count]), *kernel.shape[count:]),
+            weight.reshape(prod(weight.shape[:count]), *weight.shape[count:]),
         )
         x_spec = _merged_spec("x_spec", x_spec, x.ndim - 1, count)
         w_spec = _merged_spec("w_spec", w_spec, 0, count)
-    check_operands("dense", x, kernel, bias)
+    check_operands("dense", x, weight, bias)
     flat = recipe is not None and x.ndim == 1
     if flat:
         x = x[None]
@@ -100,14 +100,14 @@ def dense(
         "dense",
         DENSE,
         x,
-        kernel,
+        weight,
         extra,
         recipe,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
         specs=(x_spec, w_spec, out_spec),
     )
-    return apply_linear(layer, x, kernel, None, bias, extra, flat=flat)
+    return apply_linear(layer, x, weight, None, bias, extra, flat=flat)
 
 
 def _merged_spec(name: str, spec, first: int, count: int):

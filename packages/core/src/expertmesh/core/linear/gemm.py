@@ -144,7 +144,7 @@ def gemm(
         `x`, `quantize(..., axis=0)`.
       bias: float[*N] or None.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x` (of what it was quantized from).
-      reduce_dtype: in which devices add their parts of the gradient of `w`: "float32", "bfloat16" or "float16".
+      reduce_dtype: the dtype of the reduction of `w`'s gradient over devices: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `w` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep), `w`
         over fsdp along K.
       out_spec: where the result is wanted; None: tokens where those of `x` are, N where that of `w` is in use.

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
-from expertmesh.core.linear.quantize_kernel import QuantizedKernel
+from expertmesh.core.linear.quantize_weight import QuantizedWeight
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.quantize_rows import check_starts
 from expertmesh.core.quantization.recipe import (
@@ -34,7 +34,7 @@ __all__ = ["grouped_dense"]
 
 def grouped_dense(
     x: jax.Array,
-    kernel: jax.Array,
+    weight: jax.Array,
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -42,7 +42,7 @@ def grouped_dense(
     recipe: Recipe | str | None = None,
     state: DenseState | None = None,
     key: jax.Array | None = None,
-    kernel_quantized: QuantizedKernel | None = None,
+    weight_quantized: QuantizedWeight | None = None,
     out_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike = "float32",
     x_spec: PartitionSpec | None = None,
@@ -51,23 +51,23 @@ def grouped_dense(
     clear_padding: bool = True,
     debug: bool = False,
 ) -> Any:
-    """Multiplies each group of rows with the kernel of its expert, in the formats of a recipe.
+    """Multiplies each group of rows with the weight of its expert, in the formats of a recipe.
 
     Args:
       x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
-      kernel: float[E, K, *N].
+      weight: float[E, K, *N].
       group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
         `required_alignment(recipe)`, as those of `plan_permute(..., alignment=)` are.
       bias: float[E, *N] or None; added to the rows of the groups only.
-      contracting_dims: the last dimension of `x` and the one after E of `kernel`; may be negative.
+      contracting_dims: the last dimension of `x` and the one after E of `weight`; may be negative.
       recipe: None: the one in context (`autocast`). Without any, this is `grouped_gemm`.
       state: under DelayedScaling: `init_dense_state(recipe, num_experts=E)`; one scale for all rows, one per expert.
-      key: uint32[2] or typed PRNG key, where the recipe rounds gradients at random; a new one for each step and layer.
-      kernel_quantized: `quantize_kernel(kernel, recipe, batch_dims=1)`; else `kernel` is quantized here. The gradient
-        is that of `kernel` either way.
+      key: uint32[2] or typed PRNG key, for a recipe with stochastic rounding; a new one for each step and layer.
+      weight_quantized: `quantize_weight(weight, recipe, batch_dims=1)`; else `weight` is quantized here. The gradient
+        is that of `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
-      reduce_dtype: in which devices add their parts of the gradient of `kernel`: "float32", "bfloat16" or "float16".
-      x_spec, w_spec: where `x` and `kernel` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+      reduce_dtype: the dtype of the reduction of `weight`'s gradient over devices: "float32", "bfloat16" or "float16".
+      x_spec, w_spec: where `x` and `weight` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted.
       clear_padding: False if nobody reads padding rows (see `grouped_gemm`).
@@ -82,28 +82,28 @@ def grouped_dense(
       ValueError: as `grouped_gemm` and `dense`.
       TypeError: as `grouped_gemm`.
 
-    Differentiable in `x`, `kernel` and `bias`; empty groups have gradients of exact zeros, padding rows too.
+    Differentiable in `x`, `weight` and `bias`; empty groups have gradients of exact zeros, padding rows too.
     Kept for the backward as by `dense`.
 
-    Under sharding as `grouped_gemm`; each device quantizes its shard of the kernel, and data and scales are gathered,
+    Under sharding as `grouped_gemm`; each device quantizes its shard of the weight, and data and scales are gathered,
     anew in the backward. Scales of a whole tensor (one per expert, one per group) are reduced first, over the axes that
     shard it.
     """
     recipe = as_recipe(recipe) or current_recipe()
-    extra = NonDiffOperands(state, key, kernel_quantized)
-    check_arrays("grouped_dense", FLOATS, x=x, kernel=kernel)
-    if num_contracted("grouped_dense", x, kernel, contracting_dims, 1) > 1:
+    extra = NonDiffOperands(state, key, weight_quantized)
+    check_arrays("grouped_dense", FLOATS, x=x, weight=weight)
+    if num_contracted("grouped_dense", x, weight, contracting_dims, 1) > 1:
         raise ValueError(
             f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "
-            "kernel"
+            "weight"
         )
-    check_operands("grouped_dense", x, kernel, group_sizes, bias, debug=debug)
+    check_operands("grouped_dense", x, weight, group_sizes, bias, debug=debug)
     if debug and recipe is not None:
         check_starts("grouped_dense", jnp.atleast_2d(group_sizes), required_alignment(recipe))
     return apply_grouped(
         "grouped_dense",
         x,
-        kernel,
+        weight,
         group_sizes,
         bias,
         extra,

@@ -25,7 +25,7 @@ from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, T
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
 from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize import dequantize_values
 from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
@@ -212,7 +212,7 @@ def _add_bias_reference(y, bias, group_sizes, weights):
         return y
     added = _bias_of_rows(bias, group_sizes, y)
     if weights is not None:
-        added = lead(weights, y.ndim) * added
+        added = expand_trailing(weights, y.ndim) * added
     return (y.astype(jnp.float32) + added).astype(y.dtype)
 
 
@@ -494,7 +494,7 @@ def grouped_gemm(
         uses the experts `(p % (E // G)) * G + g`.
       bias: float[E, *N] or None; added to the rows of the groups only.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
-      reduce_dtype: in which devices add their parts of the gradient of `rhs`: "float32", "bfloat16" or "float16".
+      reduce_dtype: the dtype of the reduction of `rhs`'s gradient over devices: "float32", "bfloat16" or "float16".
       lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.

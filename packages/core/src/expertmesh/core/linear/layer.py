@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.linear.quantize_kernel import QuantizedKernel, check_state
+from expertmesh.core.linear.quantize_weight import QuantizedWeight, check_state
 from expertmesh.core.mesh import current_resource, filter_roles
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
@@ -28,11 +28,11 @@ class DenseState:
     """State of a layer under DelayedScaling: a value, carried from step to step.
 
     Attributes:
-      x, kernel: DelayedState of each.
+      x, weight: DelayedState of each.
     """
 
     x: DelayedState
-    kernel: DelayedState
+    weight: DelayedState
 
 
 def init_dense_state(recipe: DelayedScaling, *, num_experts: int | None = None) -> DenseState:
@@ -40,7 +40,7 @@ def init_dense_state(recipe: DelayedScaling, *, num_experts: int | None = None) 
 
     Args:
       recipe: says how long the histories are.
-      num_experts: E, of a `grouped_dense`, whose kernel has one scale per expert; None for `dense`.
+      num_experts: E, of a `grouped_dense`, whose weight has one scale per expert; None for `dense`.
     """
     experts = () if num_experts is None else (num_experts,)
     return DenseState(init_delayed(recipe), init_delayed(recipe, experts))
@@ -69,7 +69,7 @@ class Terms:
     plan: Callable[[Query], Plan] | None = None
 
     def gemm(
-        self, name: str, law: str, reference: Callable[..., Any], kernels: tuple[Kernel, ...]
+        self, name: str, law: str, reference: Callable[..., Any], weights: tuple[Kernel, ...]
     ) -> Op:
         """The op of `law`, such as "xw y": what both operands have and the result lacks is contracted."""
         a, b, result = (getattr(self, letter) for letter in law.replace(" ", ""))
@@ -86,7 +86,7 @@ class Terms:
             roles=roles,
             parameter=terms.index(self.w),
             plan=self.plan,
-            kernels=kernels,
+            weights=weights,
         )
 
 
@@ -147,7 +147,7 @@ class Layer:
       recipe: whose formats the GEMMs take; None: operands as they are.
       x_dtype, w_dtype: dtypes of x and w, and of their gradients; without a recipe w is cast to that of x.
       out_dtype: dtype of the result.
-      reduce_dtype: in which devices add the gradient of w.
+      reduce_dtype: of the reduction of w's gradient over devices.
       caller: specs of x, w and the result, as the caller gave them.
       resolved: where they are in use over Auto axes under a MeshResource (see `resolved_specs`); as given without one.
       clear_padding: of grouped layers; see `grouped_gemm`.
@@ -188,53 +188,53 @@ class NonDiffOperands:
     Attributes:
       state: DenseState, under DelayedScaling.
       key: uint32[2] or typed, for stochastic rounding.
-      kernel_quantized: QuantizedKernel made before.
+      weight_quantized: QuantizedWeight made before.
     """
 
     state: DenseState | None = None
     key: jax.Array | None = None
-    kernel_quantized: QuantizedKernel | None = None
+    weight_quantized: QuantizedWeight | None = None
 
 
-def check_extra(name: str, kernel, extra: NonDiffOperands, recipe: Recipe | None) -> None:
-    """Raises ValueError for state without DelayedScaling or the reverse, and for another kernel's or recipe's cache."""
+def check_extra(name: str, weight, extra: NonDiffOperands, recipe: Recipe | None) -> None:
+    """Raises ValueError for state without DelayedScaling or the reverse, and for another weight's or recipe's cache."""
     check_state(name, recipe, extra.state)
-    cached = extra.kernel_quantized
+    cached = extra.weight_quantized
     if recipe is None or cached is None:
         return
     formats = recipe.formats()
     got = cached.forward.format, cached.for_dgrad().format
-    if got != (formats.kernel, formats.kernel_dgrad) or cached.forward.shape != kernel.shape:
+    if got != (formats.weight, formats.weight_dgrad) or cached.forward.shape != weight.shape:
         raise ValueError(
-            f"{name}: kernel_quantized must be of the kernel and of the recipe; got {cached.forward.shape} in {got[0]} "
-            f"for kernel {kernel.shape} and recipe={recipe}; make it with quantize_kernel(kernel, recipe)"
+            f"{name}: weight_quantized must be of the weight and of the recipe; got {cached.forward.shape} in {got[0]} "
+            f"for weight {weight.shape} and recipe={recipe}; make it with quantize_weight(weight, recipe)"
         )
 
 
 def num_contracted(
-    name: str, x, kernel, contracting_dims: tuple[Sequence[int], Sequence[int]], batch_dims: int
+    name: str, x, weight, contracting_dims: tuple[Sequence[int], Sequence[int]], batch_dims: int
 ) -> int:
     """How many dimensions are contracted.
 
     Raises:
-      ValueError: not the last of x and those of the kernel after the first `batch_dims`, or of other sizes.
+      ValueError: not the last of x and those of the weight after the first `batch_dims`, or of other sizes.
     """
-    of_x, of_kernel = (
+    of_x, of_weight = (
         tuple(dim + a.ndim if dim < 0 else dim for dim in dims)
-        for a, dims in zip((x, kernel), contracting_dims, strict=True)
+        for a, dims in zip((x, weight), contracting_dims, strict=True)
     )
     count = len(of_x)
     last = tuple(range(x.ndim - count, x.ndim))
     first = tuple(range(batch_dims, batch_dims + count))
-    if not count or of_x != last or of_kernel != first:
+    if not count or of_x != last or of_weight != first:
         raise ValueError(
-            f"{name}: contracted must be the last dimensions of x and as many of kernel, in order, from dimension "
-            f"{batch_dims} on; got contracting_dims={contracting_dims} of {x.shape} and {kernel.shape}; transpose them"
+            f"{name}: contracted must be the last dimensions of x and as many of weight, in order, from dimension "
+            f"{batch_dims} on; got contracting_dims={contracting_dims} of {x.shape} and {weight.shape}; transpose them"
         )
-    if x.shape[x.ndim - count :] != kernel.shape[batch_dims : batch_dims + count]:
+    if x.shape[x.ndim - count :] != weight.shape[batch_dims : batch_dims + count]:
         raise ValueError(
-            f"{name}: the contracted dimensions must be equal; got x {x.shape}, kernel {kernel.shape}, "
-            f"contracting_dims={contracting_dims}; transpose the kernel"
+            f"{name}: the contracted dimensions must be equal; got x {x.shape}, weight {weight.shape}, "
+            f"contracting_dims={contracting_dims}; transpose the weight"
         )
     return count
 
@@ -263,15 +263,15 @@ def residuals(x, w) -> tuple:
     def named(q, name):
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if is_quantized(q) else q
 
-    return named(x, "quantized_x"), named(w, "quantized_kernel")
+    return named(x, "quantized_x"), named(w, "quantized_weight")
 
 
-def barrier(kernel: QuantizedArray, dy: QuantizedArray):
-    """Both, the kernel not before `dy` is known.
+def barrier(weight: QuantizedArray, dy: QuantizedArray):
+    """Both, the weight not before `dy` is known.
 
     Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.
     """
-    return jax.lax.optimization_barrier((kernel, dy))
+    return jax.lax.optimization_barrier((weight, dy))
 
 
 def gradient_keys(layer: Layer, key):
@@ -280,7 +280,7 @@ def gradient_keys(layer: Layer, key):
         return None, None
     if key is None:
         raise ValueError(
-            f"{layer.law.name}: a key must be given where the recipe rounds gradients at random; got key=None, "
+            f"{layer.law.name}: a key must be given for a recipe with stochastic rounding; got key=None, "
             f"recipe={layer.recipe}; pass key=jax.random.key(...), another one in each step and layer, or "
             "disable_stochastic_rounding"
         )

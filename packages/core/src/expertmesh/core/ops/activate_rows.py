@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import function_and_gradient, unsupported
-from expertmesh.core.ops.groups import lead
+from expertmesh.core.ops.groups import expand_trailing
 from expertmesh.core.ops.row_map import holds_token
 
 __all__ = [
@@ -49,7 +49,7 @@ def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, acti
 
 
 def _selected(source, x, dtype):
-    return jnp.where(lead(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
+    return jnp.where(expand_trailing(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
 
 
 def _kernel(function: str) -> tuple[Kernel, ...]:

@@ -160,7 +160,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
 
 
 def check_gated(name: str, h, activation: str | Activation) -> Activation:
-    """The Activation, after the errors of `gated_activation` in the name of `name`."""
+    """The Activation, after the errors of `gated_activation`, which name `name`."""
     check_activation(name, activation)
     activation = Activation.of(activation)
     if not activation.gated:
@@ -172,7 +172,7 @@ def check_gated(name: str, h, activation: str | Activation) -> Activation:
 
 
 def check_activation(name: str, activation: str | Activation) -> None:
-    """Raises in the name of `name` unless it is an Activation or one of `ACTIVATIONS`.
+    """Raises an error that names `name` unless it is an Activation or one of `ACTIVATIONS`.
 
     Raises:
       ValueError: another name.

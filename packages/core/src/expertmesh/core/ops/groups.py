@@ -36,9 +36,9 @@ def cleared(x, group_sizes_PG):
     """x [P, C, ...] with zeros in its padding rows, whatever they hold."""
     ends_P1 = jnp.sum(group_sizes_PG, axis=1, keepdims=True, dtype=jnp.int32)
     live_PC = jnp.arange(x.shape[1]) < ends_P1
-    return jnp.where(lead(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
+    return jnp.where(expand_trailing(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
 
 
-def lead(values, ndim: int):
+def expand_trailing(values, ndim: int):
     """Values of the leading dimensions, to be broadcast over the others."""
     return values.reshape(values.shape + (1,) * (ndim - values.ndim))

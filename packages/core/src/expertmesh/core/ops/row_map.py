@@ -125,7 +125,7 @@ def move_values(values: jax.Array, row_map: RowMap) -> jax.Array:
 
 
 def check_fit(function: str, row_map: RowMap, **operand: Any) -> None:
-    """Raises in the name of `function` unless the operand has the map's source rows, and features."""
+    """Raises an error that names `function` unless the operand has the map's source rows, and features."""
     check_arrays(function, **operand)
     ((name, x),) = operand.items()
     rows = row_map.row.shape[: min(row_map.row.ndim, row_map.source.ndim)]
@@ -137,7 +137,7 @@ def check_fit(function: str, row_map: RowMap, **operand: Any) -> None:
 
 
 def check_places(function: str, row_map: RowMap, **operand: Any) -> None:
-    """Raises in the name of `function` unless the operand has one value for each place of the map's result."""
+    """Raises an error that names `function` unless the operand has one value for each place of the map's result."""
     ((name, values),) = operand.items()
     if values.shape != row_map.source.shape:
         raise ValueError(

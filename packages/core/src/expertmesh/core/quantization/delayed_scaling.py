@@ -84,7 +84,7 @@ def quantize_delayed(
     """`quantize(x, recipe.formats().x, multiplier=state.multiplier)`, and the state after it.
 
     Args:
-      x: float32, bfloat16 or float16 [*e, ...]: tokens, or a kernel.
+      x: float32, bfloat16 or float16 [*e, ...]: tokens, or a weight.
       state: of `init_delayed(recipe, x.shape[:n])`, n = 0 for one tensor.
       spec: where `x` is, as of `quantize`.
 

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -40,7 +40,7 @@ from expertmesh.core.quantization.scales import (
     block_amax,
     block_scales,
     reciprocal,
-    spread,
+    repeat_blocks,
     tensor_scales,
 )
 from expertmesh.core.rule import plan_by_rule
@@ -119,10 +119,10 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     """
     values = data.astype(jnp.float32)
     scale = numerics.scale_values(scale)
-    scale = spread(scale, data.shape, block) if block else lead(scale, data.ndim)
+    scale = repeat_blocks(scale, data.shape, block) if block else expand_trailing(scale, data.ndim)
     values = numerics.multiply(values, scale)
     if tensor_scale is not None:
-        values = numerics.multiply(values, lead(tensor_scale, data.ndim))
+        values = numerics.multiply(values, expand_trailing(tensor_scale, data.ndim))
     return values.astype(dtype)
 
 
@@ -145,7 +145,7 @@ def quantized_array(x, format, block, multiplier, bits, *, amax, of_elements, of
             g, tensor_scale = tensor_scales(amax(magnitudes), format)
             g = of_blocks(g)
         multiplier, scale = block_scales(block_amax(magnitudes, block), format, x.dtype, g)
-        factor = spread(multiplier, x.shape, block)
+        factor = repeat_blocks(multiplier, x.shape, block)
     else:
         if multiplier is None:
             multiplier, scale = tensor_scales(amax(magnitudes), format)
@@ -164,7 +164,7 @@ def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_a
         return jax.lax.pmax(of_tensors, amax_axes) if amax_axes else of_tensors
 
     bits = random_bits(key, x.shape, origin) if format.stochastic else None
-    of_all = partial(lead, ndim=x.ndim)
+    of_all = partial(expand_trailing, ndim=x.ndim)
     return quantized_array(
         x, format, block, multiplier, bits, amax=amax, of_elements=of_all, of_blocks=of_all
     )
@@ -332,7 +332,7 @@ def quantize(
 
     Args:
       x: float32, bfloat16 or float16 [*S].
-      format: from a recipe: `recipe.formats().x`, `.kernel`, ...
+      format: from a recipe: `recipe.formats().x`, `.weight`, ...
       axis: the dimension that the GEMM contracts (of several, the last): `format.block[1]` elements along it share a
         scale.
       across: the dimension along which `format.block[0]` elements share it; needed where that is not 1.

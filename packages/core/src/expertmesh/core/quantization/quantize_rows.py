@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.gather_rows import select_rows
-from expertmesh.core.ops.groups import cleared, lead, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.quantize import (
     BlockPlan,
@@ -80,9 +80,9 @@ def _reference(
             multiplier,
             bits,
             amax=lambda magnitudes: _group_amax(magnitudes, groups_PC, num_groups, amax_axes),
-            of_elements=lambda values_PG: lead(of_rows(values_PG, groups_PC), x.ndim),
+            of_elements=lambda values_PG: expand_trailing(of_rows(values_PG, groups_PC), x.ndim),
             # A group starts with a block, so a block's first row says whose it is.
-            of_blocks=lambda values_PG: lead(
+            of_blocks=lambda values_PG: expand_trailing(
                 of_rows(values_PG, groups_PC[:, :: block[1]], fill=1), x.ndim
             ),
         )
@@ -360,7 +360,7 @@ def as_rows(x: Any) -> Rows:
 
 
 def check_groups(name: str, shape, group_sizes) -> None:
-    """Raises in the name of `name` unless rows of this shape can have these groups."""
+    """Raises an error that names `name` unless rows of this shape can have these groups."""
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
     if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
         raise ValueError(

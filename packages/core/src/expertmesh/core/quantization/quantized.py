@@ -97,7 +97,7 @@ def is_plain(*operands: Any) -> bool:
 
 
 def check_quantized(name: str, q: QuantizedArray) -> None:
-    """Raises in the name of `name` unless the parts of `q` fit each other.
+    """Raises an error that names `name` unless the parts of `q` fit each other.
 
     Raises:
       TypeError: not a QuantizedArray, or parts of other dtypes than its format's.

@@ -1,13 +1,13 @@
 """Recipes: in which number format, and with which scales, each operand of a layer's three GEMMs is quantized.
 
 Names and defaults are Transformer Engine's; `as_recipe` takes its objects too. The tensors of a layer are `x`
-(tokens), `kernel` (weight) and `grad` (the output's cotangent). Each enters two of the three GEMMs, and a format with
+(tokens), `weight` and `grad` (the output's cotangent). Each enters two of the three GEMMs, and a format with
 blocks of one row is applied once for each of them, along the dimension that this GEMM contracts:
 
 | GEMM | operands | contraction |
 |---|---|---|
-| forward y = x W | x, kernel | K, the last dimension of x |
-| dgrad dx = dy W^T | grad, kernel | N |
+| forward y = x W | x, weight | K, the last dimension of x |
+| dgrad dx = dy W^T | grad, weight | N |
 | wgrad dW = x^T dy | x, grad | tokens |
 """
 
@@ -26,7 +26,7 @@ _context = jax.make_user_context(default_value=None)
 
 
 class Format(enum.Enum):
-    """8-bit formats of (x and kernel, grad)."""
+    """8-bit formats of (x and weight, grad)."""
 
     E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
     E5M2 = ("float8_e5m2", "float8_e5m2")
@@ -95,7 +95,7 @@ class TensorFormat:
             "set hadamard=False",
         )
         require(
-            not self.stochastic or four_bits, "only 4 bits are rounded at random", "round nearest"
+            not self.stochastic or four_bits, "only 4 bits round stochastically", "round nearest"
         )
         require(
             0 <= self.amax_epsilon < float("inf"),
@@ -114,15 +114,15 @@ class LayerFormats:
     """The format of each operand of each GEMM."""
 
     x: TensorFormat
-    kernel: TensorFormat
+    weight: TensorFormat
     grad_dgrad: TensorFormat
-    kernel_dgrad: TensorFormat
+    weight_dgrad: TensorFormat
     x_wgrad: TensorFormat
     grad_wgrad: TensorFormat
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether gradients are rounded at random."""
+        """Whether gradients are rounded stochastically."""
         return self.grad_dgrad.stochastic or self.grad_wgrad.stochastic
 
 
@@ -150,7 +150,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the amax history of earlier steps; x and kernel only.
+    """One scale per tensor, from the amax history of earlier steps; x and weight only.
 
     `grad` is scaled by its own amax, as by Float8CurrentScaling: the amax of a cotangent is known in the backward only,
     from where no value but a cotangent can be returned.
@@ -177,7 +177,7 @@ class DelayedScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """Blocks of 1 x 128 for x and grad, of 128 x 128 for kernels."""
+    """Blocks of 1 x 128 for x and grad, of 128 x 128 for weights."""
 
     fp8_format: Format = Format.E4M3
     power_2_scale: bool = True
@@ -219,7 +219,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """Four bits, blocks of 1 x 16 (16 x 16 for kernels) with 8-bit scales under one float32 scale."""
+    """Four bits, blocks of 1 x 16 (16 x 16 for weights) with 8-bit scales under one float32 scale."""
 
     disable_stochastic_rounding: bool = False
     disable_rht: bool = False
@@ -228,14 +228,14 @@ class NVFP4BlockScaling(Recipe):
     def formats(self) -> LayerFormats:
         plain = TensorFormat(dtype="float4_e2m1fn", block=(1, 16), scale="float8_e4m3fn")
         square = dataclasses.replace(plain, block=(16, 16))
-        kernel = plain if self.disable_2d_quantization else square
+        weight = plain if self.disable_2d_quantization else square
         rotated = dataclasses.replace(plain, hadamard=not self.disable_rht)
         stochastic = not self.disable_stochastic_rounding
         return LayerFormats(
             x=plain,
-            kernel=kernel,
+            weight=weight,
             grad_dgrad=dataclasses.replace(plain, stochastic=stochastic),
-            kernel_dgrad=kernel,
+            weight_dgrad=weight,
             x_wgrad=rotated,
             grad_wgrad=dataclasses.replace(rotated, stochastic=stochastic),
         )
@@ -259,13 +259,13 @@ def _check_format(recipe) -> None:
     _require(
         recipe,
         recipe.fp8_format != Format.E5M2,
-        "x and kernel must not both be float8_e5m2, which no GEMM multiplies with itself",
+        "x and weight must not both be float8_e5m2, which no GEMM multiplies with itself",
     )
 
 
-def _by_role(x: TensorFormat, kernel: TensorFormat, grad: TensorFormat) -> LayerFormats:
+def _by_role(x: TensorFormat, weight: TensorFormat, grad: TensorFormat) -> LayerFormats:
     return LayerFormats(
-        x=x, kernel=kernel, grad_dgrad=grad, kernel_dgrad=kernel, x_wgrad=x, grad_wgrad=grad
+        x=x, weight=weight, grad_dgrad=grad, weight_dgrad=weight, x_wgrad=x, grad_wgrad=grad
     )
 
 
@@ -348,7 +348,7 @@ def _translated(obj, cls: type) -> Recipe:
 
 
 def _block_options(obj, refuse) -> dict:
-    """Of x, which those of the kernel and the gradients must equal."""
+    """Of x, which those of the weight and the gradients must equal."""
     parts = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     found = [
         (getattr(obj, part).power_2_scale, getattr(obj, part).amax_epsilon)

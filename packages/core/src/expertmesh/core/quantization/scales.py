@@ -23,7 +23,7 @@ def block_amax(magnitudes, block: tuple[int, ...]):
 
 
 @partial(jax.jit, static_argnames=("shape", "block"))
-def spread(values, shape: tuple[int, ...], block: tuple[int, ...]):
+def repeat_blocks(values, shape: tuple[int, ...], block: tuple[int, ...]):
     """One value per block, repeated over the elements of its block."""
     # Else the compiler computes the value of a block for each of its elements.
     values = jax.lax.optimization_barrier(values)

@@ -1,8 +1,8 @@
-"""A router's logits in float32, of tokens in any dtype: logits[t, e] = sum_d x[t, d] * kernel[d, e].
+"""A router's logits in float32, of tokens in any dtype: logits[t, e] = sum_d x[t, d] * weight[d, e].
 
-Equivalent to `gemm(x.astype(float32), kernel.astype(float32))`, without a float32 copy of the tokens: on NVIDIA GPUs a
+Equivalent to `gemm(x.astype(float32), weight.astype(float32))`, without a float32 copy of the tokens: on NVIDIA GPUs a
 float32 number is the sum of three bfloat16 numbers, and products of bfloat16 numbers are exact in float32, so bfloat16
-tokens are multiplied as they are with the three parts of a float32 kernel.
+tokens are multiplied as they are with the three parts of a float32 weight.
 
 Dimension key: t token dimensions (any number), D model width, E experts.
 """
@@ -26,32 +26,32 @@ _Gemm = Callable[..., jax.Array]
 
 
 def router_logits(
-    x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None = None
+    x: jax.Array, weight: jax.Array, *, w_spec: PartitionSpec | None = None
 ) -> jax.Array:
-    """`x.astype(float32) @ kernel.astype(float32)`.
+    """`x.astype(float32) @ weight.astype(float32)`.
 
     Args:
       x: float[..., D].
-      kernel: float[D, E].
-      w_spec: where `kernel` is, for Auto axes under a MeshResource; None: over fsdp along D.
+      weight: float[D, E].
+      w_spec: where `weight` is, for Auto axes under a MeshResource; None: over fsdp along D.
 
     Returns:
       float32[..., E], accumulated in float32. Of bfloat16 x on NVIDIA GPUs the operands are exact (three parts of a
-      float32 kernel, one of a bfloat16 one); else they are what JAX makes of float32 operands there, on NVIDIA GPUs
+      float32 weight, one of a bfloat16 one); else they are what JAX makes of float32 operands there, on NVIDIA GPUs
       TF32, 11 bits.
 
     Raises:
-      ValueError: D of `x` and `kernel` differ.
+      ValueError: D of `x` and `weight` differ.
 
     Differentiable in both; gradients in the operands' dtypes, accumulated in float32. Of bfloat16 x on NVIDIA GPUs the
-    logits' cotangent and a float32 kernel are two parts there, 16 bits. Communication as of `gemm`.
+    logits' cotangent and a float32 weight are two parts there, 16 bits. Communication as of `gemm`.
     """
-    if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1] != kernel.shape[0]:
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            "router_logits: x must be [..., D] and kernel [D, E]; "
-            f"got x {x.shape}, kernel {kernel.shape}; transpose the kernel"
+            "router_logits: x must be [..., D] and weight [D, E]; "
+            f"got x {x.shape}, weight {weight.shape}; transpose the weight"
         )
-    return _router_logits(x, kernel, w_spec=w_spec)
+    return _router_logits(x, weight, w_spec=w_spec)
 
 
 PARTS = 3  # of 8 bits each make the 24 of a float32
@@ -86,20 +86,20 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _logits_of_parts(x: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
-    """One product with the parts side by side."""
-    parts = _parts(kernel, PARTS)
+def _logits_of_parts(x: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
+    """One GEMM with the parts side by side."""
+    parts = _parts(weight, PARTS)
     wide = _dot(_flat(x), jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    return _sum_of_parts(wide, len(parts), out_dtype).reshape(*x.shape[:-1], kernel.shape[1])
+    return _sum_of_parts(wide, len(parts), out_dtype).reshape(*x.shape[:-1], weight.shape[1])
 
 
-def _dgrad_of_parts(dy: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
-    """One product whose contraction is over the pairs of parts but that of both second ones."""
-    of_dy, of_kernel = _parts(_flat(dy), 2), _parts(kernel, 2)
-    pairs = [(a, b) for i, a in enumerate(of_dy) for j, b in enumerate(of_kernel) if i + j < 2]
+def _dgrad_of_parts(dy: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
+    """One GEMM whose contraction is over the pairs of parts but that of both second ones."""
+    of_dy, of_weight = _parts(_flat(dy), 2), _parts(weight, 2)
+    pairs = [(a, b) for i, a in enumerate(of_dy) for j, b in enumerate(of_weight) if i + j < 2]
     left, right = (jnp.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
-    # Rounded by the product itself: nothing float32 of the tokens' size is written.
-    return _dot(left, right, 1, 1, out_dtype).reshape(*dy.shape[:-1], kernel.shape[0])
+    # Rounded by the GEMM itself: nothing float32 of the tokens' size is written.
+    return _dot(left, right, 1, 1, out_dtype).reshape(*dy.shape[:-1], weight.shape[0])
 
 
 def _wgrad_of_parts(x: jax.Array, dy: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
@@ -109,24 +109,24 @@ def _wgrad_of_parts(x: jax.Array, dy: jax.Array, *, out_dtype: DTypeLike) -> jax
 
 
 def _unsupported(x: jax.Array, w: jax.Array) -> str | None:
-    """What keeps these types from the products of parts, or None."""
+    """What keeps these types from the GEMMs of parts, or None."""
     wide = {x.dtype, w.dtype} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if wide:
         return f"operands must be bfloat16 or float32; they are {x.dtype} and {w.dtype}"
     return None if x.size and w.size else "there must be elements"
 
 
-def _logits_unsupported(x: jax.Array, kernel: jax.Array, **options: object) -> str | None:
+def _logits_unsupported(x: jax.Array, weight: jax.Array, **options: object) -> str | None:
     del options
     if x.dtype != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {x.dtype}"
-    return _unsupported(x, kernel)
+    return _unsupported(x, weight)
 
 
-def _dgrad_unsupported(dy: jax.Array, kernel: jax.Array, *, out_dtype: DTypeLike) -> str | None:
+def _dgrad_unsupported(dy: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike) -> str | None:
     if jnp.dtype(out_dtype) != jnp.bfloat16:
         return f"the tokens must be bfloat16; they are {out_dtype}"
-    return _unsupported(dy, kernel)
+    return _unsupported(dy, weight)
 
 
 def _wgrad_unsupported(x: jax.Array, dy: jax.Array, **options: object) -> str | None:
@@ -167,28 +167,28 @@ router_logits_wgrad_op = _op(
 
 
 def _fwd(
-    x: jax.Array, kernel: jax.Array, *, w_spec: PartitionSpec | None
+    x: jax.Array, weight: jax.Array, *, w_spec: PartitionSpec | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     specs = (None, w_spec)
-    logits = router_logits_op(x, kernel, out_dtype=jnp.dtype(jnp.float32), operand_specs=specs)
-    return logits, (x, kernel)
+    logits = router_logits_op(x, weight, out_dtype=jnp.dtype(jnp.float32), operand_specs=specs)
+    return logits, (x, weight)
 
 
 def _bwd(
     residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array, *, w_spec: PartitionSpec | None
 ) -> tuple[jax.Array, jax.Array]:
-    x, kernel = residuals
+    x, weight = residuals
     dx = router_logits_dgrad_op(
         d_logits,
-        kernel,
+        weight,
         out_dtype=x.dtype,
         operand_specs=(None, w_spec),
         result_specs=(at_rest(x, None),),
     )
-    d_kernel = router_logits_wgrad_op(
-        x, d_logits, out_dtype=kernel.dtype, result_specs=(at_rest(kernel, w_spec),)
+    d_weight = router_logits_wgrad_op(
+        x, d_logits, out_dtype=weight.dtype, result_specs=(at_rest(weight, w_spec),)
     )
-    return dx, d_kernel
+    return dx, d_weight
 
 
 _router_logits = differentiable(_fwd, _bwd)

@@ -218,13 +218,15 @@ def _weigh_grad(
     x, d_weights = logits.astype(jnp.float32), jnp.where(routed, d_weights, 0.0)
     mean = jnp.sum(d_weights * weights, axis=-1, keepdims=True)
     if config.use_pre_softmax:
-        d_logits = jax.nn.softmax(x) * (_spread(d_weights, topk_idx, num_experts) - mean)
+        d_logits = jax.nn.softmax(x) * (
+            _scatter_to_experts(d_weights, topk_idx, num_experts) - mean
+        )
         return jnp.where(jnp.any(routed, axis=-1, keepdims=True), d_logits, 0.0)
     if config.score_function == "softmax":
         d_chosen = weights * (d_weights - mean)
     else:
         d_chosen = _pointwise_grad(_pick(x, topk_idx), routed, d_weights, mean, config)
-    return _spread(jnp.where(routed, d_chosen, 0.0), topk_idx, num_experts)
+    return _scatter_to_experts(jnp.where(routed, d_chosen, 0.0), topk_idx, num_experts)
 
 
 def _pointwise_grad(
@@ -243,7 +245,7 @@ def _pick(values: jax.Array, topk_idx: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, jnp.maximum(topk_idx, 0), axis=-1)
 
 
-def _spread(values: jax.Array, topk_idx: jax.Array, num_experts: int) -> jax.Array:
+def _scatter_to_experts(values: jax.Array, topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """[..., K] to [..., E]: each value at its expert, zero elsewhere. A select, so that no scatter is needed."""
     hit = topk_idx[..., None] == jax.lax.broadcasted_iota(
         jnp.int32, (*topk_idx.shape, num_experts), topk_idx.ndim

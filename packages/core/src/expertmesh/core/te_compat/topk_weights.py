@@ -87,7 +87,9 @@ def _to_probs_reference(topk_weights, topk_idx, *, num_experts):
 _gather = Op(
     "probs_to_topk_weights", _to_weights_reference, "... m, ... k -> ... k", whole=("m", "k")
 )
-_spread = Op("topk_weights_to_probs", _to_probs_reference, "... k, ... k -> ... m", whole=("k",))
+_weights_to_probs = Op(
+    "topk_weights_to_probs", _to_probs_reference, "... k, ... k -> ... m", whole=("k",)
+)
 
 
 def _to_weights_fwd(probs, topk_idx):
@@ -96,11 +98,11 @@ def _to_weights_fwd(probs, topk_idx):
 
 def _to_weights_bwd(residuals, d_weights):
     topk_idx, size = residuals
-    return _spread(d_weights, topk_idx, num_experts=int(size)), None
+    return _weights_to_probs(d_weights, topk_idx, num_experts=int(size)), None
 
 
 def _to_probs_fwd(topk_weights, topk_idx, *, num_experts):
-    return _spread(topk_weights, topk_idx, num_experts=num_experts), topk_idx
+    return _weights_to_probs(topk_weights, topk_idx, num_experts=num_experts), topk_idx
 
 
 def _to_probs_bwd(topk_idx, d_probs, *, num_experts):

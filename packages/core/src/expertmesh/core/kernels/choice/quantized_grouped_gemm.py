@@ -1,6 +1,6 @@
 """Which kernel multiplies 8-bit rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
 
-Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with a scale for each group.
+Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with one scale per group.
 "bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for later
 GPUs, which takes the others' place where these cannot run.
 """

@@ -8,7 +8,7 @@
 // as it was read, and what else a consumer does is done beside products. For small groups a consumer multiplies two
 // boxes of columns by up to 128 rows instead: more of the weights is under way, and the rows are read half as often.
 //
-// Operands of 8 bits have a scale for each group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
+// Per-tensor FP8 operands have one scale per group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
 // rhs_scale[group]. A step's bytes are those of 16 bits, and so is all that follows from them.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),

@@ -1,6 +1,6 @@
 """Grouped GEMM for Hopper in CUDA C++: clusters of two blocks that share what they load.
 
-As `triton/grouped_gemm.py`; rows of 8 bits with a scale for each group too.
+As `triton/grouped_gemm.py`; per-tensor FP8 rows, one scale per group, too.
 """
 
 import jax

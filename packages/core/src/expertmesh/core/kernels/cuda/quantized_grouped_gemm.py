@@ -6,7 +6,7 @@ leaves them. Dimension key as in `linear/grouped_gemm.py`.
 
 Rows of blocks, whose products of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the weight
 gradients of blocks, whose products have a scale for each number (`block_scaled_weight_gradient.cu`), and with a scale
-for each group (`tensor_scaled_weight_gradient.cu`). Rows with a scale for each group are in `cuda/grouped_gemm.py`.
+for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8 are in `cuda/grouped_gemm.py`.
 """
 
 import jax

@@ -1,4 +1,4 @@
-// Weight gradient of 8-bit operands with a scale for each group, for Hopper: out[g] = (sum over the rows r of group g
+// Weight gradient of per-tensor FP8 operands, one scale per group, for Hopper: out[g] = (sum over the rows r of group g
 // of lhs[r]^T dy[r]) * lhs_scale[g] * dy_scale[g], zeros for a group without rows.
 //
 // Operands are K-major, [columns, rows]: the contraction is contiguous, as the tensor cores read 8 bits alone. In a

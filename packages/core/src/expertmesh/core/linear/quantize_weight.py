@@ -19,12 +19,12 @@ from expertmesh.core.quantization.recipe import (
     current_recipe,
 )
 
-__all__ = ["QuantizedKernel", "quantize_kernel"]
+__all__ = ["QuantizedWeight", "quantize_weight"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizedKernel:
+class QuantizedWeight:
     """What the forward and the input gradient read of a weight; a pytree.
 
     Attributes:
@@ -39,8 +39,8 @@ class QuantizedKernel:
         return self.forward if self.dgrad is None else self.dgrad
 
 
-def quantize_kernel(
-    kernel: jax.Array,
+def quantize_weight(
+    weight: jax.Array,
     recipe: Recipe | str | None = None,
     *,
     batch_dims: int = 0,
@@ -50,61 +50,61 @@ def quantize_kernel(
     """Quantizes a weight once for all calls of a layer in which it does not change, such as a step's microbatches.
 
     Args:
-      kernel: float[K, *N] of `dense`, or float[E, K, *N] with `batch_dims=1` of `grouped_dense`.
+      weight: float[K, *N] of `dense`, or float[E, K, *N] with `batch_dims=1` of `grouped_dense`.
       recipe: of the layer; None: the one in context.
       batch_dims: leading dimensions whose elements have scales of their own.
-      state: of the kernel, under DelayedScaling; with E entries where `batch_dims=1`.
-      spec: where `kernel` is over Auto axes under a MeshResource; None: fsdp along K, ep along E.
+      state: of the weight, under DelayedScaling; with E entries where `batch_dims=1`.
+      spec: where `weight` is over Auto axes under a MeshResource; None: fsdp along K, ep along E.
 
     Returns:
-      QuantizedKernel, for `kernel_quantized=` of the layer. Under DelayedScaling `(QuantizedKernel, new_state)`; the
-      layer then leaves the kernel's state as it is.
+      QuantizedWeight, for `weight_quantized=` of the layer. Under DelayedScaling `(QuantizedWeight, new_state)`; the
+      layer then leaves the weight's state as it is.
 
     Raises:
       ValueError: no recipe; a state where the recipe has none, or the reverse; blocks that a shard would straddle.
 
-    Not differentiable: the layer gives the gradient to its `kernel`. Each device quantizes its shard; scales of a whole
+    Not differentiable: the layer gives the gradient to its `weight`. Each device quantizes its shard; scales of a whole
     tensor are reduced over the axes that shard it, nothing else crosses devices.
     """
-    check_arrays("quantize_kernel", FLOATS, kernel=kernel)
+    check_arrays("quantize_weight", FLOATS, weight=weight)
     recipe = as_recipe(recipe) or current_recipe()
     if recipe is None:
         raise ValueError(
-            "quantize_kernel: there must be a recipe; got recipe=None, and none in context; pass recipe= or call it "
+            "quantize_weight: there must be a recipe; got recipe=None, and none in context; pass recipe= or call it "
             "under autocast(recipe)"
         )
-    check_state("quantize_kernel", recipe, state)
-    kernel = jax.lax.stop_gradient(kernel)
+    check_state("quantize_weight", recipe, state)
+    weight = jax.lax.stop_gradient(weight)
     resource, roles = current_resource(), ("experts", "fsdp")[1 - batch_dims :]
     if spec is None and resource is not None:
         spec = PartitionSpec(*map(resource.entry, roles))
-    forward, new_state = forward_copy(kernel, recipe, batch_dims, state, spec)
+    forward, new_state = forward_copy(weight, recipe, batch_dims, state, spec)
     dgrad = None
     if not serves_both(recipe.formats()):
-        dgrad = dgrad_copy(kernel, recipe, batch_dims, spec)
-    quantized = QuantizedKernel(forward, dgrad)
+        dgrad = dgrad_copy(weight, recipe, batch_dims, spec)
+    quantized = QuantizedWeight(forward, dgrad)
     return quantized if state is None else (quantized, new_state)
 
 
-def forward_copy(kernel, recipe: Recipe, batch_dims: int, state: DelayedState | None, spec):
-    """(the kernel quantized along K, its new state)."""
+def forward_copy(weight, recipe: Recipe, batch_dims: int, state: DelayedState | None, spec):
+    """(the weight quantized along K, its new state)."""
     if state is not None and isinstance(recipe, DelayedScaling):
-        return quantize_delayed(kernel, state, recipe, spec=spec)
-    format, last = recipe.formats().kernel, kernel.ndim - 1
-    q = quantize(kernel, format, axis=batch_dims, across=last, batch_dims=batch_dims, spec=spec)
+        return quantize_delayed(weight, state, recipe, spec=spec)
+    format, last = recipe.formats().weight, weight.ndim - 1
+    q = quantize(weight, format, axis=batch_dims, across=last, batch_dims=batch_dims, spec=spec)
     return q, None
 
 
-def dgrad_copy(kernel, recipe: Recipe, batch_dims: int, spec) -> QuantizedArray:
-    """The kernel quantized along the last of N."""
-    format, last = recipe.formats().kernel_dgrad, kernel.ndim - 1
-    return quantize(kernel, format, axis=last, across=batch_dims, batch_dims=batch_dims, spec=spec)
+def dgrad_copy(weight, recipe: Recipe, batch_dims: int, spec) -> QuantizedArray:
+    """The weight quantized along the last of N."""
+    format, last = recipe.formats().weight_dgrad, weight.ndim - 1
+    return quantize(weight, format, axis=last, across=batch_dims, batch_dims=batch_dims, spec=spec)
 
 
 def serves_both(formats: LayerFormats) -> bool:
     """Whether quantizing along K is quantizing along N: one scale per tensor, or square blocks."""
-    block = formats.kernel.block
-    return formats.kernel == formats.kernel_dgrad and (block is None or block[0] == block[1])
+    block = formats.weight.block
+    return formats.weight == formats.weight_dgrad and (block is None or block[0] == block[1])
 
 
 def check_state(name: str, recipe: Recipe | None, state) -> None:
