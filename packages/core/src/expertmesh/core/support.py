@@ -1,4 +1,4 @@
-"""What kernels and recipes need of this installation and of a device."""
+"""What kernels need of this installation, and of the device."""
 
 import functools
 import importlib.metadata
@@ -8,10 +8,7 @@ import warnings
 import jax
 
 from expertmesh.core import _jax, _native
-from expertmesh.core.quantization.recipe import RECIPES
 
-# The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
-_NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
 TRITON = "triton>=3.8"  # older ones lack TMA descriptors as parameters
 INSTALL = "pip install 'expertmesh-core[cuda13]'"
 
@@ -57,38 +54,6 @@ def tested_versions() -> str:
         return "what pyproject.toml names"
     extra = [need.split(";")[0].strip() for need in needs if "cuda13" in need.partition(";")[2]]
     return ", ".join(extra)
-
-
-def emulated(recipe: str, device: jax.Device) -> str:
-    """That a device does not multiply a recipe's operands natively, and why; "" where it does."""
-    reason = _native_unsupported(recipe, device)
-    return f"{recipe} runs emulated: {reason}" if reason else ""
-
-
-def _native_unsupported(recipe: str, device: jax.Device) -> str | None:
-    first = _NATIVE_FROM.get(recipe)
-    if first is None:
-        return "this version has no kernel for it"
-    if device.platform != "gpu":
-        return f"native GEMMs need an NVIDIA GPU; the device is {device.device_kind}"
-    if float(device.compute_capability) < first:
-        return f"native GEMMs need compute capability {first}; the device has {device.compute_capability}"
-    return triton_unsupported()
-
-
-def warn_if_emulated(recipe, *operands: jax.Array) -> None:
-    """A UserWarning, once per process and recipe, if a GPU that runs this call does not multiply its operands natively.
-
-    Args:
-      recipe: whose GEMMs the call makes.
-      operands: of the call, concrete or traced.
-    """
-    if platform_of(*operands) != "cuda" or not any(d.platform == "gpu" for d in jax.devices()):
-        return
-    names = (name for name, cls in RECIPES.items() if isinstance(recipe, cls))
-    # A recipe of the user's own has no name.
-    if reason := emulated(next(names, type(recipe).__name__), jax.devices()[0]):
-        warn_once(f"{reason}; the numbers are the same")
 
 
 @functools.cache
