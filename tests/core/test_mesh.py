@@ -24,6 +24,16 @@ def test_roles_of_dimensions():
         resource.axes("rows")
 
 
+def test_participants_over_other_axes():
+    resource = MeshResource(dp_resource="dp", ep_resource="ep", cp_resource="cp")
+    assert resource.axes("participants") == ("dp", "ep")
+    with global_shard_guard(resource.with_participants(("dp", "cp", "ep"))) as changed:
+        assert changed.axes("participants") == ("dp", "cp", "ep")
+    for role in ("tokens", "experts", "sequence", "."):
+        assert changed.axes(role) == resource.axes(role)
+    assert changed.all_axes() == resource.all_axes()
+
+
 def test_an_axis_plays_one_role():
     with pytest.raises(ValueError, match="axis 'x' in dp_resource and ep_resource"):
         MeshResource(dp_resource="x", ep_resource=("y", "x"))

@@ -6,7 +6,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import MeshResource, TensorFormat, global_shard_guard
 from expertmesh.core.op import Query
@@ -81,6 +81,43 @@ def test_layout(spec, sizes, axis, leading, participants):
     layout = partition.plan_layout(spec, sizes, MESH, axis)
     assert layout == (leading, participants)
     assert partition.plan_layout(layout.leading, sizes, MESH, axis) == layout
+
+
+ALL = MeshResource(dp_resource="dp", cp_resource="cp", ep_resource="ep")
+
+
+@pytest.mark.parametrize(
+    "axes, spec, shape, resource, want",
+    [
+        ("Auto Auto Auto", (), (16, 4, 3), ALL, ("dp", "cp", "ep")),
+        ("Auto Auto Auto", (), (16, 3), ALL, ("dp", "ep")),
+        ("Auto Auto Auto", (), (4, 3), MeshResource(ep_resource="ep"), ("ep",)),
+        ("Explicit Explicit Explicit", (("dp", "ep"), "cp"), (16, 4, 3), ALL, ("dp", "cp", "ep")),
+        ("Explicit Explicit Explicit", (("cp", "ep"),), (16, 3), ALL, ("cp", "ep")),
+        ("Explicit Auto Auto", (None, "dp"), (4, 4, 3), ALL, ("dp", "cp", "ep")),
+    ],
+)
+def test_participants_are_all_that_the_exchange_splits_tokens_over(
+    axes, spec, shape, resource, want
+):
+    types = tuple(AxisType[name] for name in axes.split())
+    mesh = AbstractMesh((2, 2, 4), ("dp", "cp", "ep"), axis_types=types)
+    found = []
+    with jax.sharding.use_abstract_mesh(mesh), global_shard_guard(resource):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        slot = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        jax.eval_shape(lambda x: found.append(partition.resource_of_rows(x, ("ep",))), slot)
+    assert found[0].axes("participants") == want
+    assert found[0].axes("tokens") == resource.axes("tokens")
+
+
+def test_participants_are_left_as_they_are():
+    slot = jax.numpy.zeros((4, 3), np.int32)
+    with global_shard_guard(ALL):
+        assert partition.resource_of_rows(slot, ()) is ALL
+    mesh = AbstractMesh((4,), ("ep",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert partition.resource_of_rows(slot, ("ep",)) is None
 
 
 def test_layout_names_the_numbers_that_do_not_fit():

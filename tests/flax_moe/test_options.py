@@ -15,10 +15,10 @@ from cases.covering import full
 from cases.lowered import sums
 from core.router import router_oracle
 from expertmesh.core import Activation
+from expertmesh.core.features import is_supported as core_is_supported
 from expertmesh.core.hlo import collectives
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.core.quantization.recipe import RECIPES
-from expertmesh.core.support import is_supported as core_is_supported
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import recv_capacity
 from expertmesh.flax_moe import (

@@ -19,7 +19,7 @@ from expertmesh.flax_moe import (
     param_specs,
     split_wi,
 )
-from expertmesh.flax_moe.params import check_params
+from expertmesh.flax_moe.params import BIASES, EXPERTS, check_params, check_part
 from flax_moe.moe_oracle import make_config, make_data
 
 CONFIG = make_config()
@@ -208,6 +208,24 @@ def test_trees_that_do_not_fit(change, kind, words):
     with pytest.raises(kind) as info:
         check_params("moe", change(init_params(jax.random.key(0), 16, CONFIG)), 16, CONFIG, 8)
     assert words in str(info.value) and str(info.value).startswith("moe: ")
+
+    if "also" not in words:  # a part is taken from a tree that has others
+        with pytest.raises(kind) as of_part:
+            part_of(change(init_params(jax.random.key(0), 16, CONFIG)), CONFIG)
+        assert words in str(of_part.value) and str(of_part.value).startswith("moe: ")
+
+
+def part_of(params, config, names=EXPERTS + BIASES):
+    return check_part("moe", params, names, 16, config, 8)
+
+
+def test_a_part_is_checked_and_taken_alone():
+    params = init_params(jax.random.key(0), 16, CONFIG)
+    for names in (EXPERTS + BIASES, EXPERTS, ("gate_kernel",)):
+        others = {name: None for name in params if name not in names}
+        assert part_of(params | others, CONFIG, names) == {name: params[name] for name in names}
+    plain = without(params, *BIASES)
+    assert set(part_of(plain, make_config(use_bias=False))) == set(EXPERTS)
 
 
 def test_one_bias_alone_does_not_fit():

@@ -145,6 +145,16 @@ def test_the_block_in_charts_and_a_table(block, tmp_path):
     ]
 
 
-def test_the_figures_of_the_exchange_are_made_from_the_results():
-    command = [sys.executable, ROOT / "docs/exchange.py", "--check"]
-    assert subprocess.run(command).returncode == 0, "run `python docs/exchange.py`"
+@pytest.mark.parametrize("program", ["exchange.py", "house.py"])
+def test_figures_are_made_from_the_results_and_the_sources(program):
+    command = [sys.executable, ROOT / "docs" / program, "--check"]
+    assert subprocess.run(command).returncode == 0, f"run `python docs/{program}`"
+
+
+def test_a_walk_from_the_block_to_a_launch_is_of_twelve_files():
+    page = (ROOT / "docs/architecture.md").read_text()
+    walk = page.partition("to a kernel's launch it is twelve files:")[2].partition("\n\n")[0]
+    names = [pathlib.Path(name).stem for name in re.findall(r"`([\w/]+)\.py`", walk)]
+    assert len(names) == 12 and names[0] == "moe" and names[-1] == "launcher"
+    files = {path.stem for path in (ROOT / "packages").glob("*/src/**/*.py")}
+    assert set(names) <= files

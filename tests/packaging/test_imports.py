@@ -1,6 +1,7 @@
-"""The arrows train -> flax_moe -> ep -> core -> jax, in the sources and at import time."""
+"""The arrows train -> flax_moe -> ep -> core -> jax, in the sources and at import time; no circle, no private name."""
 
 import ast
+import graphlib
 import os
 import pathlib
 import subprocess
@@ -24,6 +25,8 @@ NOT_LOADED = {
     "train": {"jax", "expertmesh.core", "optax", "orbax"},
 }
 OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
+# Modules that are private to a package, and known to all others of it.
+PRIVATE_MODULES = {"_jax", "_native"}
 
 
 def source(package):
@@ -79,20 +82,25 @@ def undocumented(path, text):
             yield f"{path.name}:{line} uses {name}"
 
 
+def is_private(name, package):
+    """Whether a module of this package must not use it: it is private to another module, or to another package."""
+    known = PRIVATE_MODULES if starts_with(name, {f"expertmesh.{package}"}) else set()
+    parts = set(name.split(".")) - known
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
 def starts_with(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
 def violations(package, path, text):
-    own = f"expertmesh.{package}"
     parts = ["expertmesh", package, *path.relative_to(source(package)).parent.parts]
     tree = ast.parse(text)
     for line, name in [*imported(tree, parts), *private_attributes(tree)]:
         if starts_with(name, FORBIDDEN[package]):
             yield f"{path.name}:{line} imports {name}"
-        elif name.startswith("expertmesh.") and not starts_with(name, {own}):
-            if any(p.startswith("_") and not p.startswith("__") for p in name.split(".")):
-                yield f"{path.name}:{line} uses the private name {name}"
+        elif name.startswith("expertmesh.") and is_private(name, package):
+            yield f"{path.name}:{line} uses the private name {name}"
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -109,6 +117,9 @@ def test_no_import_goes_against_the_arrows(package):
         ("core", "def f():\n    from expertmesh import ep"),
         ("core", "from expertmesh.ep.capacity import rows"),
         ("core", "from ..ep import prepare"),
+        ("core", "from expertmesh.core.specs import _cut"),
+        ("core", "def f():\n    from expertmesh.core import specs\n    specs._cut(1)"),
+        ("core", "from expertmesh.core.op import Op\nOp._cut"),
         ("ep", "from expertmesh.flax_moe import moe"),
         ("ep", "from expertmesh.core import _jax"),
         ("ep", "from expertmesh.core._jax import varying_axes"),
@@ -121,6 +132,42 @@ def test_no_import_goes_against_the_arrows(package):
 )
 def test_such_an_import_is_found(package, text):
     assert list(violations(package, source(package) / "planted.py", text))
+
+
+def module_texts() -> dict[str, str]:
+    """Every module's source, by its dotted name."""
+    texts = {}
+    for root in (source(package).parents[1] for package in FORBIDDEN):
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            texts[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path.read_text()
+    return texts
+
+
+def arrows(texts: dict[str, str]) -> dict[str, set[str]]:
+    """The modules that each imports, inside of functions too."""
+
+    def module_of(name):
+        while name and name not in texts:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module: {module_of(name) for _, name in imported(ast.parse(text), [])} - {"", module}
+        for module, text in texts.items()
+    }
+
+
+def test_no_imports_go_in_circles():
+    graphlib.TopologicalSorter(arrows(module_texts())).prepare()
+
+
+def test_a_circle_is_found():
+    texts = module_texts() | {
+        "expertmesh.core.specs": "def f():\n    from expertmesh.core import op"
+    }
+    with pytest.raises(graphlib.CycleError, match="expertmesh.core.specs"):
+        graphlib.TopologicalSorter(arrows(texts)).prepare()
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

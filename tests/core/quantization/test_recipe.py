@@ -22,6 +22,7 @@ from expertmesh.core import (
     as_recipe,
     autocast,
     current_recipe,
+    features,
     is_supported,
     required_alignment,
     support,
@@ -337,19 +338,19 @@ def test_emulation_on_a_gpu_is_said_once(monkeypatch):
     x = jnp.ones(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        support.warn_if_emulated(MXFP8BlockScaling(), x)
+        features.warn_if_emulated(MXFP8BlockScaling(), x)
     monkeypatch.setattr(support._jax, "platform", lambda operands: "cuda")
-    monkeypatch.setattr(support.jax, "devices", lambda *_: [Gpu("9.0")])
+    monkeypatch.setattr(features.jax, "devices", lambda *_: [Gpu("9.0")])
     support.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="mxfp8 runs emulated.*the numbers are the same"):
-        support.warn_if_emulated(MXFP8BlockScaling(), x)
+        features.warn_if_emulated(MXFP8BlockScaling(), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        support.warn_if_emulated(MXFP8BlockScaling(), x)
+        features.warn_if_emulated(MXFP8BlockScaling(), x)
     for recipe, words in (
         (NVFP4BlockScaling(), "nvfp4"),
         (Own(), "Own runs emulated: .*no kernel"),
     ):
         with pytest.warns(UserWarning, match=words):
-            support.warn_if_emulated(recipe, x)
+            features.warn_if_emulated(recipe, x)
     support.warn_once.cache_clear()

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from expertmesh.core import specs
+from expertmesh.core.features import is_supported
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.linear.gathered_gemm import gathered_gemm
 from expertmesh.core.linear.gemm import gemm
@@ -68,7 +69,7 @@ from expertmesh.core.router.expert_bias import (
 )
 from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig, Routing, route
 from expertmesh.core.router.statistics import RouterStatistics, router_statistics
-from expertmesh.core.support import KernelError, is_supported
+from expertmesh.core.support import KernelError
 from expertmesh.core.te_compat.permute_map import plan_permute_map
 from expertmesh.core.te_compat.ragged_params import (
     RaggedParams,

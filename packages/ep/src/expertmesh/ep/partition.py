@@ -116,7 +116,7 @@ def resource_of_rows(slot: jax.Array, axis: Axis) -> MeshResource | None:
         return resource
     explicit, auto = (axes_of_type(mesh, kind) for kind in (AxisType.Explicit, AxisType.Auto))
     typed = filter_axes(jax.typeof(slot).sharding.spec, explicit)
-    roles = tuple(map(resource.entry, ("tokens", "sequence")))[: slot.ndim - 1]
+    roles = resource.entry("tokens"), resource.entry("sequence")
     leading = merge_known(typed, roles, auto, slot.ndim)[:-1]
     mesh_shape = {name: mesh.shape[name] for name in (*explicit, *auto)}
     layout = plan_layout(leading, slot.shape[:-1], mesh_shape, axis)

@@ -2,7 +2,7 @@
 
 import jax
 
-from expertmesh.core.support import check_feature
+from expertmesh.core.features import check_feature
 from expertmesh.ep.transports import BY_NAME
 from expertmesh.ep.transports.choice import Exchange
 

@@ -2,9 +2,9 @@
 
 import jax
 
+from expertmesh.core.features import check_feature
+from expertmesh.core.features import is_supported as core_is_supported
 from expertmesh.core.quantization.recipe import RECIPES
-from expertmesh.core.support import check_feature
-from expertmesh.core.support import is_supported as core_is_supported
 
 __all__ = ["FEATURES", "is_supported"]
 

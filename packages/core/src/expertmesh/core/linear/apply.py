@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.features import warn_if_emulated
 from expertmesh.core.linear.layer import (
     DenseState,
     Layer,
@@ -32,7 +33,6 @@ from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
 from expertmesh.core.quantization.quantized import is_quantized
-from expertmesh.core.support import warn_if_emulated
 from expertmesh.core.vjp import at_rest, differentiable
 
 

@@ -313,7 +313,7 @@ def as_recipe(obj: Any) -> Recipe | None:
 
 
 # Options of Transformer Engine's recipes without a counterpart, and the value that means what is done here. Those of
-# attention and of the accumulator of a GEMM (float32 throughout) do not concern the operands.
+# attention, and those of a GEMM's accumulator, which the kernel chooses, are not looked at.
 _ONLY: Mapping[str, object] = {
     "scaling_factor_compute_algo": None,
     "reduce_amax": True,
