@@ -69,7 +69,7 @@ class Terms:
     plan: Callable[[Query], Plan] | None = None
 
     def gemm(
-        self, name: str, law: str, reference: Callable[..., Any], weights: tuple[Kernel, ...]
+        self, name: str, law: str, reference: Callable[..., Any], kernels: tuple[Kernel, ...]
     ) -> Op:
         """The op of `law`, such as "xw y": what both operands have and the result lacks is contracted."""
         a, b, result = (getattr(self, letter) for letter in law.replace(" ", ""))
@@ -86,7 +86,7 @@ class Terms:
             roles=roles,
             parameter=terms.index(self.w),
             plan=self.plan,
-            weights=weights,
+            kernels=kernels,
         )
 
 
