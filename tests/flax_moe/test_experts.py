@@ -183,7 +183,7 @@ def test_quantized_weights(recipe):
     """To the bit what the function makes of the weights itself; their gradients are the weights'."""
     config, params, x, dy, idx, weights = setup(recipe, {})
     handle = prepare(jnp.asarray(idx), config.exchange(axis=()))
-    given = Quantization(kernels=quantize_weights(params, config))
+    given = Quantization(weights=quantize_weights(params, config))
     lost = jax.tree.map(lambda w: w * np.nan, params)
 
     def both(given, params):
