@@ -1,0 +1,113 @@
+"""The block on one GPU, beside what others published or ran: SonicMoE's twelve shapes, and Transformer Engine's four.
+
+Rows are of bench `moe_block`. Each program is a scan without pauses, as a training step is, and all programs of a shape
+are timed in turns. A rate is that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
+
+SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 2512.14080 (+-5); compare on an H100.
+Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, its block on its own primitives, hot.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import statistics
+from collections.abc import Iterator
+
+import jax
+
+from benchmarks import _measure
+from benchmarks.moe_block import SMALL, Shape, operands, passes
+from expertmesh.flax_moe import moe
+
+SONIC = {
+    Shape((40960,), 768, 256, 128, 8): (335, 363),
+    Shape((40960,), 768, 512, 64, 4): (395, 395),
+    Shape((40960,), 768, 1024, 32, 2): (404, 434),
+    Shape((24576,), 1536, 256, 128, 8): (363, 404),
+    Shape((24576,), 1536, 512, 64, 4): (432, 438),
+    Shape((24576,), 1536, 1024, 32, 2): (464, 466),
+    Shape((32768,), 4096, 256, 256, 16): (427, 459),
+    Shape((32768,), 4096, 512, 128, 8): (502, 511),
+    Shape((32768,), 4096, 1024, 64, 4): (551, 553),
+    Shape((32768,), 4096, 512, 256, 16): (517, 526),
+    Shape((32768,), 4096, 1024, 128, 8): (558, 566),
+    Shape((32768,), 4096, 2048, 64, 4): (594, 585),
+}
+TRANSFORMER_ENGINE = {
+    Shape((8192,), 1024, 4096, 8, 2): 2.47,
+    Shape((16384,), 2048, 8192, 8, 2): 16.57,
+    Shape((32768,), 2048, 768, 128, 8): 14.48,
+    Shape((32768,), 4096, 512, 128, 8): 20.45,
+}
+RECIPES = "fp8_block", "fp8_current"
+TURNS, CALLS = 7, 8
+BOTH = "forward and backward"
+
+
+def seconds(shape: Shape) -> dict[str, list[float]]:
+    """Of each turn: bfloat16's "forward", and both passes of bfloat16 and of each recipe by its name."""
+    arrays = operands(shape, None)
+    functions = {"forward": passes(moe, shape.config())["forward"]}
+    for recipe in (None, *RECIPES):
+        functions[recipe or "bfloat16"] = passes(moe, shape.config(recipe=recipe))[BOTH]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = pool.map(lambda f: _measure.steps(f, arrays, CALLS), functions.values())
+        programs = dict(zip(functions, made, strict=True))
+    for run in programs.values():
+        run()
+    turns = [{name: run() for name, run in programs.items()} for _ in range(TURNS)]
+    return {name: [turn[name] for turn in turns] for name in programs}
+
+
+def rows_of(shape: Shape) -> Iterator[dict]:
+    """Its rates against SonicMoE's and its times against Transformer Engine's, where there are some; its recipes."""
+    times = seconds(shape)
+    median = {name: statistics.median(found) for name, found in times.items()}
+    parts = {"forward": median["forward"], "backward": median["bfloat16"] - median["forward"]}
+    for (which, mine), published in zip(parts.items(), SONIC.get(shape, ()), strict=False):
+        flops = shape.flops() * {"forward": 1, "backward": 2}[which]
+        reference = "SonicMoE on H100, published", flops / (published * 1e12)
+        yield _measure.rate_row(
+            "moe_block", _case("bfloat16", which, shape), flops, mine, *reference
+        )
+    for name in ("bfloat16", *RECIPES):
+        case = _case(name, BOTH, shape)
+        if shape in TRANSFORMER_ENGINE:
+            reference = "Transformer Engine 2.20.2 on H200", TRANSFORMER_ENGINE[shape] / 1e3
+            yield _measure.time_row("moe_block", case, median[name], *reference, unit="ms")
+        if name != "bfloat16":
+            pairs = zip(times["bfloat16"], times[name], strict=True)
+            ratio = statistics.median(wide / own for wide, own in pairs)
+            reference = "our bfloat16 block", median["bfloat16"]
+            yield _measure.time_row(
+                "moe_block", case, median[name], *reference, unit="ms", ratio=ratio
+            )
+
+
+def _case(name: str, which: str, shape: Shape) -> str:
+    return f"{name} {which}, {shape}, 1 device"
+
+
+def _family(row: dict) -> str | None:
+    """Those whose mean is wanted: a pass against SonicMoE, and a recipe against bfloat16."""
+    name = row["case"].partition(",")[0]
+    of = row["reference"].partition(",")[0]
+    return None if of.startswith("Transformer") else f"{name}, against {of}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="each N-th shape, from the I-th"
+    )
+    options = parser.parse_args()
+    on_gpu = jax.default_backend() == "gpu"
+    first, step = map(int, options.part.split("/"))
+    shapes = list({**SONIC, **TRANSFORMER_ENGINE})[first - 1 :: step] if on_gpu else [SMALL]
+    rows = (row for shape in shapes for row in rows_of(shape))
+    _measure.write(options.json, _measure.with_means(rows, _family))
+
+
+if __name__ == "__main__":
+    main()
