@@ -206,8 +206,9 @@ __device__ __forceinline__ void step(
 #pragma unroll
   for (int k = 0; k < ROWS; k += DEPTH) multiply<WIDTH>(sums, of_lhs + k * OF_ROW, of_dy + k * OF_ROW, !FIRST || k > 0);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  sender.send_some();
+  // The next tile is found before a piece leaves: after it, some NVRTCs have too few registers for the products.
   if (rows <= ROWS) tiles.next();
+  sender.send_some();
   // The other consumer multiplies meanwhile: a stage that were kept for the next step would be missed more.
   wait_products<0>();
   ring.release();

@@ -107,14 +107,14 @@ __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async
 // division takes a thread about 150 clocks, and the next tile waits for four of them.
 struct Divisor {
   int by;
-  float reciprocal;
-
-  __device__ __forceinline__ explicit Divisor(int by) : by(by) {
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"((float)by));
-  }
 
   // The quotient; `rest` is what is left.
   __device__ __forceinline__ int divide(int number, int& rest) const {
+    // Made here each time: kept, it takes a register that the products of weight gradients need.
+    int divisor = by;
+    asm volatile("" : "+r"(divisor));
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"((float)divisor));
     int quotient = (int)((float)number * reciprocal);
     rest = number - quotient * by;
     if (rest < 0) quotient--, rest += by;

@@ -77,7 +77,7 @@ struct Tiles {
 
   // Of `live` groups that have so many each.
   __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live, int each)
-      : table(table), num_m(num_m), num_n(num_n), items(live * each), each(each), band(BAND * num_n) {}
+      : table(table), num_m(num_m), num_n(num_n), items(live * each), each{each}, band{BAND * num_n} {}
   __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live)
       : Tiles(table, num_m, num_n, live, num_m * num_n) {}
 
@@ -101,7 +101,7 @@ struct Tiles {
   __device__ __forceinline__ void locate(int within) {
     int inner, row;
     const int above = band.divide(within, inner) * BAND, high = min(num_m - above, BAND);
-    const int column = Divisor(high).divide(inner, row);
+    const int column = Divisor{high}.divide(inner, row);
     m = ((above + row) * 2 + rank_in_cluster()) * TILE_M;
     n = column * TILE_N;
   }
