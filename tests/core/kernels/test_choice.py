@@ -50,6 +50,12 @@ def measured(bench):
     return [(case, *map(int, match.groups())) for case, match in found if match]
 
 
+def test_results_beyond_the_offsets_of_the_kernel_in_cuda():
+    """Its offsets count 8 elements, in 32 bits."""
+    assert plain.choose_rows(rows(2**20, 512, 2**15 - 8)).kernel == "cuda"
+    assert plain.choose_rows(rows(2**20, 512, 2**15)).kernel == "triton"
+
+
 @pytest.mark.parametrize("case, num_rows, K, N, groups", measured("grouped_gemm"))
 def test_measured_grouped_gemms(case, num_rows, K, N, groups):
     """Triton's kernel where the contraction is long, else the one in CUDA C++, as docs/dev/performance-log.md says."""

@@ -189,6 +189,7 @@ WEIGHTS_HOPPER_SMALL = dataclasses.replace(
 )
 SMALL_GROUP = 192  # rows in the mean, at most
 MAX_GROUPS = 1024  # whose places fit into shared memory
+MAX_RESULT = 2**35  # elements of rows: the kernel finds them by 32 bits of 8 elements
 # From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
 # share more in L2: from the first if there are less than so many tiles for each cluster, from the second anyway.
 LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
@@ -225,7 +226,9 @@ def choose_weights(gemm: Weights) -> Config:
 
 def fits_cuda(gemm: Rows) -> bool:
     """Whether rows of so many groups can take the kernels in CUDA C++."""
-    return gemm.groups <= MAX_GROUPS and gemm.device.runs_cuda
+    return (
+        gemm.groups <= MAX_GROUPS and gemm.rows * gemm.width < MAX_RESULT and gemm.device.runs_cuda
+    )
 
 
 def cuda_rows(gemm: Rows) -> Config:

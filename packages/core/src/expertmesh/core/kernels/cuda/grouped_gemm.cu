@@ -240,10 +240,10 @@ struct Result {
   // Where this lane's row of 8 x 8 matrices goes, 16 bytes swizzled by the row, for all banks; and where
   // this thread's part of a row is then.
   u32 to, from;
-  u8* at;  // this thread's part of a row, in the result's first rows
+  u32 at;  // this thread's part of a row, in the result's first rows; in 16 bytes from `out` on
   int live = 0;  // rows from this thread's first one on; those of a second box above them
   int pieces = 0;  // of a box
-  int piece = 1, turn = 0;  // to stage next, counted over boxes; beyond their number nothing is left to send
+  int piece = 1;   // to stage next, counted over boxes; beyond their number nothing is left to send
   u32 packed[SUMS / 2];
 
   // Hides the two from the compiler, which would compute them for each piece, while the tensor cores wait.
@@ -262,8 +262,8 @@ struct Result {
     pieces = (rows + PIECE - 1) / PIECE, piece = 0;
     live = mine < width ? max(rows - line, 0) : 0;
     if (BOXES == 2 && mine + NEXT < width) live |= max(rows - line, 0) << 16;
-    at = out + ((u64)(row + line) * width + mine) * 2;
-    asm volatile("" : "+l"(at), "+r"(live));  // now, not when the tensor cores wait
+    at = ((u64)(row + line) * width + mine) / 8;
+    asm volatile("" : "+r"(at), "+r"(live));  // now, not when the tensor cores wait
   }
 
   __device__ __forceinline__ void take(const float (&d)[SUMS]) {
@@ -283,10 +283,11 @@ struct Result {
   // Stages the next piece in shared memory, where it is transposed, and stores the one before, which all have staged.
   __device__ __forceinline__ void send_piece() {
     asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory");
+    // There is room for two, which take turns.
+    const u32 turn = piece % 2 * (PIECE * LINE);
     const int4 upper = get(from + turn), lower = get(from + turn + PIECE / 2 * LINE);
-    turn ^= PIECE * LINE;
     if (piece < BOXES * pieces) {
-      const u32 here = to + turn;
+      const u32 here = to + (turn ^ PIECE * LINE);
       switch (BOXES == 2 && piece >= pieces ? piece - pieces + MAX_ROWS / PIECE : piece) {
         case 0: stage<0>(here); break;
         case 1: stage<1>(here); break;
@@ -303,7 +304,7 @@ struct Result {
       const bool second = BOXES == 2 && before >= pieces;
       const int line = (before - (second ? pieces : 0)) * PIECE;
       const int rows = BOXES == 2 ? live >> (second ? 16 : 0) & 0xFFFF : live;
-      u8* to = at + (long long)line * (2 * width) + (second ? NEXT * 2 : 0);
+      u8* to = out + 16ull * (at + (u32)line / 8 * width + (second ? NEXT / 8 : 0));
       if (line < rows) store(to, upper);
       if (line + PIECE / 2 < rows) store(to + (long long)PIECE * width, lower);
     }
