@@ -225,7 +225,7 @@ def choose_weights(gemm: Weights) -> Config:
 
 
 def fits_cuda(gemm: Rows) -> bool:
-    """Whether rows of so many groups can take the kernels in CUDA C++."""
+    """Whether so many groups and results can take the kernels of rows in CUDA C++."""
     return (
         gemm.groups <= MAX_GROUPS and gemm.rows * gemm.width < MAX_RESULT and gemm.device.runs_cuda
     )

@@ -243,7 +243,7 @@ struct Result {
   u32 at;  // this thread's part of a row, in the result's first rows; in 16 bytes from `out` on
   int live = 0;  // rows from this thread's first one on; those of a second box above them
   int pieces = 0;  // of a box
-  int piece = 1;   // to stage next, counted over boxes; beyond their number nothing is left to send
+  int piece = 1;  // to stage next, counted over boxes; beyond their number nothing is left to send
   u32 packed[SUMS / 2];
 
   // Hides the two from the compiler, which would compute them for each piece, while the tensor cores wait.
