@@ -61,7 +61,7 @@ class BlockTiles:
 ROWS_BLOCKS = BlockTiles(stages=3, band=16, registers=(40, 232), rooms=2)
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(
-    stages=3, min_stages=2, stage_bytes=50 * 1024, staged=5 * 1024, handed=2, band=4, registers=(24, 240),
+    stages=3, min_stages=2, stage_bytes=50 * 1024, staged=1024, handed=2, band=4, registers=(24, 240),
 )  # fmt: skip
 WEIGHTS_TENSORS = WeightTiles(
     stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),

@@ -14,8 +14,7 @@
 // What a stage holds: both operands, then both scales.
 constexpr int OF_LHS = TILE_N * BLOCK, SCALES_N = OF_LHS + TILE_M * BLOCK, SCALES_M = SCALES_N + TILE_N * 4;
 constexpr int STAGE_LOADS = SCALES_M + TILE_M * 4;
-constexpr int ZEROS = 1024;  // where a box of them is
-static_assert(STAGE_BYTES >= STAGE_LOADS && STAGED == ZEROS + BOX, "as launched");
+static_assert(STAGE_BYTES >= STAGE_LOADS, "as launched");
 
 INSTRUCTION
 
@@ -184,7 +183,7 @@ __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Res
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) quantized_grouped_gemm_weights(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap lhs_scales,
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
-    int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
+    int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
@@ -200,7 +199,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0)
       load_tiles(&lhs, &lhs_scales, &dy, &dy_scales, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
-    if (threadIdx.x / 32 == 1 && live < num_groups) store_zeros(&out, smem + ZEROS, table, live, num_groups, K, N);
+    if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Result result{consumer, smem + STAGED + consumer * STAGED_BYTES, &out};

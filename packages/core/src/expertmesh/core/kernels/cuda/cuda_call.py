@@ -34,7 +34,7 @@ def cuda_call(
       source: CUDA C++ without headers. The kernel takes the operands, `scalars` (int32), then a pointer to each result.
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       shared: bytes of dynamic shared memory.
-      out_block: of the TMA descriptor that the kernel takes in place of the pointer to its one result.
+      out_block: of the TMA descriptor of its one result, which the kernel takes after the pointer.
 
     Returns:
       The result, or a tuple of results.
@@ -44,7 +44,7 @@ def cuda_call(
     """
     results: list = [launcher.Result(i) for i in range(len(jax.tree.leaves(out_type)))]
     if out_block:
-        results = [launcher.TensorMap.of(out_type, out_block, base=results[0])]
+        results += [launcher.TensorMap.of(out_type, out_block, base=results[0])]
     binary = launcher.Binary(name, compile_cuda(source), 32 * warps, shared)
     parameters = *operands, *map(np.int32, scalars), *results
     return launcher.launch(binary, *parameters, out_type=out_type, grid=(programs,))

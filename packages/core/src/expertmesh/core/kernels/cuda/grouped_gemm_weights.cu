@@ -16,8 +16,7 @@ constexpr int DEPTH = 16;              // rows of one instruction
 constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, which TMA loads at once
 constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
 constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
-static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL && STAGES > 2,
-              "as launched, and two are left if one has zeros");
+static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL, "as launched");
 
 template <int WIDTH>
 __device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
@@ -247,7 +246,7 @@ __device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sendin
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_weights(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy, const int* sizes, int K, int N,
-    int num_groups, const __grid_constant__ TensorMap out) {
+    int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
@@ -255,20 +254,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     init_stages(smem, STAGES, 4 * CONSUMERS);
   }
   const int live = order(sizes, num_groups, smem, table);
-  // The last stage is for zeros, if some are stored and there is no other room.
-  const bool room = table >= smem + STAGES_AT + STAGES * STAGE_BYTES + BOX;
-  const int stages = live < num_groups && !room ? STAGES - 1 : STAGES;
   cluster_sync();
   const CutTiles tiles(table, live, K, N);
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
-    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});
-    if (threadIdx.x / 32 == 1 && live < num_groups)
-      store_zeros(&out, smem + STAGES_AT + stages * STAGE_BYTES, table, live, num_groups, K, N);
+    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
+    if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Sending sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
-    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0}, sender);
+    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive here, or write to its stages

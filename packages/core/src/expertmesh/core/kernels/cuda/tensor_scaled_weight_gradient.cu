@@ -12,7 +12,7 @@
 
 // What a stage holds: both operands.
 constexpr int OF_LHS = TILE_N * BLOCK, STAGE_LOADS = OF_LHS + TILE_M * BLOCK;
-static_assert(STAGE_BYTES == STAGE_LOADS && STAGES > 2, "as launched, and two are left where one is for zeros");
+static_assert(STAGE_BYTES == STAGE_LOADS, "as launched");
 constexpr int SHARE = TILE_N / 2;  // of dy, which a block loads for both
 constexpr int CLEAN = 192;         // barriers of stages without rows of other groups
 constexpr int CLEANERS = 2;        // warps
@@ -124,7 +124,8 @@ __device__ __forceinline__ void multiply_tiles(
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) quantized_grouped_gemm_weights(
     const __grid_constant__ TensorMap lhs, const float* lhs_scale, const __grid_constant__ TensorMap dy,
-    const float* dy_scale, const int* sizes, int K, int N, int num_groups, const __grid_constant__ TensorMap out) {
+    const float* dy_scale, const int* sizes, int K, int N, int num_groups, u8* zeros,
+    const __grid_constant__ TensorMap out) {
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
@@ -133,20 +134,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     init_stages(smem, STAGES, 4 * CONSUMERS + CLEANERS);
   }
   const int live = order(sizes, num_groups, smem, table);
-  const int stages = live < num_groups ? STAGES - 1 : STAGES;  // the last one is for zeros, if some are stored
   cluster_sync();
   const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
   const Tiles tiles(table, num_m, num_n, live);
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
-    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 1});
-    if (threadIdx.x / 32 >= CLEANERS) clean_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0});
-    if (threadIdx.x / 32 == 1 && live < num_groups)
-      store_zeros(&out, smem + STAGES_AT + stages * STAGE_BYTES, table, live, num_groups, K, N);
+    if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
+    if (threadIdx.x / 32 >= CLEANERS) clean_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0});
+    if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Sender<Done> sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
-    multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, stages, 0}, sender);
+    multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive here, or write to its stages

@@ -19,7 +19,7 @@ static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registe
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, results, stages for operands; and at its
 // end the table of groups.
-constexpr int LINES = OWN ? 16 : 32, BOX = LINES * 128;  // what leaves at once: lines of 128 bytes of a result
+constexpr int LINES = OWN ? 16 : 32;                // of 128 bytes of a result, that leave at once
 constexpr int LIVE = 128;                           // how many groups have rows
 constexpr int STRIPS = WIDE ? 4 : 2;                // of 128 bytes, of a part
 constexpr int STRIP = PART_M * 128;
@@ -152,23 +152,15 @@ __device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
 }
 #endif
 
-// The gradients of the groups without rows: each block of the launch has its share of their boxes. One warp.
-__device__ __forceinline__ void store_zeros(
-    const TensorMap* out, u32 zeros, u32 table, int live, int num_groups, int K, int N) {
-  const int lane = threadIdx.x % 32;
-  for (int i = lane * 16; i < BOX; i += 32 * 16) put(zeros + i, make_int4(0, 0, 0, 0));
-  fence_shared();
-  __syncwarp();
-  if (lane) return;
-  constexpr int COLUMNS = PART_N / STRIPS;
-  const int high = (K + LINES - 1) / LINES, boxes = high * ((N + COLUMNS - 1) / COLUMNS);
+// The gradients of the groups without rows, each of them contiguous: each block of the launch has its share. One warp.
+__device__ __forceinline__ void store_zeros(u8* out, u32 table, int live, int num_groups, int K, int N) {
+  const u64 bytes = (u64)K * N * (WIDE ? 4 : 2);
   for (int i = live; i < num_groups; i++) {
-    const int group = get(table + 16 * i).z;
-    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
-      store_box(out, zeros, box / high * COLUMNS, box % high * LINES, group);
+    u8* const group = out + get(table + 16 * i).z * bytes;
+#pragma unroll 4
+    for (u64 at = (blockIdx.x * 32 + threadIdx.x % 32) * 16; at < bytes; at += gridDim.x * 32 * 16)
+      store(group + at, make_int4(0, 0, 0, 0));
   }
-  end_stores();
-  wait_for_stores();
 }
 
 // A tile whose sums are complete.
