@@ -182,14 +182,15 @@ WEIGHTS_HOPPER = WeightTiles(
     passing=True,
 )  # fmt: skip
 # Float32 results wait in no registers: each warp sends its own.
-WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4, registers=(56, 224))
+WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
 # Where groups are small, what matters is how results get to memory: a tile's beside each other, and all of a row's.
 WEIGHTS_HOPPER_SMALL = dataclasses.replace(
-    WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False, registers=(56, 224)
+    WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False
 )
 SMALL_GROUP = 192  # rows in the mean, at most
 MAX_GROUPS = 1024  # whose places fit into shared memory
 MAX_RESULT = 2**35  # elements of rows: the kernel finds them by 32 bits of 8 elements
+MAX_GROUP = 2**29  # rows that a weight gradient's kernel counts
 # From these contractions on the end of a tile costs little, and Triton's tiles, which are all alike, keep step and
 # share more in L2: from the first if there are less than so many tiles for each cluster, from the second anyway.
 LONG_CONTRACTION, LONGEST_CONTRACTION, FEW_TILES = 8192, 20480, 4
@@ -218,7 +219,8 @@ def choose_weights(gemm: Weights) -> Config:
         cuda = WEIGHTS_HOPPER
     cuda = cuda.fit(gemm.groups, gemm.out_dtype)
     # The windows of rows that are loaded need as many rows as a step.
-    if gemm.device.runs_cuda and gemm.rows >= STEP and cuda.stages >= cuda.min_stages:
+    counts = STEP <= gemm.rows < MAX_GROUP
+    if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
     tiles = WEIGHTS.fit(gemm.widths[1], gemm.out_dtype)
     return Config("triton", tiles, gemm.device.programs())

@@ -23,16 +23,43 @@ __device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
 
 INSTRUCTIONS
 
-// A tile's place in the result, of all columns or of half as many.
-struct Cut : Done {
-  int columns = TILE_N;
+// What the producer notes of a tile before its first step, 16 bytes: group, the columns of lhs and of dy where it
+// begins, and its extent. Consumers, which have no registers for it, read it until the tile has left: while they
+// multiply the next one, when the producer is at most as many tiles further as there are stages.
+constexpr int NOTES = 256, NOTE_BYTES = 16, NUM_NOTES = 8;
+static_assert(LIVE + 4 <= NOTES && NOTES + NUM_NOTES * NOTE_BYTES <= 1024 && STAGES + 1 < NUM_NOTES, "there is room");
+
+// The rows of a tile (none: there is no other tile), whether its window has rows of the next group, too, and whether it
+// has half of the columns.
+struct Extent {
+  int word;
+
+  __device__ __forceinline__ static Extent of(int rows, bool mixed, bool narrow) {
+    return {rows << 2 | mixed << 1 | (int)narrow};
+  }
+  __device__ __forceinline__ int rows() const { return word >> 2; }
+  __device__ __forceinline__ bool mixed() const { return word & 2; }
+  __device__ __forceinline__ bool narrow() const { return word & 1; }
+};
+
+// A consumer's part of a tile, whose place in the result is read from its note.
+struct Cut {
+  u32 note;
+  int consumer, columns;
+
+  __device__ __forceinline__ Done place() const {
+    const int4 of = get(note);
+    return {of.x, of.y + consumer * PART_M, of.z};
+  }
 };
 
 #if OWN
 // Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are swizzled by their number. Odd lines take other
 // columns first, for all banks: of the same ones, two lines beside each other have the same two units. A consumer.
 __device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, line = lane / 4;
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // addresses are found here each time: products need the registers
+  const int warp = threadIdx.x % 128 / 32, line = lane / 4;
   const bool odd = line % 2;
   const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
 #pragma unroll
@@ -66,7 +93,8 @@ struct Sending {
     fence_shared();
     __syncwarp();
     if (threadIdx.x % 32) return;
-    store_box(result.out, staged, to.n + piece * WIDTH, to.m + line, to.group);
+    const Done at = to.place();
+    store_box(result.out, staged, at.n + piece * WIDTH, at.m + line, at.group);
     end_stores();
   }
 
@@ -76,9 +104,14 @@ struct Sending {
 
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
+    send_part<0>(sums, tile);
+    if (tile.columns > PART_N) send_part<1>(sums, tile);
+  }
+
+  template <int PART>
+  __device__ __forceinline__ void send_part(const float* sums, const Cut& tile) {
 #pragma unroll
-    for (int piece = 0; piece < PARTS * STRIPS; piece++) {
-      if (piece * WIDTH >= tile.columns) break;
+    for (int piece = PART * STRIPS; piece < (PART + 1) * STRIPS; piece++) {
       stage_strip(room(), sums + piece * WIDTH / 2);
       leave(piece, tile);
     }
@@ -124,7 +157,7 @@ using Sending = Sender<Cut>;
 struct CutTiles : Tiles {
   int width;  // of dy
   int columns;
-  bool beside, more;
+  bool beside;
 
   __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N)
       : CutTiles(table, live, K, N, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N) {}
@@ -134,7 +167,7 @@ struct CutTiles : Tiles {
   __device__ __forceinline__ bool next() {
     const int clusters = gridDim.x / 2, halved = 2 * (items - first) <= clusters;
     const int item = first + (place >> halved), half = place & halved;
-    if (item >= items) return more = false;
+    if (item >= items) return false;
     first += clusters, place = clusters - 1 - place;
     const int within = begin(item), left = within - num_m * num_n;
     beside = left >= 0;
@@ -143,23 +176,30 @@ struct CutTiles : Tiles {
     else
       locate(within);
     n += half * PART_N;
-    more = n < width;  // in both blocks, or in the first one
+    const bool more = n < width;  // in both blocks, or in the first one
     if (beside) n += rank_in_cluster() * TILE_N;
     columns = halved || width - n <= PART_N ? PART_N : TILE_N;
     return more;
   }
 };
 
+__device__ __forceinline__ u32 note_at(u32 smem, int tile) { return smem + NOTES + tile % NUM_NOTES * NOTE_BYTES; }
+
 __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap* dy, CutTiles tiles, Ring ring) {
   constexpr int OF_TILE = TILE_M / 64;  // panels of lhs
   const int rank = rank_in_cluster();
-  while (tiles.next()) {
+  int tile = 0;
+  for (; tiles.next(); tile++) {
     const int panels = tiles.columns / 64;
     for (int row = tiles.start; row < tiles.end; row += ROWS) {
       // The last window of a group ends where the group ends, unless none does.
       const int window = max(min(row, tiles.end - ROWS), 0), y = row - window;
       const u32 at = ring.at(), ready = ring.full();
       wait_barrier(ring.empty(), ring.parity);
+      if (row == tiles.start) {
+        const Extent extent = Extent::of(tiles.end - row, tiles.end < ROWS, panels < TILE_N / 64);
+        put(note_at(ring.smem, tile), make_int4(tiles.group, tiles.m, tiles.n, extent.word));
+      }
       expect_bytes(ready, (panels + OF_TILE) * PANEL);
       // A block loads half of what both have.
       if (tiles.beside) {
@@ -176,6 +216,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
       ring.next();
     }
   }
+  wait_barrier(ring.empty(), ring.parity);
+  put(note_at(ring.smem, tile), make_int4(0, 0, 0, 0));
+  arrive(ring.full());
 }
 
 // Zeros in the rows of some panels from `live` on, whatever they hold. A consumer.
@@ -187,14 +230,13 @@ __device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
       put(panel + i * PANEL + byte, make_int4(0, 0, 0, 0));
 }
 
-// A step. While it is multiplied a piece of the tile before leaves and, in a tile's last one, the next tile is found.
-// `rows` are left of the group; `mixed`: the window has rows of the next group, too.
+// A step, whose operands are there. While it is multiplied a piece of the tile before leaves. `rows` are left of the
+// group; `mixed`: the window has rows of the next group, too.
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
-    float (&sums)[PARTS * SUMS], const Ring& ring, int rows, bool mixed, Sending& sender, CutTiles& tiles) {
+    float (&sums)[PARTS * SUMS], Ring& ring, int rows, bool mixed, Sending& sender) {
   const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
-  wait_barrier(ring.full(), ring.parity);
   if (mixed) {
     clear_rows(lhs, 1, rows);
     clear_rows(dy, WIDTH / 64, rows);  // by both consumers, which write the same
@@ -205,40 +247,40 @@ __device__ __forceinline__ void step(
 #pragma unroll
   for (int k = 0; k < ROWS; k += DEPTH) multiply<WIDTH>(sums, of_lhs + k * OF_ROW, of_dy + k * OF_ROW, !FIRST || k > 0);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  // The next tile is found before a piece leaves: after it, some NVRTCs have too few registers for the products.
-  if (rows <= ROWS) tiles.next();
   sender.send_some();
   // The other consumer multiplies meanwhile: a stage that were kept for the next step would be missed more.
   wait_products<0>();
   ring.release();
+  ring.next();
 }
 
-// The sums of a tile, and the next one.
+// The sums of a tile, whose first step is there.
 template <int WIDTH>
 __device__ __forceinline__ void multiply_rows(
-    float (&sums)[PARTS * SUMS], Ring& ring, CutTiles& tiles, Sending& sender) {
-  int rows = tiles.end - tiles.start;
-  step<WIDTH, true>(sums, ring, rows, tiles.end < ROWS, sender, tiles);
-  ring.next();
+    float (&sums)[PARTS * SUMS], Ring& ring, Extent extent, Sending& sender) {
+  int rows = extent.rows();
+  step<WIDTH, true>(sums, ring, rows, extent.mixed(), sender);
 #pragma unroll 1
   while ((rows -= ROWS) > 0) {
-    step<WIDTH, false>(sums, ring, rows, false, sender, tiles);
-    ring.next();
+    wait_barrier(ring.full(), ring.parity);
+    step<WIDTH, false>(sums, ring, rows, false, sender);
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(CutTiles tiles, Ring ring, Sending sender) {
+__device__ __forceinline__ void multiply_tiles(Ring ring, Sending sender) {
   float sums[PARTS * SUMS];
-  tiles.next();
-  while (tiles.more) {
-    const Cut tile{{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n}, tiles.columns};
-    if (tile.columns == TILE_N)
-      multiply_rows<TILE_N>(sums, ring, tiles, sender);
+  for (int tile = 0;; tile++) {
+    wait_barrier(ring.full(), ring.parity);
+    const u32 note = note_at(ring.smem, tile);
+    const Extent extent{get_word(note + 12)};
+    if (!extent.rows()) break;
+    if (extent.narrow())
+      multiply_rows<PART_N>(sums, ring, extent, sender);
     else
-      multiply_rows<PART_N>(sums, ring, tiles, sender);
+      multiply_rows<TILE_N>(sums, ring, extent, sender);
     finish(sums);
     sender.send_rest();
-    sender.take(sums, 1, tile);
+    sender.take(sums, 1, {note, sender.result.consumer, extent.narrow() ? PART_N : TILE_N});
   }
   sender.send_rest();
   wait_for_stores();
@@ -263,7 +305,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Sending sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
-    multiply_tiles(tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
+    multiply_tiles(Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive here, or write to its stages

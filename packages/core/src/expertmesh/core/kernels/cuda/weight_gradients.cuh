@@ -167,6 +167,8 @@ __device__ __forceinline__ void store_zeros(u8* out, u32 table, int live, int nu
 struct Done {
   int group = -1, m, n;
   static constexpr int columns = TILE_N;  // of dy
+
+  __device__ __forceinline__ Done place() const { return *this; }
 };
 
 // The way out of a consumer's results: parts are staged in shared memory, from where TMA stores them.
@@ -206,7 +208,7 @@ struct Result {
 };
 
 // A tile's result of a consumer, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
-// step of the next tile. `Tile`: `Done`, or one with fewer columns.
+// step of the next tile. `Tile`: `Done`, or what says so when it is asked.
 template <class Tile>
 struct Sender {
   Result result;
@@ -227,7 +229,7 @@ struct Sender {
 #else
   static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
   static_assert(STAGED_BYTES >= 2 * STRIP, "as they are staged");
-  int piece = PIECES + 1;  // to stage next; beyond their number nothing is left to send
+  int piece = PIECES;  // to send next
   u32 packed[PIECES * PACKED];
 
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
@@ -236,40 +238,35 @@ struct Sender {
     to = tile, piece = 0;
   }
 
-  template <int P>
-  __device__ __forceinline__ void stage() const {
-    stage_packed(result.staged + P % 2 * STRIP, packed + P * PACKED);
-  }
-
-  // Stages the next piece and stores the one before, which all have staged.
+  // Stages the next piece, where the one before the last has left, and stores it.
   __device__ __forceinline__ void send_piece() {
     const bool first = threadIdx.x % 128 == 0;
-    if (first) wait_for_stores();
+    const u32 staged = result.staged + piece % 2 * STRIP;
+    if (first) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     result.meet();
-    if (first && piece > 0) {
-      const int before = piece - 1;
-      const u32 from = result.staged + before % 2 * STRIP;
-      for (int line = 0; line < PART_M; line += LINES)
-        store_box(result.out, from + line * 128, to.n + before * 64, to.m + line, to.group);
-      end_stores();
-    }
-    switch (piece++) {
-      case 0: stage<0>(); break;
-      case 1: stage<1>(); break;
-      case 2: if (to.columns > PART_N) stage<2>(); break;
-      case 3: stage<3>(); break;
+    switch (piece) {
+      case 0: stage_packed(staged, packed); break;
+      case 1: stage_packed(staged, packed + PACKED); break;
+      case 2: stage_packed(staged, packed + 2 * PACKED); break;
+      default: stage_packed(staged, packed + 3 * PACKED); break;
     }
     fence_shared();
+    result.meet();
+    if (first) {
+      const Done at = to.place();
+      for (int line = 0; line < PART_M; line += LINES)
+        store_box(result.out, staged + line * 128, at.n + piece * 64, at.m + line, at.group);
+      end_stores();
+    }
+    piece++;
   }
 
-  __device__ __forceinline__ bool sends() const { return piece <= to.columns / 64; }
-
   __device__ __forceinline__ void send_some() {
-    if (piece <= to.columns / 64) send_piece();
+    if (piece < to.columns / 64) send_piece();
   }
 
   __device__ __forceinline__ void send_rest() {
-    while (piece <= to.columns / 64) send_piece();
+    while (piece < to.columns / 64) send_piece();
   }
 #endif
 };
