@@ -218,7 +218,7 @@ def factor_sizes(rule: Rule, shapes: Sequence[Sequence[int]]) -> dict[str, list[
 class Split:
     """Factors and the mesh axes that split them, each axis at most once, each shard of equal size."""
 
-    def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]):
+    def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]) -> None:
         self._mesh_shape = query.mesh_shape
         self.sizes = sizes
         self.axes: dict[str, tuple[str, ...]] = {}

@@ -298,7 +298,7 @@ def _bwd(
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, sizes, keys[0], up, bool(biases))
     d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
     d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, options.in_place)
-    d_params = {"wi": d_wi, "wo": d_wo}
+    d_params: dict[str, jax.Array | None] = {"wi": d_wi, "wo": d_wo}
     if biases:
         bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)

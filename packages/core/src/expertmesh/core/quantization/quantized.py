@@ -123,7 +123,7 @@ def check_quantized(name: str, q: QuantizedArray) -> None:
 
 
 def _check_shapes(name: str, q: QuantizedArray) -> None:
-    def require(ok, rule):
+    def require(ok: bool, rule: str) -> None:
         if not ok:
             shapes = {
                 part: None if x is None else x.shape
