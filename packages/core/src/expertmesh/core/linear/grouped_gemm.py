@@ -8,7 +8,7 @@ participant, R participants that share one set of weights.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -222,16 +222,11 @@ def _rows_reference(
         return _vary_like(jnp.zeros(shape, out_dtype), lhs, rhs, group_sizes)
     num_sets = E // G
     sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), rhs)
+    multiply = partial(_multiply_rows, contract_rhs=contract_rhs, out_dtype=out_dtype)
 
     def one(r: int | jax.Array, lhs_C: Any, group_sizes_G: jax.Array) -> jax.Array:
-        return _multiply_rows(
-            lhs_C,
-            jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets),
-            group_sizes_G,
-            (C, prod(shape[2:])),
-            contract_rhs=contract_rhs,
-            out_dtype=out_dtype,
-        )
+        rhs_r = jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets)
+        return multiply(lhs_C, rhs_r, group_sizes_G, (C, prod(shape[2:])))
 
     out = _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
     return cleared(out, group_sizes) if clear_padding else out
@@ -326,18 +321,33 @@ def expert_axes(
 
 def plan_grouped(query: Query) -> Plan:
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
-    rule = query.rule
-    sizes = factor_sizes(rule, query.shapes)
+    rule, sizes = query.rule, factor_sizes(query.rule, query.shapes)
     num_experts = query.options.get("num_experts") or sizes["e"][0]
-    sizes["e"] = [num_experts]
     p_axes, e_axes = expert_axes(
         entry_axes(query.operand_specs[0][0]),
         query.shapes[0][0],
         num_experts // max(sizes["g"][0], 1),
         query.mesh_shape,
     )
-    split = Split(query, sizes)
+    split = Split(query, sizes | {"e": [num_experts]})
     split.axes |= {"p": p_axes, "e": e_axes}
+    _split_features(query, split)
+    summed = sorted(query.summed - set(rule.results[0]))
+    partial = [axis for name in summed for axis in split.axes.get(name, ())]
+    if "p" not in rule.results[0]:
+        partial = [axis for axis in p_axes if axis not in e_axes]
+    specs = tuple(map(split.spec, rule.operands))
+    local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
+    return dataclasses.replace(
+        scatter_sums(query, rule, split, specs, [tuple(partial)]),
+        options=local if "num_experts" in query.options else {},
+        idle_axes=_idle_axes(query, rule, specs, p_axes),
+    )
+
+
+def _split_features(query: Query, split: Split) -> None:
+    """Splits K and N: the parameter and the first operand lead, then wanted results, then the other operands."""
+    rule = query.rule
     free = rule.expand(("k", "n..."))
     if query.parameter is not None:
         lead_by_parameter(query, rule, split, query.parameter, free)
@@ -347,17 +357,6 @@ def plan_grouped(query: Query) -> Plan:
     for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
         contracted = frozenset(n for n in names if n not in rule.results[0])
         split.add(names, spec, frozenset() if query.results_decided else free - contracted)
-    in_result = set(rule.results[0])
-    partial = [a for n in sorted(query.summed - in_result) for a in split.axes.get(n, ())]
-    if "p" not in in_result:
-        partial = [a for a in p_axes if a not in e_axes]
-    specs = tuple(map(split.spec, rule.operands))
-    local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
-    return dataclasses.replace(
-        scatter_sums(query, rule, split, specs, [tuple(partial)]),
-        options=local if "num_experts" in query.options else {},
-        idle_axes=_idle_axes(query, rule, specs, p_axes),
-    )
 
 
 def _idle_axes(
@@ -700,42 +699,42 @@ def check_operands(
 ) -> None:
     """Raises where the operands of grouped GEMM `name` do not fit; with `debug` the sizes are checked as they run."""
 
-    def require(ok: Any, what: str, remedy: str) -> None:
-        if not ok:
-            shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
-            raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
-
     check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
     check_arrays(name, FLOATS, optional=True, bias=bias)
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
-    require(
-        (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
-        "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
-        "reshape the operand that has another rank",
-    )
-    require(
-        lhs.shape[-1] == rhs.shape[1],
-        "the last dimension of lhs must equal rhs' second",
-        "transpose rhs",
-    )
-    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
-    require(
-        num_groups and num_experts % num_groups == 0,
-        "the number of experts (rhs) must be a multiple of the number of groups",
-        "pass the group sizes of the experts that a participant holds",
-    )
-    if lhs.ndim == 3:
-        require(
-            lhs.shape[0] == group_sizes.shape[0]
-            and lhs.shape[0] % (num_experts // num_groups) == 0,
-            "lhs and group_sizes must have one P, a multiple of experts / groups",
-            "pass one row of group sizes per participant",
-        )
-    else:
-        require(num_groups == num_experts, "without P there must be one group per expert", "add P")
-    if bias is not None and bias.shape != (num_experts, *rhs.shape[2:]):
+    for what, remedy in _broken_rules(lhs, rhs, group_sizes):
+        shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
+        raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
+    want = rhs.shape[0], *rhs.shape[2:]
+    if bias is not None and bias.shape != want:
         raise ValueError(
-            f"{name}: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
+            f"{name}: bias must be [E, *N] = {want}; got bias {bias.shape}; reshape it"
         )
     if debug:
         _check_data(name, lhs, group_sizes)
+
+
+def _broken_rules(lhs: Any, rhs: Any, group_sizes: jax.Array) -> Iterator[tuple[str, str]]:
+    """What shapes must be and are not, and what to do; ask for no more after one of them."""
+    if (lhs.ndim, group_sizes.ndim) not in ((3, 2), (2, 1)) or rhs.ndim < 3:
+        yield (
+            "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
+            "reshape the operand that has another rank",
+        )
+    if lhs.shape[-1] != rhs.shape[1]:
+        yield "the last dimension of lhs must equal rhs' second", "transpose rhs"
+    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
+    if not num_groups or num_experts % num_groups != 0:
+        yield (
+            "the number of experts (rhs) must be a multiple of the number of groups",
+            "pass the group sizes of the experts that a participant holds",
+        )
+    if lhs.ndim == 2 and num_groups != num_experts:
+        yield "without P there must be one group per expert", "add P"
+    if lhs.ndim == 3 and (
+        lhs.shape[0] != group_sizes.shape[0] or lhs.shape[0] % (num_experts // num_groups) != 0
+    ):
+        yield (
+            "lhs and group_sizes must have one P, a multiple of experts / groups",
+            "pass one row of group sizes per participant",
+        )

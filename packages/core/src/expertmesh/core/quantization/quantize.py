@@ -19,7 +19,7 @@ formats, and bit for bit the same on every platform.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -561,44 +561,45 @@ def block_shape(
     batch_dims: int,
 ) -> tuple[int, ...]:
     """The elements of each dimension that share a scale; () for a format without blocks."""
-    ndim = len(shape)
-
-    def require(ok: bool, rule: str, remedy: str) -> None:
-        if not ok:
-            raise ValueError(
-                f"{name}: {rule}; got x {tuple(shape)}, axis={axis}, across={across}, batch_dims={batch_dims}, "
-                f"block={format.block}; {remedy}"
-            )
-
-    require(
-        0 <= batch_dims <= ndim, "batch_dims must be at most the rank of x", "pass 0 for one tensor"
-    )
-    if format.block is None:
-        return ()
-    require(-ndim <= axis < ndim, "axis must be a dimension of x", "pass that of the contraction")
-    block = [1] * ndim
-    block[axis] = format.block[1]
-    if format.block[0] > 1:
-        require(
-            across is not None and -ndim <= across < ndim and across % ndim != axis % ndim,
-            "a format with blocks of several rows needs another dimension in across",
-            "pass the last dimension that the GEMM does not contract",
+    for rule, remedy in _broken_rules(shape, format, axis, across, batch_dims):
+        raise ValueError(
+            f"{name}: {rule}; got x {tuple(shape)}, axis={axis}, across={across}, batch_dims={batch_dims}, "
+            f"block={format.block}; {remedy}"
         )
-        assert across is not None
-        block[across] = format.block[0]
-    require(
-        all(b == 1 for b in block[:batch_dims]),
-        "blocks must not lie along batch dimensions",
-        "pass fewer batch_dims or another axis",
-    )
-    partial = format.scale in ("float32", "power_of_2")
-    for dim, b in enumerate(block):
-        require(
-            partial or shape[dim] % b == 0,
-            f"dimension {dim} of size {shape[dim]} must be a multiple of the block, {b}",
-            "pad it",
-        )
-    return tuple(block)
+    return () if format.block is None else _block(len(shape), format.block, axis, across)
+
+
+def _block(ndim: int, block: tuple[int, int], axis: int, across: int | None) -> tuple[int, ...]:
+    of_dims = [1] * ndim
+    of_dims[axis] = block[1]
+    if across is not None and block[0] > 1:
+        of_dims[across] = block[0]
+    return tuple(of_dims)
+
+
+def _broken_rules(
+    shape: Sequence[int], format: TensorFormat, axis: int, across: int | None, batch_dims: int
+) -> Iterator[tuple[str, str]]:
+    """What operands of `block_shape` must be and are not, and what to do; ask for no more after one of them."""
+    ndim, block = len(shape), format.block
+    if not 0 <= batch_dims <= ndim:
+        yield "batch_dims must be at most the rank of x", "pass 0 for one tensor"
+    if block is None:
+        return
+    if not -ndim <= axis < ndim:
+        yield "axis must be a dimension of x", "pass that of the contraction"
+    apart = across is not None and -ndim <= across < ndim and across % ndim != axis % ndim
+    if block[0] > 1 and not apart:
+        rule = "a format with blocks of several rows needs another dimension in across"
+        yield rule, "pass the last dimension that the GEMM does not contract"
+    sizes = _block(ndim, block, axis, across)
+    if any(b > 1 for b in sizes[:batch_dims]):
+        rule = "blocks must not lie along batch dimensions"
+        yield rule, "pass fewer batch_dims or another axis"
+    if format.scale not in ("float32", "power_of_2"):
+        for dim in (dim for dim, b in enumerate(sizes) if shape[dim] % b != 0):
+            rule = f"dimension {dim} of size {shape[dim]} must be a multiple of the block, {sizes[dim]}"
+            yield rule, "pad it"
 
 
 def check_multiplier(
