@@ -75,11 +75,7 @@ def block_scales(
     """
     most = numerics.largest(format.dtype)
     if format.scale == "float8_e8m0fnu":
-        byte = jnp.clip(numerics.excess(magnitudes, most), 0, 254)
-        byte = jnp.where(magnitudes == numerics.INF, 254, byte)
-        byte = jnp.where(magnitudes > numerics.INF, 255, byte)
-        scale = jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        return numerics.power_of_2(jnp.where(byte == 255, 255, 254 - byte)), scale
+        return _exponent_scales(magnitudes, most)
     if format.scale == "float8_e4m3fn":
         return _two_level_scales(magnitudes, most, tensor_multiplier)
     floor = numerics.magnitude(jnp.float32(format.amax_epsilon))
@@ -90,6 +86,15 @@ def block_scales(
     biased = jnp.minimum(254 - numerics.excess(magnitudes, most), 254)
     biased = jnp.where(numerics.is_regular(magnitudes), biased, 127)
     return numerics.power_of_2(biased), numerics.power_of_2(254 - biased)
+
+
+def _exponent_scales(magnitudes: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
+    """Powers of two, of which the exponent is stored."""
+    byte = jnp.clip(numerics.excess(magnitudes, most), 0, 254)
+    byte = jnp.where(magnitudes == numerics.INF, 254, byte)
+    byte = jnp.where(magnitudes > numerics.INF, 255, byte)
+    scale = jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return numerics.power_of_2(jnp.where(byte == 255, 255, 254 - byte)), scale
 
 
 def _two_level_scales(
