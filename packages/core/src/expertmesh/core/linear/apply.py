@@ -58,10 +58,8 @@ def apply_linear(
       flat: of the result, which has one row of tokens or one participant, take this one.
     """
     if layer.recipe is None and is_quantized(x, w):
-        law = layer.law
-        return forward_gemm(
-            *both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer
-        )
+        both = both_quantized(layer.law.fprop.name, layer.law.name, x, w)
+        return forward_gemm(*both, group_sizes, bias, layer)
     out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out

@@ -139,19 +139,23 @@ def check_pair(
     _check_formats(name, a[0].format, b[0].format)
     for q, dim in (a, b):
         check_quantized(name, q)
-        if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
-            raise ValueError(
-                f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
-                f"block={q.block} of {q.shape}; quantize it with axis={dim}"
-            )
-        size, needed = q.shape[dim], contraction_multiple(q.format)
-        if multiple and size % needed:
-            raise ValueError(
-                f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
-                f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
-            )
+        _check_contraction(name, q, dim, multiple)
     _check_scales(a[0], group_sizes)
     _check_scales(b[0], group_sizes)
+
+
+def _check_contraction(name: str, q: QuantizedArray, dim: int, multiple: bool) -> None:
+    if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
+        raise ValueError(
+            f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
+            f"block={q.block} of {q.shape}; quantize it with axis={dim}"
+        )
+    size, needed = q.shape[dim], contraction_multiple(q.format)
+    if multiple and size % needed:
+        raise ValueError(
+            f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
+            f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
+        )
 
 
 def contraction_multiple(format: TensorFormat) -> int:

@@ -98,7 +98,6 @@ def _plan_group(
     size_e = -(-count_e // alignment) * alignment
     end_e = jnp.cumsum(size_e, dtype=jnp.int32)
     offset_e = end_e - size_e
-
     row_eT = seen_eT - 1 + (offset_e - start_e)[:, None]
     row_eT = jnp.where(map_eT & (row_eT < num_rows), row_eT, -1)
     place_E = (jnp.arange(num_experts, dtype=jnp.int32) - roll) % num_experts
