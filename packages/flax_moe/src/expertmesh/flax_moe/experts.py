@@ -262,12 +262,9 @@ def _forward(
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
     wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
     y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
-    if of.sums:
-        y = move_rows(y, _rows_of(handle).inverse)
-    state = None
-    if up.delayed:
-        state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
-    return (y, state), x_rows, wi, h, a_rows, wo
+    y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
+    state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
+    return (y, state if up.delayed else None), x_rows, wi, h, a_rows, wo
 
 
 def _value(*operands: Any, options: _Options) -> _Output:
