@@ -220,8 +220,11 @@ def delayed(x, i, mesh):
     return on_shards(x, i)
 
 
-def differences(mesh, steps=1, tokens=256, features=1024, name="nvlink"):
-    """Exchanges by `name` against "all_to_all", compared on the devices: wrong elements, and the largest error."""
+def differences(mesh, steps=1, tokens=256, features=1024, name="nvlink", options=None):
+    """Exchanges by `name` against "all_to_all", compared on the devices: wrong elements, and the largest error.
+
+    `options` are the compiler's.
+    """
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     num, top_k = tokens * mesh.size, 4
 
@@ -249,7 +252,7 @@ def differences(mesh, steps=1, tokens=256, features=1024, name="nvlink"):
         return jnp.sum(wrong), jnp.max(error)
 
     with jax.set_mesh(mesh):
-        wrong, error = jax.jit(run)(topk, x)
+        wrong, error = jax.jit(run, compiler_options=options)(topk, x)
     return [int(wrong), float(error)]
 
 
@@ -266,6 +269,48 @@ def test_many_steps_in_a_scan(name, steps, tokens):
     need_gpus(2)
     wrong, error = differences(explicit_mesh((2,)), steps, tokens, features=264, name=name)
     assert wrong == 0 and error < 0.1
+
+
+@pytest.mark.gpu
+def test_command_buffers_leave_it_out():
+    """XLA captures neither the exchange nor a loop that has one, whatever it may capture."""
+    need_gpus(2)
+    options = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE",
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+    wrong, error = differences(explicit_mesh((2,)), steps=50, options=options)
+    assert wrong == 0 and error < 0.1
+
+
+def wrong_beside_collectives(mesh, name, steps):
+    """Of dispatches and of all-gathers of other operands, each late in turn: elements that are not what was sent."""
+    each = NamedSharding(mesh, jax.P(mesh.axis_names))
+    num, config = 64 * mesh.size, EpConfig(num_experts=8 * mesh.size, axis="ep")
+    topk = jax.device_put(routing("skewed", num, 4, 8 * mesh.size), each)
+    whole = np.random.default_rng(0).normal(size=(num, 264)).astype(jnp.bfloat16)
+
+    def run(topk, x, whole):
+        handle = prepare(topk, config)
+        want = dispatch(handle, x, transport="all_to_all")
+
+        def step(wrong, i):
+            rows = dispatch(handle, delayed(x, i, mesh), transport=name)
+            gathered = jax.sharding.reshard(delayed(x, i + 1, mesh), jax.P())
+            return wrong + jnp.sum(rows != want) + jnp.sum(gathered != whole), None
+
+        return jax.lax.scan(step, 0, jnp.arange(steps))[0]
+
+    with jax.set_mesh(mesh):
+        return int(jax.jit(run)(topk, jax.device_put(whole, each), whole))
+
+
+@pytest.mark.gpu
+def test_beside_collectives_of_xla():
+    """One rank comes to the exchange first, another to XLA's collective on its own stream: both go on."""
+    need_gpus(2)
+    assert wrong_beside_collectives(explicit_mesh((2,)), "nvlink", steps=2000) == 0
+    assert not stall()
 
 
 def check_processes():

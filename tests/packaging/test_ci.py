@@ -235,6 +235,13 @@ def test_the_summaries_of_gpu_cells_are_of_runs_that_passed():
     assert all(s["ok"] and s["passed"] and not s["failed"] for s in found)
 
 
+def test_the_summaries_are_of_their_cells_versions():
+    cells = {cell["name"]: cell for cell in listed("--platform", "gpu")}
+    for file, s in gpu_summaries():
+        want = {name: cells[s["cell"]][name] for name in cells[s["cell"]]["versions"]}
+        assert {name: s["versions"].get(name) for name in want} == want, file
+
+
 def git(*arguments):
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
@@ -336,6 +343,17 @@ def test_workflows_run_by_the_clock_and_on_demand():
     assert minutes["ci"][2:] == ["*", "*", "0"], "weekly"
     assert minutes["nightly"][2:] == ["*", "*", "*"], "daily"
     assert "full" in [job["name"] for job in listed("--workflow", "nightly", "--platform", "cpu")]
+
+
+def test_the_whole_history_is_there_where_every_test_runs():
+    """Without it the commits of summaries are not looked at."""
+    (checkout,) = [
+        step.get("with", {})
+        for step in WORKFLOWS["ci"]["jobs"]["readme"]["steps"]
+        if step.get("uses", "").startswith("actions/checkout@")
+    ]
+    assert "make test" in steps_of(WORKFLOWS["ci"]["jobs"]["readme"])
+    assert checkout.get("fetch-depth") == 0
 
 
 def test_gpu_cells_run_where_the_gpus_are():

@@ -146,6 +146,13 @@ def test_the_build_needs_the_oldest_jaxlib(package):
     assert jaxlib == f"jaxlib=={least}"
 
 
+def test_extensions_are_built_alike():
+    """No package can be imported where another is built, so each has the text of its own."""
+    paths = sorted(ROOT.glob("packages/*/src/expertmesh/*/_native/build.py"))
+    texts = {path.read_text().partition("# From here on")[2] for path in paths}
+    assert len(paths) == 2 and len(texts) == 1 and all(texts)
+
+
 def test_root_is_not_published():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert root["tool"]["uv"]["package"] is False

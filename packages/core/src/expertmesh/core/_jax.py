@@ -9,6 +9,7 @@ public. ci/matrix.toml has a cell for each pair of versions.
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +24,12 @@ if jax.version.__version_info__ < MIN_JAX:
     )
 
 
-def varying_axes(x) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes over which `x` differs from device to device (shard_map's check_vma)."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def match_varying(operands, axes: frozenset[str] = frozenset()):
+def match_varying(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
     """Casts every array of a pytree to vary over `axes` and over all axes that any of them varies over."""
     leaves, tree = jax.tree.flatten(operands)
     union = axes.union(*map(varying_axes, leaves))
@@ -36,17 +37,17 @@ def match_varying(operands, axes: frozenset[str] = frozenset()):
     return jax.tree.unflatten(tree, leaves)
 
 
-def _vary(x, axes):
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def _meshes(operands) -> list[AbstractMesh]:
+def _meshes(operands: Sequence[Any]) -> list[AbstractMesh]:
     """The meshes in the operands' types, else the mesh in context; empty ones only where there is no other."""
     found = [jax.typeof(x).sharding.mesh for x in operands]
     return [mesh for mesh in found if not mesh.empty] or [jax.sharding.get_abstract_mesh()]
 
 
-def operand_mesh(name: str, operands) -> AbstractMesh:
+def operand_mesh(name: str, operands: Sequence[Any]) -> AbstractMesh:
     """The mesh in the operands' types, else the mesh in context; empty where there is none.
 
     Raises:
@@ -62,7 +63,7 @@ def operand_mesh(name: str, operands) -> AbstractMesh:
     return first
 
 
-def platform(operands) -> str:
+def platform(operands: Sequence[Any]) -> str:
     """JAX's lowering platform of the devices that the operands' mesh consists of, else of the default ones."""
     device = _meshes(operands)[0].abstract_device
     name = device.platform if device is not None else jax.default_backend()
@@ -94,7 +95,7 @@ def compute_capability() -> float | None:
     return float(gpu.compute_capability) if gpu else None
 
 
-def manual_mesh(mesh) -> AbstractMesh:
+def manual_mesh(mesh: Any) -> AbstractMesh:
     """The same axes, all Manual: what code on one device's shards must see as its context."""
     abstract = getattr(mesh, "abstract_mesh", mesh)
     return AbstractMesh(
@@ -105,12 +106,12 @@ def manual_mesh(mesh) -> AbstractMesh:
     )
 
 
-def operand_types(operands):
+def operand_types(operands: Any) -> Any:
     """Types that a cotangent must have; None where an operand is absent."""
     return jax.tree.map(jax.typeof, operands)
 
 
-def explicit_spec(x) -> PartitionSpec | None:
+def explicit_spec(x: Any) -> PartitionSpec | None:
     """The spec in the operand's type, or None where no axis of its mesh is Explicit."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
@@ -128,7 +129,7 @@ def has_jax_triton() -> bool:
     return works and importlib.util.find_spec("jax_triton") is not None
 
 
-def jax_triton_call(*operands, **options):
+def jax_triton_call(*operands: Any, **options: Any) -> Any:
     """`jax_triton.triton_call`, for an installation without our launcher, whose `TensorMap`s are descriptors there."""
     import jax_triton
 
@@ -140,7 +141,13 @@ def jax_triton_call(*operands, **options):
 
 
 @functools.cache
-def compile_triton(kernel, types, constants, options, capability: int):
+def compile_triton(
+    kernel: Any,
+    types: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    options: tuple[tuple[str, Any], ...],
+    capability: int,
+) -> Any:
     """A kernel's machine code, from Triton's cache on disk if it is there.
 
     Args:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 __all__ = ["kept"]
 
@@ -47,7 +48,7 @@ def _read(path: pathlib.Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _locked(file) -> Iterator[None]:
+def _locked(file: TextIO) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

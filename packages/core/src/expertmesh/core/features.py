@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from expertmesh.core.quantization.recipe import RECIPES
+from expertmesh.core.quantization.recipe import RECIPES, Recipe
 from expertmesh.core.support import (
     KernelError,
     platform_of,
@@ -83,7 +83,7 @@ def _native_unsupported(recipe: str, device: jax.Device) -> str | None:
     return triton_unsupported()
 
 
-def warn_if_emulated(recipe, *operands: jax.Array) -> None:
+def warn_if_emulated(recipe: Recipe, *operands: jax.Array) -> None:
     """A UserWarning, once per process and recipe, if a GPU that runs this call does not multiply its operands natively.
 
     Args:

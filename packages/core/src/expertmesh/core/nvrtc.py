@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["Compiled", "compile_program", "library", "version"]
 
@@ -91,6 +91,6 @@ def compile_program(
         return Compiled(output(form), tuple(map(name, kernels)), log)
 
 
-def _strings(values) -> ctypes.Array:
+def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
     encoded = [value.encode() for value in values]
     return (ctypes.c_char_p * len(encoded))(*encoded)

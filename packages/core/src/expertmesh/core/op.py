@@ -234,15 +234,8 @@ class Op:
         tree = jax.tree.structure(operands)
         counts = [len(jax.tree.leaves(x)) for x in operands]
         starts = list(itertools.accumulate(counts, initial=0))
-        at = self.parameter
-        if at is not None:
-            absent = at < len(operands) and not counts[at]
-            at = None if absent else starts[min(at, len(operands))] + max(at - len(operands), 0)
-        blocks = tuple(
-            (start, x.block)
-            for start, x in zip(starts, operands, strict=False)
-            if getattr(x, "block", ())
-        )
+        of_operands = zip(starts, operands, strict=False)
+        blocks = tuple((start, x.block) for start, x in of_operands if getattr(x, "block", ()))
         rule = parse_rule(self.sharding, [None if x is None else x.ndim for x in operands], options)
         # What is no tree stands for one leaf.
         sides = operands, results or (tree,) * len(rule.results)
@@ -251,17 +244,9 @@ class Op:
             reference=_OfTree(self.reference, tree),
             sharding=_leaf_terms(sides, (rule.operands, rule.results), "g"),
             roles=_leaf_terms(sides, role_names(self.roles, self.sharding, rule), "."),
-            parameter=at,
+            parameter=_first_leaf(self.parameter, counts, starts),
             plan=_WholeBlocks(self.plan, blocks) if blocks else self.plan,
-            kernels=tuple(
-                dataclasses.replace(
-                    kernel,
-                    launch=_OfTree(kernel.launch, tree),
-                    unsupported=_OfTree(kernel.unsupported, tree),
-                    takes=None,
-                )
-                for kernel in self.kernels_for(operands)
-            ),
+            kernels=tuple(_of_tree(kernel, tree) for kernel in self.kernels_for(operands)),
             results_like=None,
         )
 
@@ -355,6 +340,24 @@ class _OfTree:
         return tuple(jax.tree.leaves(out)) if isinstance(out, tuple) else out
 
 
+def _of_tree(kernel: Kernel, tree: jax.tree_util.PyTreeDef) -> Kernel:
+    """A kernel of operands as one of their leaves."""
+    launch, unsupported = (_OfTree(f, tree) for f in (kernel.launch, kernel.unsupported))
+    return dataclasses.replace(kernel, launch=launch, unsupported=unsupported, takes=None)
+
+
+def _first_leaf(at: int | None, counts: Sequence[int], starts: Sequence[int]) -> int | None:
+    """The number of the first leaf of operand `at`, or of result `at` minus the operands; None where it is absent.
+
+    Args:
+      counts: of leaves, for each operand.
+      starts: the number of each operand's first leaf, and of the first after them all.
+    """
+    if at is None or at < len(counts) and not counts[at]:
+        return None
+    return starts[min(at, len(counts))] + max(at - len(counts), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _WholeBlocks:
     """A plan that cuts no block: a dimension that does not consist of whole blocks has one scale, so no axis splits it.
@@ -400,26 +403,7 @@ class _BatchedPlan:
     in_batched: tuple[bool, ...]
 
     def __call__(self, query: Query) -> Plan:
-        def inner(values: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
-            return tuple(
-                tuple(v)[1:] if b else tuple(v)
-                for v, b in zip(values, self.in_batched, strict=True)
-            )
-
-        wanted, rule = query.result_specs, query.rule
-        plan = self.plan(
-            dataclasses.replace(
-                query,
-                rule=dataclasses.replace(
-                    rule,
-                    operands=inner(rule.operands),
-                    results=tuple(names[1:] for names in rule.results),
-                ),
-                operand_specs=tuple(PartitionSpec(*spec) for spec in inner(query.operand_specs)),
-                shapes=inner(query.shapes),
-                result_specs=wanted and tuple(PartitionSpec(*tuple(spec)[1:]) for spec in wanted),
-            )
-        )
+        plan = self.plan(self._unbatched(query))
         return dataclasses.replace(
             plan,
             operand_specs=tuple(
@@ -429,10 +413,24 @@ class _BatchedPlan:
             result_specs=tuple(PartitionSpec(None, *spec) for spec in plan.result_specs),
         )
 
+    def _unbatched(self, query: Query) -> Query:
+        def inner(values: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
+            pairs = zip(values, self.in_batched, strict=True)
+            return tuple(tuple(v)[1:] if batched else tuple(v) for v, batched in pairs)
+
+        wanted, rule = query.result_specs, query.rule
+        results = tuple(names[1:] for names in rule.results)
+        return dataclasses.replace(
+            query,
+            rule=dataclasses.replace(rule, operands=inner(rule.operands), results=results),
+            operand_specs=tuple(PartitionSpec(*spec) for spec in inner(query.operand_specs)),
+            shapes=inner(query.shapes),
+            result_specs=wanted and tuple(PartitionSpec(*tuple(spec)[1:]) for spec in wanted),
+        )
+
 
 _Specs = tuple[PartitionSpec | None, ...] | None
 _Mesh = Mesh | AbstractMesh
-_Kinds = Mapping[AxisType, frozenset[str]]  # the axes of each type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,6 +445,28 @@ class _Call:
     options: tuple[tuple[str, object], ...]
     resource: MeshResource | None
 
+    def batched(self, in_batched: tuple[bool, ...]) -> "_Call":
+        """The call of the op's `batched`."""
+        if self.implementation not in ("auto", "reference"):
+            raise ValueError(
+                f"{self.op.name}: under vmap, where an op runs its reference, implementation must be 'auto' or "
+                f"'reference'; got implementation={self.implementation!r}; use 'auto', or jax.lax.map for vmap"
+            )
+        return dataclasses.replace(
+            self,
+            op=self.op.batched(in_batched),
+            operand_specs=_prepended(self.operand_specs, in_batched),
+            result_specs=_prepended(self.result_specs, [True] * len(self.result_specs or ())),
+        )
+
+
+def _prepended(specs: _Specs, batched: Sequence[bool]) -> _Specs:
+    """The specs, those that are batched with one more dimension ahead, which stays whole."""
+    return specs and tuple(
+        PartitionSpec(None, *spec) if b and spec is not None else spec
+        for spec, b in zip(specs, batched, strict=True)
+    )
+
 
 @partial(jax.jit, static_argnums=0)
 def _run(call: _Call, *operands: jax.Array) -> Any:
@@ -459,29 +479,7 @@ def _run(call: _Call, *operands: jax.Array) -> Any:
     @run.def_vmap
     def run_batched(axis_size: int, in_batched: Sequence[bool], *operands: jax.Array) -> Any:
         del axis_size
-        if call.implementation not in ("auto", "reference"):
-            raise ValueError(
-                f"{call.op.name}: under vmap, where an op runs its reference, implementation must be 'auto' or "
-                f"'reference'; got implementation={call.implementation!r}; use 'auto', or jax.lax.map for vmap"
-            )
-        in_batched = tuple(in_batched)
-
-        def prepend(specs: _Specs, batched: Sequence[bool]) -> _Specs:
-            return specs and tuple(
-                PartitionSpec(None, *spec) if b and spec is not None else spec
-                for spec, b in zip(specs, batched, strict=True)
-            )
-
-        batched_call = _Call(
-            op=call.op.batched(in_batched),
-            implementation=call.implementation,
-            operand_specs=prepend(call.operand_specs, in_batched),
-            result_specs=prepend(call.result_specs, [True] * len(call.result_specs or ())),
-            reduce_dtype=call.reduce_dtype,
-            options=call.options,
-            resource=call.resource,
-        )
-        out = _run(batched_call, *operands)
+        out = _run(call.batched(tuple(in_batched)), *operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return _without_derivative(call.op.name, run)(*operands)
@@ -504,21 +502,40 @@ def _without_derivative(name: str, function: Callable[..., Any]) -> Callable[...
     return guarded
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a call is made: a mesh, whose axes are Auto, Explicit or Manual, and the MeshResource in context."""
+
+    mesh: _Mesh
+    resource: MeshResource | None
+    auto: frozenset[str]
+    explicit: frozenset[str]
+    manual: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str, operands: tuple[jax.Array, ...]) -> "_Place":
+        """That of op `name` on these operands."""
+        mesh = _jax.operand_mesh(name, operands)
+        kinds = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+        axes = (frozenset(axes_of_type(mesh, kind)) for kind in kinds)
+        return cls(mesh, current_resource(), *axes)
+
+    @property
+    def free_shape(self) -> dict[str, int]:
+        """The sizes of the axes that are not Manual."""
+        return {axis: size for axis, size in self.mesh.shape.items() if axis not in self.manual}
+
+
 def _dispatch(call: _Call, operands: tuple[jax.Array, ...]) -> Any:
-    mesh = _jax.operand_mesh(call.op.name, operands)
-    kinds = {
-        kind: frozenset(axes_of_type(mesh, kind))
-        for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
-    }
-    resource = current_resource()
-    if not mesh.empty and len(kinds[AxisType.Manual]) == len(mesh.axis_names):
+    place = _Place.of(call.op.name, operands)
+    if not place.mesh.empty and len(place.manual) == len(place.mesh.axis_names):
         return _local(call, operands)
-    if kinds[AxisType.Explicit] or resource is not None and not mesh.empty:
-        return _on_shards(call, operands, mesh, kinds, resource)
-    if kinds[AxisType.Manual]:
+    if place.explicit or place.resource is not None and not place.mesh.empty:
+        return _on_shards(call, operands, place)
+    if place.manual:
         raise NotImplementedError(
             f"{call.op.name}: inside a shard_map over some axes, the other axes must be Explicit or named by a "
-            f"MeshResource; got Manual {sorted(kinds[AxisType.Manual])} and Auto {sorted(kinds[AxisType.Auto])}; "
+            f"MeshResource; got Manual {sorted(place.manual)} and Auto {sorted(place.auto)}; "
             "call it under global_shard_guard(MeshResource(...)), or make the axes Explicit or all of them Manual"
         )
     return _partitioned(call, operands)
@@ -614,77 +631,89 @@ def _reduce(plan: Plan, out: Any) -> Any:
     return results[0] if single else tuple(results)
 
 
-def _on_shards(
-    call: _Call,
-    operands: tuple[jax.Array, ...],
-    mesh: _Mesh,
-    kinds: _Kinds,
-    resource: MeshResource | None,
-) -> Any:
+def _on_shards(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> Any:
     """Inside a shard_map over every axis that is not Manual."""
-    rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
-    explicit, auto = kinds[AxisType.Explicit], kinds[AxisType.Auto]
-    mesh_shape = {axis: size for axis, size in mesh.shape.items() if axis in explicit | auto}
-    _check_resource(call.op.name, mesh, kinds, resource)
-    operand_roles, result_roles = role_names(call.op.roles, call.op.sharding, rule)
-    by_role = [_role_spec(roles, resource, auto) for roles in operand_roles]
-    given = call.operand_specs or (None,) * len(operands)
-    for x, want in zip(operands, given, strict=True):
-        if want is not None:
-            _check_axes(call.op.name, want, mesh)
-            _check_order(call.op.name, want, x, auto)
-    specs = [
-        merge_known(
-            filter_axes(jax.typeof(x).sharding.spec, explicit),
-            role if want is None else want,
-            auto,
-            x.ndim,
-        )
-        for x, role, want in zip(operands, by_role, given, strict=True)
-    ]
-    wanted = call.result_specs or (None,) * len(rule.results)
-    for want in wanted:
-        _check_axes(call.op.name, want or (), mesh)
-    result_specs = [
-        pad_spec(want, len(roles)) if want is not None else _role_spec(roles, resource, auto)
-        for want, roles in zip(wanted, result_roles, strict=True)
-    ]
-    plan = call.op.make_plan(
-        Query(
-            operand_specs=tuple(specs),
-            shapes=tuple(x.shape for x in operands),
-            result_specs=tuple(result_specs),
-            mesh_shape=mesh_shape,
-            options=dict(call.options),
-            resource=resource,
-        )
-    )
-    # A sum over an axis of one device is none, and would widen what is summed.
-    summed = [tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in plan.summed_axes]
-    plan = dataclasses.replace(plan, summed_axes=tuple(summed))
-    for axis in plan.idle_axes:
-        warnings.warn(
-            f"{call.op.name}: axis {axis!r} shards an operand and not the work: the operand is gathered over it, and "
-            f"its devices all do the same; got operands {specs}; shard other dimensions, or give the axis a role",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    _check_resource(call.op.name, place)
+    plan = _plan_on(call, operands, place)
     placed = [
-        _reshard(x, mesh, filter_axes(spec, explicit))
+        _reshard(x, place.mesh, filter_axes(spec, place.explicit))
         for x, spec in zip(operands, plan.operand_specs, strict=True)
     ]
     held = [i for i, x in enumerate(placed) if x.size]
-    function = _with_empty(_shard_function(call, plan), placed, plan.operand_specs, mesh_shape)
-    single = len(plan.result_specs) == 1
+    function = _shard_function(call, plan)
     results = jax.shard_map(
-        function,
-        mesh=mesh,
-        axis_names=explicit | auto,
+        _with_empty(function, placed, plan.operand_specs, place.free_shape),
+        mesh=place.mesh,
+        axis_names=place.explicit | place.auto,
         in_specs=tuple(plan.operand_specs[i] for i in held),
-        out_specs=plan.result_specs[0] if single else plan.result_specs,
+        out_specs=_one_or_all(plan.result_specs),
         check_vma=False,
     )(*(placed[i] for i in held))
     return vary_like(placed, results)
+
+
+def _plan_on(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> Plan:
+    """The plan over the axes that are not Manual, after the errors and warnings of specs."""
+    rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
+    operand_roles, result_roles = (
+        [_role_spec(roles, place) for roles in side]
+        for side in role_names(call.op.roles, call.op.sharding, rule)
+    )
+    query = Query(
+        operand_specs=_known_specs(call, operands, operand_roles, place),
+        shapes=tuple(x.shape for x in operands),
+        result_specs=_wanted_specs(call, result_roles, place.mesh),
+        mesh_shape=place.free_shape,
+        options=dict(call.options),
+        resource=place.resource,
+    )
+    plan = call.op.make_plan(query)
+    _warn_of_idle_axes(call.op.name, plan.idle_axes, query.operand_specs)
+    # A sum over an axis of one device is none, and would widen what is summed.
+    summed = [tuple(a for a in axes if place.free_shape[a] > 1) for axes in plan.summed_axes]
+    return dataclasses.replace(plan, summed_axes=tuple(summed))
+
+
+def _known_specs(
+    call: _Call, operands: tuple[jax.Array, ...], by_role: Sequence[PartitionSpec], place: _Place
+) -> tuple[PartitionSpec, ...]:
+    """Where operands are: by their types over Explicit axes; over Auto ones as the caller says, or by their roles."""
+    given = call.operand_specs or (None,) * len(operands)
+    for x, want in zip(operands, given, strict=True):
+        if want is not None:
+            _check_axes(call.op.name, want, place.mesh)
+            _check_order(call.op.name, want, x, place.auto)
+    typed = [filter_axes(jax.typeof(x).sharding.spec, place.explicit) for x in operands]
+    return tuple(
+        merge_known(type_, role if want is None else want, place.auto, x.ndim)
+        for x, type_, role, want in zip(operands, typed, by_role, given, strict=True)
+    )
+
+
+def _wanted_specs(
+    call: _Call, by_role: Sequence[PartitionSpec], mesh: _Mesh
+) -> tuple[PartitionSpec, ...]:
+    """Where results are wanted: as the caller says, or by their roles."""
+    wanted = call.result_specs or (None,) * len(by_role)
+    for want in wanted:
+        _check_axes(call.op.name, want or (), mesh)
+    return tuple(
+        role if want is None else pad_spec(want, len(role))
+        for want, role in zip(wanted, by_role, strict=True)
+    )
+
+
+def _warn_of_idle_axes(
+    name: str, axes: Iterable[str], operand_specs: Sequence[PartitionSpec]
+) -> None:
+    for axis in axes:
+        warnings.warn(
+            f"{name}: axis {axis!r} shards an operand and not the work: the operand is gathered over it, and its "
+            f"devices all do the same; got operands {list(operand_specs)}; shard other dimensions, or give the axis "
+            "a role",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _with_empty(
@@ -710,9 +739,10 @@ def _with_empty(
     return local
 
 
-def _check_resource(name: str, mesh: _Mesh, kinds: _Kinds, resource: MeshResource | None) -> None:
+def _check_resource(name: str, place: _Place) -> None:
+    mesh, resource = place.mesh, place.resource
     if resource is None:
-        stray = [axis for axis in kinds[AxisType.Auto] if mesh.shape[axis] > 1]
+        stray = [axis for axis in place.auto if mesh.shape[axis] > 1]
         if stray:
             raise NotImplementedError(
                 f"{name}: on a mesh with Explicit axes, Auto axes must be named by a MeshResource; got Auto "
@@ -750,12 +780,10 @@ def _check_order(name: str, spec: Spec, x: jax.Array, auto: frozenset[str]) -> N
             )
 
 
-def _role_spec(
-    roles: Sequence[str], resource: MeshResource | None, axes: frozenset[str]
-) -> PartitionSpec:
-    if resource is None:
+def _role_spec(roles: Sequence[str], place: _Place) -> PartitionSpec:
+    if place.resource is None:
         return PartitionSpec(*[None] * len(roles))
-    return filter_axes([resource.entry(role) for role in roles], axes)
+    return filter_axes([place.resource.entry(role) for role in roles], place.auto)
 
 
 def _reshard(x: jax.Array, mesh: _Mesh, spec: PartitionSpec) -> jax.Array:
@@ -772,51 +800,66 @@ def _partitioned(call: _Call, operands: tuple[jax.Array, ...]) -> Any:
     """Under the compiler's own propagation, which asks for a plan when it has chosen the layouts."""
     rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
 
-    def plan_of(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> Plan:
-        results = jax.tree.leaves(result_infos)
-        return call.op.make_plan(
-            Query(
-                operand_specs=tuple(_info_spec(info) for info in operand_infos),
-                shapes=tuple(info.shape for info in operand_infos),
-                result_specs=tuple(map(_info_spec, results)) if _known(results) else None,
-                mesh_shape=dict(mesh.shape),
-                options=dict(call.options),
-                results_decided=_known(results),
-            )
-        )
+    def whole_program(*operands: jax.Array) -> Any:
+        return _local(call, operands)
 
-    def shardings(mesh: Mesh, specs: Iterable[PartitionSpec]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, spec) for spec in specs)
+    function, plans = custom_partitioning(whole_program), _CompilersPlans(call)
+    function.def_partition(
+        partition=plans.partition,
+        infer_sharding_from_operands=plans.result_shardings,
+        sharding_rule=_jax.shardy_rule(rule.operands, rule.results),
+    )
+    return jax.tree.map(_shield, function(*operands))
 
-    def result_shardings(mesh: Mesh, plan: Plan) -> Any:
-        results = shardings(mesh, plan.result_specs)
-        return results[0] if len(results) == 1 else results
 
-    def partition(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> tuple[Any, ...]:
-        plan = plan_of(mesh, operand_infos, result_infos)
-        function = _shard_function(call, plan)
+@dataclasses.dataclass(frozen=True)
+class _CompilersPlans:
+    """What the compiler asks of a call; operands and results come as infos: shapes, and the layouts that it chose."""
+
+    call: _Call
+
+    def partition(
+        self, mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any
+    ) -> tuple[Any, ...]:
+        """(mesh, what runs on each device, layouts of results, layouts of operands)."""
+        plan = self._plan(mesh, operand_infos, jax.tree.leaves(result_infos))
+        function = _shard_function(self.call, plan)
 
         def local(*shards: jax.Array) -> Any:
             # Ops that the local function calls must see shards, whatever the ambient mesh is.
             with jax.sharding.use_abstract_mesh(_jax.manual_mesh(mesh)):
                 return function(*shards)
 
-        return mesh, local, result_shardings(mesh, plan), shardings(mesh, plan.operand_specs)
+        operands = _shardings(mesh, plan.operand_specs)
+        return mesh, local, _one_or_all(_shardings(mesh, plan.result_specs)), operands
 
-    def infer(mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> Any:
-        plan = plan_of(mesh, operand_infos, jax.tree.map(lambda _: None, result_infos))
-        return result_shardings(mesh, plan)
+    def result_shardings(self, mesh: Mesh, operand_infos: Sequence[Any], result_infos: Any) -> Any:
+        """Where the results are best, for these operands."""
+        del result_infos
+        plan = self._plan(mesh, operand_infos, ())
+        return _one_or_all(_shardings(mesh, plan.result_specs))
 
-    def whole_program(*operands: jax.Array) -> Any:
-        return _local(call, operands)
+    def _plan(self, mesh: Mesh, operand_infos: Sequence[Any], results: Sequence[Any]) -> Plan:
+        decided = _known(results)
+        return self.call.op.make_plan(
+            Query(
+                operand_specs=tuple(_info_spec(info) for info in operand_infos),
+                shapes=tuple(info.shape for info in operand_infos),
+                result_specs=tuple(map(_info_spec, results)) if decided else None,
+                mesh_shape=dict(mesh.shape),
+                options=dict(self.call.options),
+                results_decided=decided,
+            )
+        )
 
-    function = custom_partitioning(whole_program)
-    function.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=_jax.shardy_rule(rule.operands, rule.results),
-    )
-    return jax.tree.map(_shield, function(*operands))
+
+def _shardings(mesh: Mesh, specs: Iterable[PartitionSpec]) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+
+def _one_or_all(results: tuple[Any, ...]) -> Any:
+    """An op's result, or its results."""
+    return results[0] if len(results) == 1 else results
 
 
 def _shield(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -127,12 +127,12 @@ def parse_rule(
         tuple(_expand(term, groups) for term in results),
         tuple(groups.items()),
     )
-    for names, ndim in zip(rule.operands, ndims, strict=True):
-        if ndim is not None and len(names) != ndim:
-            raise ValueError(
-                f"sharding rule: operand ranks must fit {sharding!r}; got ranks {tuple(ndims)}; "
-                "reshape the operand that has another rank"
-            )
+    ranks = zip(map(len, rule.operands), ndims, strict=True)
+    if any(ndim is not None and rank != ndim for rank, ndim in ranks):
+        raise ValueError(
+            f"sharding rule: operand ranks must fit {sharding!r}; got ranks {tuple(ndims)}; "
+            "reshape the operand that has another rank"
+        )
     return rule
 
 
@@ -175,28 +175,25 @@ def role_names(
         last dimension of features.
       rule: `sharding`, parsed.
     """
+    sides = [parse_terms(side) for side in sharding.split("->")]
+    given = map(parse_terms, roles.split("->")) if roles else map(_default_roles, sides)
     groups = dict(rule.groups)
-    sides = []
-    for i, side in enumerate(sharding.split("->")):
-        terms = parse_terms(side)
-        given = (
-            parse_terms(roles.split("->")[i])
-            if roles
-            else tuple(tuple(_ROLES.get(name, ".") for name in term) for term in terms)
-        )
-        sides.append(
-            tuple(
-                tuple(
-                    role
-                    for name, first in zip(names, firsts, strict=True)
-                    for role in _group_roles(
-                        first, groups.get(name, 0) if name.endswith("...") else 1
-                    )
-                )
-                for names, firsts in zip(terms, given, strict=True)
-            )
-        )
-    return sides[0], sides[1]
+    operands, results = (
+        tuple(_roles_of_term(*pair, groups) for pair in zip(terms, firsts, strict=True))
+        for terms, firsts in zip(sides, given, strict=True)
+    )
+    return operands, results
+
+
+def _default_roles(terms: Iterable[Names]) -> tuple[Names, ...]:
+    return tuple(tuple(_ROLES.get(name, ".") for name in term) for term in terms)
+
+
+def _roles_of_term(names: Names, firsts: Names, groups: Mapping[str, int]) -> Names:
+    """The role of each dimension, of those of its names; a group has that of its first dimension."""
+    counts = (groups.get(name, 0) if name.endswith("...") else 1 for name in names)
+    pairs = zip(firsts, counts, strict=True)
+    return tuple(role for first, count in pairs for role in _group_roles(first, count))
 
 
 def _group_roles(first: str, length: int) -> Names:
@@ -218,7 +215,7 @@ def factor_sizes(rule: Rule, shapes: Sequence[Sequence[int]]) -> dict[str, list[
 class Split:
     """Factors and the mesh axes that split them, each axis at most once, each shard of equal size."""
 
-    def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]):
+    def __init__(self, query: Query, sizes: Mapping[str, Sequence[int]]) -> None:
         self._mesh_shape = query.mesh_shape
         self.sizes = sizes
         self.axes: dict[str, tuple[str, ...]] = {}

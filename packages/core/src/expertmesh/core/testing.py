@@ -68,6 +68,9 @@ CHECKS: Mapping[str, str] = {
     "poison": "poison",
 }
 
+# Modes in which nothing but the operands' layouts says where anything is.
+STATED = ("explicit", "explicit_set_mesh", "manual", "partial_explicit")
+
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 
@@ -134,38 +137,31 @@ def _traits(case: OpCase) -> _Traits:
 
 def _is_valid(traits: _Traits, setting: Setting) -> bool:
     layouts, independent, differentiable, poisonable = traits
-    single = setting.mode == "single"
-    in_shard_map = setting.mode in ("manual", "partial_explicit", "partial_resource")
     return (
         setting.layout in layouts
-        and (not single or setting.mesh == (1, 1))
+        and (setting.mode != "single" or setting.mesh == (1, 1))
         and setting.mesh[0] * setting.mesh[1] <= jax.device_count()
-        and not (in_shard_map and setting.layout not in independent)
-        and not (setting.transform in ("grad", "remat") and not differentiable)
+        and not (PATHS[setting.mode] == "manual" and setting.layout not in independent)
+        and not (CHECKS[setting.transform] == "gradient" and not differentiable)
         # The gradients' program is run on poisoned operands, too.
         and not (setting.transform == "poison" and (differentiable or not poisonable))
+        and not _fails_elsewhere(setting)
+    )
+
+
+def _fails_elsewhere(setting: Setting) -> bool:
+    """Whether JAX or XLA:CPU cannot do it, whatever the op."""
+    empty, partly = setting.size == "empty", setting.mode.startswith("partial")
+    in_shard_map, compiler = PATHS[setting.mode] == "manual", setting.mode in ("auto", "gspmd")
+    backward = setting.transform in ("grad", "remat", "poison")
+    return (
         # Shardy and XLA:CPU fail or crash on gradients of, and loops over, buffers that are sharded and empty, and on a
         # user's shard_map of nothing else.
-        and not (
-            setting.size == "empty"
-            and not single
-            and (
-                in_shard_map
-                or (setting.mode in ("auto", "gspmd") and setting.transform not in ("jit", "vmap"))
-            )
-        )
+        (empty and (in_shard_map or (compiler and setting.transform not in ("jit", "vmap"))))
         # JAX cannot differentiate a shard_map that replicates over a Manual axis of size 1 beside other axes.
-        and not (
-            setting.mode.startswith("partial")
-            and setting.mesh[0] == 1
-            and setting.transform in ("grad", "remat", "poison")
-        )
+        or (partly and setting.mesh[0] == 1 and backward)
         # XLA:CPU aborts on the bfloat16 all-reduce that JAX makes of any gradient of a replicated operand there.
-        and not (
-            setting.mode.startswith("partial")
-            and setting.dtype == "bfloat16"
-            and setting.transform in ("grad", "remat", "poison")
-        )
+        or (partly and setting.dtype == "bfloat16" and backward)
     )
 
 
@@ -220,18 +216,20 @@ def covering_settings(
         for setting in all_settings(case)
         if all(getattr(setting, factor) in values for factor, values in only.items())
     ]
-    pairs = _pairs(candidates)
-    rng, missing = np.random.default_rng(seed), np.zeros(pairs.max(initial=-1) + 1, bool)
+    return [candidates[i] for i in _cover(_pairs(candidates), np.random.default_rng(seed))]
+
+
+def _cover(pairs: np.ndarray, rng: np.random.Generator) -> Iterator[int]:
+    """Rows that have every number of int[rows, numbers]."""
+    missing = np.zeros(pairs.max(initial=-1) + 1, bool)
     missing[pairs] = True
-    chosen = []
     while missing.any():
         # The best of a sample: near the greedy optimum at a fraction of its cost.
         holders = np.flatnonzero((pairs == np.argmax(missing)).any(axis=1))
         sample = rng.permutation(holders)[:200]
         best = sample[np.argmax(missing[pairs[sample]].sum(axis=1))]
         missing[pairs[best]] = False
-        chosen.append(candidates[best])
-    return chosen
+        yield int(best)
 
 
 def _pairs(candidates: Sequence[tuple[OpCase, Setting]]) -> np.ndarray:
@@ -340,12 +338,7 @@ class _Run(contextlib.ExitStack):
         assert len(traces) == 1, f"{self.case.name}: the second call was traced again"
         split = {a for a, n in zip(AXES, self.setting.mesh, strict=True) if n > 1}
         # Elsewhere the compiler or the roles choose the layouts.
-        stated = self.setting.mode in (
-            "explicit",
-            "explicit_set_mesh",
-            "manual",
-            "partial_explicit",
-        )
+        stated = self.setting.mode in STATED
         if self.results is not None and split and stated and not self.case.exchanges:
             found = collectives(function.lower(*placed).compile().as_text() or "")
             assert not found, f"{self.case.name}: independent shards communicate: {found}"
@@ -377,25 +370,31 @@ class _Run(contextlib.ExitStack):
         scale = np.maximum(np.abs(_float64(operands)[i]), 1e-3)
         for _ in range(2):
             direction = self.rng.normal(size=gradient.shape) * scale
-            step = 1e-5
-
-            def at(t: float, direction: np.ndarray = direction) -> float:
-                moved = list(_float64(operands))
-                moved[i] = moved[i] + t * direction
-                out = self.case.oracle(*moved)
-                return sum(
-                    float(np.vdot(c, y)) for c, y in zip(cotangents, _leaves(out), strict=True)
-                )
-
-            want = (at(step) - at(-step)) / (2 * step)
+            want = self._slope(operands, cotangents, i, direction)
             got = np.vdot(gradient.astype(np.float64), direction)
             size = np.linalg.norm(gradient.astype(np.float64) * direction) + 1e-12
-            assert (
-                np.isfinite(got)
-                and abs(got - want) <= GRADIENT_TOLERANCE[self.setting.dtype] * size
-            ), (
+            limit = GRADIENT_TOLERANCE[self.setting.dtype] * size
+            assert np.isfinite(got) and abs(got - want) <= limit, (
                 f"{self.case.name}: gradient of operand {i} along a direction: got {got}, want {want}"
             )
+
+    def _slope(
+        self,
+        operands: Sequence[np.ndarray],
+        cotangents: Sequence[np.ndarray],
+        i: int,
+        direction: np.ndarray,
+        step: float = 1e-5,
+    ) -> float:
+        """The central difference of the oracle, times the cotangents, along a direction of operand `i`."""
+
+        def at(t: float) -> float:
+            moved = list(_float64(operands))
+            moved[i] = moved[i] + t * direction
+            pairs = zip(cotangents, _leaves(self.case.oracle(*moved)), strict=True)
+            return sum(float(np.vdot(c, y)) for c, y in pairs)
+
+        return (at(step) - at(-step)) / (2 * step)
 
     def check_stacked(self, transform: _Transform) -> None:
         """Under vmap or scan the result is the stack of the results."""

@@ -113,18 +113,14 @@ def _describe(config: EpConfig, handle: Handle, dtype: DTypeLike, platform: str)
     (participants, capacity), ep_size = handle.source.shape, handle.ep_size
     _, group_tokens, top_k = handle.row.shape
     tokens_per_rank, experts_per_rank = group_tokens // ep_size, config.num_experts // ep_size
-    name = config.transport
-    if name == "auto":
-        name = choose_auto(
-            Exchange(
-                num_tokens=tokens_per_rank,
-                top_k=top_k,
-                capacity=capacity,
-                ep_size=ep_size,
-                dtype=dtype,
-                platform=platform,
-            )
-        )
+    exchange = Exchange(
+        num_tokens=tokens_per_rank,
+        top_k=top_k,
+        capacity=capacity,
+        ep_size=ep_size,
+        dtype=dtype,
+        platform=platform,
+    )
     return EpGroup(
         ep_size=ep_size,
         num_participants=participants,
@@ -132,7 +128,7 @@ def _describe(config: EpConfig, handle: Handle, dtype: DTypeLike, platform: str)
         experts_per_rank=experts_per_rank,
         capacity=capacity,
         max_rows=most_rows(experts_per_rank, group_tokens * top_k, config.alignment),
-        transport=name,
+        transport=choose_auto(exchange) if config.transport == "auto" else config.transport,
     )
 
 

@@ -62,14 +62,16 @@ class EpConfig:
                 f"EpConfig: overflow must be one of {', '.join(OVERFLOW_POLICIES)}; "
                 f"got overflow={self.overflow!r}; use 'drop'"
             )
-        axis = (self.axis,) if isinstance(self.axis, str) else self.axis
-        if axis is not None and not (
-            isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
-        ):
-            raise TypeError(
-                f"EpConfig: axis must be a mesh axis name, a tuple of names or None; "
-                f"got axis={self.axis!r}; write for example axis='ep'"
-            )
+        _check_axis(self.axis)
+
+
+def _check_axis(axis: object) -> None:
+    names = axis if isinstance(axis, tuple) else (axis,)
+    if axis is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "EpConfig: axis must be a mesh axis name, a tuple of names or None; "
+            f"got axis={axis!r}; write for example axis='ep'"
+        )
 
 
 def check_transport(function: str, name: object) -> None:

@@ -70,14 +70,11 @@ def make_route(
 
     Costs an all-gather of int32[T, K] over the EP axis, and a sort of G * K integers.
     """
-    size, rank = group_size(axis), group_rank(axis)
-    num_tokens, top_k = topk_idx_TK.shape
+    (num_tokens, top_k), size, rank = topk_idx_TK.shape, group_size(axis), group_rank(axis)
     if capacity is None:
         capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
     _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
-    topk_idx_TK = wide_ids(topk_idx_TK)
-    routed = is_routed(topk_idx_TK, num_experts)
-    ids_GK = all_gather(jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32), axis)
+    ids_GK = all_gather(_known_ids(topk_idx_TK, num_experts), axis)
     plan = plan_rows(
         ids_GK,
         num_experts=num_experts,
@@ -91,6 +88,13 @@ def make_route(
     slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
     row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
     return Route(slot_TK, plan.source_C, row_GK), plan
+
+
+def _known_ids(topk_idx_TK: jax.Array, num_experts: int) -> jax.Array:
+    """int32, -1 for those not routed."""
+    topk_idx_TK = wide_ids(topk_idx_TK)
+    routed = is_routed(topk_idx_TK, num_experts)
+    return jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32)
 
 
 def worst_capacity(

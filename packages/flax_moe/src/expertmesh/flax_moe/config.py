@@ -127,8 +127,7 @@ class MoEConfig:
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             _check_number(name, getattr(self, name), 0, "0 turns it off")
         if self.capacity_factor is not None:
-            remedy = "pass None for no dropping"
-            _check_number("capacity_factor", self.capacity_factor, 1, remedy)
+            _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
         _check_ep_axis(self.ep_axis)
         _check_remat(self.remat)
         # The parts refuse what is wrong with their fields.

@@ -262,12 +262,9 @@ def _forward(
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
     wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
     y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
-    if of.sums:
-        y = move_rows(y, _rows_of(handle).inverse)
-    state = None
-    if up.delayed:
-        state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
-    return (y, state), x_rows, wi, h, a_rows, wo
+    y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
+    state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
+    return (y, state if up.delayed else None), x_rows, wi, h, a_rows, wo
 
 
 def _value(*operands: Any, options: _Options) -> _Output:
@@ -298,7 +295,7 @@ def _bwd(
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, sizes, keys[0], up, bool(biases))
     d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
     d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, options.in_place)
-    d_params = {"wi": d_wi, "wo": d_wo}
+    d_params: dict[str, jax.Array | None] = {"wi": d_wi, "wo": d_wo}
     if biases:
         bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)

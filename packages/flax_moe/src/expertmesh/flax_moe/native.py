@@ -99,13 +99,7 @@ def _check_options(config: MoEConfig, exchange: str) -> None:
             "native_moe: the router must be softmax without groups or scaling factor; "
             f"got {config.router}; use moe"
         )
-    lacks = {
-        "activation": config.activation not in _ACTIVATIONS,
-        "shared_expert_dim": config.shared_expert_dim is not None,
-        "aux_loss_per_sequence": config.aux_loss_per_sequence,
-        "recipe": config.recipe is not None,
-    }
-    for name in (name for name, wanted in lacks.items() if wanted):
+    for name in _lacking(config):
         raise ValueError(
             f"native_moe: {name} must be left as it is; got {name}={getattr(config, name)}; use moe"
         )
@@ -119,6 +113,17 @@ def _check_options(config: MoEConfig, exchange: str) -> None:
         )
 
 
+def _lacking(config: MoEConfig) -> list[str]:
+    """The options of a config that the block lacks."""
+    asked = {
+        "activation": config.activation not in _ACTIVATIONS,
+        "shared_expert_dim": config.shared_expert_dim is not None,
+        "aux_loss_per_sequence": config.aux_loss_per_sequence,
+        "recipe": config.recipe is not None,
+    }
+    return [name for name, wanted in asked.items() if wanted]
+
+
 def _on_mesh(
     params: Params, x: jax.Array, config: MoEConfig, mesh: _Mesh, *, fsdp_axis: str, ragged: bool
 ) -> MoEOutput:
@@ -127,21 +132,9 @@ def _on_mesh(
     _check_divisible(mesh, axes, ep_axis, x, config)
     fsdp = fsdp_axis if fsdp_axis in axes and x.shape[-1] % mesh.shape[fsdp_axis] == 0 else None
     ep = ep_axis if ep_axis in axes else None
-    specs = {
-        "gate_kernel": PartitionSpec(),
-        "wi": PartitionSpec(ep, fsdp),
-        "wo": PartitionSpec(ep, None, fsdp),
-        "wi_bias": PartitionSpec(ep),
-        "wo_bias": PartitionSpec(ep),
-    }
-    in_specs = ({name: specs[name] for name in params}, PartitionSpec(axes))
+    in_specs = ({name: _spec_of(name, ep, fsdp) for name in params}, PartitionSpec(axes))
     body = functools.partial(
-        _on_device,
-        config=config,
-        axes=axes,
-        ep_axis=ep,
-        fsdp_axis=fsdp,
-        ragged=ragged,
+        _on_device, config=config, axes=axes, ep_axis=ep, fsdp_axis=fsdp, ragged=ragged
     )
     shard = jax.shard_map(
         body,
@@ -168,6 +161,18 @@ def _token_axes(mesh: _Mesh, fsdp_axis: str, ep_axis: str) -> tuple[str, ...]:
             f"got mesh axes {mesh.axis_names}; rename them, or pass fsdp_axis and config.ep_axis"
         )
     return axes
+
+
+def _spec_of(name: str, ep: str | None, fsdp: str | None) -> PartitionSpec:
+    """Where a parameter is."""
+    specs = {
+        "gate_kernel": PartitionSpec(),
+        "wi": PartitionSpec(ep, fsdp),
+        "wo": PartitionSpec(ep, None, fsdp),
+        "wi_bias": PartitionSpec(ep),
+        "wo_bias": PartitionSpec(ep),
+    }
+    return specs[name]
 
 
 def _check_divisible(

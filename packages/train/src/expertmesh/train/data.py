@@ -82,7 +82,8 @@ def spread_starts(count: int, num_bytes: int, seq_len: int) -> npt.NDArray[np.in
 
 def windows(data: Bytes, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int32]:
     """int32[len(starts), seq_len + 1]: each sequence with the byte that follows it."""
-    return data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+    out: npt.NDArray[np.int32] = data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+    return out
 
 
 def device_windows(

@@ -58,9 +58,12 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
+    placed: jax.Array
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+        placed = jax.sharding.reshard(x, spec)
+    else:
+        placed = jax.lax.with_sharding_constraint(x, spec)
+    return placed
 
 
 def on_shards(

@@ -108,7 +108,8 @@ def _init_layer(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-    return jax.random.normal(key, shape) * fan_in**-0.5
+    out: jax.Array = jax.random.normal(key, shape) * fan_in**-0.5
+    return out
 
 
 def specs(config: ModelConfig, resource: MeshResource) -> Params:

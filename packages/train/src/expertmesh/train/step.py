@@ -96,18 +96,20 @@ def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState, seed: int
 ) -> TrainState:
     """The state before the first step; its values depend on `seed` alone, not on the mesh."""
-    return jax.jit(lambda: _init(config, optimizer, seed), out_shardings=shardings)()
+    out: TrainState = jax.jit(lambda: _init(config, optimizer, seed), out_shardings=shardings)()
+    return out
 
 
 def abstract_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState
 ) -> TrainState:
     """The state's shapes, dtypes and shardings, without its values."""
-    return jax.tree.map(
+    out: TrainState = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(lambda: _init(config, optimizer, 0)),
         shardings,
     )
+    return out
 
 
 def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:

@@ -11,7 +11,10 @@ import subprocess
 import sysconfig
 
 SOURCES = pathlib.Path(__file__).parent
-UNITS = ("launch.cc", "driver.h", "unpack.h")
+PACKAGE = "expertmesh.core"
+UNITS = ("launch.cc", "driver.h", "unpack.h")  # the program, and what it includes
+
+# From here on as the other packages' build.py: none can be imported where one is built.
 
 
 def fingerprint() -> str:
@@ -33,7 +36,7 @@ def command(output: pathlib.Path) -> list[str]:
         f'-DEXPERTMESH_SOURCES="{fingerprint()}"',
         # Others' headers, whose warnings are not ours.
         *(part for folder in folders for part in ("-isystem", str(folder))),
-        str(SOURCES / "launch.cc"),
+        str(SOURCES / UNITS[0]),
         *("-o", str(output)),
     ]
 
@@ -54,6 +57,6 @@ def _folder(package: str) -> pathlib.Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            f"expertmesh.core: building _host needs the headers of {package} (`pip install {package}`)"
+            f"{PACKAGE}: building _host needs the headers of {package} (`pip install {package}`)"
         )
     return pathlib.Path(spec.origin).parent / "include"

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.features import warn_if_emulated
 from expertmesh.core.linear.layer import (
@@ -31,17 +33,19 @@ from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, ser
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
+from expertmesh.core.quantization.delayed_scaling import DelayedState
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
 from expertmesh.core.quantization.quantized import is_quantized
+from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import at_rest, differentiable
 
 
 def apply_linear(
     layer: Layer,
-    x,
-    w,
-    group_sizes,
-    bias,
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    bias: jax.Array | None,
     extra: NonDiffOperands | None = None,
     *,
     flat: bool = False,
@@ -54,10 +58,8 @@ def apply_linear(
       flat: of the result, which has one row of tokens or one participant, take this one.
     """
     if layer.recipe is None and is_quantized(x, w):
-        law = layer.law
-        return forward_gemm(
-            *both_quantized(law.fprop.name, law.name, x, w), group_sizes, bias, layer
-        )
+        both = both_quantized(layer.law.fprop.name, layer.law.name, x, w)
+        return forward_gemm(*both, group_sizes, bias, layer)
     out = _linear(x, w, group_sizes, bias, extra or NonDiffOperands(), layer=layer)
     if not flat:
         return out
@@ -67,13 +69,13 @@ def apply_linear(
 def layer_of(
     name: str,
     law: Linear,
-    x,
-    w,
+    x: Any,
+    w: Any,
     extra: NonDiffOperands,
-    recipe,
+    recipe: Recipe | None,
     *,
-    out_dtype=None,
-    reduce_dtype,
+    out_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike,
     specs: Specs,
     clear_padding: bool = False,
 ) -> Layer:
@@ -94,7 +96,9 @@ def layer_of(
     )
 
 
-def forward_gemm(x, w, group_sizes, bias, layer: Layer):
+def forward_gemm(
+    x: Any, w: Any, group_sizes: jax.Array | None, bias: jax.Array | None, layer: Layer
+) -> jax.Array:
     """The forward's GEMM, and the bias, of operands in the formats along K."""
     law, (x_spec, w_spec, _) = layer.law, layer.resolved
     y = multiply(
@@ -111,17 +115,29 @@ def forward_gemm(x, w, group_sizes, bias, layer: Layer):
     return add_bias(y, bias, group_sizes, layer)
 
 
-def add_bias(y, bias, group_sizes, layer: Layer, weights=None):
+def add_bias(
+    y: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+    weights: jax.Array | None = None,
+) -> jax.Array:
     """y + bias, times the weights of rows in groups if given; y without a bias."""
     if bias is None:
         return y
-    specs = layer.resolved[2], layer.law.bias_spec(layer.resolved[1])
-    if group_sizes is None:
-        return layer.law.add_bias(y, bias, operand_specs=specs)
-    return layer.law.add_bias(y, bias, group_sizes, weights, operand_specs=(*specs, None, None))
+    of_groups = () if group_sizes is None else (group_sizes, weights)
+    specs = layer.resolved[2], layer.law.bias_spec(layer.resolved[1]), *(None for _ in of_groups)
+    out: jax.Array = layer.law.add_bias(y, bias, *of_groups, operand_specs=specs)
+    return out
 
 
-def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
+def bias_gradient(
+    dy: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+    weights: jax.Array | None = None,
+) -> jax.Array | None:
     """The cotangent of the bias of `add_bias`; None without a bias."""
     if bias is None:
         return None
@@ -129,7 +145,7 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
     spec = law.bias_spec(w_spec)
     grouped = group_sizes is not None
     others, specs = ((group_sizes, weights), (None, None)) if grouped else ((bias,), (spec,))
-    return law.bias_grad(
+    out: jax.Array | None = law.bias_grad(
         dy,
         *others,
         out_dtype=bias.dtype,
@@ -137,9 +153,17 @@ def bias_gradient(dy, bias, group_sizes, layer: Layer, weights=None):
         result_specs=(at_rest(bias, spec),),
         **law.weight_options(bias),
     )
+    return out
 
 
-def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
+def input_gradient(
+    dy: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+    *,
+    result_spec: PartitionSpec | None,
+) -> jax.Array:
     """The cotangent of x at `result_spec`; dy and w in their formats along N."""
     law, (_, w_spec, out_spec) = layer.law, layer.resolved
     if layer.recipe is not None:
@@ -157,7 +181,9 @@ def input_gradient(dy, w, group_sizes, layer: Layer, *, result_spec):
     )
 
 
-def weight_gradient(x, dy, w, group_sizes, layer: Layer):
+def weight_gradient(
+    x: Any, dy: Any, w: Any, group_sizes: jax.Array | None, layer: Layer
+) -> jax.Array:
     """The cotangent of w, in any format; x and dy in their formats along the tokens."""
     law, (x_spec, _, out_spec) = layer.law, layer.resolved
     return multiply(
@@ -175,12 +201,12 @@ def weight_gradient(x, dy, w, group_sizes, layer: Layer):
     )
 
 
-def where_at_rest(x, spec):
+def where_at_rest(x: Any, spec: PartitionSpec | None) -> PartitionSpec | None:
     """`at_rest` of an operand in any format."""
     return at_rest(jax.tree.leaves(x)[0], spec)
 
 
-def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
+def weight_for_fprop(w: Any, extra: NonDiffOperands, layer: Layer) -> tuple[Any, Any]:
     """(w as the forward reads it, its state after that or None)."""
     law, spec = layer.law, layer.resolved[1]
     if layer.recipe is None:
@@ -191,7 +217,7 @@ def weight_for_fprop(w, extra: NonDiffOperands, layer: Layer):
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
-def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
+def weight_for_dgrad(w: Any, forward: Any, extra: NonDiffOperands, layer: Layer) -> Any:
     """w as the backward reads it; `forward`: as the forward does."""
     if extra.weight_quantized is not None:
         return extra.weight_quantized.for_dgrad()
@@ -200,27 +226,43 @@ def weight_for_dgrad(w, forward, extra: NonDiffOperands, layer: Layer):
     return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])
 
 
-def x_copies(x, group_sizes, extra: NonDiffOperands, layer: Layer, *, for_wgrad: bool):
+def x_copies(
+    x: Any, group_sizes: Any, extra: NonDiffOperands, layer: Layer, *, for_wgrad: bool
+) -> tuple[Any, Any, Any]:
     """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
         if isinstance(x, Rows):
             x, _ = x.apart(group_sizes, layer.resolved[0])
         return x, x, None
     state = extra.state.x if extra.state is not None else None
-    return layer.law.quantize_x(x, group_sizes, state, layer, for_wgrad=for_wgrad)
+    out: tuple[Any, Any, Any] = layer.law.quantize_x(
+        x, group_sizes, state, layer, for_wgrad=for_wgrad
+    )
+    return out
 
 
-def dy_copies(dy, group_sizes, key, layer: Layer, *, tokens: int = 1) -> Copies:
+def dy_copies(
+    dy: Any, group_sizes: Any, key: jax.Array | None, layer: Layer, *, tokens: int = 1
+) -> Copies:
     """dy along the last of N and along the last dimension of tokens, `tokens`; dy: or `Rows` in groups."""
     if layer.recipe is None:
         if isinstance(dy, Rows):
             dy, _ = dy.apart(group_sizes, layer.resolved[2])
         return Copies(dy, dy, None)
     keys = gradient_keys(layer, key)
-    return layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
+    out: Copies = layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
+    return out
 
 
-def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: Layer):
+def _forward(
+    x: Any,
+    x_state: DelayedState | None,
+    w: Any,
+    group_sizes: jax.Array | None,
+    bias: jax.Array | None,
+    extra: NonDiffOperands,
+    layer: Layer,
+) -> tuple[Any, Any]:
     """(what the layer returns, w as it was read), of x in its format along K."""
     w, w_state = weight_for_fprop(w, extra, layer)
     y = forward_gemm(x, w, group_sizes, bias, layer)
@@ -229,19 +271,35 @@ def _forward(x, x_state, w, group_sizes, bias, extra: NonDiffOperands, layer: La
     return (y, DenseState(x_state, w_state)), w
 
 
-def _value(x, w, group_sizes, bias, extra, *, layer: Layer):
+def _value(
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    bias: jax.Array | None,
+    extra: NonDiffOperands,
+    *,
+    layer: Layer,
+) -> Any:
     x, _, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=False)
     return _forward(x, x_state, w, group_sizes, bias, extra, layer)[0]
 
 
-def _fwd(x, w, group_sizes, bias, extra, *, layer: Layer):
+def _fwd(
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    bias: jax.Array | None,
+    extra: NonDiffOperands,
+    *,
+    layer: Layer,
+) -> tuple[Any, tuple[Any, ...]]:
     x, along_tokens, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=True)
     out, forward = _forward(x, x_state, w, group_sizes, bias, extra, layer)
     kept = residuals(along_tokens, weight_for_dgrad(w, forward, extra, layer))
     return out, (*kept, group_sizes, bias, extra.key)
 
 
-def _bwd(carried, cotangent, *, layer: Layer):
+def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     x, w, group_sizes, bias, key = carried
     dy = cotangent[0] if layer.delayed else cotangent
     copies = dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)

@@ -110,7 +110,9 @@ def dense(
     return apply_linear(layer, x, weight, None, bias, extra, flat=flat)
 
 
-def _merged_spec(name: str, spec, first: int, count: int):
+def _merged_spec(
+    name: str, spec: PartitionSpec | None, first: int, count: int
+) -> PartitionSpec | None:
     """The spec of an array whose dimensions from `first` on have become one."""
     if spec is None:
         return None

@@ -6,8 +6,11 @@ Dimension key: P participants, T source rows (tokens), C rows, K contraction, N 
 experts (weights), G groups per participant. Rows lie by group as in `linear/grouped_gemm.py`.
 """
 
+from typing import Any
+
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core.linear.grouped_gemm import (
     check_operands,
@@ -66,12 +69,17 @@ def gathered_gemm(
     return out[0] if flat else out
 
 
-def _reference(lhs, index, rhs, group_sizes, **options):
+def _reference(
+    lhs: jax.Array, index: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
+) -> jax.Array:
     rows = jax.vmap(select_rows)(lhs, index)
-    return grouped_gemm_op.reference(rows, rhs, group_sizes, **options)
+    out: jax.Array = grouped_gemm_op.reference(rows, rhs, group_sizes, **options)
+    return out
 
 
-def _unsupported(lhs, index, rhs, group_sizes, **options) -> str | None:
+def _unsupported(
+    lhs: jax.Array, index: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
+) -> str | None:
     del options
     if not index.size:
         return f"there must be rows; the index is {index.shape}"
@@ -90,7 +98,17 @@ gathered_gemm_op = Op(
 )
 
 
-def _fwd(x, token, row, source, group_sizes, rhs, *, rhs_dtype, rhs_spec):
+def _fwd(
+    x: jax.Array,
+    token: jax.Array,
+    row: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    rhs: jax.Array,
+    *,
+    rhs_dtype: DTypeLike,
+    rhs_spec: PartitionSpec | None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     del rhs_dtype
     rhs = cast_sharded(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
     options = dict(out_dtype=x.dtype, operand_specs=(None, None, rhs_spec, None))
@@ -98,7 +116,9 @@ def _fwd(x, token, row, source, group_sizes, rhs, *, rhs_dtype, rhs_spec):
     return out, (x, rhs, row, source, group_sizes)
 
 
-def _bwd(residuals, d_out, *, rhs_dtype, rhs_spec):
+def _bwd(
+    residuals: Any, d_out: jax.Array, *, rhs_dtype: DTypeLike, rhs_spec: PartitionSpec | None
+) -> tuple[jax.Array | None, ...]:
     x, rhs, row, source, group_sizes = residuals
     specs = (None, rhs_spec, None)
     d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)

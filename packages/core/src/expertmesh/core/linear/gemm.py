@@ -3,7 +3,9 @@
 Dimension key: t token dimensions (any number), K contraction, n output dimensions (any number).
 """
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,16 @@ from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, T
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
-from expertmesh.core.quantization.delayed_scaling import quantize_delayed
+from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantize_rows import Copies
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.quantization.recipe import quantized_once
 
 
-def _dot(a, b, dims, out_dtype):
+def _dot(
+    a: Any, b: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], out_dtype: DTypeLike
+) -> jax.Array:
     out = jax.lax.dot_general(
         dequantized(a),
         dequantized(b),
@@ -33,35 +37,39 @@ def _dot(a, b, dims, out_dtype):
     return out.astype(out_dtype)
 
 
-def _gemm_reference(x, w, *, out_dtype):
+def _gemm_reference(x: Any, w: Any, *, out_dtype: DTypeLike) -> jax.Array:
     return _dot(x, w, ((x.ndim - 1,), (0,)), out_dtype)
 
 
-def _dgrad_reference(dy, w, *, out_dtype):
+def _dgrad_reference(dy: Any, w: Any, *, out_dtype: DTypeLike) -> jax.Array:
     n = w.ndim - 1
     return _dot(dy, w, (tuple(range(dy.ndim - n, dy.ndim)), tuple(range(1, w.ndim))), out_dtype)
 
 
-def _wgrad_reference(x, dy, *, out_dtype):
+def _wgrad_reference(x: Any, dy: Any, *, out_dtype: DTypeLike) -> jax.Array:
     tokens = tuple(range(x.ndim - 1))
     return _dot(x, dy, (tokens, tokens), out_dtype)
 
 
-def _add_bias_reference(y, bias):
+def _add_bias_reference(y: jax.Array, bias: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
-def _bias_grad_reference(dy, bias, *, out_dtype):
+def _bias_grad_reference(dy: jax.Array, bias: jax.Array, *, out_dtype: DTypeLike) -> jax.Array:
     tokens = tuple(range(dy.ndim - bias.ndim))
     return jnp.sum(dy.astype(jnp.float32), axis=tokens).astype(out_dtype)
 
 
-def _rows_unsupported(rows, w, *, out_dtype) -> str | None:
+def _rows_unsupported(
+    rows: QuantizedArray, w: QuantizedArray, *, out_dtype: DTypeLike
+) -> str | None:
     """For the forward (x w) and the input gradient (dy w^T)."""
     return rows_unsupported(rows, w, w.shape, out_dtype)
 
 
-def _weights_unsupported(x, dy, *, out_dtype) -> str | None:
+def _weights_unsupported(
+    x: QuantizedArray, dy: QuantizedArray, *, out_dtype: DTypeLike
+) -> str | None:
     *tokens, K = x.shape
     along = max(x.block, default=1)
     if len(tokens) > 1 and tokens[-1] % along:
@@ -69,7 +77,7 @@ def _weights_unsupported(x, dy, *, out_dtype) -> str | None:
     return unsupported(x, dy, (K, prod(dy.shape[len(tokens) :])), (1, 1), out_dtype)
 
 
-def _kernels(function: str, unsupported) -> tuple[Kernel, ...]:
+def _kernels(function: str, unsupported: Callable[..., str | None]) -> tuple[Kernel, ...]:
     """Of quantized operands; plain ones have no kernel of ours."""
     module = "expertmesh.core.kernels.quantized_gemm"
     return (Kernel.triton(module, function, unsupported, takes=is_quantized),)
@@ -89,7 +97,9 @@ add_bias_op = Op("add_bias", _add_bias_reference, "t... n..., n... -> t... n..."
 bias_grad_op = Op("bias_grad", _bias_grad_reference, "t... n..., n... -> n...", summed=("t...",))
 
 
-def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+def _x_copies(
+    x: jax.Array, group_sizes: None, state: DelayedState | None, layer: Layer, *, for_wgrad: bool
+) -> tuple[QuantizedArray, QuantizedArray, DelayedState | None]:
     del group_sizes
     formats, spec = layer.formats, layer.resolved[0]
     if state is None or layer.delayed is None:
@@ -101,7 +111,14 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
     return q_x, quantize(x, formats.x_wgrad, axis=x.ndim - 2, spec=spec), state
 
 
-def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+def _dy_copies(
+    dy: jax.Array,
+    group_sizes: None,
+    keys: tuple[jax.Array | None, jax.Array | None],
+    layer: Layer,
+    *,
+    tokens: int,
+) -> Copies:
     del group_sizes
     formats, spec = layer.formats, layer.resolved[2]
     along_n = quantize(dy, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec)
@@ -186,10 +203,11 @@ def gemm(
         reduce_dtype=reduce_dtype,
         specs=(x_spec, w_spec, out_spec),
     )
-    return apply_linear(layer, x, w, None, bias)
+    out: jax.Array = apply_linear(layer, x, w, None, bias)
+    return out
 
 
-def check_operands(name: str, x, w, bias) -> None:
+def check_operands(name: str, x: Any, w: Any, bias: jax.Array | None) -> None:
     """Raises where the operands of GEMM `name` do not fit."""
     check_arrays(name, FLOATS, x=x, w=w)
     check_arrays(name, FLOATS, optional=True, bias=bias)

@@ -8,6 +8,7 @@ participant, R participants that share one set of weights.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,16 +22,18 @@ from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.linear.apply import apply_linear, layer_of
-from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, Terms
+from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Specs, Term, Terms
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
-from expertmesh.core.quantization.delayed_scaling import grouped_quantize_delayed_both
+from expertmesh.core.quantization.delayed_scaling import DelayedState, grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize import dequantize_values
-from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
+from expertmesh.core.quantization.quantize_rows import Copies, grouped_quantize_both
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
+from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.rule import (
+    Rule,
     Split,
     factor_sizes,
     lead_by_parameter,
@@ -49,7 +52,9 @@ def _block_rows(num_rows: int, num_groups: int) -> int:
     return min(1 << (mean - 1).bit_length(), _MAX_BLOCK)
 
 
-def _blocks(group_sizes_G, block):
+def _blocks(
+    group_sizes_G: jax.Array, block: int
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
     """Number of steps, and a function from a step to (group, first row, rows that belong to the group)."""
     ends_G = jnp.cumsum(group_sizes_G)
     steps_G = (group_sizes_G + block - 1) // block
@@ -58,7 +63,14 @@ def _blocks(group_sizes_G, block):
 
 
 @partial(jax.jit, static_argnums=4)
-def _locate(group_sizes_G, ends_G, steps_G, last_step_G, block, step):
+def _locate(
+    group_sizes_G: jax.Array,
+    ends_G: jax.Array,
+    steps_G: jax.Array,
+    last_step_G: jax.Array,
+    block: int,
+    step: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(group, first row, rows that belong to the group) of a step."""
     group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
     first = (
@@ -67,7 +79,7 @@ def _locate(group_sizes_G, ends_G, steps_G, last_step_G, block, step):
     return group, first, ends_G[group] - first
 
 
-def _rows_reader(x, step):
+def _rows_reader(x: Any, step: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function from a step's first row and group to its rows of one participant, [step, flattened D].
 
     The last step may read beyond the end; rows [C, *D] that are quantized are dequantized, their blocks being those of
@@ -77,25 +89,29 @@ def _rows_reader(x, step):
     data = x.data if quantized else x
     data = jnp.pad(data, ((0, step), *[(0, 0)] * (data.ndim - 1)))
 
-    def read(first, group):
+    def read(first: jax.Array, group: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(data, first, step)
         return _flattened(_dequantized_rows(x, rows, first, group) if quantized else rows, 1)
 
     return read
 
 
-def _dequantized_rows(q, data, first, group):
+def _dequantized_rows(
+    q: QuantizedArray, data: jax.Array, first: jax.Array, group: jax.Array
+) -> jax.Array:
     """`data`, rows of `q` from `first` on."""
     if not q.block:
-        return dequantize_values(data, q.scale[group])
+        values: jax.Array = dequantize_values(data, q.scale[group])
+        return values
     # A step may end within a block, and read beyond the last one.
     blocks = (first + jnp.arange(data.shape[0])) // q.block[1]
     scale = jnp.take(q.scale, blocks, axis=0, mode="clip")
     per_group = None if q.tensor_scale is None else q.tensor_scale[group]
-    return dequantize_values(data, scale, per_group, block=(1, *q.block[2:]))
+    values = dequantize_values(data, scale, per_group, block=(1, *q.block[2:]))
+    return values
 
 
-def _weight_of(w, group):
+def _weight_of(w: Any, group: jax.Array) -> jax.Array:
     """One expert's weight of [G, K, *N], [K, flattened N]."""
     one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False), w)
     if isinstance(one, QuantizedArray):
@@ -103,7 +119,15 @@ def _weight_of(w, group):
     return _flattened(one, 1)
 
 
-def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
+def _multiply_rows(
+    lhs: Any,
+    rhs: Any,
+    group_sizes_G: jax.Array,
+    shape: tuple[int, int],
+    *,
+    contract_rhs: int,
+    out_dtype: DTypeLike,
+) -> jax.Array:
     """One participant. A step's rows beyond its group are overwritten by the next step; the last ones are padding.
 
     Args:
@@ -117,7 +141,7 @@ def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
     num_steps, locate = _blocks(group_sizes_G, block)
     dims = (((1,), (contract_rhs - 1,)), ((), ()))
 
-    def body(step, out_CN):
+    def body(step: jax.Array, out_CN: jax.Array) -> jax.Array:
         group, first, _ = locate(step)
         y = jax.lax.dot_general(
             rows_of(first, group),
@@ -129,17 +153,20 @@ def _multiply_rows(lhs, rhs, group_sizes_G, shape, *, contract_rhs, out_dtype):
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
 
     out_CN = _vary_like(jnp.zeros((C + block, N), out_dtype), lhs, rhs)
-    return jax.lax.fori_loop(0, num_steps, body, out_CN)[:C]
+    out: jax.Array = jax.lax.fori_loop(0, num_steps, body, out_CN)[:C]
+    return out
 
 
-def _accumulate_weights(lhs, dy, group_sizes_G, shape):
+def _accumulate_weights(
+    lhs: Any, dy: Any, group_sizes_G: jax.Array, shape: tuple[int, int]
+) -> jax.Array:
     """One participant's weight gradients, float32[G, K, N], of [C, *K] and [C, *N]; `shape`: (K, N)."""
     G = group_sizes_G.shape[0]
     block = _block_rows(lhs.shape[0], G)
     readers = _rows_reader(lhs, block), _rows_reader(dy, block)
     num_steps, locate = _blocks(group_sizes_G, block)
 
-    def body(step, dw_GKN):
+    def body(step: jax.Array, dw_GKN: jax.Array) -> jax.Array:
         group, first, count = locate(step)
         live = (jnp.arange(block) < count)[:, None]
         x, dy = (jnp.where(live, rows_of(first, group), 0) for rows_of in readers)
@@ -148,58 +175,71 @@ def _accumulate_weights(lhs, dy, group_sizes_G, shape):
             x, dy, dims, precision=precision_of(lhs), preferred_element_type=jnp.float32
         )
         old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
+        out: jax.Array = jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
+        return out
 
     dw_GKN = _vary_like(jnp.zeros((G, *shape), jnp.float32), lhs, dy)
-    return jax.lax.fori_loop(0, num_steps, body, dw_GKN)
+    out: jax.Array = jax.lax.fori_loop(0, num_steps, body, dw_GKN)
+    return out
 
 
-def _per_participant(function, num_sets, *operands):
+def _per_participant(
+    function: Callable[..., jax.Array], num_sets: int, *operands: Any
+) -> jax.Array:
     """Calls `function(set, *operands[p])` for each participant p, one after the other; set = p % num_sets."""
     P = operands[0].shape[0]
     if P == 1:
         return function(0, *jax.tree.map(lambda x: x[0], operands))[None]
-    return jax.lax.map(lambda args: function(*args), (jnp.arange(P) % num_sets, *operands))
+    out: jax.Array = jax.lax.map(
+        lambda args: function(*args), (jnp.arange(P) % num_sets, *operands)
+    )
+    return out
 
 
-def _flattened(x, keep):
+def _flattened(x: jax.Array, keep: int) -> jax.Array:
     """Merges all dimensions after the first `keep`."""
     return x.reshape(*x.shape[:keep], prod(x.shape[keep:]))
 
 
-def _vary_like(x, *operands):
+def _vary_like(x: jax.Array, *operands: Any) -> jax.Array:
     """`x` over the Manual axes over which the operands vary."""
-    return _jax.match_varying((x, *jax.tree.leaves(operands)))[0]
+    out: jax.Array = _jax.match_varying((x, *jax.tree.leaves(operands)))[0]
+    return out
 
 
-def _rows_reference(lhs, rhs, group_sizes, *, contract_rhs, out_dtype, clear_padding=False):
+def _rows_reference(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: jax.Array,
+    *,
+    contract_rhs: int,
+    out_dtype: DTypeLike,
+    clear_padding: bool = False,
+) -> jax.Array:
     (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
     shape = P, C, *(N if contract_rhs == 1 else (K,))
     if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
         return _vary_like(jnp.zeros(shape, out_dtype), lhs, rhs, group_sizes)
     num_sets = E // G
     sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), rhs)
+    multiply = partial(_multiply_rows, contract_rhs=contract_rhs, out_dtype=out_dtype)
 
-    def one(r, lhs_C, group_sizes_G):
-        return _multiply_rows(
-            lhs_C,
-            jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets),
-            group_sizes_G,
-            (C, prod(shape[2:])),
-            contract_rhs=contract_rhs,
-            out_dtype=out_dtype,
-        )
+    def one(r: int | jax.Array, lhs_C: Any, group_sizes_G: jax.Array) -> jax.Array:
+        rhs_r = jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets)
+        return multiply(lhs_C, rhs_r, group_sizes_G, (C, prod(shape[2:])))
 
     out = _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
     return cleared(out, group_sizes) if clear_padding else out
 
 
-def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
+def _wgrad_reference(
+    lhs: Any, dy: Any, group_sizes: jax.Array, *, num_experts: int, out_dtype: DTypeLike
+) -> jax.Array:
     shape = (num_experts, lhs.shape[2], *dy.shape[2:])
     if 0 in (*lhs.shape, *dy.shape):
         return _vary_like(jnp.zeros(shape, out_dtype), lhs, dy, group_sizes)
 
-    def one(_, lhs_C, dy_C, group_sizes_G):
+    def one(_: Any, lhs_C: Any, dy_C: Any, group_sizes_G: jax.Array) -> jax.Array:
         return _accumulate_weights(lhs_C, dy_C, group_sizes_G, (shape[1], prod(shape[2:])))
 
     num_sets = num_experts // group_sizes.shape[1]
@@ -207,7 +247,9 @@ def _wgrad_reference(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
-def _add_bias_reference(y, bias, group_sizes, weights):
+def _add_bias_reference(
+    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, weights: jax.Array | None
+) -> jax.Array:
     if y.size == 0:
         return y
     added = _bias_of_rows(bias, group_sizes, y)
@@ -216,12 +258,14 @@ def _add_bias_reference(y, bias, group_sizes, weights):
     return (y.astype(jnp.float32) + added).astype(y.dtype)
 
 
-def _bias_weights_grad_reference(dy, bias, group_sizes):
+def _bias_weights_grad_reference(
+    dy: jax.Array, bias: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
     product = dy.astype(jnp.float32) * _bias_of_rows(bias, group_sizes, dy)
     return cleared(jnp.sum(product, axis=tuple(range(2, dy.ndim))), group_sizes)
 
 
-def _bias_of_rows(bias, group_sizes, y):
+def _bias_of_rows(bias: jax.Array, group_sizes: jax.Array, y: jax.Array) -> jax.Array:
     """float32, like y: the bias of each row's expert, 0 for padding rows."""
     P, G = group_sizes.shape
     num_sets = bias.shape[0] // max(G, 1)
@@ -229,10 +273,18 @@ def _bias_of_rows(bias, group_sizes, y):
         bias.reshape(num_sets, G, *bias.shape[1:]), (P // num_sets, *[1] * bias.ndim)
     )
     bias_PGN = bias_PGN.reshape(P, G, *bias.shape[1:]).astype(jnp.float32)
-    return of_rows(bias_PGN, row_groups(group_sizes, y.shape[1]))
+    out: jax.Array = of_rows(bias_PGN, row_groups(group_sizes, y.shape[1]))
+    return out
 
 
-def _bias_grad_reference(dy, group_sizes, weights, *, num_experts, out_dtype):
+def _bias_grad_reference(
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array | None,
+    *,
+    num_experts: int,
+    out_dtype: DTypeLike,
+) -> jax.Array:
     # The weight's gradient for an input of 1, or of the rows' weights: a scatter on a GPU adds in another order each
     # time.
     if weights is None:
@@ -245,7 +297,10 @@ def _bias_grad_reference(dy, group_sizes, weights, *, num_experts, out_dtype):
 
 
 def expert_axes(
-    participant_axes: tuple[str, ...], num_participants: int, num_sets: int, mesh_shape
+    participant_axes: tuple[str, ...],
+    num_participants: int,
+    num_sets: int,
+    mesh_shape: Mapping[str, int],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Which axes may shard the participants, and which of them then shard the experts.
 
@@ -266,31 +321,21 @@ def expert_axes(
 
 def plan_grouped(query: Query) -> Plan:
     """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
-    rule = query.rule
-    sizes = factor_sizes(rule, query.shapes)
+    rule, sizes = query.rule, factor_sizes(query.rule, query.shapes)
     num_experts = query.options.get("num_experts") or sizes["e"][0]
-    sizes["e"] = [num_experts]
     p_axes, e_axes = expert_axes(
         entry_axes(query.operand_specs[0][0]),
         query.shapes[0][0],
         num_experts // max(sizes["g"][0], 1),
         query.mesh_shape,
     )
-    split = Split(query, sizes)
+    split = Split(query, sizes | {"e": [num_experts]})
     split.axes |= {"p": p_axes, "e": e_axes}
-    free = rule.expand(("k", "n..."))
-    if query.parameter is not None:
-        lead_by_parameter(query, rule, split, query.parameter, free)
-    split.add(rule.operands[0], query.operand_specs[0], free)
-    for names, spec in zip(rule.results, query.result_specs or (), strict=False):
-        split.add(names, spec, free)
-    for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
-        contracted = frozenset(n for n in names if n not in rule.results[0])
-        split.add(names, spec, frozenset() if query.results_decided else free - contracted)
-    in_result = set(rule.results[0])
-    partial = [a for n in sorted(query.summed - in_result) for a in split.axes.get(n, ())]
-    if "p" not in in_result:
-        partial = [a for a in p_axes if a not in e_axes]
+    _split_features(query, split)
+    summed = sorted(query.summed - set(rule.results[0]))
+    partial = [axis for name in summed for axis in split.axes.get(name, ())]
+    if "p" not in rule.results[0]:
+        partial = [axis for axis in p_axes if axis not in e_axes]
     specs = tuple(map(split.spec, rule.operands))
     local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
     return dataclasses.replace(
@@ -300,7 +345,23 @@ def plan_grouped(query: Query) -> Plan:
     )
 
 
-def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
+def _split_features(query: Query, split: Split) -> None:
+    """Splits K and N: the parameter and the first operand lead, then wanted results, then the other operands."""
+    rule = query.rule
+    free = rule.expand(("k", "n..."))
+    if query.parameter is not None:
+        lead_by_parameter(query, rule, split, query.parameter, free)
+    split.add(rule.operands[0], query.operand_specs[0], free)
+    for names, spec in zip(rule.results, query.result_specs or (), strict=False):
+        split.add(names, spec, free)
+    for names, spec in zip(rule.operands[1:], query.operand_specs[1:], strict=True):
+        contracted = frozenset(n for n in names if n not in rule.results[0])
+        split.add(names, spec, frozenset() if query.results_decided else free - contracted)
+
+
+def _idle_axes(
+    query: Query, rule: Rule, specs: Sequence[PartitionSpec], p_axes: tuple[str, ...]
+) -> tuple[str, ...]:
     """The axes that shard an operand but not the work, and have no role in which they may."""
     known = set(p_axes)
     if query.resource is not None:
@@ -316,7 +377,9 @@ def _idle_axes(query: Query, rule, specs, p_axes) -> tuple[str, ...]:
     return tuple(dict.fromkeys(idle))
 
 
-def _kernels(function: str, plain, quantized) -> tuple[Kernel, ...]:
+def _kernels(
+    function: str, plain: Callable[..., str | None], quantized: Callable[..., str | None]
+) -> tuple[Kernel, ...]:
     """Of plain and of quantized operands, with what keeps operands from each."""
     modules = "grouped_gemm", "quantized_grouped_gemm"
     return tuple(
@@ -327,7 +390,9 @@ def _kernels(function: str, plain, quantized) -> tuple[Kernel, ...]:
     )
 
 
-def plain_rows_unsupported(x, rhs, group_sizes, **options) -> str | None:
+def plain_rows_unsupported(
+    x: jax.Array, rhs: Any, group_sizes: jax.Array, **options: Any
+) -> str | None:
     """For the forward (x = lhs) and the input gradient (x = dy)."""
     del options
     return _plain_unsupported(
@@ -335,13 +400,17 @@ def plain_rows_unsupported(x, rhs, group_sizes, **options) -> str | None:
     )
 
 
-def _plain_weights_unsupported(lhs, dy, group_sizes, *, num_experts, **options) -> str | None:
+def _plain_weights_unsupported(
+    lhs: Any, dy: Any, group_sizes: jax.Array, *, num_experts: int, **options: Any
+) -> str | None:
     del options
     widths = lhs.shape[2], prod(dy.shape[2:])
     return _plain_unsupported(lhs, dy, group_sizes, num_experts, widths)
 
 
-def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
+def _plain_unsupported(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, num_experts: int, widths: tuple[int, int]
+) -> str | None:
     """What keeps these types from the kernels, or None."""
     capability = _jax.compute_capability()
     if capability is not None and capability < 9.0:
@@ -355,27 +424,48 @@ def _plain_unsupported(a, b, group_sizes, num_experts, widths) -> str | None:
     return None
 
 
-def _quantized_rows_unsupported(rows, rhs, group_sizes, *, out_dtype, **options) -> str | None:
+def _quantized_rows_unsupported(
+    rows: QuantizedArray,
+    rhs: QuantizedArray,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: DTypeLike,
+    **options: Any,
+) -> str | None:
     del options
     return _participants_unsupported(group_sizes, rhs.shape[0]) or rows_unsupported(
         rows, rhs, rhs.shape[1:], out_dtype
     )
 
 
-def _quantized_weights_unsupported(lhs, dy, group_sizes, *, num_experts, out_dtype) -> str | None:
+def _quantized_weights_unsupported(
+    lhs: QuantizedArray,
+    dy: QuantizedArray,
+    group_sizes: jax.Array,
+    *,
+    num_experts: int,
+    out_dtype: DTypeLike,
+) -> str | None:
     widths = lhs.shape[2], prod(dy.shape[2:])
     return _participants_unsupported(group_sizes, num_experts) or unsupported(
         lhs, dy, widths, (1, 1), out_dtype
     )
 
 
-def _participants_unsupported(group_sizes, num_experts: int) -> str | None:
+def _participants_unsupported(group_sizes: jax.Array, num_experts: int) -> str | None:
     if group_sizes.shape == (1, num_experts):
         return None
     return f"a device must hold one participant and its experts; it holds {group_sizes.shape}"
 
 
-def _bias_unsupported(dy, group_sizes, weights, *, num_experts, **options) -> str | None:
+def _bias_unsupported(
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array | None,
+    *,
+    num_experts: int,
+    **options: Any,
+) -> str | None:
     del weights, options
     return _participants_unsupported(group_sizes, num_experts) or (
         None if dy.size else "there must be elements"
@@ -436,7 +526,9 @@ group_bias_grad_op = Op(
 )
 
 
-def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
+def _x_copies(
+    x: Any, group_sizes: jax.Array, state: DelayedState | None, layer: Layer, *, for_wgrad: bool
+) -> tuple[QuantizedArray, QuantizedArray, DelayedState | None]:
     formats, spec = layer.formats, layer.resolved[0]
     if state is not None and layer.delayed is not None:
         return grouped_quantize_delayed_both(
@@ -447,7 +539,14 @@ def _x_copies(x, group_sizes, state, layer: Layer, *, for_wgrad: bool):
     return along_k, along_tokens, None
 
 
-def _dy_copies(dy, group_sizes, keys, layer: Layer, *, tokens: int):
+def _dy_copies(
+    dy: Any,
+    group_sizes: jax.Array,
+    keys: tuple[jax.Array | None, jax.Array | None],
+    layer: Layer,
+    *,
+    tokens: int,
+) -> Copies:
     del tokens
     both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
     return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.resolved[2])
@@ -531,7 +630,7 @@ def grouped_gemm(
             f"grouped_gemm: quantized lhs must be [P, C, K]; got lhs {lhs.shape}; make it with "
             "grouped_quantize(x[None], group_sizes[None], ..., axis=2)"
         )
-    return apply_grouped(
+    out: jax.Array = apply_grouped(
         "grouped_gemm",
         lhs,
         rhs,
@@ -542,19 +641,20 @@ def grouped_gemm(
         specs=(lhs_spec, rhs_spec, out_spec),
         clear_padding=clear_padding,
     )
+    return out
 
 
 def apply_grouped(
     name: str,
-    x,
-    w,
-    group_sizes,
-    bias,
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
     extra: NonDiffOperands | None = None,
-    recipe=None,
+    recipe: Recipe | None = None,
     *,
-    specs,
-    **options,
+    specs: Specs,
+    **options: Any,
 ) -> Any:
     """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
     flat = x.ndim == 2
@@ -566,7 +666,7 @@ def apply_grouped(
     return apply_linear(layer, x, w, group_sizes, bias, extra, flat=flat)
 
 
-def _check_data(name, lhs, group_sizes):
+def _check_data(name: str, lhs: Any, group_sizes: jax.Array) -> None:
     most = jnp.max(jnp.sum(group_sizes, axis=-1), initial=0)
     least = jnp.min(group_sizes, initial=0)
     checkify.debug_check(
@@ -584,50 +684,57 @@ def _check_data(name, lhs, group_sizes):
     )
 
 
-def with_participant(spec):
+def with_participant(spec: PartitionSpec | None) -> PartitionSpec | None:
     """Of rows [C, ...] that become those of one participant."""
     return None if spec is None else PartitionSpec(None, *spec)
 
 
-def check_operands(name, lhs, rhs, group_sizes, bias, debug=False):
+def check_operands(
+    name: str,
+    lhs: Any,
+    rhs: Any,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    debug: bool = False,
+) -> None:
     """Raises where the operands of grouped GEMM `name` do not fit; with `debug` the sizes are checked as they run."""
-
-    def require(ok, what, remedy):
-        if not ok:
-            shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
-            raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
 
     check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
     check_arrays(name, FLOATS, optional=True, bias=bias)
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
-    require(
-        (lhs.ndim, group_sizes.ndim) in ((3, 2), (2, 1)) and rhs.ndim >= 3,
-        "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
-        "reshape the operand that has another rank",
-    )
-    require(
-        lhs.shape[-1] == rhs.shape[1],
-        "the last dimension of lhs must equal rhs' second",
-        "transpose rhs",
-    )
-    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
-    require(
-        num_groups and num_experts % num_groups == 0,
-        "the number of experts (rhs) must be a multiple of the number of groups",
-        "pass the group sizes of the experts that a participant holds",
-    )
-    if lhs.ndim == 3:
-        require(
-            lhs.shape[0] == group_sizes.shape[0]
-            and lhs.shape[0] % (num_experts // num_groups) == 0,
-            "lhs and group_sizes must have one P, a multiple of experts / groups",
-            "pass one row of group sizes per participant",
-        )
-    else:
-        require(num_groups == num_experts, "without P there must be one group per expert", "add P")
-    if bias is not None and bias.shape != (num_experts, *rhs.shape[2:]):
+    for what, remedy in _broken_rules(lhs, rhs, group_sizes):
+        shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape}"
+        raise ValueError(f"{name}: {what}; got {shapes}; {remedy}")
+    want = rhs.shape[0], *rhs.shape[2:]
+    if bias is not None and bias.shape != want:
         raise ValueError(
-            f"{name}: bias must be [E, *N] = {(num_experts, *rhs.shape[2:])}; got bias {bias.shape}; reshape it"
+            f"{name}: bias must be [E, *N] = {want}; got bias {bias.shape}; reshape it"
         )
     if debug:
         _check_data(name, lhs, group_sizes)
+
+
+def _broken_rules(lhs: Any, rhs: Any, group_sizes: jax.Array) -> Iterator[tuple[str, str]]:
+    """What shapes must be and are not, and what to do; ask for no more after one of them."""
+    if (lhs.ndim, group_sizes.ndim) not in ((3, 2), (2, 1)) or rhs.ndim < 3:
+        yield (
+            "lhs must be [P, C, K] with group_sizes [P, G] (or [C, K] with [G]) and rhs [E, K, *N]",
+            "reshape the operand that has another rank",
+        )
+    if lhs.shape[-1] != rhs.shape[1]:
+        yield "the last dimension of lhs must equal rhs' second", "transpose rhs"
+    num_groups, num_experts = group_sizes.shape[-1], rhs.shape[0]
+    if not num_groups or num_experts % num_groups != 0:
+        yield (
+            "the number of experts (rhs) must be a multiple of the number of groups",
+            "pass the group sizes of the experts that a participant holds",
+        )
+    if lhs.ndim == 2 and num_groups != num_experts:
+        yield "without P there must be one group per expert", "add P"
+    if lhs.ndim == 3 and (
+        lhs.shape[0] != group_sizes.shape[0] or lhs.shape[0] % (num_experts // num_groups) != 0
+    ):
+        yield (
+            "lhs and group_sizes must have one P, a multiple of experts / groups",
+            "pass one row of group sizes per participant",
+        )

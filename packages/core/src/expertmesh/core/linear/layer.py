@@ -196,7 +196,7 @@ class NonDiffOperands:
     weight_quantized: QuantizedWeight | None = None
 
 
-def check_extra(name: str, weight, extra: NonDiffOperands, recipe: Recipe | None) -> None:
+def check_extra(name: str, weight: Any, extra: NonDiffOperands, recipe: Recipe | None) -> None:
     """Raises ValueError for state without DelayedScaling or the reverse, and for another weight's or recipe's cache."""
     check_state(name, recipe, extra.state)
     cached = extra.weight_quantized
@@ -212,7 +212,11 @@ def check_extra(name: str, weight, extra: NonDiffOperands, recipe: Recipe | None
 
 
 def num_contracted(
-    name: str, x, weight, contracting_dims: tuple[Sequence[int], Sequence[int]], batch_dims: int
+    name: str,
+    x: Any,
+    weight: Any,
+    contracting_dims: tuple[Sequence[int], Sequence[int]],
+    batch_dims: int,
 ) -> int:
     """How many dimensions are contracted.
 
@@ -257,24 +261,25 @@ def resolved_specs(law: Linear, x_ndim: int, w_ndim: int, caller: Specs) -> Spec
     return x, w, PartitionSpec(*out_spec)
 
 
-def residuals(x, w) -> tuple:
+def residuals(x: Any, w: Any) -> tuple[Any, Any]:
     """What the backward reads of x and w; what is quantized, under names for checkpoint policies."""
 
-    def named(q, name):
+    def named(q: Any, name: str) -> Any:
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if is_quantized(q) else q
 
     return named(x, "quantized_x"), named(w, "quantized_weight")
 
 
-def barrier(weight: QuantizedArray, dy: QuantizedArray):
+def barrier(weight: QuantizedArray, dy: QuantizedArray) -> tuple[QuantizedArray, QuantizedArray]:
     """Both, the weight not before `dy` is known.
 
     Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.
     """
-    return jax.lax.optimization_barrier((weight, dy))
+    out: tuple[QuantizedArray, QuantizedArray] = jax.lax.optimization_barrier((weight, dy))
+    return out
 
 
-def gradient_keys(layer: Layer, key):
+def gradient_keys(layer: Layer, key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
     """A key for dy along N and one for dy along the tokens; None for each where nothing is random."""
     if not layer.formats.is_stochastic:
         return None, None

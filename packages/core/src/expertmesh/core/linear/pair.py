@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
@@ -15,19 +17,22 @@ from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import not_differentiable
 
 
-def dequantized(x):
+def dequantized(x: Any) -> jax.Array:
     """float32, of a QuantizedArray; an array as it is."""
-    if not isinstance(x, QuantizedArray):
-        return x
-    return dequantize_values(x.data, x.scale, x.tensor_scale, block=x.block)
+    if isinstance(x, QuantizedArray):
+        x = dequantize_values(x.data, x.scale, x.tensor_scale, block=x.block)
+    values: jax.Array = x
+    return values
 
 
-def precision_of(x) -> jax.lax.Precision | None:
+def precision_of(x: Any) -> jax.lax.Precision | None:
     """Exact products of what was 8 bits wide: TensorFloat-32 would lose digits of the scales."""
     return jax.lax.Precision.HIGHEST if isinstance(x, QuantizedArray) else None
 
 
-def rows_unsupported(rows, w, weight_shape, out_dtype) -> str | None:
+def rows_unsupported(
+    rows: QuantizedArray, w: QuantizedArray, weight_shape: tuple[int, ...], out_dtype: DTypeLike
+) -> str | None:
     """What keeps rows times a weight [K, *N], contracted along K or N, from the kernels, or None."""
     K, *N = weight_shape
     if 128 in rows.block and len(N) > 1 and N[-1] % 128:
@@ -35,7 +40,13 @@ def rows_unsupported(rows, w, weight_shape, out_dtype) -> str | None:
     return unsupported(rows, w, (K, prod(N)), (1, 2), out_dtype)
 
 
-def unsupported(a, b, widths, block_dims, out_dtype) -> str | None:
+def unsupported(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    widths: tuple[int, int],
+    block_dims: tuple[int, int],
+    out_dtype: DTypeLike,
+) -> str | None:
     """What keeps operands of these types from the kernels, or None.
 
     Args:
@@ -62,12 +73,12 @@ def multiply(
     name: str,
     a: tuple[Any, int],
     b: tuple[Any, int],
-    group_sizes=None,
+    group_sizes: jax.Array | None = None,
     *,
-    specs,
-    multiple=True,
-    **options,
-):
+    specs: tuple[PartitionSpec | None, ...],
+    multiple: bool = True,
+    **options: Any,
+) -> jax.Array:
     """A GEMM of two operands, each with the dimension of it that is contracted.
 
     Args:
@@ -84,10 +95,11 @@ def multiply(
         operands = [dataclasses.replace(q, group_sizes=None) for q in operands]
     if group_sizes is not None:
         operands, specs = [*operands, group_sizes], (*specs, None)
-    return op(*operands, operand_specs=specs, **options)
+    out: jax.Array = op(*operands, operand_specs=specs, **options)
+    return out
 
 
-def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, QuantizedArray]:
+def both_quantized(name: str, layer: str, a: Any, b: Any) -> tuple[QuantizedArray, QuantizedArray]:
     """Both operands of GEMM `name`, as constants: asking for a derivative is an error that names `layer`.
 
     Raises:
@@ -102,7 +114,7 @@ def both_quantized(name: str, layer: str, a, b) -> tuple[QuantizedArray, Quantiz
             "or dequantize this one"
         )
 
-    def constant(x):
+    def constant(x: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)
         return not_differentiable(x, f"{name}: use {layer}") if is_float else x
 
@@ -113,9 +125,9 @@ def check_pair(
     name: str,
     a: tuple[QuantizedArray, int],
     b: tuple[QuantizedArray, int],
-    group_sizes=None,
+    group_sizes: jax.Array | None = None,
     *,
-    multiple=True,
+    multiple: bool = True,
 ) -> None:
     """Raises ValueError for two operands (and the dimension of each that is contracted) that no GEMM takes.
 
@@ -127,19 +139,23 @@ def check_pair(
     _check_formats(name, a[0].format, b[0].format)
     for q, dim in (a, b):
         check_quantized(name, q)
-        if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
-            raise ValueError(
-                f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
-                f"block={q.block} of {q.shape}; quantize it with axis={dim}"
-            )
-        size, needed = q.shape[dim], contraction_multiple(q.format)
-        if multiple and size % needed:
-            raise ValueError(
-                f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
-                f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
-            )
+        _check_contraction(name, q, dim, multiple)
     _check_scales(a[0], group_sizes)
     _check_scales(b[0], group_sizes)
+
+
+def _check_contraction(name: str, q: QuantizedArray, dim: int, multiple: bool) -> None:
+    if q.block and q.block[dim] != (q.format.block or (1, 1))[1]:
+        raise ValueError(
+            f"{name}: the blocks of an operand must lie along the dimension that is contracted, {dim}; got "
+            f"block={q.block} of {q.shape}; quantize it with axis={dim}"
+        )
+    size, needed = q.shape[dim], contraction_multiple(q.format)
+    if multiple and size % needed:
+        raise ValueError(
+            f"{name}: the contraction must be a multiple of {needed} in {describe(q.format)}; got {size}, "
+            f"dimension {dim} of {q.shape}; pad it with zeros or use another recipe"
+        )
 
 
 def contraction_multiple(format: TensorFormat) -> int:
@@ -175,7 +191,7 @@ def _check_formats(name: str, fa: TensorFormat, fb: TensorFormat) -> None:
         )
 
 
-def _check_scales(q: QuantizedArray, group_sizes) -> None:
+def _check_scales(q: QuantizedArray, group_sizes: jax.Array | None) -> None:
     scale = q.tensor_scale if q.block else q.scale
     if scale is None:
         return

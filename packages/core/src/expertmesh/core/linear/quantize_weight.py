@@ -86,7 +86,13 @@ def quantize_weight(
     return quantized if state is None else (quantized, new_state)
 
 
-def forward_copy(weight, recipe: Recipe, batch_dims: int, state: DelayedState | None, spec):
+def forward_copy(
+    weight: jax.Array,
+    recipe: Recipe,
+    batch_dims: int,
+    state: DelayedState | None,
+    spec: PartitionSpec | None,
+) -> tuple[QuantizedArray, DelayedState | None]:
     """(the weight quantized along K, its new state)."""
     if state is not None and isinstance(recipe, DelayedScaling):
         return quantize_delayed(weight, state, recipe, spec=spec)
@@ -95,7 +101,9 @@ def forward_copy(weight, recipe: Recipe, batch_dims: int, state: DelayedState | 
     return q, None
 
 
-def dgrad_copy(weight, recipe: Recipe, batch_dims: int, spec) -> QuantizedArray:
+def dgrad_copy(
+    weight: jax.Array, recipe: Recipe, batch_dims: int, spec: PartitionSpec | None
+) -> QuantizedArray:
     """The weight quantized along the last of N."""
     format, last = recipe.formats().weight_dgrad, weight.ndim - 1
     return quantize(weight, format, axis=last, across=batch_dims, batch_dims=batch_dims, spec=spec)
@@ -107,7 +115,7 @@ def serves_both(formats: LayerFormats) -> bool:
     return formats.weight == formats.weight_dgrad and (block is None or block[0] == block[1])
 
 
-def check_state(name: str, recipe: Recipe | None, state) -> None:
+def check_state(name: str, recipe: Recipe | None, state: Any) -> None:
     """Raises ValueError unless there is state exactly where the recipe needs it."""
     delayed = isinstance(recipe, DelayedScaling)
     if delayed != (state is not None):

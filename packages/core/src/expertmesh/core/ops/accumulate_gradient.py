@@ -48,7 +48,7 @@ def accumulate_gradient(params: Any, totals: Any) -> Any:
     return jax.tree.map(_accumulated, params, totals)
 
 
-def _accumulated(w, total):
+def _accumulated(w: Any, total: Any) -> jax.Array:
     w, total = jnp.asarray(w), jnp.asarray(total)
     if w.shape != total.shape:
         raise ValueError(
@@ -63,11 +63,11 @@ def _accumulated(w, total):
     return _with_total(w, total)
 
 
-def _fwd(w, total):
+def _fwd(w: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     return w, total
 
 
-def _bwd(total, cotangent):
+def _bwd(total: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return cotangent + total, jnp.zeros_like(total)
 
 

@@ -13,10 +13,12 @@ What is not selected may be NaN. Padding rows are undefined (`ops/groups.py`), b
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.activation import function_and_gradient, unsupported
+from expertmesh.core.ops.activation import Activation, function_and_gradient, unsupported
 from expertmesh.core.ops.groups import expand_trailing
 from expertmesh.core.ops.row_map import holds_token
 
@@ -28,14 +30,29 @@ __all__ = [
 ]
 
 
-def activate_rows_reference(h, weights, source, group_sizes, *, activation):
+def activate_rows_reference(
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array | None,
+    *,
+    activation: Activation,
+) -> jax.Array:
     """float[P, C, F] in h's dtype, computed in float32 and rounded once."""
     del group_sizes  # zeros cost nothing here
     value, _ = function_and_gradient(activation, h.astype(jnp.float32))
     return _selected(source, weights[..., None] * value, h.dtype)
 
 
-def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, activation):
+def activate_rows_grad_reference(
+    h: jax.Array,
+    d_out: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array | None,
+    *,
+    activation: Activation,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """d_h like h, float32 d_weights [P, C], and the value, [P, C, F]."""
     del group_sizes
     value, pull = function_and_gradient(activation, h.astype(jnp.float32))
@@ -48,7 +65,7 @@ def activate_rows_grad_reference(h, d_out, weights, source, group_sizes, *, acti
     )
 
 
-def _selected(source, x, dtype):
+def _selected(source: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(expand_trailing(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
 
 

@@ -12,6 +12,7 @@ Dimension key: F expert width.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,19 +26,19 @@ from expertmesh.core.vjp import differentiable
 __all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
 
 
-def _gelu(x):
+def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-def _gelu_exact(x):
+def _gelu_exact(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
 
 
-def _quick_gelu(x):
+def _quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-def _squared_relu(x):
+def _squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
@@ -80,7 +81,7 @@ class Activation:
     limit: float | None = None
     up_offset: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_function("Activation", "function", self.function)
         for name in ("limit", "up_offset"):
             value = getattr(self, name)
@@ -159,7 +160,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     return _activate(h, activation=check_gated("gated_activation", h, activation), spec=None)
 
 
-def check_gated(name: str, h, activation: str | Activation) -> Activation:
+def check_gated(name: str, h: jax.Array, activation: str | Activation) -> Activation:
     """The Activation, after the errors of `gated_activation`, which name `name`."""
     check_activation(name, activation)
     activation = Activation.of(activation)
@@ -188,7 +189,7 @@ def check_activation(name: str, activation: str | Activation) -> None:
     _check_function(name, "activation", activation)
 
 
-def _check_function(name, field, function):
+def _check_function(name: str, field: str, function: str) -> None:
     if function not in _FUNCTIONS:
         raise ValueError(
             f"{name}: {field} must be one of {', '.join(ACTIVATIONS)}; got {field}={function!r}; "
@@ -196,7 +197,7 @@ def _check_function(name, field, function):
         )
 
 
-def _check_pair(name, h):
+def _check_pair(name: str, h: jax.Array) -> None:
     check_arrays(name, FLOATS, h=h)
     if h.ndim < 2 or h.shape[-2] != 2:
         raise ValueError(
@@ -239,11 +240,13 @@ def _parts(h: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array |
     return gate, up + activation.up_offset
 
 
-def _with_slope(function, x):
+def _with_slope(function: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.jvp(_FUNCTIONS[function], (x,), (jnp.ones_like(x),))
 
 
-def function_and_gradient(activation: Activation, h):
+def function_and_gradient(
+    activation: Activation, h: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Of float32 h the activation, float32, and a function from its cotangent to that of h."""
     if activation.gated:
         return gated_reference(h, activation=activation), partial(

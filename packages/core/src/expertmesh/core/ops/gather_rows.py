@@ -8,19 +8,20 @@ Dimension key: P token groups, S source rows, N output rows, K terms per output 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.op import Kernel, Op
 
 MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
 
 
-def exists(index, num_src: int):
+def exists(index: jax.Array, num_src: int) -> jax.Array:
     """Whether there is such a row."""
     return (index >= 0) & (index < num_src)
 
 
 @jax.jit
-def select_rows(src_SD, index_N):
+def select_rows(src_SD: jax.Array, index_N: jax.Array) -> jax.Array:
     """Rows of src; zeros by select where there is no such row, so that nothing of src leaks there."""
     num_src = src_SD.shape[0]
     exists_N = exists(index_N, num_src)
@@ -31,7 +32,7 @@ def select_rows(src_SD, index_N):
     return jnp.where(exists_N, rows_ND, _zeros_like(rows_ND))
 
 
-def _zeros_like(x):
+def _zeros_like(x: jax.Array) -> jax.Array:
     """Zeros; 2^-127 in float8_e8m0fnu, whose zero would be NaN and make NaN of zero data."""
     if x.dtype == jnp.float8_e8m0fnu:
         return jax.lax.bitcast_convert_type(jnp.zeros(x.shape, jnp.uint8), x.dtype)
@@ -39,21 +40,22 @@ def _zeros_like(x):
 
 
 @jax.vmap
-def _reference(src_SD, index_NK, weight_NK):
+def _reference(src_SD: jax.Array, index_NK: jax.Array, weight_NK: jax.Array | None) -> jax.Array:
     if index_NK.shape[1] == 1 and weight_NK is None:  # a copy, for every dtype
-        return select_rows(src_SD, index_NK[:, 0])
+        out: jax.Array = select_rows(src_SD, index_NK[:, 0])
+        return out
     return sum_rows(src_SD, index_NK, weight_NK)
 
 
-def sum_rows(src_SD, index_NK, weight_NK):
+def sum_rows(src_SD: jax.Array, index_NK: jax.Array, weight_NK: jax.Array | None) -> jax.Array:
     """One gather per term, so that memory is O(N * D) and not O(N * K * D)."""
     wide = accumulator_dtype(src_SD.dtype)
     num_out, num_terms = index_NK.shape
     if num_terms > MAX_UNROLLED:
         index_NK, weight_NK = _existing_first(index_NK, weight_NK, src_SD.shape[0])
 
-    def add(k, out_ND):
-        row_ND = select_rows(src_SD, index_NK[:, k]).astype(wide)
+    def add(k: int | jax.Array, out_ND: jax.Array) -> jax.Array:
+        row_ND: jax.Array = select_rows(src_SD, index_NK[:, k]).astype(wide)
         if weight_NK is not None:
             # Select again: a weight without a row may be NaN.
             exists_N1 = exists(index_NK[:, k], src_SD.shape[0])[:, None]
@@ -70,7 +72,9 @@ def sum_rows(src_SD, index_NK, weight_NK):
     return out_ND.astype(src_SD.dtype)
 
 
-def _existing_first(index_NK, weight_NK, num_src):
+def _existing_first(
+    index_NK: jax.Array, weight_NK: jax.Array | None, num_src: int
+) -> tuple[jax.Array, jax.Array | None]:
     """Moves the terms without a row, now -1, behind the others, whose order stays."""
     index_NK = jnp.where(index_NK < num_src, jnp.maximum(index_NK, -1), -1)
     order_NK = jnp.argsort(index_NK < 0, axis=1, stable=True)
@@ -80,23 +84,24 @@ def _existing_first(index_NK, weight_NK, num_src):
     return index_NK, weight_NK
 
 
-def accumulator_dtype(dtype) -> jnp.dtype:
+def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which sums over rows of `dtype` are accumulated: float32, or float64 for float64."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
 @jax.vmap
-def _values_reference(values_S, index_N):
-    return select_rows(values_S.reshape(-1), index_N)
+def _values_reference(values_S: jax.Array, index_N: jax.Array) -> jax.Array:
+    out: jax.Array = select_rows(values_S.reshape(-1), index_N)
+    return out
 
 
-def _unsupported(src, index, weight=None) -> str | None:
+def _unsupported(src: jax.Array, index: jax.Array, weight: jax.Array | None = None) -> str | None:
     if index.shape[-1] == 1 and weight is None:
         return copy_unsupported(src, index)
     return sum_unsupported(src, index)
 
 
-def copy_unsupported(x, index) -> str | None:
+def copy_unsupported(x: jax.Array, index: jax.Array) -> str | None:
     """What keeps the kernels from copying rows of x [P, S, D] from or to index [P, N, K], or None."""
     if x.dtype.itemsize > 4 or x.dtype in (jnp.bool_, jnp.float8_e8m0fnu, jnp.int4, jnp.uint4):
         return f"rows must be of numbers of 8, 16 or 32 bits whose zero is all bits 0; they are {x.dtype}"
@@ -109,7 +114,7 @@ def copy_unsupported(x, index) -> str | None:
     return None
 
 
-def sum_unsupported(x, index) -> str | None:
+def sum_unsupported(x: jax.Array, index: jax.Array) -> str | None:
     """The same for sums of rows."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"rows must be float32, bfloat16 or float16 to be added; they are {x.dtype}"
@@ -129,7 +134,9 @@ _gather = Op(
 _gather_values = Op("gather_values", _values_reference, "p s..., p n... -> p n...", whole=("s...",))
 
 
-def gather_rows(src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array | None = None):
+def gather_rows(
+    src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array | None = None
+) -> jax.Array:
     """out[p, n] = sum_k weight[p, n, k] * src[p, index[p, n, k]].
 
     Args:
@@ -148,10 +155,11 @@ def gather_rows(src_PSD: jax.Array, index_PNK: jax.Array, weight_PNK: jax.Array 
     `move_rows` does. Costs no communication when P, N or D is sharded; S and K are held whole.
     """
     _check_fit(src_PSD, index_PNK, weight_PNK)
-    return _gather(src_PSD, index_PNK, weight_PNK)
+    out: jax.Array = _gather(src_PSD, index_PNK, weight_PNK)
+    return out
 
 
-def gather_values(values: jax.Array, index: jax.Array):
+def gather_values(values: jax.Array, index: jax.Array) -> jax.Array:
     """out[p, *n] = values[p].ravel()[index[p, *n]]: one number per output element.
 
     Args:
@@ -163,10 +171,11 @@ def gather_values(values: jax.Array, index: jax.Array):
 
     Costs no communication when P or N is sharded; S is held whole.
     """
-    return _gather_values(values, index)
+    out: jax.Array = _gather_values(values, index)
+    return out
 
 
-def _check_fit(src, index, weight):
+def _check_fit(src: jax.Array, index: jax.Array, weight: jax.Array | None) -> None:
     if src.ndim != 3 or index.ndim != 3 or src.shape[0] != index.shape[0]:
         raise ValueError(
             "gather_rows: src and index must be [P, S, D] and [P, N, K] with the same P; "

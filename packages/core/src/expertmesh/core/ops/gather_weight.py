@@ -61,7 +61,7 @@ def gather_weight(
     return _gather(w, spec=gathered, dtype=dtype)
 
 
-def _fwd(w, *, spec, dtype):
+def _fwd(w: jax.Array, *, spec: PartitionSpec, dtype: DTypeLike) -> tuple[jax.Array, None]:
     whole = w.astype(dtype)
     for dim, entry in enumerate(spec):
         if entry is not None:
@@ -69,7 +69,9 @@ def _fwd(w, *, spec, dtype):
     return whole.astype(w.dtype), None
 
 
-def _bwd(_, cotangent, *, spec, dtype):
+def _bwd(
+    _: None, cotangent: jax.Array, *, spec: PartitionSpec, dtype: DTypeLike
+) -> tuple[jax.Array]:
     del dtype
     for dim, entry in enumerate(spec):
         if entry is not None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 
 @partial(jax.jit, static_argnames="num_rows")
-def row_groups(group_sizes_PG, num_rows: int):
+def row_groups(group_sizes_PG: jax.Array, num_rows: int) -> jax.Array:
     """int32[P, C] group of each row; G for padding rows."""
     rows_C = jnp.arange(num_rows, dtype=jnp.int32)
     return jax.vmap(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))(
@@ -27,18 +27,18 @@ def row_groups(group_sizes_PG, num_rows: int):
 
 
 @partial(jax.jit, static_argnames="fill")
-def of_rows(values_PG, groups_PC, fill=0):
+def of_rows(values_PG: jax.Array, groups_PC: jax.Array, fill: int = 0) -> jax.Array:
     """[P, C, ...] the value of each row's group; `fill` for padding rows."""
     return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
 
 
-def cleared(x, group_sizes_PG):
+def cleared(x: jax.Array, group_sizes_PG: jax.Array) -> jax.Array:
     """x [P, C, ...] with zeros in its padding rows, whatever they hold."""
     ends_P1 = jnp.sum(group_sizes_PG, axis=1, keepdims=True, dtype=jnp.int32)
     live_PC = jnp.arange(x.shape[1]) < ends_P1
     return jnp.where(expand_trailing(live_PC, x.ndim), x, jnp.zeros((), x.dtype))
 
 
-def expand_trailing(values, ndim: int):
+def expand_trailing(values: jax.Array, ndim: int) -> jax.Array:
     """Values of the leading dimensions, to be broadcast over the others."""
     return values.reshape(values.shape + (1,) * (ndim - values.ndim))

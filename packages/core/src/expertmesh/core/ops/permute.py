@@ -8,7 +8,7 @@ ordered by expert, then token, then k.
 import dataclasses
 import operator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +104,23 @@ def plan_rows(
     return RowPlan(*(x[0] for x in plan))
 
 
-def _plan_reference(topk_idx_PTK, rank_P, **options):
-    return jax.vmap(partial(_plan_group, **options))(topk_idx_PTK, rank_P)
+def _plan_reference(
+    topk_idx_PTK: jax.Array, rank_P: jax.Array, **options: Any
+) -> tuple[jax.Array, ...]:
+    out: tuple[jax.Array, ...] = jax.vmap(partial(_plan_group, **options))(topk_idx_PTK, rank_P)
+    return out
 
 
 @partial(jax.jit, static_argnames=("num_experts", "num_rows", "alignment", "num_ranks"))
-def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_ranks):
+def _plan_group(
+    topk_idx_TK: jax.Array,
+    rank: jax.Array,
+    *,
+    num_experts: int,
+    num_rows: int,
+    alignment: int,
+    num_ranks: int,
+) -> tuple[jax.Array, ...]:
     """Integers only; one sort; everything else gathers."""
     num_local = num_experts // num_ranks
     ids_N = _expert_ids(topk_idx_TK, num_experts)
@@ -119,7 +130,7 @@ def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_rank
     end_E = _cumsum_per_rank(-(-count_E // alignment) * alignment, num_ranks)
     offset_E = end_E - -(-count_E // alignment) * alignment
 
-    def mine(x_E):
+    def mine(x_E: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x_E, rank * num_local, num_local)
 
     count_e, end_e, offset_e = mine(count_E), mine(end_E), mine(offset_E)
@@ -133,7 +144,7 @@ def _plan_group(topk_idx_TK, rank, *, num_experts, num_rows, alignment, num_rank
     )
 
 
-def _expert_ids(topk_idx_TK, num_experts):
+def _expert_ids(topk_idx_TK: jax.Array, num_experts: int) -> jax.Array:
     """Flat int32 ids; one past the last expert stands for every choice that is not routed."""
     topk_idx_TK = wide_ids(topk_idx_TK)
     routed = is_routed(topk_idx_TK, num_experts)
@@ -141,11 +152,13 @@ def _expert_ids(topk_idx_TK, num_experts):
     return jnp.where(routed, topk_idx_TK, num_experts).astype(jnp.int32).reshape(-1)
 
 
-def _cumsum_per_rank(size_E, num_ranks):
+def _cumsum_per_rank(size_E: jax.Array, num_ranks: int) -> jax.Array:
     return jnp.cumsum(size_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32).reshape(-1)
 
 
-def _rows_of_choices(ids_N, order_N, start_E1, offset_E, capacity):
+def _rows_of_choices(
+    ids_N: jax.Array, order_N: jax.Array, start_E1: jax.Array, offset_E: jax.Array, capacity: int
+) -> jax.Array:
     """The inverse of the sort gives each choice its position; the expert's offset replaces its start."""
     position_N = jnp.argsort(order_N).astype(jnp.int32)
     shift_E1 = jnp.append(offset_E - start_E1[:-1], jnp.int32(capacity))  # the last: never routed
@@ -153,7 +166,14 @@ def _rows_of_choices(ids_N, order_N, start_E1, offset_E, capacity):
     return jnp.where(row_N < capacity, row_N, -1)
 
 
-def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
+def choices_of_rows(
+    order_N: jax.Array,
+    start_e: jax.Array,
+    count_e: jax.Array,
+    offset_e: jax.Array,
+    end_e: jax.Array,
+    capacity: int,
+) -> jax.Array:
     """Each row asks which expert's zone it lies in, and how far: no scatter."""
     row_C = jnp.arange(capacity, dtype=jnp.int32)
     expert_C = jnp.searchsorted(end_e, row_C, side="right")
@@ -164,7 +184,15 @@ def choices_of_rows(order_N, start_e, count_e, offset_e, end_e, capacity):
     return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
 
 
-def _plan_unsupported(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks) -> str | None:
+def _plan_unsupported(
+    topk_idx: jax.Array,
+    rank: jax.Array,
+    *,
+    num_experts: int,
+    num_rows: int,
+    alignment: int,
+    num_ranks: int,
+) -> str | None:
     del rank, alignment, num_ranks
     if not topk_idx.size or not num_rows or topk_idx.shape[0] >= 2**16:
         return f"there must be choices, in fewer than 2^16 groups, and rows; got {topk_idx.shape}, {num_rows} rows"
@@ -304,7 +332,9 @@ def plan_permute(
     return PermutePlan(*(out if topk_idx.ndim == 3 else (x[0] for x in out)))
 
 
-def check_rows(function, num_rows, worst, num_choices, drop) -> int:
+def check_rows(
+    function: str, num_rows: int | None, worst: int, num_choices: int, drop: bool
+) -> int:
     """The number of rows of a plan: what the caller asks for, or `worst`, which never drops."""
     num_rows = worst if num_rows is None else operator.index(num_rows)
     if num_rows < 1 and worst > 0:
@@ -325,7 +355,7 @@ def check_rows(function, num_rows, worst, num_choices, drop) -> int:
     return num_rows
 
 
-def group_roll(function, roll, num_groups):
+def group_roll(function: str, roll: int | jax.Array, num_groups: int) -> jax.Array | None:
     """`roll` as int32[P], or None for no roll."""
     if isinstance(roll, int):
         return jnp.full(num_groups, roll, jnp.int32) if roll else None
@@ -342,7 +372,7 @@ def group_roll(function, roll, num_groups):
     return jnp.broadcast_to(roll.astype(jnp.int32), (num_groups,))
 
 
-def _rolled(topk_idx_PTK, roll_P, num_experts):
+def _rolled(topk_idx_PTK: jax.Array, roll_P: jax.Array | None, num_experts: int) -> jax.Array:
     """The ids by the places of their experts; -1 for those not routed."""
     if roll_P is None:
         return topk_idx_PTK
@@ -400,12 +430,12 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
     return move_rows(y, plan.inverse, topk_weights)
 
 
-def _as_group(x, ndim):
+def _as_group(x: jax.Array, ndim: int) -> jax.Array:
     """Adds P = 1 where it is missing."""
     return x if x.ndim == ndim else x[None]
 
 
-def _check_topk_idx(function, topk_idx):
+def _check_topk_idx(function: str, topk_idx: jax.Array) -> None:
     check_arrays(function, INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim not in (2, 3):
         raise ValueError(

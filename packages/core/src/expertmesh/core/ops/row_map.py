@@ -13,6 +13,7 @@ Dimension key: P groups, S source rows, N result rows, D features; K, J places o
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +64,7 @@ class RowMap:
         return _row_of(self.source, self.row.shape[-1] if self.row.ndim > self.source.ndim else 1)
 
 
-def _row_of(place, num_places):
+def _row_of(place: jax.Array, num_places: int) -> jax.Array:
     """The row of a place; -1 // K is -1."""
     return place // num_places if num_places > 1 else place
 
@@ -146,7 +147,7 @@ def check_places(function: str, row_map: RowMap, **operand: Any) -> None:
         )
 
 
-def _in_groups(move, row_map, *operands):
+def _in_groups(move: Callable[..., jax.Array], row_map: RowMap, *operands: Any) -> jax.Array:
     """Adds P = 1 where it is missing."""
     operands = (*operands, RowMap(row_map.row, row_map.source))
     if min(row_map.row.ndim, row_map.source.ndim) == 2:
@@ -154,25 +155,33 @@ def _in_groups(move, row_map, *operands):
     return move(*jax.tree.map(lambda x: x[None], operands))[0]
 
 
-def _each_place(index):
+def _each_place(index: jax.Array) -> jax.Array:
     """[P, N] as [P, N, 1]."""
     return index if index.ndim == 3 else index[..., None]
 
 
-def _moved(x, weights, row_map):
+def _moved(x: jax.Array, weights: jax.Array | None, row_map: RowMap) -> jax.Array:
     if weights is None and row_map.row.ndim > row_map.source.ndim:
-        return _spread_rows(x, row_map.row, row_map.source)
+        out: jax.Array = _spread_rows(x, row_map.row, row_map.source)
+        return out
     return gather_rows(x, *jax.tree.map(_each_place, (row_map.source_row, weights)))
 
 
 @jax.vmap
-def _spread_reference(x_SD, row_SK, source_N):
+def _spread_reference(x_SD: jax.Array, row_SK: jax.Array, source_N: jax.Array) -> jax.Array:
     """Each row at its places. The one map is read in the order of the result, the other of the source."""
-    return select_rows(x_SD, RowMap(row_SK, source_N).source_row)
+    out: jax.Array = select_rows(x_SD, RowMap(row_SK, source_N).source_row)
+    return out
 
 
 @jax.vmap
-def _grad_reference(d_out_ND, x_SD, weight_NJ, source_NJ, row_SK):
+def _grad_reference(
+    d_out_ND: jax.Array,
+    x_SD: jax.Array,
+    weight_NJ: jax.Array,
+    source_NJ: jax.Array,
+    row_SK: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """The cotangents of x and weights."""
     (_, J), (_, K) = source_NJ.shape, row_SK.shape
     d_x_SD = sum_rows(d_out_ND, _row_of(row_SK, J), select_rows(weight_NJ.reshape(-1), row_SK))
@@ -183,7 +192,7 @@ def _grad_reference(d_out_ND, x_SD, weight_NJ, source_NJ, row_SK):
     return d_x_SD, select_rows(dots_SK.reshape(-1), source_NJ)
 
 
-def _dots(a_ND, b_SD, index_NJ):
+def _dots(a_ND: jax.Array, b_SD: jax.Array, index_NJ: jax.Array) -> jax.Array:
     """<a[n], b[index[n, j]]>, 0 where there is no such row, whatever a holds."""
     wide = accumulator_dtype(a_ND.dtype)
     dots = []
@@ -195,18 +204,20 @@ def _dots(a_ND, b_SD, index_NJ):
     return jnp.stack(dots, axis=1) if dots else jnp.zeros(index_NJ.shape, wide)
 
 
-def _spread_unsupported(x, row, source) -> str | None:
+def _spread_unsupported(x: jax.Array, row: jax.Array, source: jax.Array) -> str | None:
     return copy_unsupported(x, row) if source.size else "there must be rows to write"
 
 
-def _grad_unsupported(d_out, x, weights, source, row) -> str | None:
+def _grad_unsupported(
+    d_out: jax.Array, x: jax.Array, weights: jax.Array, source: jax.Array, row: jax.Array
+) -> str | None:
     del weights
     if row.shape[-1] != 1:
         return f"a row of x must have one place; it has {row.shape[-1]}"
     return sum_unsupported(x, source) or sum_unsupported(d_out, source)
 
 
-def _kernel(function, unsupported):
+def _kernel(function: str, unsupported: Callable[..., str | None]) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.triton.permute", function, unsupported),)
 
 
@@ -227,11 +238,11 @@ _move_rows_grad = Op(
 )
 
 
-def _rows_fwd(x, weights, row_map):
+def _rows_fwd(x: jax.Array, weights: jax.Array | None, row_map: RowMap) -> tuple[jax.Array, Any]:
     return _moved(x, weights, row_map), (row_map, None if weights is None else (x, weights))
 
 
-def _rows_bwd(residuals, d_out):
+def _rows_bwd(residuals: Any, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     row_map, weighted = residuals
     if weighted is None:
         return _moved(d_out, None, row_map.inverse), None, None
@@ -241,11 +252,11 @@ def _rows_bwd(residuals, d_out):
     return d_x, d_weights.reshape(weights.shape), None
 
 
-def _values_fwd(values, row_map):
+def _values_fwd(values: jax.Array, row_map: RowMap) -> tuple[jax.Array, RowMap]:
     return gather_values(values, row_map.source), row_map
 
 
-def _values_bwd(row_map, d_out):
+def _values_bwd(row_map: RowMap, d_out: jax.Array) -> tuple[jax.Array, None]:
     return gather_values(d_out, row_map.row), None
 
 

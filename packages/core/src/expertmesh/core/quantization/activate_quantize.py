@@ -35,6 +35,7 @@ from expertmesh.core.ops.activation import (
 from expertmesh.core.quantization.quantize import blocks_unsupported, check_source
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
+    Formats,
     Rows,
     participant_unsupported,
     quantize_rows,
@@ -123,13 +124,27 @@ def activate_grad_quantize(
     return _copies(name, source, group_sizes, formats, spec)
 
 
-def _copies(name, source, group_sizes, formats, spec):
+def _copies(
+    name: str,
+    source: "Activated",
+    group_sizes: jax.Array,
+    formats: tuple[TensorFormat, TensorFormat],
+    spec: PartitionSpec | None,
+) -> Copies:
     for format in formats:
         check_source(name, source.base, format)
     return quantize_rows(name, source, group_sizes, formats, spec=spec)
 
 
-def _unsupported(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+def _unsupported(
+    source: "Activated",
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    blocks: tuple[tuple[int, ...], ...],
+    **options: Any,
+) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
     if reason := function_unsupported(source.activation):
@@ -184,16 +199,18 @@ class Activated(Rows):
         del of_groups
         return of_data, *self._of_routing(of_data)
 
-    def _of_routing(self, of_data):
+    def _of_routing(self, of_data: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
         return () if self.weights is None else (of_data[:2], of_data[:2])
 
     def rows(self) -> jax.Array:
         if self.weights is None:
             return gated_reference(self.base, activation=self.activation)
-        operands = self.base, self.weights, self.row_source, None
+        operands: Any = self.base, self.weights, self.row_source, None
         return activate_rows_reference(*operands, activation=self.activation)
 
-    def apart(self, group_sizes, spec):
+    def apart(
+        self, group_sizes: jax.Array, spec: PartitionSpec | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         if self.weights is None:
             return activate_at(self.base, self.activation, spec), None
         operands, specs = (self.base, self.weights, self.row_source, group_sizes), None
@@ -206,7 +223,7 @@ class Activated(Rows):
     def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
         return with_pair(spec) if self.activation.gated else spec
 
-    def fuses(self, formats) -> bool:
+    def fuses(self, formats: Formats) -> bool:
         return self.activation.gated and quantizes_both_at_once(*formats)
 
 
@@ -220,14 +237,14 @@ class ActivatedGrad(Activated):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.base.shape
+        return tuple(self.base.shape)
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         del of_groups
         return of_data, *self._of_routing(of_data), (*of_data[:2], *of_data[3:])
 
-    def _gradients(self):
-        operands = self.base, self.d_out, self.weights, self.row_source, None
+    def _gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        operands: Any = self.base, self.d_out, self.weights, self.row_source, None
         return activate_rows_grad_reference(*operands, activation=self.activation)
 
     def rows(self) -> jax.Array:
@@ -241,21 +258,28 @@ class ActivatedGrad(Activated):
     def d_weights_like(self) -> jax.Array | None:
         return self.weights
 
-    def apart(self, group_sizes, spec):
+    def apart(
+        self, group_sizes: jax.Array, spec: PartitionSpec | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         if self.weights is None:
             specs = spec and (spec, PartitionSpec(*spec[:2], *spec[3:]))
             options = dict(operand_specs=specs, activation=self.activation)
             return gated_grad_op(self.base, self.d_out, **options), None
         return self.with_activation(group_sizes, spec)[:2]
 
-    def with_activation(self, group_sizes, spec):
+    def with_activation(
+        self, group_sizes: jax.Array, spec: PartitionSpec | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(the rows at `spec`, `d_weights`, those of `Activated`) by an op of their own; there must be weights."""
         operands = self.base, self.d_out, self.weights, self.row_source, group_sizes
         specs = None
         if spec is not None:
             of_d, of_rows = PartitionSpec(*spec[:2], *spec[-1:]), PartitionSpec(*spec[:2])
             specs = spec, of_d, of_rows, of_rows, PartitionSpec(*spec[:1])
-        return activate_rows_grad_op(*operands, operand_specs=specs, activation=self.activation)
+        out: tuple[jax.Array, jax.Array, jax.Array] = activate_rows_grad_op(
+            *operands, operand_specs=specs, activation=self.activation
+        )
+        return out
 
     def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
         return spec

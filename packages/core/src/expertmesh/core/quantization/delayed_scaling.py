@@ -8,6 +8,7 @@ key: e tensors with a state of their own (any number of dimensions), L steps.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,15 @@ def init_delayed(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> Delayed
     return DelayedState(jnp.ones(shape, jnp.float32), jnp.zeros((*shape, length), jnp.float32))
 
 
-def _update_reference(amax, multiplier, amax_history, *, margin, largest, most_recent):
+def _update_reference(
+    amax: jax.Array,
+    multiplier: jax.Array,
+    amax_history: jax.Array,
+    *,
+    margin: int,
+    largest: float,
+    most_recent: bool,
+) -> tuple[jax.Array, jax.Array]:
     history = jnp.concatenate([amax[..., None], amax_history[..., 1:]], axis=-1)
     seen = numerics.magnitude(amax if most_recent else history)
     seen = seen if most_recent else jnp.max(seen, axis=-1)
@@ -66,7 +75,7 @@ def _update_reference(amax, multiplier, amax_history, *, margin, largest, most_r
 _update_op = Op("update_delayed", _update_reference, "..., ..., ... l -> ..., ... l", whole=("l",))
 
 
-def _updated(state: DelayedState, amax, recipe: DelayedScaling) -> DelayedState:
+def _updated(state: DelayedState, amax: jax.Array, recipe: DelayedScaling) -> DelayedState:
     multiplier, history = _update_op(
         amax,
         state.multiplier,
@@ -134,7 +143,13 @@ def grouped_quantize_delayed(
 
 
 def grouped_quantize_delayed_both(
-    x, group_sizes, state: DelayedState, recipe: DelayedScaling, *, spec=None, twice: bool = True
+    x: Any,
+    group_sizes: jax.Array,
+    state: DelayedState,
+    recipe: DelayedScaling,
+    *,
+    spec: PartitionSpec | None = None,
+    twice: bool = True,
 ) -> tuple[QuantizedArray, QuantizedArray, DelayedState]:
     """(q as of `grouped_quantize_delayed`, if `twice` the same as the weight's gradient reads it, the state).
 
@@ -165,7 +180,7 @@ def grouped_quantize_delayed_both(
     return *copies[:2], _updated(state, amax, recipe)
 
 
-def _check_state(name: str, state, recipe) -> None:
+def _check_state(name: str, state: Any, recipe: Any) -> None:
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(
             f"{name}: the recipe must be DelayedScaling; got {recipe!r}; use quantize for the others"

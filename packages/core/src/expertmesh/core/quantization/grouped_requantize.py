@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
+    Formats,
     Rows,
     participant_unsupported,
     quantize_rows,
@@ -52,10 +53,19 @@ def grouped_requantize(
     """
     check_quantized("grouped_requantize", q)
     of = Dequantized(q), group_sizes, (None, format)
-    return quantize_rows("grouped_requantize", *of, spec=spec).along_rows
+    out: QuantizedArray = quantize_rows("grouped_requantize", *of, spec=spec).along_rows
+    return out
 
 
-def _unsupported(source, group_sizes, multiplier, key, *, blocks, **options) -> str | None:
+def _unsupported(
+    source: Rows,
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    blocks: tuple[tuple[int, ...], ...],
+    **options: Any,
+) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
     reasons = (blocks_unsupported(source.base.data, block) for block in blocks)
@@ -81,15 +91,19 @@ class Dequantized(Rows):
     op: ClassVar[Op] = _op
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        return self.base.per_leaf(of_data, of_groups)
+        out: tuple[tuple[Any, ...], ...] = self.base.per_leaf(of_data, of_groups)
+        return out
 
     def rows(self) -> jax.Array:
         q = self.base
-        return dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+        out: jax.Array = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+        return out
 
-    def apart(self, group_sizes, spec):
+    def apart(
+        self, group_sizes: jax.Array, spec: PartitionSpec | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         return dequantize(self.base, spec=spec), None
 
-    def fuses(self, formats) -> bool:
+    def fuses(self, formats: Formats) -> bool:
         at_once = formats[0] is None and quantizes_both_at_once(self.base.format, formats[1])
         return at_once and self.ndim == 3 and self.block[1] == 1

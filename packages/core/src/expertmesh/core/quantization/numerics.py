@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 INF = 0x7F800000  # of float32, as integers
 _LARGEST = 0x7F7FFFFF
@@ -17,16 +18,16 @@ _MANTISSA = 0x007FFFFF
 NAN_CODE = 0x7F  # of both 8-bit formats, as NVIDIA's conversions write it
 
 
-def _bits(x):
+def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def _float(bits):
+def _float(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.int32), jnp.float32)
 
 
 @jax.jit
-def widen(x):
+def widen(x: jax.Array) -> jax.Array:
     """x as float32, subnormal numbers too."""
     if x.dtype == jnp.bfloat16:
         wide = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
@@ -35,22 +36,22 @@ def widen(x):
 
 
 @jax.jit
-def magnitude(x):
+def magnitude(x: jax.Array) -> jax.Array:
     """The bits of |x| as int32, ordered as the magnitudes are: 0, subnormal, normal, Inf, NaN."""
     return _bits(widen(x)) & 0x7FFFFFFF
 
 
-def is_regular(magnitudes):
+def is_regular(magnitudes: jax.Array) -> jax.Array:
     """Whether a magnitude is neither 0 nor Inf nor NaN."""
     return (magnitudes > 0) & (magnitudes < INF)
 
 
-def from_magnitude(magnitudes):
+def from_magnitude(magnitudes: jax.Array) -> jax.Array:
     """The float32 of these bits."""
     return _float(magnitudes)
 
 
-def _normal(x):
+def _normal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(y, unit) with x = y * unit and neither of them subnormal."""
     bits = _bits(x)
     tiny = (bits & INF) == 0
@@ -60,20 +61,20 @@ def _normal(x):
 
 
 @jax.jit
-def multiply(x, y):
+def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
     """float32 x * y, rounded once, where x or y is subnormal too; a subnormal product is zero."""
     (x, x_unit), (y, y_unit) = _normal(x), _normal(y)
     product = x * y * (x_unit * y_unit)
     return flush(product)
 
 
-def flush(x):
+def flush(x: jax.Array) -> jax.Array:
     """float32 x with zeros for subnormal numbers."""
     return jnp.where(jnp.abs(x) < jnp.float32(2.0**-126), x * 0, x)
 
 
 @jax.jit
-def divide(x, y):
+def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     """x / y of positive normal float32, rounded to nearest, ties to even; at most the largest finite number."""
     x_bits, y_bits = jnp.broadcast_arrays(_bits(x), _bits(y))
     exponent = (x_bits >> 23) - (y_bits >> 23)
@@ -98,7 +99,9 @@ def divide(x, y):
     return _float(jnp.where(exponent > 127, _LARGEST, jnp.minimum(bits, _LARGEST)))
 
 
-def corrected(quotient, over, under, shift):
+def corrected(
+    quotient: jax.Array, over: jax.Array, under: jax.Array, shift: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(quotient, rest) of int32 `over << shift` by `under`, of a quotient that is wrong by at most 3."""
     # Both products exceed 32 bits; their difference does not.
     rest = (over << shift) - quotient * under
@@ -108,20 +111,20 @@ def corrected(quotient, over, under, shift):
     return quotient, rest
 
 
-def power_of_2(biased):
+def power_of_2(biased: jax.Array) -> jax.Array:
     """2^(biased - 127) for int32 0 .. 254, NaN for 255."""
     bits = jnp.where(biased == 0, 0x00400000, jnp.left_shift(biased, 23))
     return _float(jnp.where(biased == 255, 0x7FC00000, bits))
 
 
-def scale_values(scale):
+def scale_values(scale: jax.Array) -> jax.Array:
     """A stored scale as float32."""
     if scale.dtype == jnp.float8_e8m0fnu:
         return power_of_2(jax.lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32))
     return scale.astype(jnp.float32)
 
 
-def excess(magnitudes, largest: float):
+def excess(magnitudes: jax.Array, largest: float) -> jax.Array:
     """The biased exponent of the least power of two that is at least magnitude / largest, unclamped."""
     bits = _number_bits(largest)
     return (
@@ -136,20 +139,20 @@ def _number_bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def largest(dtype) -> float:
+def largest(dtype: DTypeLike) -> float:
     """The largest finite number of a format."""
     return float(jnp.finfo(dtype).max)
 
 
 @partial(jax.jit, static_argnames="dtype")
-def saturate(x, dtype):
+def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 x clipped to the finite numbers of `dtype`; NaN stays."""
     bound = jnp.float32(largest(dtype))
     return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
 @partial(jax.jit, static_argnames="dtype")
-def round_nearest(x, dtype):
+def round_nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 x rounded to the numbers of `dtype`, ties to even, within its range; still float32."""
     info = jnp.finfo(dtype)
     # Below its normal numbers a format has those of their first binade's spacing.
@@ -161,7 +164,7 @@ def round_nearest(x, dtype):
 
 
 @partial(jax.jit, static_argnames="dtype")
-def round_randomly(x, dtype, bits):
+def round_randomly(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
     """float32 x rounded to one of its neighbours in `dtype`, to the farther one as often as it is near; still float32.
 
     Args:
@@ -176,13 +179,14 @@ def round_randomly(x, dtype, bits):
     below = jnp.floor(units)
     chance = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
     rounded = below + (chance < units - below).astype(jnp.float32)
-    return jnp.where(_bits(x) < 0, -1.0, 1.0).astype(jnp.float32) * (
+    out: jax.Array = jnp.where(_bits(x) < 0, -1.0, 1.0).astype(jnp.float32) * (
         rounded * power_of_2(127 - int(info.nmant) + exponent)
     )
+    return out
 
 
 @partial(jax.jit, static_argnames="dtype")
-def cast(x, dtype):
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 x, already one of the numbers of `dtype`, in `dtype`; NaN is `NAN_CODE`, or 0 where there is none."""
     is_nan = jnp.isnan(x)
     if jnp.dtype(dtype) == jnp.float4_e2m1fn:
@@ -191,7 +195,7 @@ def cast(x, dtype):
     return jax.lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(NAN_CODE), codes), dtype)
 
 
-def _four_bits(x):
+def _four_bits(x: jax.Array) -> jax.Array:
     """The same bits as `astype`, which XLA:CPU takes twice as long for."""
     bits = _bits(x)
     magnitudes = bits & 0x7FFFFFFF

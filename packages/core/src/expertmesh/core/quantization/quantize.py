@@ -19,6 +19,7 @@ formats, and bit for bit the same on every platform.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -44,7 +45,7 @@ from expertmesh.core.quantization.scales import (
     tensor_scales,
 )
 from expertmesh.core.rule import plan_by_rule
-from expertmesh.core.specs import axis_size, entry_axes, spec_axes
+from expertmesh.core.specs import Entry, axis_size, entry_axes, spec_axes
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
@@ -53,7 +54,7 @@ __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
 _NEGATIVE_ROWS = 0b1101011111101000
 
 
-def rotate(x, axis: int):
+def rotate(x: jax.Array, axis: int) -> jax.Array:
     """Blocks of 16 along `axis` times the Hadamard matrix / 4 whose rows have the fixed signs.
 
     In float32, by pairs at distance 1, 2, 4, 8; rounded to bfloat16 where `x` is. Subnormal numbers are zeros.
@@ -74,7 +75,9 @@ def rotate(x, axis: int):
     return numerics.flush(rotated)
 
 
-def random_bits(key, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...] = ()):
+def random_bits(
+    key: jax.Array, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...] = ()
+) -> jax.Array:
     """uint32 per element: of the key and the element's position in the global array alone.
 
     Args:
@@ -91,20 +94,33 @@ def random_bits(key, shape: tuple[int, ...], origin: tuple[tuple[str, ...], ...]
         column = first + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         length = size * (jax.lax.axis_size(axes) if axes else 1)
     count = jnp.concatenate([row.reshape(-1), column.reshape(-1)])
-    return threefry_2x32(key, count)[: prod(shape)].reshape(shape)
+    out: jax.Array = threefry_2x32(key, count)[: prod(shape)].reshape(shape)
+    return out
 
 
 @partial(jax.jit, static_argnames="format")
-def to_data(x, multiplier, format: TensorFormat, bits=None):
+def to_data(
+    x: jax.Array, multiplier: jax.Array, format: TensorFormat, bits: jax.Array | None = None
+) -> jax.Array:
     """float32 x times the multiplier, saturated, rounded, in the format's dtype."""
     scaled = numerics.saturate(numerics.multiply(x, multiplier), format.dtype)
     if format.stochastic:
-        return numerics.cast(numerics.round_randomly(scaled, format.dtype, bits), format.dtype)
-    return numerics.cast(numerics.round_nearest(scaled, format.dtype), format.dtype)
+        rounded = numerics.round_randomly(scaled, format.dtype, bits)
+    else:
+        rounded = numerics.round_nearest(scaled, format.dtype)
+    data: jax.Array = numerics.cast(rounded, format.dtype)
+    return data
 
 
 @partial(jax.jit, static_argnames=("block", "dtype"))
-def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.float32):
+def dequantize_values(
+    data: jax.Array,
+    scale: jax.Array,
+    tensor_scale: jax.Array | None = None,
+    *,
+    block: tuple[int, ...] = (),
+    dtype: DTypeLike = jnp.float32,
+) -> jax.Array:
     """`data * scale * tensor_scale` on plain arrays: what the references of quantized GEMMs begin with.
 
     Args:
@@ -123,10 +139,21 @@ def dequantize_values(data, scale, tensor_scale=None, *, block=(), dtype=jnp.flo
     values = numerics.multiply(values, scale)
     if tensor_scale is not None:
         values = numerics.multiply(values, expand_trailing(tensor_scale, data.ndim))
-    return values.astype(dtype)
+    out: jax.Array = values.astype(dtype)
+    return out
 
 
-def quantized_array(x, format, block, multiplier, bits, *, amax, of_elements, of_blocks):
+def quantized_array(
+    x: jax.Array,
+    format: TensorFormat,
+    block: tuple[int, ...],
+    multiplier: jax.Array | None,
+    bits: jax.Array | None,
+    *,
+    amax: Callable[[jax.Array], jax.Array],
+    of_elements: Callable[[jax.Array], jax.Array],
+    of_blocks: Callable[[jax.Array], jax.Array],
+) -> tuple[QuantizedArray, jax.Array | None]:
     """(QuantizedArray, the amax by a given multiplier, else None).
 
     Args:
@@ -156,37 +183,56 @@ def quantized_array(x, format, block, multiplier, bits, *, amax, of_elements, of
     return QuantizedArray(data, scale, tensor_scale, None, block, format, dtype), found
 
 
-def _quantize_reference(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
+def _quantize_reference(
+    x: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    block: tuple[int, ...],
+    batch_dims: int,
+    amax_axes: tuple[str, ...] = (),
+    origin: tuple[tuple[str, ...], ...] = (),
+) -> tuple[QuantizedArray, jax.Array | None]:
     """(QuantizedArray, the amax by a given multiplier, else None)."""
 
-    def amax(magnitudes):
+    def amax(magnitudes: jax.Array) -> jax.Array:
         of_tensors = jnp.max(magnitudes, axis=tuple(range(batch_dims, x.ndim)), initial=0)
         return jax.lax.pmax(of_tensors, amax_axes) if amax_axes else of_tensors
 
-    bits = random_bits(key, x.shape, origin) if format.stochastic else None
+    bits = None if key is None else random_bits(key, x.shape, origin)
     of_all = partial(expand_trailing, ndim=x.ndim)
     return quantized_array(
         x, format, block, multiplier, bits, amax=amax, of_elements=of_all, of_blocks=of_all
     )
 
 
-def _results_like(x, multiplier, key, *, format, block, batch_dims):
+def _results_like(
+    x: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    block: tuple[int, ...],
+    batch_dims: int,
+) -> tuple[QuantizedArray, jax.Array | None]:
     del key
     return quantized_like(x.shape, x.dtype, format, block, x.shape[:batch_dims]), multiplier
 
 
-def _dequantize_reference(q, *, block):
+def _dequantize_reference(q: QuantizedArray, *, block: tuple[int, ...]) -> jax.Array:
     del block
     values = partial(dequantize_values, block=q.block, dtype=q.dtype)
     if q.group_sizes is None:
-        return values(q.data, q.scale, q.tensor_scale)
+        out: jax.Array = values(q.data, q.scale, q.tensor_scale)
+        return out
     groups_PC = row_groups(q.group_sizes, q.shape[1])
     scale = q.scale if q.block else of_rows(q.scale, groups_PC)
     tensor_scale = None if q.tensor_scale is None else of_rows(q.tensor_scale, groups_PC)
     return cleared(values(q.data, scale, tensor_scale), q.group_sizes)
 
 
-def _dequantize_unsupported(q, *, block) -> str | None:
+def _dequantize_unsupported(q: QuantizedArray, *, block: tuple[int, ...]) -> str | None:
     """What keeps these types from the kernel, or None."""
     if not block or q.tensor_scale is not None:
         return f"the scales must be of blocks alone; block={block}, format={q.format}"
@@ -198,12 +244,18 @@ def _dequantize_unsupported(q, *, block) -> str | None:
     return blocks_unsupported(q.data, block)
 
 
-def _column_sums(x, *, feature_dims, out_dtype):
+def _column_sums(x: jax.Array, *, feature_dims: int, out_dtype: DTypeLike) -> jax.Array:
     rows = tuple(range(x.ndim - feature_dims))
     return jnp.sum(numerics.widen(x), axis=rows).astype(out_dtype)
 
 
-def check_blocks(name: str, shape, block, entries, mesh_shape) -> None:
+def check_blocks(
+    name: str,
+    shape: Sequence[int],
+    block: Sequence[int],
+    entries: Sequence[Entry],
+    mesh_shape: Mapping[str, int],
+) -> None:
     """Raises ValueError where a mesh axis would cut a block in two.
 
     Args:
@@ -252,14 +304,14 @@ class BlockPlan:
         )
 
 
-def quantize_unsupported(x, format: TensorFormat, block: tuple[int, ...]) -> str | None:
+def quantize_unsupported(x: jax.Array, format: TensorFormat, block: tuple[int, ...]) -> str | None:
     """What keeps these numbers and this format from the kernels, or None."""
     if format.dtype == "float4_e2m1fn" or format.hadamard:
         return f"the kernels quantize to 8 bits, and rotate nothing; the format is {format}"
     return blocks_unsupported(x, block)
 
 
-def blocks_unsupported(x, block: tuple[int, ...]) -> str | None:
+def blocks_unsupported(x: jax.Array, block: tuple[int, ...]) -> str | None:
     """What keeps numbers in these blocks from kernels that convert to or from 8 bits, or None."""
     capability = _jax.compute_capability()
     if capability is not None and capability < 8.9:
@@ -270,7 +322,15 @@ def blocks_unsupported(x, block: tuple[int, ...]) -> str | None:
     return None if x.size else "there must be elements"
 
 
-def _unsupported(x, multiplier, key, *, format, block, **options) -> str | None:
+def _unsupported(
+    x: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    block: tuple[int, ...],
+    **options: Any,
+) -> str | None:
     del multiplier, key, options
     return quantize_unsupported(x, format, block)
 
@@ -362,19 +422,36 @@ def quantize(
     return quantized
 
 
-def quantize_with_amax(x, format: TensorFormat, multiplier, *, batch_dims=0, spec=None):
+def quantize_with_amax(
+    x: jax.Array,
+    format: TensorFormat,
+    multiplier: jax.Array,
+    *,
+    batch_dims: int = 0,
+    spec: PartitionSpec | None = None,
+) -> tuple[QuantizedArray, jax.Array]:
     """(`quantize` by a given multiplier, the amax of x), float32[*S[:batch_dims]] both."""
     return _quantize("quantize_delayed", x, format, -1, None, batch_dims, multiplier, None, spec)
 
 
-def _quantize(name, x, format, axis, across, batch_dims, multiplier, key, spec):
+def _quantize(
+    name: str,
+    x: jax.Array,
+    format: TensorFormat,
+    axis: int,
+    across: int | None,
+    batch_dims: int,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    spec: PartitionSpec | None,
+) -> tuple[QuantizedArray, jax.Array]:
     check_source(name, x, format)
     block = block_shape(name, x.shape, format, axis, across, batch_dims)
     if multiplier is not None:
         check_multiplier(name, multiplier, x.shape[:batch_dims], block)
         multiplier = jnp.asarray(multiplier, jnp.float32)
     op = _quantize_weights_op if batch_dims else _quantize_op
-    return op(
+    out: tuple[QuantizedArray, jax.Array] = op(
         not_differentiable(x, f"{name}: use dense or grouped_dense"),
         multiplier,
         key_words(name, key) if format.stochastic else None,
@@ -387,6 +464,7 @@ def _quantize(name, x, format, axis, across, batch_dims, multiplier, key, spec):
         block=block,
         batch_dims=batch_dims,
     )
+    return out
 
 
 def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.Array:
@@ -411,7 +489,8 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.A
     data = not_differentiable(q.data, "dequantize: use dense or grouped_dense")
     op = _dequantize_weights_op if _is_of_weights(q) else _dequantize_op
     op = op if q.group_sizes is None else _dequantize_groups_op
-    return op(dataclasses.replace(q, data=data), operand_specs=(spec,), block=q.block)
+    out: jax.Array = op(dataclasses.replace(q, data=data), operand_specs=(spec,), block=q.block)
+    return out
 
 
 def _is_of_weights(q: QuantizedArray) -> bool:
@@ -461,7 +540,7 @@ def quantize_dbias(
     return q, _dbias_op(x, operand_specs=(spec,), feature_dims=feature_dims, out_dtype=dtype)
 
 
-def check_source(name: str, x, format) -> None:
+def check_source(name: str, x: Any, format: Any) -> None:
     check_arrays(name, FLOATS, x=x)
     if not isinstance(format, TensorFormat):
         raise TypeError(
@@ -473,48 +552,59 @@ def check_source(name: str, x, format) -> None:
         )
 
 
-def block_shape(name: str, shape, format: TensorFormat, axis, across, batch_dims) -> tuple:
+def block_shape(
+    name: str,
+    shape: Sequence[int],
+    format: TensorFormat,
+    axis: int,
+    across: int | None,
+    batch_dims: int,
+) -> tuple[int, ...]:
     """The elements of each dimension that share a scale; () for a format without blocks."""
-    ndim = len(shape)
-
-    def require(ok, rule, remedy):
-        if not ok:
-            raise ValueError(
-                f"{name}: {rule}; got x {tuple(shape)}, axis={axis}, across={across}, batch_dims={batch_dims}, "
-                f"block={format.block}; {remedy}"
-            )
-
-    require(
-        0 <= batch_dims <= ndim, "batch_dims must be at most the rank of x", "pass 0 for one tensor"
-    )
-    if format.block is None:
-        return ()
-    require(-ndim <= axis < ndim, "axis must be a dimension of x", "pass that of the contraction")
-    block = [1] * ndim
-    block[axis] = format.block[1]
-    if format.block[0] > 1:
-        require(
-            across is not None and -ndim <= across < ndim and across % ndim != axis % ndim,
-            "a format with blocks of several rows needs another dimension in across",
-            "pass the last dimension that the GEMM does not contract",
+    for rule, remedy in _broken_rules(shape, format, axis, across, batch_dims):
+        raise ValueError(
+            f"{name}: {rule}; got x {tuple(shape)}, axis={axis}, across={across}, batch_dims={batch_dims}, "
+            f"block={format.block}; {remedy}"
         )
-        block[across] = format.block[0]
-    require(
-        all(b == 1 for b in block[:batch_dims]),
-        "blocks must not lie along batch dimensions",
-        "pass fewer batch_dims or another axis",
-    )
-    partial = format.scale in ("float32", "power_of_2")
-    for dim, b in enumerate(block):
-        require(
-            partial or shape[dim] % b == 0,
-            f"dimension {dim} of size {shape[dim]} must be a multiple of the block, {b}",
-            "pad it",
-        )
-    return tuple(block)
+    return () if format.block is None else _block(len(shape), format.block, axis, across)
 
 
-def check_multiplier(name, multiplier, shape, block) -> None:
+def _block(ndim: int, block: tuple[int, int], axis: int, across: int | None) -> tuple[int, ...]:
+    of_dims = [1] * ndim
+    of_dims[axis] = block[1]
+    if across is not None and block[0] > 1:
+        of_dims[across] = block[0]
+    return tuple(of_dims)
+
+
+def _broken_rules(
+    shape: Sequence[int], format: TensorFormat, axis: int, across: int | None, batch_dims: int
+) -> Iterator[tuple[str, str]]:
+    """What operands of `block_shape` must be and are not, and what to do; ask for no more after one of them."""
+    ndim, block = len(shape), format.block
+    if not 0 <= batch_dims <= ndim:
+        yield "batch_dims must be at most the rank of x", "pass 0 for one tensor"
+    if block is None:
+        return
+    if not -ndim <= axis < ndim:
+        yield "axis must be a dimension of x", "pass that of the contraction"
+    apart = across is not None and -ndim <= across < ndim and across % ndim != axis % ndim
+    if block[0] > 1 and not apart:
+        rule = "a format with blocks of several rows needs another dimension in across"
+        yield rule, "pass the last dimension that the GEMM does not contract"
+    sizes = _block(ndim, block, axis, across)
+    if any(b > 1 for b in sizes[:batch_dims]):
+        rule = "blocks must not lie along batch dimensions"
+        yield rule, "pass fewer batch_dims or another axis"
+    if format.scale not in ("float32", "power_of_2"):
+        for dim in (dim for dim, b in enumerate(sizes) if shape[dim] % b != 0):
+            rule = f"dimension {dim} of size {shape[dim]} must be a multiple of the block, {sizes[dim]}"
+            yield rule, "pad it"
+
+
+def check_multiplier(
+    name: str, multiplier: jax.Array, shape: Sequence[int], block: tuple[int, ...]
+) -> None:
     if block:
         raise ValueError(
             f"{name}: a multiplier must be left out for formats with blocks; got block={block}; "
@@ -527,7 +617,7 @@ def check_multiplier(name, multiplier, shape, block) -> None:
         )
 
 
-def key_words(name: str, key):
+def key_words(name: str, key: jax.Array | None) -> jax.Array:
     """The uint32[2] of a key."""
     if key is None:
         raise ValueError(

@@ -8,6 +8,7 @@ per participant, G groups per participant.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,8 +38,13 @@ from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["grouped_quantize"]
 
+# Of the copy along the features, and of the one along the rows; None for no copy.
+Formats = tuple[TensorFormat | None, TensorFormat | None]
 
-def _group_amax(magnitudes, groups_PC, num_groups: int, axes):
+
+def _group_amax(
+    magnitudes: jax.Array, groups_PC: jax.Array, num_groups: int, axes: tuple[str, ...]
+) -> jax.Array:
     """int32[P, G]; padding rows enter none."""
     rows_PC = jnp.max(magnitudes, axis=tuple(range(2, magnitudes.ndim)), initial=0)
     amax_PG = jax.vmap(
@@ -64,15 +70,24 @@ class Copies(NamedTuple):
 
 
 def _reference(
-    source, group_sizes, multiplier, key, *, format, blocks, directions, amax_axes=(), origin=()
-):
+    source: "Rows",
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    blocks: tuple[tuple[int, ...], ...],
+    directions: tuple[int, ...],
+    amax_axes: tuple[str, ...] = (),
+    origin: tuple[tuple[str, ...], ...] = (),
+) -> Copies:
     """Copies, of which `directions` says those that are wanted: 0 and 1."""
     x = cleared(source.rows(), group_sizes)
     num_groups = group_sizes.shape[1]
     groups_PC = row_groups(group_sizes, x.shape[1])
-    bits = random_bits(key, x.shape, origin) if format.stochastic else None
+    bits = None if key is None else random_bits(key, x.shape, origin)
 
-    def quantized(block):
+    def quantized(block: tuple[int, ...]) -> tuple[QuantizedArray, jax.Array | None]:
         return quantized_array(
             x,
             format,
@@ -92,7 +107,16 @@ def _reference(
     return Copies(first, second, copies[blocks[directions[0]]][1], source.d_weights())
 
 
-def _results_like(source, group_sizes, multiplier, key, *, format, blocks, directions):
+def _results_like(
+    source: "Rows",
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    blocks: tuple[tuple[int, ...], ...],
+    directions: tuple[int, ...],
+) -> Copies:
     del key
     first, second = (
         quantized_like(source.shape, source.base.dtype, format, blocks[i], group_sizes.shape)
@@ -103,7 +127,17 @@ def _results_like(source, group_sizes, multiplier, key, *, format, blocks, direc
     return Copies(first, second, multiplier, source.d_weights_like())
 
 
-def _unsupported(source, group_sizes, multiplier, key, *, format, blocks, directions, **options):
+def _unsupported(
+    source: "Rows",
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    blocks: tuple[tuple[int, ...], ...],
+    directions: tuple[int, ...],
+    **options: Any,
+) -> str | None:
     """What keeps these types from the kernels, or None."""
     del multiplier, key, options
     x = source.base
@@ -113,7 +147,7 @@ def _unsupported(source, group_sizes, multiplier, key, *, format, blocks, direct
     return participant_unsupported(x, group_sizes) or next(filter(None, reasons), None)
 
 
-def participant_unsupported(x, group_sizes) -> str | None:
+def participant_unsupported(x: Any, group_sizes: jax.Array) -> str | None:
     """What keeps kernels, which take one participant, from these rows, or None."""
     if x.shape[0] == 1 and group_sizes.shape[1]:
         return None
@@ -152,12 +186,12 @@ class Rows:
 
     @property
     def ndim(self) -> int:
-        return self.base.ndim
+        return int(self.base.ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the rows."""
-        return self.base.shape
+        return tuple(self.base.shape)
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -171,7 +205,8 @@ class Rows:
 
     def rows(self) -> jax.Array:
         """The rows [P, C, ...], inside of an op."""
-        return self.base
+        rows: jax.Array = self.base
+        return rows
 
     def d_weights(self) -> jax.Array | None:
         """float32[P, C], the gradient of routing weights, inside of an op; None without."""
@@ -192,7 +227,7 @@ class Rows:
         """Where `base` is, for rows at `spec`."""
         return spec
 
-    def fuses(self, formats) -> bool:
+    def fuses(self, formats: Formats) -> bool:
         """Whether rows in these formats are made and quantized at once."""
         del formats
         return True
@@ -220,18 +255,28 @@ class Moved(Rows):
         return of_data, (*of_data[:2], k), (*of_data[:1], n)
 
     def rows(self) -> jax.Array:
-        return jax.vmap(select_rows)(self.base, self.row_map.source_row)
+        out: jax.Array = jax.vmap(select_rows)(self.base, self.row_map.source_row)
+        return out
 
-    def apart(self, group_sizes, spec):
+    def apart(
+        self, group_sizes: jax.Array, spec: PartitionSpec | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         del group_sizes, spec
         return move_rows(self.base, self.row_map), None
 
-    def fuses(self, formats) -> bool:
+    def fuses(self, formats: Formats) -> bool:
         return quantizes_both_at_once(*formats)
 
 
 def quantize_rows(
-    name, source, group_sizes, formats, *, multiplier=None, keys=(None, None), spec=None
+    name: str,
+    source: Rows,
+    group_sizes: jax.Array,
+    formats: Formats,
+    *,
+    multiplier: jax.Array | None = None,
+    keys: tuple[jax.Array | None, jax.Array | None] = (None, None),
+    spec: PartitionSpec | None = None,
 ) -> Copies:
     """Copies of rows in groups, of one read where one kernel can write them all.
 
@@ -245,21 +290,33 @@ def quantize_rows(
     """
     if not source.fuses(formats):
         rows, d_weights = source.apart(group_sizes, spec)
-        options = dict(multiplier=multiplier, keys=keys, spec=spec)
+        options: dict[str, Any] = dict(multiplier=multiplier, keys=keys, spec=spec)
         copies = quantize_rows(name, Rows(rows), group_sizes, formats, **options)
         return copies._replace(d_weights=d_weights)
-    run = partial(_quantize_at_once, name, source, group_sizes, multiplier, spec)
+    run: Callable[..., Copies] = partial(
+        _quantize_at_once, name, source, group_sizes, multiplier, spec
+    )
     along_features, along_rows = formats
     if along_features is None or along_rows is None:
         at = int(along_features is None)
         return run(formats[at], keys[at], directions=(at,))
-    if quantized_once(*formats) or quantizes_both_at_once(*formats):
+    if quantized_once(along_features, along_rows) or quantizes_both_at_once(*formats):
         return run(along_features, keys[0], directions=(0, 1))
     first, second = (run(formats[i], keys[i], directions=(i,)) for i in (0, 1))
     return first._replace(along_rows=second.along_rows)
 
 
-def _quantize_at_once(name, source, group_sizes, multiplier, spec, format, key, *, directions):
+def _quantize_at_once(
+    name: str,
+    source: Rows,
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    spec: PartitionSpec | None,
+    format: TensorFormat,
+    key: jax.Array | None,
+    *,
+    directions: tuple[int, ...],
+) -> Copies:
     check_groups(name, source.shape, group_sizes)
     axes = len(source.shape) - 1, 1
     blocks = tuple(
@@ -270,7 +327,7 @@ def _quantize_at_once(name, source, group_sizes, multiplier, spec, format, key, 
         check_multiplier(name, multiplier, group_sizes.shape, blocks[directions[0]])
         multiplier = jnp.asarray(multiplier, jnp.float32)
     of_groups = None if spec is None else PartitionSpec(*tuple(spec)[:1])
-    copies = source.op(
+    copies: Copies = source.op(
         jax.tree.map(partial(not_differentiable, remedy=f"{name}: use grouped_dense"), source),
         group_sizes,
         multiplier,
@@ -331,16 +388,21 @@ def grouped_quantize(
     if debug and format.block is not None and along_rows:
         check_starts(name, group_sizes, format.block[1])
     formats = (None, format) if along_rows else (format, None)
-    options = dict(multiplier=multiplier, keys=(key, key), spec=spec)
-    return quantize_rows(name, Rows(x), group_sizes, formats, **options)[along_rows]
+    options: dict[str, Any] = dict(multiplier=multiplier, keys=(key, key), spec=spec)
+    out: QuantizedArray = quantize_rows(name, Rows(x), group_sizes, formats, **options)[along_rows]
+    return out
 
 
-def quantizes_both_at_once(last: TensorFormat, rows: TensorFormat) -> bool:
+def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
     """Whether copies in these formats are made of one read."""
-    return last == rows and last.block is not None and last.dtype != "float4_e2m1fn"
+    if last is None or last != rows:
+        return False
+    return last.block is not None and last.dtype != "float4_e2m1fn"
 
 
-def grouped_quantize_both(x, group_sizes, formats, **options) -> Copies:
+def grouped_quantize_both(
+    x: Any, group_sizes: jax.Array, formats: Formats, **options: Any
+) -> Copies:
     """`quantize_rows` of x, an array or `Rows`, after the errors of `grouped_quantize` and in its name.
 
     Where both formats are one 8-bit format, rows are read once; without blocks both copies have the same data.
@@ -359,7 +421,7 @@ def as_rows(x: Any) -> Rows:
     return x if isinstance(x, Rows) else Rows(x)
 
 
-def check_groups(name: str, shape, group_sizes) -> None:
+def check_groups(name: str, shape: Sequence[int], group_sizes: jax.Array) -> None:
     """Raises an error that names `name` unless rows of this shape can have these groups."""
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
     if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
@@ -369,7 +431,7 @@ def check_groups(name: str, shape, group_sizes) -> None:
         )
 
 
-def check_starts(name: str, group_sizes, block: int) -> None:
+def check_starts(name: str, group_sizes: jax.Array, block: int) -> None:
     """A checkify error where a group that is not empty starts within a block."""
     starts = jnp.cumsum(group_sizes, axis=1) - group_sizes
     checkify.debug_check(

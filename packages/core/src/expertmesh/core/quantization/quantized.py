@@ -1,6 +1,7 @@
 """QuantizedArray: 8- or 4-bit data with the scales that turn it back into numbers."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -123,34 +124,29 @@ def check_quantized(name: str, q: QuantizedArray) -> None:
 
 
 def _check_shapes(name: str, q: QuantizedArray) -> None:
-    def require(ok, rule):
-        if not ok:
-            shapes = {
-                part: None if x is None else x.shape
-                for part in ("data", "scale", "tensor_scale", "group_sizes")
-                for x in [getattr(q, part)]
-            }
-            raise ValueError(
-                f"{name}: {rule}; got {shapes}, block={q.block}; pass it as quantize made it"
-            )
+    for rule in _broken_rules(q):
+        parts = {
+            part: getattr(q, part) for part in ("data", "scale", "tensor_scale", "group_sizes")
+        }
+        shapes = {part: None if x is None else x.shape for part, x in parts.items()}
+        raise ValueError(
+            f"{name}: {rule}; got {shapes}, block={q.block}; pass it as quantize made it"
+        )
 
-    require(
-        bool(q.block) == (q.format.block is not None) and len(q.block) in (0, q.ndim),
-        "the block must have one entry per dimension, and none for formats without blocks",
-    )
+
+def _broken_rules(q: QuantizedArray) -> Iterator[str]:
+    """What the parts of `q` must be and are not; ask for no more after one of them."""
+    if bool(q.block) != (q.format.block is not None) or len(q.block) not in (0, q.ndim):
+        yield "the block must have one entry per dimension, and none for formats without blocks"
     if q.block:
         want = tuple(-(-n // b) for n, b in zip(q.shape, q.block, strict=True))
-        require(q.scale.shape == want, f"scale must be ceil(shape / block) = {want}")
-    lead = q.tensor_scale if q.block else q.scale
+        if q.scale.shape != want:
+            yield f"scale must be ceil(shape / block) = {want}"
+    lead, sizes = q.tensor_scale if q.block else q.scale, q.group_sizes
     if lead is None:
         return
-    if q.group_sizes is not None:
-        require(
-            q.ndim >= 2
-            and lead.shape == q.group_sizes.shape
-            and lead.ndim == 2
-            and lead.shape[0] == q.shape[0],
-            "the scales of groups and group_sizes must be [P, G], data [P, C, ...]",
-        )
-    else:
-        require(lead.shape == q.shape[: lead.ndim], "tensor scales must be of leading dimensions")
+    if sizes is None:
+        if lead.shape != q.shape[: lead.ndim]:
+            yield "tensor scales must be of leading dimensions"
+    elif q.ndim < 2 or lead.ndim != 2 or lead.shape != sizes.shape or lead.shape[0] != q.shape[0]:
+        yield "the scales of groups and group_sizes must be [P, G], data [P, C, ...]"

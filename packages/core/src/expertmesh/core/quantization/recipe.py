@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import enum
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ _DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 _SCALES = ("float32", "power_of_2", "float8_e8m0fnu", "float8_e4m3fn")
 
 
-def _is_block(block) -> bool:
+def _is_block(block: object) -> bool:
     return (
         isinstance(block, tuple)
         and len(block) == 2
@@ -71,8 +71,8 @@ class TensorFormat:
     hadamard: bool = False
     stochastic: bool = False
 
-    def __post_init__(self):
-        def require(ok, rule, remedy):
+    def __post_init__(self) -> None:
+        def require(ok: bool, rule: str, remedy: str) -> None:
             if not ok:
                 raise ValueError(f"TensorFormat: {rule}; got {self}; {remedy}")
 
@@ -140,7 +140,7 @@ class Float8CurrentScaling(Recipe):
 
     fp8_format: Format = Format.HYBRID
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_format(self)
 
     def formats(self) -> LayerFormats:
@@ -161,7 +161,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_format(self)
         _require(self, _is_count(self.margin, 0), "margin must be an integer, at least 0")
         _require(self, _is_count(self.amax_history_len, 1), "amax_history_len must be at least 1")
@@ -183,7 +183,7 @@ class Float8BlockScaling(Recipe):
     power_2_scale: bool = True
     amax_epsilon: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_format(self)
         _require(
             self,
@@ -206,7 +206,7 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_format(self)
 
     def formats(self) -> LayerFormats:
@@ -241,16 +241,16 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-def _require(recipe, ok, rule: str) -> None:
+def _require(recipe: Recipe, ok: bool, rule: str) -> None:
     if not ok:
         raise ValueError(f"{type(recipe).__name__}: {rule}; got {recipe}; change it")
 
 
-def _is_count(value, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and value >= least
 
 
-def _check_format(recipe) -> None:
+def _check_format(recipe: Any) -> None:
     if not isinstance(recipe.fp8_format, Format):
         raise TypeError(
             f"{type(recipe).__name__}: fp8_format must be a Format; got fp8_format={recipe.fp8_format!r}; "
@@ -269,7 +269,7 @@ def _by_role(x: TensorFormat, weight: TensorFormat, grad: TensorFormat) -> Layer
     )
 
 
-RECIPES: Mapping[str, type] = types.MappingProxyType(
+RECIPES: Mapping[str, type[Recipe]] = types.MappingProxyType(
     {
         "fp8_delayed": DelayedScaling,
         "fp8_current": Float8CurrentScaling,
@@ -327,8 +327,8 @@ _ONLY: Mapping[str, object] = {
 }
 
 
-def _translated(obj, cls: type) -> Recipe:
-    def refuse(option, value, want):
+def _translated(obj: Any, cls: type[Any]) -> Recipe:
+    def refuse(option: str, value: object, want: object) -> None:
         raise ValueError(
             f"as_recipe: {cls.__name__}.{option} must be {want!r}; got {option}={value!r}; leave it at its default"
         )
@@ -344,10 +344,11 @@ def _translated(obj, cls: type) -> Recipe:
         options["fp8_format"] = Format[options["fp8_format"].name]
     if cls is Float8BlockScaling:
         options |= _block_options(obj, refuse)
-    return cls(**options)
+    recipe: Recipe = cls(**options)
+    return recipe
 
 
-def _block_options(obj, refuse) -> dict:
+def _block_options(obj: Any, refuse: Callable[[str, object, object], None]) -> dict[str, Any]:
     """Of x, which those of the weight and the gradients must equal."""
     parts = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     found = [
@@ -389,4 +390,5 @@ def autocast(recipe: Recipe | str | None) -> Iterator[Recipe | None]:
 
 def current_recipe() -> Recipe | None:
     """The recipe of the innermost `autocast`, or None."""
-    return _context.value
+    recipe: Recipe | None = _context.value
+    return recipe

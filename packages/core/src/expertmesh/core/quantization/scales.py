@@ -4,16 +4,18 @@ The table of quantize.py says what is computed. Magnitudes are those of numerics
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.recipe import TensorFormat
 
 
 @partial(jax.jit, static_argnames="block")
-def block_amax(magnitudes, block: tuple[int, ...]):
+def block_amax(magnitudes: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """The largest magnitude of each block, [ceil(shape / block)]; a partial last block has its own."""
     counts = [-(-n // b) for n, b in zip(magnitudes.shape, block, strict=True)]
     padding = [(0, m * b - n) for n, m, b in zip(magnitudes.shape, counts, block, strict=True)]
@@ -23,7 +25,7 @@ def block_amax(magnitudes, block: tuple[int, ...]):
 
 
 @partial(jax.jit, static_argnames=("shape", "block"))
-def repeat_blocks(values, shape: tuple[int, ...], block: tuple[int, ...]):
+def repeat_blocks(values: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
     """One value per block, repeated over the elements of its block."""
     # Else the compiler computes the value of a block for each of its elements.
     values = jax.lax.optimization_barrier(values)
@@ -33,7 +35,7 @@ def repeat_blocks(values, shape: tuple[int, ...], block: tuple[int, ...]):
     return values
 
 
-def amax_multiplier(magnitudes, largest: float, limit: float):
+def amax_multiplier(magnitudes: jax.Array, largest: float, limit: float) -> jax.Array:
     """largest / amax, at most `limit`; 1 where amax is 0, Inf or NaN."""
     is_regular = numerics.is_regular(magnitudes)
     is_normal = is_regular & (magnitudes > 0x007FFFFF)
@@ -44,12 +46,13 @@ def amax_multiplier(magnitudes, largest: float, limit: float):
     return jnp.where(is_regular, quotient, jnp.float32(1))
 
 
-def reciprocal(multiplier):
-    return numerics.divide(jnp.float32(1), multiplier)
+def reciprocal(multiplier: jax.Array) -> jax.Array:
+    out: jax.Array = numerics.divide(jnp.float32(1), multiplier)
+    return out
 
 
 @partial(jax.jit, static_argnames="format")
-def tensor_scales(magnitudes, format: TensorFormat):
+def tensor_scales(magnitudes: jax.Array, format: TensorFormat) -> tuple[jax.Array, jax.Array]:
     """(multiplier, scale) of tensors with these amax; for two-level formats g and tensor_scale."""
     most = 6.0 * 448.0 if format.scale == "float8_e4m3fn" else numerics.largest(format.dtype)
     multiplier = amax_multiplier(magnitudes, most, numerics.largest(jnp.float32))
@@ -57,7 +60,12 @@ def tensor_scales(magnitudes, format: TensorFormat):
 
 
 @partial(jax.jit, static_argnames=("format", "dtype"))
-def block_scales(magnitudes, format: TensorFormat, dtype, tensor_multiplier=None):
+def block_scales(
+    magnitudes: jax.Array,
+    format: TensorFormat,
+    dtype: DTypeLike,
+    tensor_multiplier: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """(multiplier, scale as stored) of blocks with these amax.
 
     Args:
@@ -67,11 +75,7 @@ def block_scales(magnitudes, format: TensorFormat, dtype, tensor_multiplier=None
     """
     most = numerics.largest(format.dtype)
     if format.scale == "float8_e8m0fnu":
-        byte = jnp.clip(numerics.excess(magnitudes, most), 0, 254)
-        byte = jnp.where(magnitudes == numerics.INF, 254, byte)
-        byte = jnp.where(magnitudes > numerics.INF, 255, byte)
-        scale = jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        return numerics.power_of_2(jnp.where(byte == 255, 255, 254 - byte)), scale
+        return _exponent_scales(magnitudes, most)
     if format.scale == "float8_e4m3fn":
         return _two_level_scales(magnitudes, most, tensor_multiplier)
     floor = numerics.magnitude(jnp.float32(format.amax_epsilon))
@@ -84,7 +88,18 @@ def block_scales(magnitudes, format: TensorFormat, dtype, tensor_multiplier=None
     return numerics.power_of_2(biased), numerics.power_of_2(254 - biased)
 
 
-def _two_level_scales(magnitudes, most: float, tensor_multiplier):
+def _exponent_scales(magnitudes: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
+    """Powers of two, of which the exponent is stored."""
+    byte = jnp.clip(numerics.excess(magnitudes, most), 0, 254)
+    byte = jnp.where(magnitudes == numerics.INF, 254, byte)
+    byte = jnp.where(magnitudes > numerics.INF, 255, byte)
+    scale = jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return numerics.power_of_2(jnp.where(byte == 255, 255, 254 - byte)), scale
+
+
+def _two_level_scales(
+    magnitudes: jax.Array, most: float, tensor_multiplier: Any
+) -> tuple[jax.Array, jax.Array]:
     """The scale is rounded before the multiplier is made of it."""
     is_finite = magnitudes < numerics.INF
     unit = jnp.where(magnitudes < 0x10000000, jnp.float32(2.0**64), jnp.float32(1))

@@ -76,14 +76,18 @@ def plan_permute_map(
     return PermutePlan(*(out if routing_map.ndim == 3 else (x[0] for x in out)))
 
 
-def _plan_reference(map_PTE, roll_P, *, num_rows, alignment):
-    def plan(map_TE, roll):
+def _plan_reference(
+    map_PTE: jax.Array, roll_P: jax.Array, *, num_rows: int, alignment: int
+) -> tuple[jax.Array, ...]:
+    def plan(map_TE: jax.Array, roll: jax.Array) -> tuple[jax.Array, ...]:
         return _plan_group(map_TE != 0, roll % map_TE.shape[1], num_rows, alignment)
 
     return jax.vmap(plan)(map_PTE, roll_P)
 
 
-def _plan_group(map_TE, roll, num_rows, alignment):
+def _plan_group(
+    map_TE: jax.Array, roll: jax.Array, num_rows: int, alignment: int
+) -> tuple[jax.Array, ...]:
     """A count over (expert, token) in the order of rows numbers the entries: no sort, no scatter."""
     num_tokens, num_experts = map_TE.shape
     expert_e = (jnp.arange(num_experts, dtype=jnp.int32) + roll) % num_experts
@@ -94,7 +98,6 @@ def _plan_group(map_TE, roll, num_rows, alignment):
     size_e = -(-count_e // alignment) * alignment
     end_e = jnp.cumsum(size_e, dtype=jnp.int32)
     offset_e = end_e - size_e
-
     row_eT = seen_eT - 1 + (offset_e - start_e)[:, None]
     row_eT = jnp.where(map_eT & (row_eT < num_rows), row_eT, -1)
     place_E = (jnp.arange(num_experts, dtype=jnp.int32) - roll) % num_experts
@@ -114,7 +117,7 @@ _plan = Op(
 )
 
 
-def _check_map(routing_map):
+def _check_map(routing_map: jax.Array) -> None:
     check_arrays("plan_permute_map", FLAGS, routing_map=routing_map)
     if routing_map.ndim not in (2, 3):
         raise ValueError(

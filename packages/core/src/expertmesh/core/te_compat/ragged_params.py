@@ -130,7 +130,9 @@ def local_unpermute_before_a2a(
     return move_rows(y, _local_plan("local_unpermute_before_a2a", y, counts, shard_id).inverse)
 
 
-def _local_plan(function, x, counts, shard_id) -> RowMap:
+def _local_plan(
+    function: str, x: jax.Array, counts: jax.Array, shard_id: int | jax.Array
+) -> RowMap:
     _check_counts(function, counts)
     if x.ndim != 2:
         raise ValueError(
@@ -141,25 +143,26 @@ def _local_plan(function, x, counts, shard_id) -> RowMap:
     return plan_chunks(size_Rg.reshape(-1), order_gR.reshape(-1), num_rows=x.shape[0])
 
 
-def _mine(counts_RE, shard_id):
+def _mine(counts_RE: jax.Array, shard_id: int | jax.Array) -> jax.Array:
     """int32[R, g]: rows from each shard for each of this shard's experts."""
     num_shards = counts_RE.shape[0]
     blocks_RRg = counts_RE.astype(jnp.int32).reshape(num_shards, num_shards, -1)
     return _at(blocks_RRg.swapaxes(0, 1), shard_id)
 
 
-def _at(x, shard_id):
-    return jax.lax.dynamic_index_in_dim(x, shard_id, keepdims=False)
+def _at(x: jax.Array, shard_id: int | jax.Array) -> jax.Array:
+    out: jax.Array = jax.lax.dynamic_index_in_dim(x, shard_id, keepdims=False)
+    return out
 
 
-def _sends(function, counts_RE):
+def _sends(function: str, counts_RE: jax.Array) -> jax.Array:
     _check_counts(function, counts_RE)
     num_shards = counts_RE.shape[0]
     blocks_RRg = counts_RE.astype(jnp.int32).reshape(num_shards, num_shards, -1)
     return jnp.sum(blocks_RRg, axis=2, dtype=jnp.int32)
 
 
-def _check_counts(function, counts):
+def _check_counts(function: str, counts: jax.Array) -> None:
     check_arrays(function, INTEGERS, counts=counts)
     if counts.ndim != 2 or counts.shape[0] < 1 or counts.shape[1] % counts.shape[0]:
         raise ValueError(

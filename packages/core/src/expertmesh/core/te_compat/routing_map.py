@@ -40,7 +40,8 @@ def to_routing_map(topk_idx: jax.Array, num_experts: int, format: str = "bytemap
         raise ValueError(
             f"to_routing_map: topk_idx must be [..., K]; got topk_idx.shape={topk_idx.shape}; add topk_idx[None]"
         )
-    return _to_map_op(topk_idx, num_experts=num_experts, packed=format == "bitmap")
+    out: jax.Array = _to_map_op(topk_idx, num_experts=num_experts, packed=format == "bitmap")
+    return out
 
 
 def from_routing_map(
@@ -83,7 +84,8 @@ def from_routing_map(
             "from_routing_map: top_k must be at least 1 and at most num_experts; "
             f"got top_k={top_k}, num_experts={num_experts}; change top_k"
         )
-    return _from_map_op(routing_map, num_experts=num_experts, top_k=top_k, packed=packed)
+    out: jax.Array = _from_map_op(routing_map, num_experts=num_experts, top_k=top_k, packed=packed)
+    return out
 
 
 def check_format(function: str, value: str) -> None:
@@ -95,14 +97,14 @@ def check_format(function: str, value: str) -> None:
         )
 
 
-def _to_map(topk_idx, *, num_experts, packed):
+def _to_map(topk_idx: jax.Array, *, num_experts: int, packed: bool) -> jax.Array:
     topk_idx = wide_ids(topk_idx)
     expert_E = jnp.arange(num_experts, dtype=topk_idx.dtype)
     chosen = jnp.any(topk_idx[..., None] == expert_E, axis=-2)
     return jnp.packbits(chosen, axis=-1, bitorder="little") if packed else chosen
 
 
-def _from_map(routing_map, *, num_experts, top_k, packed):
+def _from_map(routing_map: jax.Array, *, num_experts: int, top_k: int, packed: bool) -> jax.Array:
     if packed:
         routing_map = jnp.unpackbits(routing_map, axis=-1, count=num_experts, bitorder="little")
     # The lower the expert, the greater the key; 0 for none.

@@ -75,13 +75,17 @@ def sort_chunks(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> jax.A
     return move_rows(x, plan_chunks(split_sizes, order, num_rows=x.shape[-2]))
 
 
-def _plan_reference(size_Pc, order_Pc, *, num_rows):
+def _plan_reference(
+    size_Pc: jax.Array, order_Pc: jax.Array, *, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
     return jax.vmap(lambda size_c, order_c: _plan_group(size_c, order_c, num_rows))(
         size_Pc, order_Pc
     )
 
 
-def _plan_group(size_c, order_c, num_rows):
+def _plan_group(
+    size_c: jax.Array, order_c: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
     size_c = jnp.maximum(size_c, 0).astype(jnp.int32)
     end_c = jnp.cumsum(size_c, dtype=jnp.int32)
     new_end_c = jnp.cumsum(size_c[order_c], dtype=jnp.int32)
@@ -93,7 +97,7 @@ def _plan_group(size_c, order_c, num_rows):
     )
 
 
-def _moved(end_c, shift_c, num_rows):
+def _moved(end_c: jax.Array, shift_c: jax.Array, num_rows: int) -> jax.Array:
     """Each row asks in which chunk it lies and adds its shift; rows beyond all chunks stay."""
     row_N = jnp.arange(num_rows, dtype=jnp.int32)
     chunk_N = jnp.searchsorted(end_c, row_N, side="right")

@@ -6,6 +6,7 @@ Dimension key: `...` tokens, E experts, K choices per token. Comparisons with ev
 """
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,17 +68,19 @@ def topk_weights_to_probs(
     return _to_probs(topk_weights, topk_idx, num_experts=num_experts)
 
 
-def _is_expert(topk_idx, num_experts):
+def _is_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """bool[..., K, E]; fused into what reads it."""
     return topk_idx[..., None] == jnp.arange(num_experts, dtype=topk_idx.dtype)
 
 
-def _to_weights_reference(probs, topk_idx):
+def _to_weights_reference(probs: jax.Array, topk_idx: jax.Array) -> jax.Array:
     chosen = _is_expert(wide_ids(topk_idx), probs.shape[-1])
     return jnp.sum(jnp.where(chosen, probs[..., None, :], jnp.zeros_like(probs[..., None, :])), -1)
 
 
-def _to_probs_reference(topk_weights, topk_idx, *, num_experts):
+def _to_probs_reference(
+    topk_weights: jax.Array, topk_idx: jax.Array, *, num_experts: int
+) -> jax.Array:
     chosen = _is_expert(wide_ids(topk_idx), num_experts)
     wide = topk_weights.astype(accumulator_dtype(topk_weights.dtype))[..., None]
     return jnp.sum(jnp.where(chosen, wide, jnp.zeros_like(wide)), -2).astype(topk_weights.dtype)
@@ -92,20 +95,28 @@ _weights_to_probs = Op(
 )
 
 
-def _to_weights_fwd(probs, topk_idx):
+def _to_weights_fwd(
+    probs: jax.Array, topk_idx: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, "_Size"]]:
     return _gather(probs, topk_idx), (topk_idx, _Size(probs.shape[-1]))
 
 
-def _to_weights_bwd(residuals, d_weights):
+def _to_weights_bwd(
+    residuals: tuple[jax.Array, "_Size"], d_weights: jax.Array
+) -> tuple[jax.Array, None]:
     topk_idx, size = residuals
     return _weights_to_probs(d_weights, topk_idx, num_experts=int(size)), None
 
 
-def _to_probs_fwd(topk_weights, topk_idx, *, num_experts):
+def _to_probs_fwd(
+    topk_weights: jax.Array, topk_idx: jax.Array, *, num_experts: int
+) -> tuple[jax.Array, jax.Array]:
     return _weights_to_probs(topk_weights, topk_idx, num_experts=num_experts), topk_idx
 
 
-def _to_probs_bwd(topk_idx, d_probs, *, num_experts):
+def _to_probs_bwd(
+    topk_idx: jax.Array, d_probs: jax.Array, *, num_experts: int
+) -> tuple[jax.Array, None]:
     return _gather(d_probs, topk_idx), None
 
 
@@ -118,7 +129,7 @@ _to_weights = differentiable(_to_weights_fwd, _to_weights_bwd)
 _to_probs = differentiable(_to_probs_fwd, _to_probs_bwd)
 
 
-def _check_experts(function, num_experts) -> int:
+def _check_experts(function: str, num_experts: int) -> int:
     if operator.index(num_experts) < 1:
         raise ValueError(
             f"{function}: num_experts must be >= 1; got num_experts={num_experts}; pass the number of all experts"
@@ -126,7 +137,7 @@ def _check_experts(function, num_experts) -> int:
     return operator.index(num_experts)
 
 
-def _check_idx(function, topk_idx):
+def _check_idx(function: str, topk_idx: jax.Array) -> None:
     check_arrays(function, INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim < 1:
         raise ValueError(
@@ -134,7 +145,7 @@ def _check_idx(function, topk_idx):
         )
 
 
-def _check_values(function, name, values, topk_idx):
+def _check_values(function: str, name: str, values: Any, topk_idx: jax.Array) -> None:
     _check_idx(function, topk_idx)
     check_arrays(function, FLOATS, **{name: values})
     if values.ndim < 1 or values.shape[:-1] != topk_idx.shape[:-1]:

@@ -11,11 +11,15 @@ import subprocess
 import sysconfig
 
 SOURCES = pathlib.Path(__file__).parent
+PACKAGE = "expertmesh.ep"
+# The program, and what it includes; the kernels, which are compiled later, must have the same structures.
 UNITS = ("handlers.cc", "libraries.h", "exchange.h")
+
+# From here on as the other packages' build.py: none can be imported where one is built.
 
 
 def fingerprint() -> str:
-    """Of the sources: the kernels are compiled later, and must have the same structures."""
+    """Of the sources."""
     texts = b"\0".join((SOURCES / unit).read_bytes() for unit in UNITS)
     return hashlib.sha256(texts).hexdigest()[:16]
 
@@ -33,7 +37,7 @@ def command(output: pathlib.Path) -> list[str]:
         f'-DEXPERTMESH_SOURCES="{fingerprint()}"',
         # Others' headers, whose warnings are not ours.
         *(part for folder in folders for part in ("-isystem", str(folder))),
-        str(SOURCES / "handlers.cc"),
+        str(SOURCES / UNITS[0]),
         *("-o", str(output)),
     ]
 
@@ -54,6 +58,6 @@ def _folder(package: str) -> pathlib.Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            f"expertmesh.ep: building _host needs the headers of {package} (`pip install {package}`)"
+            f"{PACKAGE}: building _host needs the headers of {package} (`pip install {package}`)"
         )
     return pathlib.Path(spec.origin).parent / "include"

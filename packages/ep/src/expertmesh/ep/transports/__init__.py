@@ -57,26 +57,31 @@ def find_transport(
     Raises:
       ValueError: the transport cannot do this exchange, as on a platform that lacks it.
     """
-    (num_tokens, top_k), ep_size = route.slot_TK.shape, group_size(axis)
-    exchange = Exchange(
-        num_tokens=num_tokens,
-        top_k=top_k,
-        capacity=route.source_C.shape[0],
-        ep_size=ep_size,
-        dtype=dtype,
-        platform=platform_of(route.slot_TK),
-    )
+    exchange = _exchange(route, dtype, axis)
     if not exchange.moves:
         return local
     base, _, sms = (choose_auto(exchange) if name == "auto" else name).partition(":")
     if reason := BY_NAME[base].unsupported(exchange):
         raise ValueError(
-            f"dispatch: transport must be one that can do the exchange; got transport={name!r}, ep_size={ep_size}, "
-            f"axis={axis}: {reason}; use transport='auto'"
+            f"dispatch: transport must be one that can do the exchange; got transport={name!r}, "
+            f"ep_size={exchange.ep_size}, axis={axis}: {reason}; use transport='auto'"
         )
     if wire is not None and BY_NAME[base].unsupported(dataclasses.replace(exchange, wire=wire)):
         return BY_NAME["all_to_all"]
     return nvlink.Nvlink(int(sms)) if sms else BY_NAME[base]
+
+
+def _exchange(route: Route, dtype: DTypeLike, axis: Axis) -> Exchange:
+    """What a route asks a transport to move."""
+    num_tokens, top_k = route.slot_TK.shape
+    return Exchange(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        capacity=route.source_C.shape[0],
+        ep_size=group_size(axis),
+        dtype=dtype,
+        platform=platform_of(route.slot_TK),
+    )
 
 
 def choose_auto(exchange: Exchange) -> str:

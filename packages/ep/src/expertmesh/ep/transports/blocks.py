@@ -10,6 +10,8 @@ T, K, C, D as in route.py. Blocks lie flat in [R * B, D]. Both sides number a bl
 index and no size is sent.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -75,8 +77,8 @@ def _places(member_RT: jax.Array, block: int) -> jax.Array:
 def _members(member_RT: jax.Array, block: int) -> jax.Array:
     """int32[R * B, 1]: the token at each place of the blocks, -1 where there is none. The inverse of `_places`."""
     count_RT = jnp.cumsum(member_RT, axis=1)
-    find = jax.vmap(lambda count_T: jnp.searchsorted(count_T, jnp.arange(1, block + 1)))
-    token_RB = find(count_RT).astype(jnp.int32)
+    find = partial(jnp.searchsorted, v=jnp.arange(1, block + 1))
+    token_RB = jax.vmap(find)(count_RT).astype(jnp.int32)
     return jnp.where(token_RB < member_RT.shape[1], token_RB, -1).reshape(-1, 1)
 
 
