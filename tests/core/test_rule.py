@@ -63,6 +63,13 @@ def test_roles():
     )
     assert operands == (("tokens", "sequence", "."), ("fsdp", "."))
     assert results == (("tokens", "sequence", "."),)
+    # Two groups of tokens in one term are as one.
+    sharding = "lead... ... e -> lead... e"
+    for lead, of_result in ((0, ()), (1, ("tokens",)), (2, ("tokens", "sequence"))):
+        rule = parse_rule(sharding, [5], {"lead": lead})
+        operands, results = role_names("tokens tokens . -> tokens .", sharding, rule)
+        assert operands == (("tokens", "sequence", ".", ".", "."),)
+        assert results == ((*of_result, "."),)
     # Of whole arrays the last dimension is of features.
     of_rows = [
         role_names("rows -> rows", "... -> ...", parse_rule("... -> ...", [n]))[0][0]

@@ -170,9 +170,9 @@ def role_names(
 
     Args:
       roles: one role per name of `sharding`, in its form; "" for the default: `...` and `t...` are tokens, `p` is
-        participants, `e` is experts, all else has none. The role of a group is that of its first dimension; if that is
-        tokens, the second is the sequence. A group that is a whole array has the role `rows`: tokens, sequence, and a
-        last dimension of features.
+        participants, `e` is experts, all else has none. The role of a group is that of its first dimension. Of a term's
+        dimensions of tokens, in one group or in two, the second is the sequence. A group that is a whole array has the
+        role `rows`: tokens, sequence, and a last dimension of features.
       rule: `sharding`, parsed.
     """
     sides = [parse_terms(side) for side in sharding.split("->")]
@@ -193,14 +193,17 @@ def _roles_of_term(names: Names, firsts: Names, groups: Mapping[str, int]) -> Na
     """The role of each dimension, of those of its names; a group has that of its first dimension."""
     counts = (groups.get(name, 0) if name.endswith("...") else 1 for name in names)
     pairs = zip(firsts, counts, strict=True)
-    return tuple(role for first, count in pairs for role in _group_roles(first, count))
+    roles = (role for first, count in pairs for role in _group_roles(first, count))
+    of_tokens = itertools.chain(("tokens", "sequence"), itertools.repeat("."))
+    return tuple(next(of_tokens) if role == "tokens" else role for role in roles)
 
 
 def _group_roles(first: str, length: int) -> Names:
+    if first == "tokens":
+        return ("tokens",) * length
     if first == "rows":
-        return (*_group_roles("tokens", length - 1), ".") if length > 1 else ("tokens",) * length
-    second = "sequence" if first == "tokens" else "."
-    return (first, second, *["."] * length)[:length]
+        return (*["tokens"] * (length - 1), ".") if length > 1 else ("tokens",) * length
+    return (first, *["."] * length)[:length]
 
 
 def factor_sizes(rule: Rule, shapes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
