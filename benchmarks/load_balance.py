@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from expertmesh.core.router import balance as ops
+from expertmesh.core.router.scores import ExpertScores
 from expertmesh.core.testing import relative_error
 
 # tokens, experts, choices
@@ -20,16 +21,21 @@ GPU, CPU = (32768, 256, 8), (256, 64, 4)
 def sums(logits, topk_idx):
     """name -> function of an implementation and an operand, the operand."""
     experts = logits.shape[-1]
+    scores, weight = ExpertScores("softmax"), jnp.ones(experts)
+    sizes = dict(num_experts=experts, sequence_dims=0)
     return {
         "sums of scores, softmax": (
-            lambda name, x: ops._prob_sums_op(
-                x, None, score_function="softmax", implementation=name
+            lambda name, x: ops.sum_op(x, weight, None, quantity=scores, implementation=name),
+            logits,
+        ),
+        "sum of the z loss": (
+            lambda name, x: ops.sum_op(
+                x, weight[:1], None, quantity=ops._SquaredLogsumexp(), implementation=name
             ),
             logits,
         ),
-        "sum of the z loss": (lambda name, x: ops._z_sum_op(x, None, implementation=name), logits),
         "counts": (
-            lambda name, i: ops._counts_op(i, None, num_experts=experts, implementation=name),
+            lambda name, i: ops._counts_op(i, None, **sizes, implementation=name),
             topk_idx,
         ),
     }

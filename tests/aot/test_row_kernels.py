@@ -117,12 +117,15 @@ def test_router(experts, dtype, options, compiled):
 @pytest.mark.parametrize("experts, dtype", [(256, "float32"), (2048, "bfloat16"), (7, "float32")])
 def test_balance_sums(experts, dtype, compiled):
     from expertmesh.core.kernels.triton import load_balance
+    from expertmesh.core.router.balance import _SquaredLogsumexp
+    from expertmesh.core.router.scores import ExpertScores
 
     logits, mask = ((T, experts), dtype), ((T,), "bool")
     for function in ("softmax", "sigmoid"):
-        sums = partial(load_balance.prob_sums, score_function=function)
+        sums = partial(load_balance.sums, quantity=ExpertScores(function))
         _trace(sums, logits)
         _trace(sums, logits, mask)
-    _trace(load_balance.z_sum, logits, mask)
-    _trace(partial(load_balance.counts, num_experts=experts), ((T, K), "int32"))
+    _trace(partial(load_balance.sums, quantity=_SquaredLogsumexp()), logits, mask)
+    counts = partial(load_balance.counts, num_experts=experts, sequence_dims=0)
+    _trace(counts, ((T, K), "int32"))
     _check(compiled, wide=False)

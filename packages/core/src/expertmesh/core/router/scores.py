@@ -7,6 +7,8 @@
 Dimension key: `...` tokens, E experts.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -48,21 +50,26 @@ def pointwise_slopes(x: jax.Array, score_function: str) -> jax.Array:
     return jnp.where(x < -20, s / 2, slope)
 
 
-def expert_scores(logits: jax.Array, score_function: str) -> jax.Array:
-    """q, float32[..., E]: the scores of a token, normalised over all experts, also where one expert is chosen."""
-    x = logits.astype(jnp.float32)
-    if score_function == "softmax":
-        return jax.nn.softmax(x)
-    s = pointwise_scores(x, score_function)
-    return s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
+@dataclasses.dataclass(frozen=True)
+class ExpertScores:
+    """q of a token, also where one expert is chosen. A value, so that it can be an op's option."""
 
+    score_function: str
 
-def expert_scores_grad(logits: jax.Array, d_scores: jax.Array, score_function: str) -> jax.Array:
-    """The cotangent of the logits for that of `expert_scores`, which may lack the dimensions of tokens."""
-    x = logits.astype(jnp.float32)
-    q = expert_scores(x, score_function)
-    centred = d_scores - jnp.sum(d_scores * q, axis=-1, keepdims=True)
-    if score_function == "softmax":
-        return q * centred
-    total = jnp.sum(pointwise_scores(x, score_function), axis=-1, keepdims=True) + EPSILON
-    return centred * (pointwise_slopes(x, score_function) / total)
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        """float32[..., E]."""
+        x = logits.astype(jnp.float32)
+        if self.score_function == "softmax":
+            return jax.nn.softmax(x)
+        s = pointwise_scores(x, self.score_function)
+        return s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
+
+    def grad(self, logits: jax.Array, d_scores: jax.Array) -> jax.Array:
+        """The cotangent of the logits for that of q, which may lack the dimensions of tokens."""
+        x = logits.astype(jnp.float32)
+        q = self(x)
+        centred = d_scores - jnp.sum(d_scores * q, axis=-1, keepdims=True)
+        if self.score_function == "softmax":
+            return q * centred
+        total = jnp.sum(pointwise_scores(x, self.score_function), axis=-1, keepdims=True) + EPSILON
+        return centred * (pointwise_slopes(x, self.score_function) / total)

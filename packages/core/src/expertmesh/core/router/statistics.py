@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Op
 from expertmesh.core.operands import is_routed, wide_ids
-from expertmesh.core.router.balance import check_balance_operands, count_choices
-from expertmesh.core.router.scores import expert_scores
+from expertmesh.core.router.balance import check_balance_operands, counts
+from expertmesh.core.router.scores import ExpertScores
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["RouterStatistics", "router_statistics"]
@@ -74,8 +74,8 @@ def _statistics(
     num_experts = logits.shape[-1]
     topk_idx = wide_ids(topk_idx)
     routed = is_routed(topk_idx, num_experts)
-    count_E = count_choices(topk_idx, num_experts=num_experts)
-    q = expert_scores(logits, score_function)
+    count_E = counts(topk_idx, num_experts=num_experts, sequence_dims=0)
+    q = ExpertScores(score_function)(logits)
     # 0 log 0 = 0, and NaN stays NaN.
     entropy = -jnp.sum(jnp.where(q == 0, 0.0, q * jnp.log(q)), axis=-1)
     live = jnp.any(routed, axis=-1)

@@ -3,6 +3,8 @@
 Each order of additions is fixed. Dimension key as in `router/balance.py`; R tokens of a program at a time.
 """
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -11,6 +13,8 @@ import triton.language as tl
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.triton.permute import count
 from expertmesh.core.operands import wide_ids
+from expertmesh.core.router.balance import of_live
+from expertmesh.core.router.scores import ExpertScores
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 
@@ -74,51 +78,37 @@ MAX_PROGRAMS = 1056  # eight for each multiprocessor of an H200
 ELEMENTS = 2048  # of a program's rows at a time
 
 
-def prob_sums(logits, token_mask=None, *, score_function):
-    """P, float32[E]."""
-    options, programs = _launch(logits, token_mask)
+def weighted_sum(logits, weight, token_mask=None, *, quantity):
+    """<w, the sum of f over tokens>, float32[]."""
+    return (sums(logits, token_mask, quantity=quantity) * weight).sum()
+
+
+def sums(logits, token_mask=None, *, quantity):
+    """The sum of f over tokens, float32[F]."""
+    E = logits.shape[-1]
+    T, E_POW2 = logits.size // E, triton.next_power_of_2(E)
+    R = max(ELEMENTS // E_POW2, 1)
+    programs = min(triton.cdiv(T, R), MAX_PROGRAMS)
+    scores = isinstance(quantity, ExpertScores)
+    rows = logits.reshape(T, E)
     return launcher.triton_call(
-        *_operands(logits, token_mask),
-        kernel=_probs_kernel,
-        out_type=jax.ShapeDtypeStruct((programs, logits.shape[-1]), jnp.float32),
-        SIGMOID=score_function == "sigmoid",
-        **options,
+        # What is not given is not read.
+        rows, rows if token_mask is None else token_mask.reshape(T).astype(jnp.uint8),
+        kernel=_probs_kernel if scores else _z_kernel,
+        out_type=jax.ShapeDtypeStruct((programs, E if scores else 1), jnp.float32),
+        grid=(programs,),
+        num_warps=4,
+        T=T, E=E, E_POW2=E_POW2, R=R, PROGRAMS=programs, MASKED=token_mask is not None,
+        **(dict(SIGMOID=quantity.score_function == "sigmoid") if scores else {}),
     ).sum(0)  # fmt: skip
-
-
-def z_sum(logits, token_mask=None):
-    """float32[]."""
-    options, programs = _launch(logits, token_mask)
-    return launcher.triton_call(
-        *_operands(logits, token_mask),
-        kernel=_z_kernel,
-        out_type=jax.ShapeDtypeStruct((programs,), jnp.float32),
-        **options,
-    ).sum()  # fmt: skip
-
-
-def counts(topk_idx, token_mask=None, *, num_experts):
-    """int32[E]."""
-    topk_idx = wide_ids(topk_idx)
-    if token_mask is not None:
-        topk_idx = jnp.where(token_mask[..., None], topk_idx, -1)
-    return count(topk_idx.reshape(1, -1), num_experts, COUNTED)[0].sum(0, dtype=jnp.int32)
 
 
 COUNTED = 1024  # choices of a program
 
 
-def _operands(logits, token_mask):
-    rows = logits.reshape(-1, logits.shape[-1])
-    mask = rows if token_mask is None else token_mask.reshape(-1).astype(jnp.uint8)
-    return rows, mask
-
-
-def _launch(logits, token_mask):
-    """Options that the kernels share, and how many programs there are."""
-    E = logits.shape[-1]
-    T, E_POW2 = logits.size // E, triton.next_power_of_2(E)
-    R = max(ELEMENTS // E_POW2, 1)
-    programs = min(triton.cdiv(T, R), MAX_PROGRAMS)
-    shapes = dict(T=T, E=E, E_POW2=E_POW2, R=R, PROGRAMS=programs, MASKED=token_mask is not None)
-    return shapes | dict(grid=(programs,), num_warps=4), programs
+def counts(topk_idx, token_mask=None, *, num_experts, sequence_dims):
+    """n of each sequence, int32[..., E]."""
+    sequences = topk_idx.shape[:sequence_dims]
+    rows = of_live(wide_ids(topk_idx), token_mask, -1).reshape(prod(sequences), -1)
+    per_block = count(rows, num_experts, COUNTED)
+    return per_block.sum(1, dtype=jnp.int32).reshape(*sequences, num_experts)
