@@ -220,7 +220,7 @@ def _num_tokens(tokens: jax.Array, token_mask: jax.Array | None, sequence_dims: 
     return jnp.maximum(live, 1).astype(jnp.float32)[..., None]
 
 
-def counts(
+def _counts(
     topk_idx: jax.Array,
     token_mask: jax.Array | None = None,
     *,
@@ -338,7 +338,7 @@ def _triton(function: str, unsupported: Callable[..., str | None]) -> tuple[Kern
 # Roles are given because the experts of these vectors are never split, on whatever axis the weights' experts are.
 _counts_op = Op(
     "expert_counts",
-    counts,
+    _counts,
     "sequence_dims... ... k, sequence_dims... ... -> sequence_dims... e",
     summed=("...",),
     whole=("k", "e"),

@@ -3,17 +3,21 @@
 Dimension key: `...` tokens, E experts, K choices per token.
 """
 
+import dataclasses
 from math import prod
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Op
 from expertmesh.core.operands import is_routed, wide_ids
-from expertmesh.core.router.balance import check_balance_operands, counts
+from expertmesh.core.router.balance import (
+    check_balance_operands,
+    expert_counts,
+    live_tokens_op,
+    sum_op,
+)
 from expertmesh.core.router.scores import ExpertScores
-from expertmesh.core.vjp import differentiable
 
 __all__ = ["RouterStatistics", "router_statistics"]
 
@@ -55,54 +59,30 @@ def router_statistics(
     the shard's.
     """
     check_balance_operands("router_statistics", logits, topk_idx, score_function, None)
-    count_E, entropy, num_masked = _constants(logits, topk_idx, score_function=score_function)
+    logits, num_experts = jax.lax.stop_gradient(logits), logits.shape[-1]
+    count_E = expert_counts(topk_idx, num_experts=num_experts)
+    live = jnp.any(is_routed(wide_ids(topk_idx), num_experts), axis=-1)
+    num_masked = live_tokens_op(topk_idx, ~live, sequence_dims=0)
+    num_routed = jnp.maximum(prod(live.shape) - num_masked, 1).astype(jnp.float32)
+    entropy = _Entropy(ExpertScores(score_function))
+    total = sum_op(logits, jnp.ones(1), live, quantity=entropy)
     load_E = count_E.astype(jnp.float32)
-    num_routed = jnp.maximum(prod(logits.shape[:-1]) - num_masked, 1).astype(jnp.float32)
-    mean = jnp.sum(load_E) / logits.shape[-1]
+    mean = jnp.sum(load_E) / num_experts
     return RouterStatistics(
         tokens_per_expert=count_E,
         max_over_mean_load=jnp.max(load_E) / jnp.where(mean > 0, mean, 1.0),
-        entropy=entropy / num_routed,
+        entropy=total / num_routed,
         num_masked=num_masked,
     )
 
 
-def _statistics(
-    logits: jax.Array, topk_idx: jax.Array, *, score_function: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Counts, sum of the entropies of routed tokens, number of tokens that are not routed."""
-    num_experts = logits.shape[-1]
-    topk_idx = wide_ids(topk_idx)
-    routed = is_routed(topk_idx, num_experts)
-    count_E = counts(topk_idx, num_experts=num_experts, sequence_dims=0)
-    q = ExpertScores(score_function)(logits)
-    # 0 log 0 = 0, and NaN stays NaN.
-    entropy = -jnp.sum(jnp.where(q == 0, 0.0, q * jnp.log(q)), axis=-1)
-    live = jnp.any(routed, axis=-1)
-    return count_E, jnp.sum(jnp.where(live, entropy, 0.0)), jnp.sum(~live, dtype=jnp.int32)
+@dataclasses.dataclass(frozen=True)
+class _Entropy:
+    """-sum_e q_e log q_e of a token, float32[..., 1]."""
 
+    scores: ExpertScores
 
-_statistics_op = Op(
-    "router_statistics",
-    _statistics,
-    "... e, ... k -> e, (), ()",
-    summed=("...",),
-    whole=("e", "k"),
-    roles="tokens ., tokens . -> ., (), ()",
-)
-
-
-def _constants_fwd(
-    logits: jax.Array, topk_idx: jax.Array, *, score_function: str
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
-    return _statistics_op(logits, topk_idx, score_function=score_function), None
-
-
-def _constants_bwd(
-    residuals: None, cotangents: object, *, score_function: str
-) -> tuple[None, None]:
-    return None, None
-
-
-# A stop_gradient would not do: choices that come from differentiable weights' op carry (empty) tangents.
-_constants = differentiable(_constants_fwd, _constants_bwd)
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        q = self.scores(logits)
+        # 0 log 0 = 0, and NaN stays NaN.
+        return -jnp.sum(jnp.where(q == 0, 0.0, q * jnp.log(q)), axis=-1, keepdims=True)
