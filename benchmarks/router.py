@@ -32,7 +32,8 @@ def passes(config, logits, d_weights):
     """pass -> (function of an implementation and the operands, the operands)."""
 
     def forward(implementation, logits):
-        return ops._choose_op(logits, None, None, config=config, implementation=implementation)
+        options = dict(config=config, implementation=implementation)
+        return ops._choose_op(logits, None, None, None, **options)
 
     def backward(implementation, *operands):
         return ops._weigh_grad_op(*operands, config=config, implementation=implementation)

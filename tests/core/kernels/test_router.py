@@ -60,7 +60,7 @@ def test_equals_the_reference(name, extras, dtype):
         options = {"config": config, "implementation": implementation}
         choose = jax.jit(lambda *operands: ops._choose_op(*operands, **options))
         grad = jax.jit(lambda *operands: ops._weigh_grad_op(*operands, **options))
-        idx, weights = choose(logits, bias, mask)
+        idx, weights = choose(logits, bias, mask, None)
         return idx, weights, grad(logits, idx, weights, d_weights)
 
     got, want = run("triton"), run("reference")
@@ -80,7 +80,7 @@ def test_logits_that_differ_in_their_last_bits():
     logits = (1 + last_bits * 2.0**-23).astype(np.float32)
     idx, _ = jax.jit(
         lambda x: ops._choose_op(
-            x, None, None, config=RouterConfig(top_k=8), implementation="triton"
+            x, None, None, None, config=RouterConfig(top_k=8), implementation="triton"
         )
     )(logits)
     np.testing.assert_array_equal(idx, np.argsort(-last_bits, axis=1, kind="stable")[:, :8])

@@ -121,6 +121,11 @@ def check_token_mask(name: str, token_mask: jax.Array | None, tokens: tuple[int,
         )
 
 
+def of_live(x: jax.Array, token_mask: jax.Array | None, other: float) -> jax.Array:
+    """[..., n] of tokens, `other` for those that do not take part."""
+    return x if token_mask is None else jnp.where(token_mask[..., None], x, other)
+
+
 def wide_ids(topk_idx: jax.Array) -> jax.Array:
     """A narrow integer could not hold every expert id that it is compared with or replaced by."""
     return topk_idx if topk_idx.dtype.itemsize >= 4 else topk_idx.astype(jnp.int32)

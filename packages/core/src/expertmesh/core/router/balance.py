@@ -23,7 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_token_mask, wide_ids
+from expertmesh.core.operands import (
+    FLOATS,
+    INTEGERS,
+    check_arrays,
+    check_token_mask,
+    of_live,
+    wide_ids,
+)
 from expertmesh.core.router.scores import ExpertScores, check_score_function
 from expertmesh.core.vjp import differentiable
 
@@ -237,11 +244,6 @@ def _counts(
     topk_idx = of_live(wide_ids(topk_idx), token_mask, -1)
     # A negative index would count from the end.
     return count(jnp.where(topk_idx < 0, num_experts, topk_idx))
-
-
-def of_live(x: jax.Array, token_mask: jax.Array | None, other: float) -> jax.Array:
-    """[..., n] of tokens, `other` for those that do not take part."""
-    return x if token_mask is None else jnp.where(token_mask[..., None], x, other)
 
 
 def _live_tokens(tokens: jax.Array, token_mask: jax.Array, *, sequence_dims: int) -> jax.Array:

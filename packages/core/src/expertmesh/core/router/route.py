@@ -23,6 +23,7 @@ from expertmesh.core.operands import (
     check_token_mask,
     exceeds,
     is_routed,
+    of_live,
     wide_ids,
 )
 from expertmesh.core.router.config import RouterConfig
@@ -125,13 +126,16 @@ def _choose(
     logits: jax.Array,
     expert_bias: jax.Array | None,
     token_mask: jax.Array | None,
+    topk_idx: jax.Array | None,
     *,
     config: RouterConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """The choices and their weights before scaling."""
-    topk_idx = _select(logits, expert_bias, config=config)
-    if token_mask is not None:
-        topk_idx = _keep(topk_idx, token_mask, num_experts=logits.shape[-1])
+    """The choices, the best or those given, and their weights before scaling."""
+    if topk_idx is None:
+        topk_idx = _select(logits, expert_bias, config=config)
+    topk_idx = of_live(wide_ids(topk_idx), token_mask, -1)
+    routed = is_routed(topk_idx, logits.shape[-1])
+    topk_idx = jnp.where(routed, topk_idx, -1).astype(jnp.int32)
     return topk_idx, _weigh(logits, topk_idx, config=config)
 
 
@@ -178,15 +182,6 @@ def _scores(x: jax.Array, config: RouterConfig) -> jax.Array:
     if config.score_function != "softmax":
         return pointwise_scores(x, config.score_function)
     return jax.nn.softmax(x) if config.use_pre_softmax else x
-
-
-def _keep(topk_idx: jax.Array, token_mask: jax.Array | None, *, num_experts: int) -> jax.Array:
-    """int32 with -1 for what is not routed."""
-    topk_idx = wide_ids(topk_idx)
-    routed = is_routed(topk_idx, num_experts)
-    if token_mask is not None:
-        routed &= token_mask[..., None]
-    return jnp.where(routed, topk_idx, -1).astype(jnp.int32)
 
 
 def _weigh(logits: jax.Array, topk_idx: jax.Array, *, config: RouterConfig) -> jax.Array:
@@ -275,19 +270,18 @@ def _unsupported(logits: jax.Array, *rest: jax.Array, config: RouterConfig) -> s
 _choose_op = Op(
     "route_choose",
     _choose,
-    "... e, e, ... -> ... k, ... k",
+    "... e, e, ..., ... k -> ... k, ... k",
     whole=("e", "k"),
-    roles="tokens ., ., tokens -> tokens ., tokens .",
-    kernels=(Kernel.triton("expertmesh.core.kernels.triton.router", "choose", _unsupported),),
+    roles="tokens ., ., tokens, tokens . -> tokens ., tokens .",
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.triton.router",
+            "choose",
+            _unsupported,
+            takes=lambda logits, expert_bias, token_mask, topk_idx: topk_idx is None,
+        ),
+    ),
 )
-_keep_op = Op(
-    "route_keep",
-    _keep,
-    "... k, ... -> ... k",
-    whole=("k",),
-    roles="tokens ., tokens -> tokens .",
-)
-_weigh_op = Op("route_weigh", _weigh, "... e, ... k -> ... k", whole=("e", "k"))
 _weigh_grad_op = Op(
     "route_grad",
     _weigh_grad,
@@ -305,19 +299,8 @@ def _route_fwd(
     *,
     config: RouterConfig,
 ) -> tuple[Routing, _Residuals]:
-    if topk_idx is not None:
-        topk_idx, weights = _replay(logits, token_mask, topk_idx, config)
-    else:
-        topk_idx, weights = _choose_op(logits, expert_bias, token_mask, config=config)
+    topk_idx, weights = _choose_op(logits, expert_bias, token_mask, topk_idx, config=config)
     return Routing(topk_idx, weights * config.scaling_factor), (logits, topk_idx, weights)
-
-
-def _replay(
-    logits: jax.Array, token_mask: jax.Array | None, topk_idx: jax.Array, config: RouterConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Given choices and their weights before scaling."""
-    topk_idx = _keep_op(topk_idx, token_mask, num_experts=logits.shape[-1])
-    return topk_idx, _weigh_op(logits, topk_idx, config=config)
 
 
 def _route_bwd(

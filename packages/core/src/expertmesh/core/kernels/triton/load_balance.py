@@ -12,8 +12,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.triton.permute import count
-from expertmesh.core.operands import wide_ids
-from expertmesh.core.router.balance import of_live
+from expertmesh.core.operands import of_live, wide_ids
 from expertmesh.core.router.scores import ExpertScores
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py

@@ -203,8 +203,9 @@ def _grad_kernel(
 TOKENS = 4  # of a program, one warp; fewer where they have more than 256 experts
 
 
-def choose(logits, bias, mask, *, config):
-    """[..., E] -> int32 and float32 [..., K]; bias: float[E] or None, mask: bool[...] or None."""
+def choose(logits, bias, mask, topk_idx=None, *, config):
+    """[..., E] -> int32 and float32 [..., K]; bias: float[E] or None, mask: bool[...] or None; no choices are given."""
+    del topk_idx
     *leading, E = logits.shape
     T, K, constants = logits.size // E, config.top_k, _constants(E, config)
     idx, weights = launcher.triton_call(
