@@ -13,7 +13,6 @@ import triton.language as tl
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.triton.permute import count
 from expertmesh.core.operands import of_live, wide_ids
-from expertmesh.core.router.scores import ExpertScores
 
 EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 
@@ -88,7 +87,8 @@ def sums(logits, token_mask=None, *, quantity):
     T, E_POW2 = logits.size // E, triton.next_power_of_2(E)
     R = max(ELEMENTS // E_POW2, 1)
     programs = min(triton.cdiv(T, R), MAX_PROGRAMS)
-    scores = isinstance(quantity, ExpertScores)
+    score_function = getattr(quantity, "score_function", None)  # the squared logsumexp has none
+    scores = score_function is not None
     rows = logits.reshape(T, E)
     return launcher.triton_call(
         # What is not given is not read.
@@ -98,7 +98,7 @@ def sums(logits, token_mask=None, *, quantity):
         grid=(programs,),
         num_warps=4,
         T=T, E=E, E_POW2=E_POW2, R=R, PROGRAMS=programs, MASKED=token_mask is not None,
-        **(dict(SIGMOID=quantity.score_function == "sigmoid") if scores else {}),
+        **(dict(SIGMOID=score_function == "sigmoid") if scores else {}),
     ).sum(0)  # fmt: skip
 
 
