@@ -214,20 +214,42 @@ def burst(
     Args:
       length: seconds that a program of the burst takes, about.
     """
-    calls, steps = 1, 2
-    if jax.default_backend() == "gpu":  # elsewhere the programs are tried, not timed
-        calls = SHORT if seconds < 2e-4 else 1
-        steps = max(2, round(length / seconds / calls) - 1)
-    repeat = _repeated(function, steps, calls).lower(*operands).compile()
+    repeat, calls = _filling(function, operands, seconds, length)
     now = _clock()
 
     def once():
         time.sleep(PAUSE)
         start = now(repeat(*operands))
         end = now(repeat(*operands))
-        return int((end - start)[0]) * 1e-9 / ((steps + 1) * calls)
+        return int((end - start)[0]) * 1e-9 / calls
 
     return once
+
+
+def hot(
+    function: Callable, operands: tuple, seconds: float, length: float = 0.03
+) -> Callable[[], float]:
+    """As `burst`, of one program without pauses, as a training step is."""
+    repeat, calls = _filling(function, operands, seconds, length)
+
+    def once():
+        start = time.perf_counter()
+        jax.block_until_ready(repeat(*operands))
+        return (time.perf_counter() - start) / calls
+
+    return once
+
+
+def _filling(
+    function: Callable, operands: tuple, seconds: float, length: float
+) -> tuple[Callable, int]:
+    """A program of calls that take so many seconds each and so many together, and how many they are."""
+    calls, steps = 1, 2
+    if jax.default_backend() == "gpu":  # elsewhere the programs are tried, not timed
+        calls = SHORT if seconds < 2e-4 else 1
+        steps = max(2, round(length / seconds / calls) - 1)
+    repeat = _repeated(function, steps, calls).lower(*operands).compile()
+    return repeat, (steps + 1) * calls
 
 
 def _clock() -> Callable[[object], object]:
