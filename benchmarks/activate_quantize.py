@@ -31,19 +31,18 @@ def cases():
         for function in ("silu", "gelu"):
 
             def run(h, sizes, formats=formats, function=function):
-                pair = activate_quantize(h, sizes, formats, function)
-                return arrays_of_both(*pair)
+                return arrays_of_both(activate_quantize(h, sizes, formats, function))
 
             case = f"bfloat16 {function} {name} {num_rows}x2x{width}, {groups} groups"
             moved = h.nbytes + h.size  # 4 bytes read and 2 written for each number of the result
             yield _measure.copy_case("activate_quantize", case, run, (h, sizes), moved)
 
             def gradient(h, d, sizes, formats=formats, function=function):
-                return arrays_of_both(*activate_grad_quantize(h, d, sizes, formats, function))
+                return arrays_of_both(activate_grad_quantize(h, d, sizes, formats, function))
 
             def two_steps(h, d, sizes, formats=formats, function=function):
                 d_h = gated_grad_op(h, d, activation=Activation(function=function))
-                return arrays_of_both(*grouped_quantize_both(d_h, sizes, formats))
+                return arrays_of_both(grouped_quantize_both(d_h, sizes, formats))
 
             case = f"bfloat16 {function}'s gradient {name} {num_rows}x2x{width}, {groups} groups"
             operands = h, d, sizes

@@ -23,7 +23,7 @@ def cases_of(name, rows, width, groups, dtype):
     options["implementation"] = "triton" if on_gpu() else "reference"
 
     def function(dy, sizes):
-        return group_bias_grad_op(dy, sizes, **options)
+        return group_bias_grad_op(dy, sizes, None, **options)
 
     case = f"{jnp.dtype(dtype).name} {name} {rows}x{width}, {groups} groups"
     yield _measure.copy_case("group_bias", case, function, (dy, sizes), dy.nbytes)

@@ -31,7 +31,7 @@ def ways(format):
         return lambda x, sizes: _arrays(grouped_quantize(x, sizes, format, axis=axis))
 
     def both(x, sizes):
-        return arrays_of_both(*grouped_quantize_both(x, sizes, (format, format)))
+        return arrays_of_both(grouped_quantize_both(x, sizes, (format, format)))
 
     if format.block is None:
         return {"per group": (along(-1), 2, 1), "per group, both": (both, 2, 2)}
@@ -47,8 +47,8 @@ def arrays_along_rows(q):
     return (q.data if 32 in q.block else jnp.swapaxes(q.data, 1, 2)), q.scale
 
 
-def arrays_of_both(first, second):
-    return *_arrays(first), *arrays_along_rows(second)
+def arrays_of_both(copies):
+    return *_arrays(copies.along_features), *arrays_along_rows(copies.along_rows)
 
 
 def cases_of(name, rows, width, groups, dtype):

@@ -1,0 +1,46 @@
+"""Every benchmark runs, on small shapes: what only a GPU machine runs breaks unseen."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RUNNABLE = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py") if "def main(" in path.read_text()
+)
+# Of seconds, and between them of each way of timing: one of a copy, of both directions, of another tree.
+QUICK = {"activate_quantize", "group_bias"}
+ALONE = {"compile_time", "moe_block", "dispatch"}  # minutes, or programs of several GPUs
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name in RUNNABLE
+        if name not in ALONE
+    ],
+)
+def test_each_runs_and_writes_its_rows(name, tmp_path):
+    done = run(f"benchmarks.{name}", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows and all(row["value"] >= 0 and row["reference"] for row in rows)
+
+
+@pytest.mark.full
+def test_a_tree_by_turns_with_itself(tmp_path):
+    done = run("benchmarks.turns", ".", "group_bias", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["case"].startswith("group_bias: ") and "ours once more" in row["reference"]
