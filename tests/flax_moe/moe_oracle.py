@@ -84,7 +84,13 @@ def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
     params = {}
     for name, dims in param_shapes(D, config).items():
         fan_in = {
-            **{"gate_kernel": D, "wi": D, "shared_wi": D, "wo": config.expert_dim},
+            **{
+                "gate_kernel": D,
+                "wi": D,
+                "shared_wi": D,
+                "shared_gate": D,
+                "wo": config.expert_dim,
+            },
             "shared_wo": config.shared_expert_dim,
         }.get(name, 1)
         params[name] = rng.normal(size=dims) * fan_in**-0.5
@@ -127,6 +133,14 @@ def feed_forward(x, dy, weight, wi, bi, wo, bo, activation):
     return a @ wo + bo, (np.tensordot(wi, d_h, d_h.ndim), outer, d_h, np.outer(a, d_out), d_out)
 
 
+def shared_gate(x, weight):
+    """What a token's shared experts are multiplied by, and its derivative by x . weight."""
+    if weight is None:
+        return 1, 0
+    gate = 1 / (1 + np.exp(-x @ weight))
+    return gate, gate * (1 - gate)
+
+
 def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Result:
     """The block by loops; choices for which `keep(token, k)` fails are dropped, `bias` steers the router."""
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
@@ -155,9 +169,14 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
                 d[name][e] += gradient
         if config.shared_expert_dim is not None:
             wi, wo = params["shared_wi"], params["shared_wo"]
-            out, (dx, d_wi, _, d_wo, _) = feed_forward(x[t], dy[t], 1, wi, 0, wo, 0, config.act)
-            y[t] += out
+            gate, of_gate = shared_gate(x[t], params.get("shared_gate"))
+            out, (dx, d_wi, _, d_wo, _) = feed_forward(x[t], dy[t], gate, wi, 0, wo, 0, config.act)
+            y[t] += gate * out
             d_x[t] += dx
+            if config.shared_expert_gate:
+                slope = dy[t] @ out * of_gate
+                d["shared_gate"] += slope * x[t]
+                d_x[t] += slope * params["shared_gate"]
             d["shared_wi"] += d_wi
             d["shared_wo"] += d_wo
         d_logits[t] += d_weights @ jacobian

@@ -41,6 +41,8 @@ class MoEConfig:
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
+      shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
+        sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -86,6 +88,7 @@ class MoEConfig:
     activation: str | Activation = "silu"
     use_bias: bool = False
     shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
@@ -134,6 +137,7 @@ class MoEConfig:
         self.exchange(axis=())
         self.router.check_experts("MoEConfig", self.num_experts)
         _check_expert_bias(self)
+        _check_shared_gate(self)
         _check_alignment(self)
         _check_backward_combine(self)
 
@@ -230,6 +234,14 @@ def _check_expert_bias(config: MoEConfig) -> None:
         raise ValueError(
             "MoEConfig: use_expert_bias must go with a score function other than softmax; "
             "got score_function='softmax'; use 'sigmoid'"
+        )
+
+
+def _check_shared_gate(config: MoEConfig) -> None:
+    if config.shared_expert_gate and config.shared_expert_dim is None:
+        raise ValueError(
+            "MoEConfig: shared_expert_gate must go with shared experts; got shared_expert_dim=None; give their width, "
+            "or leave shared_expert_gate out"
         )
 
 

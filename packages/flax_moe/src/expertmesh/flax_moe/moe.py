@@ -2,12 +2,12 @@
 
     route -> dispatch -> experts -> combine             stages.py, each of ops with sharding rules and VJPs of their own
 
-    y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + act(x_t Si) So,  e = idx_tk
+    y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. The experts are one function with one VJP (see experts.py); on one device without
-a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes the operands of the
-GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are dispatched (see
-quantized_dispatch.py).
+with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. The experts are one function with
+one VJP (see experts.py); on one device without a recipe a narrow up projection reads the tokens where they are, not
+dispatched. A recipe quantizes the operands of the GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens
+are quantized before they are dispatched (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, D model width, F expert width, n chunks.
 """
@@ -61,8 +61,8 @@ def moe(
     Args:
       params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
         `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
-        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D]. See `init_params`,
-        `param_specs`, `merge_wi`.
+        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
+        `config.shared_expert_gate` `shared_gate` [D]. See `init_params`, `param_specs`, `merge_wi`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.

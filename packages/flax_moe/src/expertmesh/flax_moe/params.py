@@ -3,6 +3,7 @@
     gate_kernel [D, E]          wi [E, D, 2, F] (0 gate, 1 up)      wo [E, F, D]
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
+    gated ones:                 shared_gate [D]
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
 in the activation there is no dimension of 2.
@@ -11,7 +12,8 @@ Dimension key: D model width, E experts, F expert width, S width of the shared e
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ __all__ = [
     "BIASES",
     "EXPERTS",
     "SHARED",
+    "SHARED_GATE",
     "LogicalAxes",
     "Params",
     "check_array",
@@ -47,6 +50,7 @@ Params = Mapping[str, jax.Array]
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
+SHARED_GATE = ("shared_gate",)
 _WEIGHTS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
@@ -55,6 +59,7 @@ _DIMS = {
     "wo": "E F D",
     "shared_wi": "D 2 S",
     "shared_wo": "S D",
+    "shared_gate": "d",
     "wi_bias": "E 2 F",
     "wo_bias": "E d",
 }
@@ -100,7 +105,8 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
     shared = config.shared_expert_dim is not None
-    return _WEIGHTS + SHARED * shared + BIASES * config.use_bias
+    gated = SHARED_GATE * config.shared_expert_gate
+    return _WEIGHTS + SHARED * shared + gated + BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -116,19 +122,24 @@ def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple
     return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
 
 
-def initializers(config: MoEConfig) -> dict[str, Initializer]:
+_Init = Callable[..., jax.Array]
+
+
+def initializers(config: MoEConfig) -> dict[str, _Init]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
-    The fan-in of `gate_kernel`, `wi` and `shared_wi` is D, that of `wo` F, of `shared_wo` S: the expert dimension is a
-    batch dimension.
+    The fan-in of `gate_kernel`, `wi`, `shared_wi` and `shared_gate` is D, that of `wo` F, of `shared_wo` S: the expert
+    dimension is a batch dimension.
     """
     return {name: _initializer(name, config.act.gated) for name in param_names(config)}
 
 
-def _initializer(name: str, gated: bool) -> Initializer:
+def _initializer(name: str, gated: bool) -> _Init:
     if name in BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
+    if len(dims) == 1:
+        return _of_matrices(jax.nn.initializers.lecun_normal(), dims)
     batch = 1 if dims[0] == "E" else 0
     return jax.nn.initializers.variance_scaling(
         1.0,
@@ -138,6 +149,21 @@ def _initializer(name: str, gated: bool) -> Initializer:
         out_axis=tuple(range(batch + 1, len(dims))),
         batch_axis=tuple(range(batch)),
     )
+
+
+def _of_matrices(init: Initializer, dims: Sequence[str]) -> _Init:
+    """`init` of each [in, out] matrix of a parameter by itself; a vector is a matrix with one column."""
+    apart = [i for i, dim in enumerate(dims) if dim in "E2"]
+
+    def draw(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        matrix = [size for i, size in enumerate(shape) if i not in apart]
+        keys = jax.random.split(key, prod(shape[i] for i in apart))
+        drawn = jax.vmap(lambda key: init(key, (*matrix, 1)[:2], dtype))(keys)
+        return jnp.moveaxis(
+            drawn.reshape(*(shape[i] for i in apart), *matrix), range(len(apart)), apart
+        )
+
+    return draw
 
 
 def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, jax.Array]:
@@ -294,14 +320,14 @@ def _check_shapes(
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
     """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
-    weights = _WEIGHTS + SHARED * (config.shared_expert_dim is not None)
+    weights = tuple(name for name in param_names(config) if name not in BIASES)
     _require(function, params, weights, "use init_params, or merge_wi for split projections")
     unknown = [name for name in params if name not in weights + BIASES]
     if unknown:
         raise ValueError(
             f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
-            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
-            "or use merge_wi for split projections"
+            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim and shared_expert_gate for those of "
+            "shared experts, or use merge_wi for split projections"
         )
     _check_biases(function, params, config.use_bias)
     _check_floating(function, params)

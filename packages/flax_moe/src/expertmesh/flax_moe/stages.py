@@ -47,7 +47,15 @@ from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
-from expertmesh.flax_moe.params import BIASES, EXPERTS, SHARED, Params, check_part, param_specs
+from expertmesh.flax_moe.params import (
+    BIASES,
+    EXPERTS,
+    SHARED,
+    SHARED_GATE,
+    Params,
+    check_part,
+    param_specs,
+)
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from expertmesh.flax_moe.remat import named
@@ -286,8 +294,11 @@ def shared_experts(
 ) -> tuple[jax.Array, Any]:
     """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
 
+    Under `config.shared_expert_gate` times `sigmoid(x . shared_gate)`, a number for each token, computed in float32.
+
     Args:
-      params: `shared_wi` [D, 2, S] and `shared_wo` [S, D]; others are not read.
+      params: `shared_wi` [D, 2, S] and `shared_wo` [S, D], and `shared_gate` [D] if they are gated; others are not
+        read.
       x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
       config: see MoEConfig.
       quant_state, weights_quantized: as for `moe`; of both only what is of the shared experts is read.
@@ -300,15 +311,16 @@ def shared_experts(
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
       TypeError: x or a parameter that is no array, or not floating point.
 
-    Differentiable in x and both parameters. Moves no token: it needs nothing of the other stages, so that a compiler
-    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice.
+    Differentiable in x and the parameters. Moves no token: it needs nothing of the other stages, so that a compiler
+    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
     """
     config = config.under(current_recipe())
     check_tokens("stages.shared_experts", x)
     given = Quantization(quant_state, weights_quantized, key).of(SHARED)
     given = given.checked("stages.shared_experts", config, SHARED)
+    names = SHARED + SHARED_GATE * config.shared_expert_gate
     own = check_part(
-        "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts
+        "stages.shared_experts", params, names, x.shape[-1], config, config.num_experts
     )
 
     def project(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
@@ -325,7 +337,20 @@ def shared_experts(
 
     h, wi_state = project("shared_wi", x.astype(config.dtype))
     y, wo_state = project("shared_wo", activate(h, config.activation))
+    if config.shared_expert_gate:
+        y = _weighted(y, _gate(x, own["shared_gate"]))
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
+
+
+def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`sigmoid(x . weight)`, float32[...]."""
+    logits = router_logits(x, weight[:, None], w_spec=PartitionSpec(None, None))
+    return jax.nn.sigmoid(logits[..., 0])
+
+
+def _weighted(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Each token [..., D] times its weight [...], rounded once."""
+    return (x.astype(jnp.float32) * weights[..., None]).astype(x.dtype)
 
 
 _Specs = Mapping[str, PartitionSpec]
