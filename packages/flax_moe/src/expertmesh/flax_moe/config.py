@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from expertmesh.core.config import Config
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_counts
 from expertmesh.core.ops.activation import Activation, check_activation
@@ -27,7 +29,7 @@ _DTYPES: dict[str, tuple[str, ...]] = {
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Config):
     """One MoE block. A hashable value and a pytree without leaves: pass it to any transformation, or close over it.
 
     What it shares with RouterConfig and EpConfig has their names, defaults and rules.
@@ -116,6 +118,7 @@ class MoEConfig:
     ep_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._normalize()
         kept = {
             "dtype": _float_dtype("dtype", self.dtype),
             "param_dtype": _float_dtype("param_dtype", self.param_dtype),
@@ -140,6 +143,14 @@ class MoEConfig:
         _check_shared_gate(self)
         _check_alignment(self)
         _check_backward_combine(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """As of any config; an activation is a name or a dict of its fields, a recipe what `as_recipe` takes."""
+        activation = fields.get("activation") if isinstance(fields, Mapping) else None
+        if isinstance(activation, Mapping):
+            fields = {**fields, "activation": Activation.from_dict(activation)}
+        return super().from_dict(fields)
 
     @property
     def act(self) -> Activation:
