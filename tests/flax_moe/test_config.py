@@ -89,6 +89,14 @@ def test_a_config_is_json(options):
     assert set(config.to_dict()) == {field.name for field in dataclasses.fields(MoEConfig)}
 
 
+@pytest.mark.parametrize(
+    "options", [dict(axis=("a", "b"), transport="ring"), dict(axis=())], ids=str
+)
+def test_an_exchange_is_json(options):
+    config = EpConfig(num_experts=8, **options)
+    assert EpConfig.from_json(config.to_json()) == config
+
+
 def test_what_a_file_may_say():
     """A recipe and an activation by name, or by some of their fields."""
     written = VALID | {"recipe": {"recipe": "fp8_block", "fp8_format": "HYBRID"}}
