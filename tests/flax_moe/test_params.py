@@ -237,3 +237,43 @@ def test_one_bias_alone_does_not_fit():
     params = without(init_params(jax.random.key(0), 16, CONFIG), "wi_bias")
     with pytest.raises(ValueError, match="missing wi_bias"):
         check_params("moe", params, 16, config, 8)
+
+
+DRAWN = dict(shared_expert_dim=24, shared_expert_gate=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", Activation(gated=False)], ids=str)
+def test_kernel_init_draws_each_matrix_by_itself(activation):
+    """Its shapes are those of dense layers; the numbers are those of calls by keys of their own."""
+    shapes = []
+
+    def kernel_init(key, shape, dtype):
+        shapes.append(shape)
+        return jax.random.uniform(key, shape, dtype)
+
+    config = make_config(activation=activation, param_dtype=jnp.bfloat16, **DRAWN)
+    key = jax.random.key(0)
+    params = init_params(key, 16, config, kernel_init=kernel_init)
+    assert set(shapes) == {(16, 8), (16, 12), (12, 16), (16, 24), (24, 16), (16, 1)}
+    assert {name: w.shape for name, w in params.items()} == param_shapes(16, config)
+    assert {w.dtype for w in params.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert not np.any(params["wi_bias"]) and not np.any(params["wo_bias"])
+    keys = jax.random.split(jax.random.split(key, len(params))[1], 8 * len(params["wi"].shape[2:]))
+    first, second = (jax.random.uniform(k, (16, 12), jnp.bfloat16) for k in keys[:2])
+    np.testing.assert_array_equal(params["wi"].reshape(8, 16, -1, 12)[0, :, 0], first)
+    after = params["wi"][0, :, 1] if config.act.gated else params["wi"][1]
+    np.testing.assert_array_equal(after, second)
+
+
+@pytest.mark.parametrize(
+    "kernel_init, kind, words",
+    [
+        (0.02, TypeError, "kernel_init must be a function of key, shape and dtype; got float"),
+        (lambda key, shape, dtype: jnp.zeros(shape[::-1], dtype), ValueError, "that it is given"),
+        (lambda key, shape, dtype: jnp.zeros(shape, jnp.float16), ValueError, "that it is given"),
+        (lambda key, shape, dtype: [0.0], ValueError, "a list; name dimensions by logical_axes"),
+    ],
+)
+def test_what_no_kernel_init_may_be(kernel_init, kind, words):
+    with pytest.raises(kind, match=words):
+        init_params(jax.random.key(0), 16, CONFIG, kernel_init=kernel_init)

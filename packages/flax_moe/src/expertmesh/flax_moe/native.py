@@ -17,6 +17,7 @@ from math import prod
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -414,14 +415,16 @@ class NativeMoEBlock(nn.Module):
     Attributes:
       config: see MoEConfig.
       mesh: see `native_moe`.
+      kernel_init: of the weights; see `init_params`.
     """
 
     config: MoEConfig
     mesh: Mesh | None = None
+    kernel_init: Initializer | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> MoEOutput:
-        init = initializers(self.config)
+        init = initializers(self.config, self.kernel_init)
         params = {
             name: self.param(name, init[name], shape, self.config.param_dtype)
             for name, shape in param_shapes(x.shape[-1], self.config).items()

@@ -13,6 +13,7 @@ Dimension key: D model width, E experts, F expert width, S width of the shared e
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -125,21 +126,33 @@ def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple
 _Init = Callable[..., jax.Array]
 
 
-def initializers(config: MoEConfig) -> dict[str, _Init]:
+def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> dict[str, _Init]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
     The fan-in of `gate_kernel`, `wi`, `shared_wi` and `shared_gate` is D, that of `wo` F, of `shared_wo` S: the expert
     dimension is a batch dimension.
+
+    Args:
+      config: see MoEConfig.
+      kernel_init: draws the weights instead; see `init_params`.
+
+    Raises:
+      TypeError: a `kernel_init` that cannot be called.
     """
-    return {name: _initializer(name, config.act.gated) for name in param_names(config)}
+    if kernel_init is not None and not callable(kernel_init):
+        raise TypeError(
+            "initializers: kernel_init must be a function of key, shape and dtype; "
+            f"got {type(kernel_init).__name__}; pass for example jax.nn.initializers.lecun_normal()"
+        )
+    return {name: _initializer(name, config.act.gated, kernel_init) for name in param_names(config)}
 
 
-def _initializer(name: str, gated: bool) -> _Init:
+def _initializer(name: str, gated: bool, kernel_init: Initializer | None) -> _Init:
     if name in BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
-    if len(dims) == 1:
-        return _of_matrices(jax.nn.initializers.lecun_normal(), dims)
+    if kernel_init is not None or len(dims) == 1:
+        return _of_matrices(kernel_init or jax.nn.initializers.lecun_normal(), dims)
     batch = 1 if dims[0] == "E" else 0
     return jax.nn.initializers.variance_scaling(
         1.0,
@@ -158,7 +171,7 @@ def _of_matrices(init: Initializer, dims: Sequence[str]) -> _Init:
     def draw(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         matrix = [size for i, size in enumerate(shape) if i not in apart]
         keys = jax.random.split(key, prod(shape[i] for i in apart))
-        drawn = jax.vmap(lambda key: init(key, (*matrix, 1)[:2], dtype))(keys)
+        drawn = jax.vmap(partial(_drawn_matrix, init, (*matrix, 1)[:2], dtype))(keys)
         return jnp.moveaxis(
             drawn.reshape(*(shape[i] for i in apart), *matrix), range(len(apart)), apart
         )
@@ -166,15 +179,39 @@ def _of_matrices(init: Initializer, dims: Sequence[str]) -> _Init:
     return draw
 
 
-def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, jax.Array]:
-    """Parameters drawn from `key`, in `config.param_dtype`; see `initializers`.
+def _drawn_matrix(
+    init: Initializer, shape: tuple[int, ...], dtype: Any, key: jax.Array
+) -> jax.Array:
+    drawn = init(key, shape, dtype)
+    got = getattr(drawn, "shape", None), getattr(drawn, "dtype", None)
+    if got != (shape, dtype):
+        raise ValueError(
+            f"kernel_init: it must return an array of the shape and dtype that it is given; got {got} for "
+            f"{shape, dtype}, a {type(drawn).__name__}; name dimensions by logical_axes, not by a wrapped initializer"
+        )
+    return drawn
+
+
+def init_params(
+    key: jax.Array, model_dim: int, config: MoEConfig, *, kernel_init: Initializer | None = None
+) -> dict[str, jax.Array]:
+    """Parameters drawn from `key`, in `config.param_dtype`.
 
     Args:
       key: a JAX PRNG key.
       model_dim: D.
       config: see MoEConfig.
+      kernel_init: `kernel_init(key, (in, out), dtype)` of each matrix by itself, with a key of its own: of each expert,
+        of the gate and up projections, of the router; any of `jax.nn.initializers` then has the fan-in and fan-out of a
+        dense layer. None: normal numbers of variance 1 / in.
+
+    Biases are zeros.
+
+    Raises:
+      TypeError: a `kernel_init` that cannot be called.
+      ValueError: it returns another shape or dtype than it is given.
     """
-    shapes, init = param_shapes(model_dim, config), initializers(config)
+    shapes, init = param_shapes(model_dim, config), initializers(config, kernel_init)
     keys = jax.random.split(key, len(shapes))
     return {
         name: init[name](k, shape, config.param_dtype)
