@@ -15,6 +15,7 @@ from expertmesh.ep import EpConfig
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.flax_moe.config import dispatches_quantized
 
+PLAIN = Activation(gated=False)
 VALID = dict(num_experts=8, top_k=2, expert_dim=16)
 
 
@@ -26,6 +27,7 @@ def test_fields_are_frozen():
         ("top_k", dataclasses.MISSING),
         ("expert_dim", dataclasses.MISSING),
         ("activation", "silu"),
+        ("separate_wi", False),
         ("use_bias", False),
         ("shared_expert_dim", None),
         ("shared_expert_gate", False),
@@ -156,6 +158,7 @@ def test_router_part():
         (dict(activation=jnp.tanh), TypeError, ["activation", "Activation"]),
         (dict(shared_expert_dim=0), ValueError, ["shared_expert_dim=0"]),
         (dict(shared_expert_gate=True), ValueError, ["shared_expert_gate", "dim=None", "width"]),
+        (dict(separate_wi=True, activation=PLAIN), ValueError, ["separate_wi", "gated=False"]),
         (dict(num_chunks=0), ValueError, ["num_chunks=0"]),
         (dict(use_expert_bias=True), ValueError, ["use_expert_bias", "softmax", "sigmoid"]),
         (dict(remat="full"), ValueError, ["'full'", "save_all", "save_min", "recompute"]),

@@ -161,6 +161,7 @@ def test_split_and_merge():
             lambda p: merge_wi({k: w for k, w in split_wi(p).items() if k != "wi_1_bias"}),
             ["merge_wi", "missing wi_1_bias"],
         ),
+        (lambda p: merge_wi(split_wi(p) | {"wi": p["wi"]}), ["got also wi_0, wi_1", "remove"]),
         (
             lambda p: merge_wi(split_wi(p) | {"wi_1": p["wo"]}),
             ["merge_wi", "(8, 16, 12)", "(8, 12, 16)"],
@@ -237,6 +238,30 @@ def test_one_bias_alone_does_not_fit():
     params = without(init_params(jax.random.key(0), 16, CONFIG), "wi_bias")
     with pytest.raises(ValueError, match="missing wi_bias"):
         check_params("moe", params, 16, config, 8)
+
+
+SEPARATE = dict(separate_wi=True, shared_expert_dim=24)
+
+
+def test_a_tree_of_separate_projections():
+    """Shapes and layouts are those of the whole parameters without the dimension of 2, the spread is the same."""
+    config = make_config(**SEPARATE)
+    params, specs = init_params(jax.random.key(0), 256, config), param_specs(config, RESOURCE)
+    whole = make_config(shared_expert_dim=24)
+    assert list(params) == list(specs)
+    assert set(params) == set(split_wi(init_params(jax.random.key(0), 256, whole)))
+    for halves in (("wi_0", "wi_1"), ("shared_wi_0", "shared_wi_1"), ("wi_0_bias", "wi_1_bias")):
+        name = halves[0].replace("_0", "")
+        entries = list(param_specs(whole, RESOURCE)[name])
+        entries.pop(-2)
+        assert {specs[half] for half in halves} == {P(*entries)}
+    merged = merge_wi(params)
+    assert {name: w.shape for name, w in merged.items()} == param_shapes(256, whole)
+    assert abs(np.asarray(params["wi_1"]).std() * 16 - 1) < 0.05
+    assert not np.any(params["wi_0_bias"])
+    split = param_specs(make_config(**SEPARATE, shard_exp_on_fsdp=True), RESOURCE)
+    assert split["wi_0"] == P(("ep", "fsdp"), None, "tp")
+    assert LogicalAxes().of("wi_1") == ("exp", "embed", "mlp")
 
 
 DRAWN = dict(shared_expert_dim=24, shared_expert_gate=True)

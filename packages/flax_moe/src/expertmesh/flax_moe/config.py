@@ -40,6 +40,9 @@ class MoEConfig(Config):
       expert_dim: F, width of an expert's hidden layer.
       activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
         `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
+      separate_wi: whether the gate and up projections are parameters of their own, `wi_0` and `wi_1` [E, D, F] in place
+        of `wi`, in the trees of `init_params`, `param_shapes`, `param_specs` and the modules; biases and shared experts
+        likewise. The block takes either tree, whatever this says; see `split_wi`.
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
@@ -88,6 +91,7 @@ class MoEConfig(Config):
     top_k: int
     expert_dim: int
     activation: str | Activation = "silu"
+    separate_wi: bool = False
     use_bias: bool = False
     shared_expert_dim: int | None = None
     shared_expert_gate: bool = False
@@ -141,6 +145,7 @@ class MoEConfig(Config):
         self.router.check_experts("MoEConfig", self.num_experts)
         _check_expert_bias(self)
         _check_shared_gate(self)
+        _check_separate_wi(self)
         _check_alignment(self)
         _check_backward_combine(self)
 
@@ -253,6 +258,14 @@ def _check_shared_gate(config: MoEConfig) -> None:
         raise ValueError(
             "MoEConfig: shared_expert_gate must go with shared experts; got shared_expert_dim=None; give their width, "
             "or leave shared_expert_gate out"
+        )
+
+
+def _check_separate_wi(config: MoEConfig) -> None:
+    if config.separate_wi and not config.act.gated:
+        raise ValueError(
+            "MoEConfig: separate_wi must go with an activation with a gate; "
+            f"got activation={config.activation}, which has one projection; leave separate_wi out"
         )
 
 

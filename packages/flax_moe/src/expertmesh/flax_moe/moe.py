@@ -37,6 +37,7 @@ from expertmesh.flax_moe.params import (
     Params,
     check_names,
     check_params,
+    whole_params,
 )
 from expertmesh.flax_moe.quantization import Quantization, layers_of, placed_like
 from expertmesh.flax_moe.remat import rematerialized
@@ -62,7 +63,8 @@ def moe(
       params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
         `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
         `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
-        `config.shared_expert_gate` `shared_gate` [D]. See `init_params`, `param_specs`, `merge_wi`.
+        `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names
+        of `split_wi`. See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
@@ -97,6 +99,7 @@ def moe(
     vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
     """
     check_tokens("moe", x)
+    params = whole_params("moe", params)
     check_names("moe", params, config)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())

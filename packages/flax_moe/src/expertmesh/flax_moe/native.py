@@ -22,7 +22,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
-from expertmesh.flax_moe.params import Params, check_params, initializers, param_shapes
+from expertmesh.flax_moe.params import (
+    Params,
+    check_params,
+    initializers,
+    param_shapes,
+    whole_params,
+)
 
 __all__ = ["EXCHANGES", "NativeMoEBlock", "native_moe"]
 
@@ -79,6 +85,7 @@ def native_moe(
     weights over fsdp, and all-reduces of [E] vectors.
     """
     _check_options(config, exchange)
+    params = whole_params("native_moe", params)
     check_params("native_moe", params, x.shape[-1], config, config.num_experts)
     mesh = _find_mesh(mesh, x)
     if mesh is None:

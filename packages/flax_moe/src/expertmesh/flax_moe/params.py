@@ -6,7 +6,8 @@
     gated ones:                 shared_gate [D]
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
-in the activation there is no dimension of 2.
+in the activation there is no dimension of 2. A tree may have them apart, `wi_0` and `wi_1` [E, D, F], and the others
+with a 2 likewise: the block puts them together where it is called.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """
@@ -44,6 +45,8 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "split_wi",
+    "whole_params",
+    "whole_specs",
 ]
 
 Params = Mapping[str, jax.Array]
@@ -64,12 +67,14 @@ _DIMS = {
     "wi_bias": "E 2 F",
     "wo_bias": "E d",
 }
-# The two halves of a merged parameter, and the dimension that they are stacked along.
+# The two halves of a whole parameter, and the dimension that they are stacked along.
 _PAIRS = {
     "wi": (("wi_0", "wi_1"), 2),
     "shared_wi": (("shared_wi_0", "shared_wi_1"), 1),
     "wi_bias": (("wi_0_bias", "wi_1_bias"), 1),
 }
+_WHOLE = {half: name for name, (pair, _) in _PAIRS.items() for half in pair}
+_DIMS |= {half: _DIMS[name].replace(" 2", "") for half, name in _WHOLE.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,14 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
+    names = _whole_names(config)
+    if not config.separate_wi:
+        return names
+    return tuple(part for name in names for part in _PAIRS.get(name, ((name,), 0))[0])
+
+
+def _whole_names(config: MoEConfig) -> tuple[str, ...]:
+    """Those of the tree whose gate and up projections are together."""
     shared = config.shared_expert_dim is not None
     gated = SHARED_GATE * config.shared_expert_gate
     return _WEIGHTS + SHARED * shared + gated + BIASES * config.use_bias
@@ -148,7 +161,7 @@ def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> d
 
 
 def _initializer(name: str, gated: bool, kernel_init: Initializer | None) -> _Init:
-    if name in BIASES:
+    if _WHOLE.get(name, name) in BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
     if kernel_init is not None or len(dims) == 1:
@@ -235,13 +248,24 @@ def param_specs(
     Each contraction is over a dimension that fsdp does not split at the time of use: the weight is
     gathered over fsdp and its gradient scattered back. tp splits `wi` by columns and `wo` by rows.
     """
+    return _specs(param_names(config), config, resource)
+
+
+def whole_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
+    """`param_specs` of the tree whose gate and up projections are together."""
+    return _specs(_whole_names(config), config, None)
+
+
+def _specs(
+    names: Collection[str], config: MoEConfig, resource: MeshResource | None
+) -> dict[str, PartitionSpec]:
     resource = resource or current_resource() or MeshResource()
     expert = config.ep_axis or resource.entry("experts")
     fsdp, tp = resource.entry("fsdp"), resource.entry("tp")
-    places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in param_names(config)}
+    places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in names}
     if config.shard_exp_on_fsdp:
         split = dict(embed=None, expert=merge_dim(expert, fsdp), mlp=tp)
-        places |= {name: split for name in EXPERTS}
+        places |= {name: split for name in names if _WHOLE.get(name, name) in EXPERTS}
     return {
         name: PartitionSpec(*_placed(name, config.act.gated, **place))
         for name, place in places.items()
@@ -277,23 +301,45 @@ def merge_wi(params: Params) -> dict[str, jax.Array]:
     """The inverse of `split_wi`, for import: stacks `wi_0` and `wi_1` once, not at each step.
 
     Raises:
-      ValueError: one of the two is missing, or their shapes differ.
+      ValueError: one of the two is missing, their shapes differ, or there is a `wi` too.
+      TypeError: one of them is no array.
     """
     _require("merge_wi", params, ("wi_0", "wi_1"), "pass both projections")
-    halves = [half for pair, _ in _PAIRS.values() for half in pair]
-    merged = {k: v for k, v in params.items() if k not in halves}
+    return whole_params("merge_wi", params)
+
+
+def whole_params(
+    function: str, params: Params, names: Collection[str] = tuple(_PAIRS)
+) -> dict[str, jax.Array]:
+    """The tree with each pair of halves of a parameter of `names` together; errors name `function`.
+
+    GEMMs read both halves as one array. A pass that casts them, from `param_dtype` to another `dtype`, reads the halves
+    and writes that array: nothing more is moved. Else this is a copy.
+    """
+    _check_mapping(function, params)
+    whole = {k: v for k, v in params.items() if k not in _WHOLE}
     for name, (pair, axis) in _PAIRS.items():
-        if any(half in params for half in pair):
-            _require("merge_wi", params, pair, "pass both halves or none")
-            merged[name] = _stack(params, pair, axis)
-    return merged
+        if name in names and any(half in params for half in pair):
+            _require(function, params, pair, "pass both halves or none")
+            _check_apart(function, params, name, pair)
+            whole[name] = _stack(function, params, pair, axis)
+    return whole
 
 
-def _stack(params: Params, names: Sequence[str], axis: int) -> jax.Array:
+def _check_apart(function: str, params: Params, name: str, pair: Sequence[str]) -> None:
+    if name in params:
+        raise ValueError(
+            f"{function}: params must have {name} or its halves; got also {', '.join(pair)}; remove one of them"
+        )
+
+
+def _stack(function: str, params: Params, names: Sequence[str], axis: int) -> jax.Array:
+    for name in names:
+        check_array(function, name, params[name])
     shapes = [params[name].shape for name in names]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"merge_wi: {names[0]} and {names[1]} must have the same shape; got {shapes[0]}, {shapes[1]}; "
+            f"{function}: {names[0]} and {names[1]} must have the same shape; got {shapes[0]}, {shapes[1]}; "
             "pass the gate and up projections of one block"
         )
     return jnp.stack([params[name] for name in names], axis=axis)
@@ -328,10 +374,10 @@ def check_part(
     config: MoEConfig,
     num_experts: int,
 ) -> dict[str, jax.Array]:
-    """The parameters of `names` alone, after the errors of `check_params` about them; biases may be absent."""
-    _check_mapping(function, params)
+    """The parameters of `names` alone, whole, after the errors of `check_params` about them; biases may be absent."""
+    params = whole_params(function, params, names)
     weights = tuple(name for name in names if name not in BIASES)
-    _require(function, params, weights, "use init_params, or merge_wi for split projections")
+    _require(function, params, weights, "use init_params")
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(weights) < len(names))
     _check_floating(function, part)
@@ -357,14 +403,14 @@ def _check_shapes(
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
     """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
-    weights = tuple(name for name in param_names(config) if name not in BIASES)
-    _require(function, params, weights, "use init_params, or merge_wi for split projections")
+    weights = tuple(name for name in _whole_names(config) if name not in BIASES)
+    _require(function, params, weights, "use init_params")
     unknown = [name for name in params if name not in weights + BIASES]
     if unknown:
         raise ValueError(
             f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim and shared_expert_gate for those of "
-            "shared experts, or use merge_wi for split projections"
+            "shared experts"
         )
     _check_biases(function, params, config.use_bias)
     _check_floating(function, params)

@@ -54,7 +54,8 @@ from expertmesh.flax_moe.params import (
     SHARED_GATE,
     Params,
     check_part,
-    param_specs,
+    whole_params,
+    whole_specs,
 )
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
@@ -190,7 +191,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     [..., K] and one of float32 [..., K] over the EP axis, and the exchange of each choice's token; see
     `expertmesh.ep.dispatch`.
     """
-    config = config.under(current_recipe())
+    config, params = config.under(current_recipe()), whole_params("stages.dispatch", params)
     check_tokens("stages.dispatch", routed.x)
     ep_axis = ep_axes("stages.dispatch", params, config)
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
@@ -239,7 +240,7 @@ def experts(
     Differentiable in `dispatched` and all of these parameters. Moves no token: costs one gather of the weights over
     fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
     """
-    config = config.under(current_recipe())
+    config, params = config.under(current_recipe()), whole_params("stages.experts", params)
     given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
     given = given.checked("stages.experts", config, EXPERTS)
     held = experts_held(
@@ -363,7 +364,7 @@ def _resource_of(handle: ep.Handle) -> AbstractContextManager[MeshResource | Non
 
 def _specs(config: MoEConfig) -> _Specs:
     """Where each parameter is, as far as its type does not say so."""
-    return {} if current_resource() is None else param_specs(config)
+    return {} if current_resource() is None else whole_specs(config)
 
 
 # ---- route
