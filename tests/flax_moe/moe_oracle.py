@@ -161,10 +161,11 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
             if not keep(t, k):
                 continue
             weights = [params[name][e] for name in tree]
-            out, (dx, *dw) = feed_forward(x[t], dy[t], p[k], *weights, config.act)
-            y[t] += p[k] * out
-            d_weights[k] = dy[t] @ out
-            d_x[t] += dx
+            before, after = (p[k], 1) if config.weigh_inputs else (1, p[k])
+            out, (dx, *dw) = feed_forward(before * x[t], dy[t], after, *weights, config.act)
+            y[t] += after * out
+            d_weights[k] = dx @ x[t] if config.weigh_inputs else dy[t] @ out
+            d_x[t] += before * dx
             for name, gradient in zip(tree, dw, strict=True):
                 d[name][e] += gradient
         if config.shared_expert_dim is not None:

@@ -48,6 +48,8 @@ class MoEConfig(Config):
         n shared experts of width f being one of n f; None: there is none.
       shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
         sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
+      weigh_inputs: whether the routing weight w multiplies what an expert is given, y = E(w x), as in Llama-4, and not
+        what it returns, y = w E(x). Only for top_k = 1.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -95,6 +97,7 @@ class MoEConfig(Config):
     use_bias: bool = False
     shared_expert_dim: int | None = None
     shared_expert_gate: bool = False
+    weigh_inputs: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
@@ -146,6 +149,7 @@ class MoEConfig(Config):
         _check_expert_bias(self)
         _check_shared_gate(self)
         _check_separate_wi(self)
+        _check_weigh_inputs(self)
         _check_alignment(self)
         _check_backward_combine(self)
 
@@ -266,6 +270,14 @@ def _check_separate_wi(config: MoEConfig) -> None:
         raise ValueError(
             "MoEConfig: separate_wi must go with an activation with a gate; "
             f"got activation={config.activation}, which has one projection; leave separate_wi out"
+        )
+
+
+def _check_weigh_inputs(config: MoEConfig) -> None:
+    if config.weigh_inputs and config.top_k != 1:
+        raise ValueError(
+            "MoEConfig: weigh_inputs must go with top_k=1, as y = E(w x) is said of one expert; "
+            f"got top_k={config.top_k}; leave it out, and each expert's result is weighted: y = sum_k w_k E_k(x)"
         )
 
 

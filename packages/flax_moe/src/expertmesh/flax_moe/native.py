@@ -234,9 +234,11 @@ def _on_device(
     logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
     weights_TK, idx_TK = _top_k(logits_TE, config)
     experts = functools.partial(_experts, _gathered(params, config.dtype, fsdp_axis), config)
-    y_TD = _route_through(
-        experts, x_TD.astype(config.dtype), idx_TK, weights_TK, config.num_experts, ep_axis, ragged
-    )
+    rows_TD = x_TD.astype(config.dtype)
+    if config.weigh_inputs:
+        rows_TD = (x_TD * weights_TK).astype(config.dtype)  # K = 1
+        weights_TK = jnp.ones_like(weights_TK)
+    y_TD = _route_through(experts, rows_TD, idx_TK, weights_TK, config.num_experts, ep_axis, ragged)
     counts_E = _psum(_histogram(idx_TK, config.num_experts), axes)
     aux, z = _losses(logits_TE, counts_E, config, axes)
     entropy = _entropy(jax.lax.stop_gradient(logits_TE), axes)

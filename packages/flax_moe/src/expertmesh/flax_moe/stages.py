@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
@@ -169,6 +170,8 @@ def route(
 def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     """`handle = prepare(topk_idx, ...)`; `rows = expertmesh.ep.dispatch(handle, x.astype(config.dtype))`.
 
+    Under `config.weigh_inputs` of w x, rounded once, w being a token's one weight; a row's own weight is then 1.
+
     Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
     they are, and 8 bits travel. Without a recipe, where all tokens and experts are on one device and the up projection
     writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
@@ -198,8 +201,9 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     names = (*EXPERTS, *BIASES)
     own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
     handle = named("dispatched", _prepare(routed.topk_idx, config, ep_axis))
-    weights_PC = named("dispatched", ep.dispatch_weights(handle, routed.topk_weights))
-    rows, quantized = _dispatched_rows(own, routed.x.astype(config.dtype), handle, config)
+    x, weights = _weighed(routed, config)
+    weights_PC = named("dispatched", ep.dispatch_weights(handle, weights))
+    rows, quantized = _dispatched_rows(own, x, handle, config)
     return Dispatched(
         handle=handle,
         weights=weights_PC,
@@ -339,7 +343,7 @@ def shared_experts(
     h, wi_state = project("shared_wi", x.astype(config.dtype))
     y, wo_state = project("shared_wo", activate(h, config.activation))
     if config.shared_expert_gate:
-        y = _weighted(y, _gate(x, own["shared_gate"]))
+        y = _weighted(y, _gate(x, own["shared_gate"]), y.dtype)
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 
@@ -349,9 +353,9 @@ def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(logits[..., 0])
 
 
-def _weighted(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _weighted(x: jax.Array, weights: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Each token [..., D] times its weight [...], rounded once."""
-    return (x.astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+    return (x.astype(jnp.float32) * weights[..., None]).astype(dtype)
 
 
 _Specs = Mapping[str, PartitionSpec]
@@ -410,6 +414,14 @@ def _prepare(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -
         config.capacity_factor,
     )
     return ep.prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
+
+
+def _weighed(routed: Routed, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """The tokens as they are sent, and the weights of their rows."""
+    x, weights = routed.x, routed.topk_weights
+    if not config.weigh_inputs:
+        return x.astype(config.dtype), weights
+    return _weighted(x, weights[..., 0], config.dtype), jnp.ones_like(weights)
 
 
 def _dispatched_rows(
