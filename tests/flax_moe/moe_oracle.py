@@ -144,14 +144,14 @@ def shared_gate(x, weight):
 def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Result:
     """The block by loops; choices for which `keep(token, k)` fails are dropped, `bias` steers the router."""
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
-    D, E = data.x.shape[-1], config.num_experts
+    D, E, Z = data.x.shape[-1], config.num_experts, config.num_null_experts
     params.setdefault("wi_bias", np.zeros((E, *params["wi"].shape[2:])))
     params.setdefault("wo_bias", np.zeros((E, D)))
     x = data.x.astype(np.float64).reshape(-1, D)
     dy = data.dy.astype(np.float64).reshape(-1, D)
-    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E))
+    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E + Z))
     d = {name: np.zeros_like(w) for name, w in params.items()}
-    logits, counts = x @ params["gate_kernel"], np.zeros(E, int)
+    logits, counts = x @ params["gate_kernel"], np.zeros(E + Z, int)
     tree = ("wi", "wi_bias", "wo", "wo_bias")
     for t in range(len(x)):
         chosen, p, jacobian = route(logits[t], config, bias)
@@ -159,6 +159,12 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
         for k, e in enumerate(chosen):
             counts[e] += 1
             if not keep(t, k):
+                continue
+            if e >= E:
+                if config.null_experts == "identity":
+                    y[t] += p[k] * x[t]
+                    d_weights[k] = dy[t] @ x[t]
+                    d_x[t] += p[k] * dy[t]
                 continue
             weights = [params[name][e] for name in tree]
             before, after = (p[k], 1) if config.weigh_inputs else (1, p[k])

@@ -462,7 +462,12 @@ def test_errors(changes, spoil, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(shared_expert_dim=8), dict(activation=GPT_OSS), dict(aux_loss_per_sequence=True)],
+    [
+        dict(shared_expert_dim=8),
+        dict(activation=GPT_OSS),
+        dict(aux_loss_per_sequence=True),
+        dict(num_null_experts=1),
+    ],
     ids=str,
 )
 def test_the_baseline_refuses_what_it_lacks(changes):

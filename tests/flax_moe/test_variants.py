@@ -4,12 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from cases.covering import full
 from expertmesh.core import global_shard_guard
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import MoEOutput, moe, native_moe, param_specs
+from expertmesh.flax_moe import (
+    MoEOutput,
+    linen,
+    moe,
+    native_moe,
+    nnx,
+    param_specs,
+    permute_experts,
+    stages,
+)
 from flax_moe.moe_oracle import (
     AUTO,
     EXPLICIT,
@@ -26,6 +37,8 @@ from flax_moe.moe_oracle import (
 
 # Scores of all experts, so that the weight of a single choice is not 1.
 INPUTS = dict(weigh_inputs=True, top_k=1, use_pre_softmax=True)
+
+IDENTITY = dict(num_null_experts=5, null_experts="identity", top_k=3)
 
 
 def manual(config, mesh):
@@ -55,6 +68,11 @@ def manual(config, mesh):
         ("explicit", INPUTS),
         full("resource", INPUTS),
         full("manual", INPUTS),
+        ("explicit", IDENTITY),
+        full("resource", IDENTITY | dict(num_chunks=5)),
+        full("manual", IDENTITY),
+        full("explicit", IDENTITY | dict(null_experts="zero", shared_expert_dim=20)),
+        full("resource", INPUTS | dict(num_null_experts=8, null_experts="identity")),
     ],
     ids=str,
 )
@@ -90,6 +108,47 @@ def test_weights_of_inputs_and_of_results_differ():
     y, native, of_results, one, same = map(np.asarray, outputs(data.params, data.x))
     assert relative_error(native, y) < 1e-5 < 0.05 < relative_error(of_results, y)
     np.testing.assert_array_equal(one, same)
+
+
+def test_choices_of_null_experts_send_no_row():
+    """Under `debug` their ids pass, recorded ones too, and an id past them is an error."""
+    config = make_config(**IDENTITY, debug=True, use_bias=False)
+    data = make_data(config)
+    routed = stages.route(data.params, data.x, config)
+    assert routed.tokens_per_expert.shape == (13,) and routed.tokens_per_expert[8:].sum() > 9
+
+    def rows(topk_idx):
+        again = routed._replace(topk_idx=topk_idx)
+        return stages.dispatch(data.params, again, config).handle.group_sizes.sum()
+
+    checked = checkify.checkify(rows)
+    error, sent = checked(routed.topk_idx.astype(jnp.uint8))
+    error.throw()
+    assert sent == routed.tokens_per_expert[:8].sum()
+    assert "ids must be below" in checked(routed.topk_idx.at[0, 0, 0].set(13))[0].get()
+    replay = checkify.checkify(lambda idx: moe(data.params, data.x, config, topk_idx=idx))
+    error, out = replay(routed.topk_idx)
+    error.throw()
+    np.testing.assert_array_equal(out.topk_idx, routed.topk_idx)
+    assert "ids must be below" in replay(routed.topk_idx.at[0, 0, 0].set(13))[0].get()
+
+
+def test_null_experts_stay_where_others_change_places():
+    config = make_config(**IDENTITY, score_function="sigmoid", use_expert_bias=True)
+    data = make_data(config)
+    bias = np.linspace(0, 0.1, 13, dtype=np.float32)
+    placement = np.roll(np.arange(8), 3)
+    block = jax.jit(lambda p, bias: moe(p, data.x, config, expert_bias=bias))
+    tree = permute_experts({"params": data.params, "expert_bias": bias}, placement)
+    got, want = block(tree["params"], tree["expert_bias"]), block(data.params, bias)
+    assert relative_error(got.y, want.y) < 1e-6
+    order = [*placement, *range(8, 13)]
+    np.testing.assert_array_equal(got.tokens_per_expert, want.tokens_per_expert[np.array(order)])
+    module = linen.MoEBlock(config)
+    variables = jax.eval_shape(module.init, jax.random.key(0), data.x)
+    assert variables[linen.EXPERT_BIAS]["expert_bias"].shape == (13,)
+    block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0))
+    assert block.expert_bias[...].shape == (13,) and block.gate_kernel[...].shape == (16, 13)
 
 
 def test_inputs_are_weighed_before_they_are_rounded():

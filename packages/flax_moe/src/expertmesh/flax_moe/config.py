@@ -18,7 +18,9 @@ from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
-__all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
+__all__ = ["MoEConfig", "MoEOutput", "NULL_EXPERTS", "dispatches_quantized"]
+
+NULL_EXPERTS = ("zero", "identity")
 
 # Sums are float32, so that float64 would promise what they do not keep.
 _DTYPES: dict[str, tuple[str, ...]] = {
@@ -48,6 +50,11 @@ class MoEConfig(Config):
         n shared experts of width f being one of n f; None: there is none.
       shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
         sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
+      num_null_experts: Z, experts without weights that the router chooses among too, the last of its E + Z, as in
+        LongCat-Flash: a choice of one of them sends no row. The gate, `expert_bias`, counts, entropy, groups and both
+        losses are of all E + Z, so that the balance loss is smallest where null experts have their share of choices.
+        `capacity_factor` counts as if every choice were sent.
+      null_experts: what one of them adds to y: "zero" nothing, "identity" w x, w being its weight.
       weigh_inputs: whether the routing weight w multiplies what an expert is given, y = E(w x), as in Llama-4, and not
         what it returns, y = w E(x). Only for top_k = 1.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
@@ -97,6 +104,8 @@ class MoEConfig(Config):
     use_bias: bool = False
     shared_expert_dim: int | None = None
     shared_expert_gate: bool = False
+    num_null_experts: int = 0
+    null_experts: str = "zero"
     weigh_inputs: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
@@ -145,7 +154,8 @@ class MoEConfig(Config):
         _check_remat(self.remat)
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
-        self.router.check_experts("MoEConfig", self.num_experts)
+        _check_null_experts(self)
+        self.router.check_experts("MoEConfig", self.num_candidates)
         _check_expert_bias(self)
         _check_shared_gate(self)
         _check_separate_wi(self)
@@ -165,6 +175,11 @@ class MoEConfig(Config):
     def act(self) -> Activation:
         """The activation, whichever way it was named."""
         return Activation.of(self.activation)
+
+    @property
+    def num_candidates(self) -> int:
+        """E + Z, what the router chooses among."""
+        return self.num_experts + self.num_null_experts
 
     @property
     def router(self) -> RouterConfig:
@@ -212,7 +227,8 @@ class MoEOutput(NamedTuple):
       y: [..., D] in the input's dtype.
       aux_loss: float32[], coefficient included; 0 where `aux_loss_coeff` is 0.
       z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
-      tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
+      tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included; with Z null
+        experts int32[E + Z].
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
@@ -278,6 +294,15 @@ def _check_weigh_inputs(config: MoEConfig) -> None:
         raise ValueError(
             "MoEConfig: weigh_inputs must go with top_k=1, as y = E(w x) is said of one expert; "
             f"got top_k={config.top_k}; leave it out, and each expert's result is weighted: y = sum_k w_k E_k(x)"
+        )
+
+
+def _check_null_experts(config: MoEConfig) -> None:
+    check_counts("MoEConfig", least=0, num_null_experts=config.num_null_experts)
+    if config.null_experts not in NULL_EXPERTS:
+        raise ValueError(
+            f"MoEConfig: null_experts must be one of {', '.join(NULL_EXPERTS)}; "
+            f"got null_experts={config.null_experts!r}; use 'zero' for no contribution, 'identity' for w x"
         )
 
 

@@ -83,7 +83,7 @@ class MoEBlock(nn.Module):
     def _expert_bias(self) -> jax.Array | None:
         if not self.config.use_expert_bias:
             return None
-        shape = (self.config.num_experts,)
+        shape = (self.config.num_candidates,)
         return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value
 
     def _quant_state(self) -> Any:

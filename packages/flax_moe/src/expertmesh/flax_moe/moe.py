@@ -4,6 +4,7 @@
 
     y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
+where e is an expert; a null one adds nothing, or w_tk x_t;
 with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
 the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
 one device without a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes
@@ -61,10 +62,10 @@ def moe(
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
 
     Args:
-      params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
-        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
-        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
-        `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names
+      params: `gate_kernel` [D, E] (with Z null experts [D, E + Z]), `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D],
+        and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there
+        is no dimension of 2. With `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and
+        with `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names
         of `split_wi`. See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
@@ -117,6 +118,8 @@ def moe(
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
     y = _laid_out_like(x, y, _weight_axes(experts, config, ep_axis), ep_axis)
+    if config.num_null_experts and config.null_experts == "identity":
+        y += stages.null_experts(routed, config)
     if config.shared_expert_dim is not None:
         shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
         y, state = y + shared, state and {**state, **of_shared}

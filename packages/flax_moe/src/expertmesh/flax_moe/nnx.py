@@ -66,7 +66,7 @@ class MoEBlock(nnx.Module):
             value = init[name](rngs.params(), shape, config.param_dtype)
             setattr(self, name, nnx.Param(value, **metadata))
         if config.use_expert_bias:
-            self.expert_bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32))
+            self.expert_bias = ExpertBias(jnp.zeros(config.num_candidates, jnp.float32))
         state = init_quant_state(config)
         if state is not None:
             self.quant_state = QuantState(state)

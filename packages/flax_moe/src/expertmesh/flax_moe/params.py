@@ -4,6 +4,7 @@
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
     gated ones:                 shared_gate [D]
+    with Z null experts:        gate_kernel [D, E + Z]
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
 in the activation there is no dimension of 2. A tree may have them apart, `wi_0` and `wi_1` [E, D, F], and the others
@@ -131,7 +132,7 @@ def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]
 
 def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple[int, ...]]:
     """With `num_held` experts in the arrays; the gate's are always those of the config."""
-    sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_experts, "2": 2}
+    sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_candidates, "2": 2}
     sizes |= {"F": config.expert_dim, "S": config.shared_expert_dim or 0}
     return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
 
@@ -395,6 +396,7 @@ def _check_shapes(
             raise ValueError(
                 f"{function}: {name} must be [{layout}] = {shapes[name]}, with D from x, E, F and S from the "
                 f"config; got {name}.shape={array.shape}, num_experts={config.num_experts}, "
+                f"num_null_experts={config.num_null_experts}, "
                 f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}; "
                 "change the config or the array"
             )

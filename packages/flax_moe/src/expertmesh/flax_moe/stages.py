@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
-from expertmesh.core.operands import check_token_mask, debug_check_ids
+from expertmesh.core.operands import check_token_mask, debug_check_ids, wide_ids
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
@@ -69,6 +69,7 @@ __all__ = [
     "combine",
     "dispatch",
     "experts",
+    "null_experts",
     "route",
     "shared_experts",
 ]
@@ -79,7 +80,8 @@ class Routed(NamedTuple):
 
     Attributes:
       x: [..., D], 0 for tokens that a mask takes out.
-      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert.
+      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert; one in [E, E + Z) is of a null
+        expert.
       topk_weights: float32[..., K].
       aux_loss, z_loss, tokens_per_expert, entropy: as in `MoEOutput`; None where `route` did not make them.
     """
@@ -122,7 +124,7 @@ def route(
     """`topk_idx, topk_weights = expertmesh.core.route(x @ gate_kernel, config.router)`, and the router's losses.
 
     Args:
-      params: `gate_kernel` [D, E]; others are not read.
+      params: `gate_kernel` [D, E], with Z null experts [D, E + Z]; others are not read.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias, token_mask, topk_idx: as for `moe`.
@@ -150,7 +152,7 @@ def route(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
     if config.debug and topk_idx is not None:
-        debug_check_ids("stages.route", topk_idx, config.num_experts)
+        debug_check_ids("stages.route", topk_idx, config.num_candidates)
     logits = router_logits(x, own["gate_kernel"], w_spec=_specs(config).get("gate_kernel"))
     topk_idx, topk_weights = route_logits(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
@@ -162,7 +164,7 @@ def route(
         aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
         z_loss=_z_loss(logits, token_mask, config),
         # The counts of the balance loss, so that the two are computed and summed once.
-        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
+        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_candidates),
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
     )
 
@@ -200,7 +202,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
     names = (*EXPERTS, *BIASES)
     own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
-    handle = named("dispatched", _prepare(routed.topk_idx, config, ep_axis))
+    handle = named("dispatched", _prepare(_sent(routed.topk_idx, config), config, ep_axis))
     x, weights = _weighed(routed, config)
     weights_PC = named("dispatched", ep.dispatch_weights(handle, weights))
     rows, quantized = _dispatched_rows(own, x, handle, config)
@@ -345,6 +347,36 @@ def shared_experts(
     if config.shared_expert_gate:
         y = _weighted(y, _gate(x, own["shared_gate"]), y.dtype)
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
+
+
+def null_experts(routed: Routed, config: MoEConfig) -> jax.Array:
+    """`w_t x_t`, w_t the sum of a token's weights of null experts: what `moe` adds where they are "identity".
+
+    Args:
+      routed: of `route`.
+      config: see MoEConfig.
+
+    Returns:
+      [..., D] in `config.dtype`, sharded as x.
+
+    Differentiable in `routed.x` and `routed.topk_weights`. Moves nothing.
+    """
+    null = _is_null(routed.topk_idx, config)
+    weights = jnp.sum(jnp.where(null, routed.topk_weights, 0), axis=-1)
+    return _weighted(routed.x, weights, config.dtype)
+
+
+def _is_null(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
+    topk_idx = wide_ids(topk_idx)
+    return (topk_idx >= config.num_experts) & (topk_idx < config.num_candidates)
+
+
+def _sent(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
+    """The choices with -1 for those of null experts."""
+    if config.num_null_experts == 0:
+        return topk_idx
+    ids = wide_ids(topk_idx).astype(jnp.int32)
+    return jnp.where(_is_null(ids, config), -1, ids)
 
 
 def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:
