@@ -84,7 +84,13 @@ def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
     params = {}
     for name, dims in param_shapes(D, config).items():
         fan_in = {
-            **{"gate_kernel": D, "wi": D, "shared_wi": D, "wo": config.expert_dim},
+            **{
+                "gate_kernel": D,
+                "wi": D,
+                "shared_wi": D,
+                "shared_gate": D,
+                "wo": config.expert_dim,
+            },
             "shared_wo": config.shared_expert_dim,
         }.get(name, 1)
         params[name] = rng.normal(size=dims) * fan_in**-0.5
@@ -127,17 +133,25 @@ def feed_forward(x, dy, weight, wi, bi, wo, bo, activation):
     return a @ wo + bo, (np.tensordot(wi, d_h, d_h.ndim), outer, d_h, np.outer(a, d_out), d_out)
 
 
+def shared_gate(x, weight):
+    """What a token's shared experts are multiplied by, and its derivative by x . weight."""
+    if weight is None:
+        return 1, 0
+    gate = 1 / (1 + np.exp(-x @ weight))
+    return gate, gate * (1 - gate)
+
+
 def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Result:
     """The block by loops; choices for which `keep(token, k)` fails are dropped, `bias` steers the router."""
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
-    D, E = data.x.shape[-1], config.num_experts
+    D, E, Z = data.x.shape[-1], config.num_experts, config.num_null_experts
     params.setdefault("wi_bias", np.zeros((E, *params["wi"].shape[2:])))
     params.setdefault("wo_bias", np.zeros((E, D)))
     x = data.x.astype(np.float64).reshape(-1, D)
     dy = data.dy.astype(np.float64).reshape(-1, D)
-    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E))
+    y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E + Z))
     d = {name: np.zeros_like(w) for name, w in params.items()}
-    logits, counts = x @ params["gate_kernel"], np.zeros(E, int)
+    logits, counts = x @ params["gate_kernel"], np.zeros(E + Z, int)
     tree = ("wi", "wi_bias", "wo", "wo_bias")
     for t in range(len(x)):
         chosen, p, jacobian = route(logits[t], config, bias)
@@ -146,18 +160,30 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
             counts[e] += 1
             if not keep(t, k):
                 continue
+            if e >= E:
+                if config.null_experts == "identity":
+                    y[t] += p[k] * x[t]
+                    d_weights[k] = dy[t] @ x[t]
+                    d_x[t] += p[k] * dy[t]
+                continue
             weights = [params[name][e] for name in tree]
-            out, (dx, *dw) = feed_forward(x[t], dy[t], p[k], *weights, config.act)
-            y[t] += p[k] * out
-            d_weights[k] = dy[t] @ out
-            d_x[t] += dx
+            before, after = (p[k], 1) if config.weigh_inputs else (1, p[k])
+            out, (dx, *dw) = feed_forward(before * x[t], dy[t], after, *weights, config.act)
+            y[t] += after * out
+            d_weights[k] = dx @ x[t] if config.weigh_inputs else dy[t] @ out
+            d_x[t] += before * dx
             for name, gradient in zip(tree, dw, strict=True):
                 d[name][e] += gradient
         if config.shared_expert_dim is not None:
             wi, wo = params["shared_wi"], params["shared_wo"]
-            out, (dx, d_wi, _, d_wo, _) = feed_forward(x[t], dy[t], 1, wi, 0, wo, 0, config.act)
-            y[t] += out
+            gate, of_gate = shared_gate(x[t], params.get("shared_gate"))
+            out, (dx, d_wi, _, d_wo, _) = feed_forward(x[t], dy[t], gate, wi, 0, wo, 0, config.act)
+            y[t] += gate * out
             d_x[t] += dx
+            if config.shared_expert_gate:
+                slope = dy[t] @ out * of_gate
+                d["shared_gate"] += slope * x[t]
+                d_x[t] += slope * params["shared_gate"]
             d["shared_wi"] += d_wi
             d["shared_wo"] += d_wo
         d_logits[t] += d_weights @ jacobian

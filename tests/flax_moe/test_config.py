@@ -1,18 +1,21 @@
 """MoEConfig: its fields, its value semantics, what it refuses."""
 
 import dataclasses
+import json
 import pickle
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from expertmesh.core import Activation, Float8BlockScaling, MXFP8BlockScaling
+from expertmesh.core import RECIPES, Activation, Float8BlockScaling, MXFP8BlockScaling
 from expertmesh.core.ops.activation import ACTIVATIONS
 from expertmesh.core.router.route import SCORE_FUNCTIONS, RouterConfig
 from expertmesh.ep import EpConfig
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.flax_moe.config import dispatches_quantized
 
+PLAIN = Activation(gated=False)
 VALID = dict(num_experts=8, top_k=2, expert_dim=16)
 
 
@@ -24,8 +27,13 @@ def test_fields_are_frozen():
         ("top_k", dataclasses.MISSING),
         ("expert_dim", dataclasses.MISSING),
         ("activation", "silu"),
+        ("separate_wi", False),
         ("use_bias", False),
         ("shared_expert_dim", None),
+        ("shared_expert_gate", False),
+        ("num_null_experts", 0),
+        ("null_experts", "zero"),
+        ("weigh_inputs", False),
         ("use_expert_bias", False),
         ("aux_loss_coeff", 0.0),
         ("aux_loss_per_sequence", False),
@@ -68,6 +76,71 @@ def test_equal_configs_are_one_value():
     assert MoEConfig(**VALID, activation=clamped).activation == clamped
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(recipe=Float8BlockScaling(power_2_scale=False), ep_axis=("a", "b"), dtype="float32"),
+        dict(activation=Activation(limit=7.0), recipe="fp8_delayed", reduce_dtype="bfloat16"),
+        *(dict(recipe=name) for name in RECIPES),
+    ],
+    ids=str,
+)
+def test_a_config_is_json(options):
+    config = MoEConfig(**VALID, **options)
+    assert MoEConfig.from_json(config.to_json()) == config
+    assert MoEConfig.from_dict(config.to_dict()) == config
+    assert json.loads(config.to_json()) == config.to_dict(), "of JSON's own types"
+    assert set(config.to_dict()) == {field.name for field in dataclasses.fields(MoEConfig)}
+
+
+@pytest.mark.parametrize(
+    "options", [dict(axis=("a", "b"), transport="ring"), dict(axis=())], ids=str
+)
+def test_an_exchange_is_json(options):
+    config = EpConfig(num_experts=8, **options)
+    assert EpConfig.from_json(config.to_json()) == config
+
+
+def test_what_a_file_may_say():
+    """A recipe and an activation by name, or by some of their fields."""
+    written = VALID | {"recipe": {"recipe": "fp8_block", "fp8_format": "HYBRID"}}
+    written |= {"activation": {"function": "relu", "gated": False}}
+    config = MoEConfig.from_dict(written)
+    assert config.recipe.fp8_format.name == "HYBRID" and not config.act.gated
+    named = MoEConfig.from_dict(VALID | {"recipe": "mxfp8", "activation": "gelu"})
+    assert named == MoEConfig(**VALID, recipe=MXFP8BlockScaling(), activation="gelu")
+
+
+@pytest.mark.parametrize(
+    "fields, error, words",
+    [
+        (VALID | {"topk": 2}, ValueError, ["MoEConfig.from_dict", "top_k", "got also topk"]),
+        (list(VALID), TypeError, ["MoEConfig.from_dict", "mapping", "got list"]),
+        (VALID | {"activation": {"funtion": "silu"}}, ValueError, ["Activation", "also funtion"]),
+        (VALID | {"recipe": {"recipe": "mxfp8", "margin": 1}}, ValueError, ["also margin"]),
+        (VALID | {"recipe": {"margin": 1}}, ValueError, ["mxfp8", "got None"]),
+    ],
+    ids=str,
+)
+def test_what_no_config_is_made_of(fields, error, words):
+    with pytest.raises(error) as info:
+        MoEConfig.from_dict(fields)
+    assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def test_numbers_of_numpy_are_pythons():
+    numbers = dict(top_k=np.int64(2), num_experts=np.int32(8), scaling_factor=np.float32(2.5))
+    config = MoEConfig(**VALID | numbers, use_bias=np.bool_(True), z_loss_coeff=np.float64(0.5))
+    want = MoEConfig(**VALID, scaling_factor=2.5, use_bias=True, z_loss_coeff=0.5)
+    assert config == want and config.to_json() == want.to_json()
+    for name in (*numbers, "use_bias", "z_loss_coeff"):
+        assert type(getattr(config, name)) is type(getattr(want, name)), name
+    assert EpConfig(num_experts=np.int64(8)).to_json() == EpConfig(num_experts=8).to_json()
+    with pytest.raises(TypeError, match="top_k must be an int; got top_k=2.0"):
+        MoEConfig(**VALID | {"top_k": np.float64(2)})
+
+
 def test_router_part():
     config = MoEConfig(**VALID, use_pre_softmax=True)
     assert config.router == RouterConfig(top_k=2, use_pre_softmax=True)
@@ -87,6 +160,13 @@ def test_router_part():
         (dict(activation="swish"), ValueError, ["'swish'", *ACTIVATIONS]),
         (dict(activation=jnp.tanh), TypeError, ["activation", "Activation"]),
         (dict(shared_expert_dim=0), ValueError, ["shared_expert_dim=0"]),
+        (dict(shared_expert_gate=True), ValueError, ["shared_expert_gate", "dim=None", "width"]),
+        (dict(separate_wi=True, activation=PLAIN), ValueError, ["separate_wi", "gated=False"]),
+        (dict(weigh_inputs=True), ValueError, ["weigh_inputs", "top_k=2", "E(w x)", "w_k E_k(x)"]),
+        (dict(num_null_experts=-1), ValueError, ["num_null_experts=-1", "at least 0", "or 0"]),
+        (dict(num_null_experts=1.0), TypeError, ["num_null_experts=1.0"]),
+        (dict(null_experts="one"), ValueError, ["null_experts='one'", "zero, identity", "w x"]),
+        (dict(num_null_experts=2, top_k=11), ValueError, ["top_k=11", "num_experts=10"]),
         (dict(num_chunks=0), ValueError, ["num_chunks=0"]),
         (dict(use_expert_bias=True), ValueError, ["use_expert_bias", "softmax", "sigmoid"]),
         (dict(remat="full"), ValueError, ["'full'", "save_all", "save_min", "recompute"]),

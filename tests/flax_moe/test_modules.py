@@ -80,6 +80,18 @@ def test_linen_parameters():
     assert {name: w.shape for name, w in native.items()} == param_shapes(16, config)
 
 
+def test_modules_take_an_initializer():
+    config, ones = make_config(), jax.nn.initializers.ones
+    x = jnp.zeros((2, 3, 16))
+    of_linen = linen.MoEBlock(config, None, ones).init(jax.random.key(0), x)["params"]
+    native = NativeMoEBlock(config, None, ones).init(jax.random.key(0), x)["params"]
+    block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0), kernel_init=ones)
+    for name, w in of_linen.items():
+        assert np.all(np.asarray(w) == (0 if "bias" in name else 1)), name
+        np.testing.assert_array_equal(getattr(block, name)[...], w)
+        np.testing.assert_array_equal(native[name], w)
+
+
 def test_linen_logical_axes_can_be_set_and_left_out():
     x = jnp.zeros((2, 3, 16))
     axes = LogicalAxes(embed="d", expert="e", mlp="f")

@@ -527,7 +527,7 @@ BAD_PARAMS = {
     "no gate": (lambda p: p.pop("gate_kernel"), ["missing gate_kernel", "init_params"]),
     "split wi": (
         lambda p: p.update(wi_0=p.pop("wi")[:, :, 0]),
-        ["missing wi", "merge_wi"],
+        ["missing wi_1", "both halves"],
     ),
     "stray name": (lambda p: p.update(scale=p["wi"]), ["scale", "remove"]),
     "another D": (lambda p: p.update(wi=p["wi"][:, :8]), ["wi", "[E, D, 2, F]", "(8, 8, 2, 12)"]),

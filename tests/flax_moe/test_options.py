@@ -46,6 +46,7 @@ from flax_moe.moe_oracle import (
 ALL = dict(
     activation=GPT_OSS,
     shared_expert_dim=20,
+    shared_expert_gate=True,
     num_chunks=2,
     remat="save_min",
     alignment=4,
@@ -89,7 +90,7 @@ def test_all_options_on_three_axes(kind, tokens):
     hidden = {s for s in gathered if re.fullmatch(r"f32\[1,\d+,(2,)?(6|12)\]", s)}
     assert gathered and not hidden, "rows between the GEMMs stay where their columns are"
     like = [(output.y, x), (gradients[1], x)]
-    for name in ("gate_kernel", "wi", "wo", "shared_wi", "shared_wo"):
+    for name in ("gate_kernel", "wi", "wo", "shared_wi", "shared_wo", "shared_gate"):
         like.append((gradients[0][name], params[name]))
     for got, want in like:
         assert got.sharding.is_equivalent_to(want.sharding, want.ndim), (got.sharding, want)
@@ -461,7 +462,12 @@ def test_errors(changes, spoil, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(shared_expert_dim=8), dict(activation=GPT_OSS), dict(aux_loss_per_sequence=True)],
+    [
+        dict(shared_expert_dim=8),
+        dict(activation=GPT_OSS),
+        dict(aux_loss_per_sequence=True),
+        dict(num_null_experts=1),
+    ],
     ids=str,
 )
 def test_the_baseline_refuses_what_it_lacks(changes):

@@ -44,12 +44,14 @@ def test_tree():
 @pytest.mark.parametrize("num_experts", [4, 64])
 def test_initial_spread_is_that_of_one_expert(num_experts):
     """Standard deviation 1 / sqrt(fan-in of one expert), whatever the number of experts."""
-    config = make_config(num_experts=num_experts, expert_dim=64, shared_expert_dim=128)
+    config = make_config(
+        num_experts=num_experts, expert_dim=64, shared_expert_dim=128, shared_expert_gate=True
+    )
     params = init_params(jax.random.key(0), 256, config)
     fan_ins = {"gate_kernel": 256, "wi": 256, "wo": 64, "shared_wi": 256, "shared_wo": 128}
-    for name, fan_in in fan_ins.items():
+    for name, fan_in in (fan_ins | {"shared_gate": 256}).items():
         w = np.asarray(params[name], np.float64)
-        assert abs(w.std() * fan_in**0.5 - 1) < 0.05, name
+        assert abs(w.std() * fan_in**0.5 - 1) < max(0.05, 2 * w.size**-0.5), name
         assert abs(w.mean()) < 3 * w.std() / w.size**0.5 + 1e-3, name
     for expert in range(num_experts):
         assert abs(np.asarray(params["wi"][expert]).std() * 16 - 1) < 0.05
@@ -159,6 +161,7 @@ def test_split_and_merge():
             lambda p: merge_wi({k: w for k, w in split_wi(p).items() if k != "wi_1_bias"}),
             ["merge_wi", "missing wi_1_bias"],
         ),
+        (lambda p: merge_wi(split_wi(p) | {"wi": p["wi"]}), ["got also wi_0, wi_1", "remove"]),
         (
             lambda p: merge_wi(split_wi(p) | {"wi_1": p["wo"]}),
             ["merge_wi", "(8, 16, 12)", "(8, 12, 16)"],
@@ -235,3 +238,67 @@ def test_one_bias_alone_does_not_fit():
     params = without(init_params(jax.random.key(0), 16, CONFIG), "wi_bias")
     with pytest.raises(ValueError, match="missing wi_bias"):
         check_params("moe", params, 16, config, 8)
+
+
+SEPARATE = dict(separate_wi=True, shared_expert_dim=24)
+
+
+def test_a_tree_of_separate_projections():
+    """Shapes and layouts are those of the whole parameters without the dimension of 2, the spread is the same."""
+    config = make_config(**SEPARATE)
+    params, specs = init_params(jax.random.key(0), 256, config), param_specs(config, RESOURCE)
+    whole = make_config(shared_expert_dim=24)
+    assert list(params) == list(specs)
+    assert set(params) == set(split_wi(init_params(jax.random.key(0), 256, whole)))
+    for halves in (("wi_0", "wi_1"), ("shared_wi_0", "shared_wi_1"), ("wi_0_bias", "wi_1_bias")):
+        name = halves[0].replace("_0", "")
+        entries = list(param_specs(whole, RESOURCE)[name])
+        entries.pop(-2)
+        assert {specs[half] for half in halves} == {P(*entries)}
+    merged = merge_wi(params)
+    assert {name: w.shape for name, w in merged.items()} == param_shapes(256, whole)
+    assert abs(np.asarray(params["wi_1"]).std() * 16 - 1) < 0.05
+    assert not np.any(params["wi_0_bias"])
+    split = param_specs(make_config(**SEPARATE, shard_exp_on_fsdp=True), RESOURCE)
+    assert split["wi_0"] == P(("ep", "fsdp"), None, "tp")
+    assert LogicalAxes().of("wi_1") == ("exp", "embed", "mlp")
+
+
+DRAWN = dict(shared_expert_dim=24, shared_expert_gate=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", Activation(gated=False)], ids=str)
+def test_kernel_init_draws_each_matrix_by_itself(activation):
+    """Its shapes are those of dense layers; the numbers are those of calls by keys of their own."""
+    shapes = []
+
+    def kernel_init(key, shape, dtype):
+        shapes.append(shape)
+        return jax.random.uniform(key, shape, dtype)
+
+    config = make_config(activation=activation, param_dtype=jnp.bfloat16, **DRAWN)
+    key = jax.random.key(0)
+    params = init_params(key, 16, config, kernel_init=kernel_init)
+    assert set(shapes) == {(16, 8), (16, 12), (12, 16), (16, 24), (24, 16), (16, 1)}
+    assert {name: w.shape for name, w in params.items()} == param_shapes(16, config)
+    assert {w.dtype for w in params.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert not np.any(params["wi_bias"]) and not np.any(params["wo_bias"])
+    keys = jax.random.split(jax.random.split(key, len(params))[1], 8 * len(params["wi"].shape[2:]))
+    first, second = (jax.random.uniform(k, (16, 12), jnp.bfloat16) for k in keys[:2])
+    np.testing.assert_array_equal(params["wi"].reshape(8, 16, -1, 12)[0, :, 0], first)
+    after = params["wi"][0, :, 1] if config.act.gated else params["wi"][1]
+    np.testing.assert_array_equal(after, second)
+
+
+@pytest.mark.parametrize(
+    "kernel_init, kind, words",
+    [
+        (0.02, TypeError, "kernel_init must be a function of key, shape and dtype; got float"),
+        (lambda key, shape, dtype: jnp.zeros(shape[::-1], dtype), ValueError, "that it is given"),
+        (lambda key, shape, dtype: jnp.zeros(shape, jnp.float16), ValueError, "that it is given"),
+        (lambda key, shape, dtype: [0.0], ValueError, "a list; name dimensions by logical_axes"),
+    ],
+)
+def test_what_no_kernel_init_may_be(kernel_init, kind, words):
+    with pytest.raises(kind, match=words):
+        init_params(jax.random.key(0), 16, CONFIG, kernel_init=kernel_init)

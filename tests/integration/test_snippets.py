@@ -94,7 +94,7 @@ def test_quantization():
 
 def test_block():
     """Shapes only: they are those of real models."""
-    first, bias, placement, fewer_bits, state, microbatches = snippets("flax_moe.md")
+    first, file, bias, placement, fewer_bits, state, microbatches = snippets("flax_moe.md")
 
     def shown():
         small, x = jnp.ones((2, 8, 256), jnp.bfloat16), jnp.ones((2, 8, 2048), jnp.bfloat16)
@@ -102,6 +102,7 @@ def test_block():
         config = expertmesh.flax_moe.MoEConfig(
             **SMALL, use_expert_bias=True, score_function="sigmoid"
         )
+        run(file, "flax_moe.md", config=config)
         params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
         both = run(
             bias,

@@ -76,16 +76,17 @@ def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> j
     return resolved
 
 
-def check_counts(name: str, *, optional: bool = False, **counts: object) -> None:
-    """Raises an error that names `name` unless each is a Python int of at least 1.
+def check_counts(name: str, *, optional: bool = False, least: int = 1, **counts: object) -> None:
+    """Raises an error that names `name` unless each is a Python int of at least `least`.
 
     Args:
       optional: whether None passes.
+      least: 1, or 0.
       counts: by the names that `name` has for them.
 
     Raises:
       TypeError: not an int.
-      ValueError: below 1.
+      ValueError: below `least`.
     """
     for option, value in counts.items():
         if value is None and optional:
@@ -94,9 +95,10 @@ def check_counts(name: str, *, optional: bool = False, **counts: object) -> None
             raise TypeError(
                 f"{name}: {option} must be an int; got {option}={value!r}; pass a Python int"
             )
-        if value < 1:
+        if value < least:
             raise ValueError(
-                f"{name}: {option} must be at least 1; got {option}={value}; pass a positive int"
+                f"{name}: {option} must be at least {least}; got {option}={value}; pass a positive int"
+                + " or 0" * (least == 0)
                 + " or None" * optional
             )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from expertmesh.core.config import Config
 from expertmesh.core.operands import check_counts
 from expertmesh.ep.transports import BY_NAME
 
@@ -12,7 +13,7 @@ OVERFLOW_POLICIES = ("drop", "error")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EpConfig:
+class EpConfig(Config):
     """One exchange between tokens and experts. Hashable; pass it whole.
 
     Attributes:
@@ -44,6 +45,7 @@ class EpConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        self._normalize()
         check_counts("EpConfig", num_experts=self.num_experts, alignment=self.alignment)
         check_counts("EpConfig", optional=True, capacity=self.capacity)
         if self.alignment & (self.alignment - 1):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from expertmesh.core.config import Config
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_counts
 from expertmesh.core.ops.activation import Activation, check_activation
@@ -16,7 +18,9 @@ from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
-__all__ = ["MoEConfig", "MoEOutput", "dispatches_quantized"]
+__all__ = ["MoEConfig", "MoEOutput", "NULL_EXPERTS", "dispatches_quantized"]
+
+NULL_EXPERTS = ("zero", "identity")
 
 # Sums are float32, so that float64 would promise what they do not keep.
 _DTYPES: dict[str, tuple[str, ...]] = {
@@ -27,7 +31,7 @@ _DTYPES: dict[str, tuple[str, ...]] = {
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Config):
     """One MoE block. A hashable value and a pytree without leaves: pass it to any transformation, or close over it.
 
     What it shares with RouterConfig and EpConfig has their names, defaults and rules.
@@ -38,9 +42,21 @@ class MoEConfig:
       expert_dim: F, width of an expert's hidden layer.
       activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
         `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
+      separate_wi: whether the gate and up projections are parameters of their own, `wi_0` and `wi_1` [E, D, F] in place
+        of `wi`, in the trees of `init_params`, `param_shapes`, `param_specs` and the modules; biases and shared experts
+        likewise. The block takes either tree, whatever this says; see `split_wi`.
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
+      shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
+        sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
+      num_null_experts: Z, experts without weights that the router chooses among too, the last of its E + Z, as in
+        LongCat-Flash: a choice of one of them sends no row. The gate, `expert_bias`, counts, entropy, groups and both
+        losses are of all E + Z, so that the balance loss is smallest where null experts have their share of choices.
+        `capacity_factor` counts as if every choice were sent.
+      null_experts: what one of them adds to y: "zero" nothing, "identity" w x, w being its weight.
+      weigh_inputs: whether the routing weight w multiplies what an expert is given, y = E(w x), as in Llama-4, and not
+        what it returns, y = w E(x). Only for top_k = 1.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -84,8 +100,13 @@ class MoEConfig:
     top_k: int
     expert_dim: int
     activation: str | Activation = "silu"
+    separate_wi: bool = False
     use_bias: bool = False
     shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
+    num_null_experts: int = 0
+    null_experts: str = "zero"
+    weigh_inputs: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
@@ -113,6 +134,7 @@ class MoEConfig:
     ep_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._normalize()
         kept = {
             "dtype": _float_dtype("dtype", self.dtype),
             "param_dtype": _float_dtype("param_dtype", self.param_dtype),
@@ -132,15 +154,32 @@ class MoEConfig:
         _check_remat(self.remat)
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
-        self.router.check_experts("MoEConfig", self.num_experts)
+        _check_null_experts(self)
+        self.router.check_experts("MoEConfig", self.num_candidates)
         _check_expert_bias(self)
+        _check_shared_gate(self)
+        _check_separate_wi(self)
+        _check_weigh_inputs(self)
         _check_alignment(self)
         _check_backward_combine(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """As of any config; an activation is a name or a dict of its fields, a recipe what `as_recipe` takes."""
+        activation = fields.get("activation") if isinstance(fields, Mapping) else None
+        if isinstance(activation, Mapping):
+            fields = {**fields, "activation": Activation.from_dict(activation)}
+        return super().from_dict(fields)
 
     @property
     def act(self) -> Activation:
         """The activation, whichever way it was named."""
         return Activation.of(self.activation)
+
+    @property
+    def num_candidates(self) -> int:
+        """E + Z, what the router chooses among."""
+        return self.num_experts + self.num_null_experts
 
     @property
     def router(self) -> RouterConfig:
@@ -188,7 +227,8 @@ class MoEOutput(NamedTuple):
       y: [..., D] in the input's dtype.
       aux_loss: float32[], coefficient included; 0 where `aux_loss_coeff` is 0.
       z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
-      tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
+      tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included; with Z null
+        experts int32[E + Z].
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
@@ -230,6 +270,39 @@ def _check_expert_bias(config: MoEConfig) -> None:
         raise ValueError(
             "MoEConfig: use_expert_bias must go with a score function other than softmax; "
             "got score_function='softmax'; use 'sigmoid'"
+        )
+
+
+def _check_shared_gate(config: MoEConfig) -> None:
+    if config.shared_expert_gate and config.shared_expert_dim is None:
+        raise ValueError(
+            "MoEConfig: shared_expert_gate must go with shared experts; got shared_expert_dim=None; give their width, "
+            "or leave shared_expert_gate out"
+        )
+
+
+def _check_separate_wi(config: MoEConfig) -> None:
+    if config.separate_wi and not config.act.gated:
+        raise ValueError(
+            "MoEConfig: separate_wi must go with an activation with a gate; "
+            f"got activation={config.activation}, which has one projection; leave separate_wi out"
+        )
+
+
+def _check_weigh_inputs(config: MoEConfig) -> None:
+    if config.weigh_inputs and config.top_k != 1:
+        raise ValueError(
+            "MoEConfig: weigh_inputs must go with top_k=1, as y = E(w x) is said of one expert; "
+            f"got top_k={config.top_k}; leave it out, and each expert's result is weighted: y = sum_k w_k E_k(x)"
+        )
+
+
+def _check_null_experts(config: MoEConfig) -> None:
+    check_counts("MoEConfig", least=0, num_null_experts=config.num_null_experts)
+    if config.null_experts not in NULL_EXPERTS:
+        raise ValueError(
+            f"MoEConfig: null_experts must be one of {', '.join(NULL_EXPERTS)}; "
+            f"got null_experts={config.null_experts!r}; use 'zero' for no contribution, 'identity' for w x"
         )
 
 

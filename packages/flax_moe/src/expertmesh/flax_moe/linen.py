@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
@@ -35,12 +36,14 @@ class MoEBlock(nn.Module):
     Attributes:
       config: see MoEConfig.
       logical_axes: names for `flax.linen.LogicallyPartitioned`; None: plain arrays.
+      kernel_init: of the weights; see `init_params`.
 
     The call returns the whole MoEOutput: add its losses to yours. Nothing is sown; `capture_intermediates` finds it.
     """
 
     config: MoEConfig
     logical_axes: LogicalAxes | None = LogicalAxes()
+    kernel_init: Initializer | None = None
 
     @nn.compact
     def __call__(
@@ -71,7 +74,7 @@ class MoEBlock(nn.Module):
         )
 
     def _init(self, name: str) -> Callable[..., Any]:
-        init = initializers(self.config)[name]
+        init = initializers(self.config, self.kernel_init)[name]
         if self.logical_axes is None:
             return init
         names = self.logical_axes.of(name, gated=self.config.act.gated)
@@ -80,7 +83,7 @@ class MoEBlock(nn.Module):
     def _expert_bias(self) -> jax.Array | None:
         if not self.config.use_expert_bias:
             return None
-        shape = (self.config.num_experts,)
+        shape = (self.config.num_candidates,)
         return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value
 
     def _quant_state(self) -> Any:

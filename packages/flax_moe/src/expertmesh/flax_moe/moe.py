@@ -2,12 +2,14 @@
 
     route -> dispatch -> experts -> combine             stages.py, each of ops with sharding rules and VJPs of their own
 
-    y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + act(x_t Si) So,  e = idx_tk
+    y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
-with shared experts Si, So or without. The experts are one function with one VJP (see experts.py); on one device without
-a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes the operands of the
-GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are dispatched (see
-quantized_dispatch.py).
+where e is an expert; a null one adds nothing, or w_tk x_t;
+with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
+the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
+one device without a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes
+the operands of the GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are
+dispatched (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, D model width, F expert width, n chunks.
 """
@@ -37,6 +39,7 @@ from expertmesh.flax_moe.params import (
     Params,
     check_names,
     check_params,
+    whole_params,
 )
 from expertmesh.flax_moe.quantization import Quantization, layers_of, placed_like
 from expertmesh.flax_moe.remat import rematerialized
@@ -59,10 +62,11 @@ def moe(
     """Sends each token to its K experts and returns the weighted sum of what they make of it.
 
     Args:
-      params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
-        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
-        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D]. See `init_params`,
-        `param_specs`, `merge_wi`.
+      params: `gate_kernel` [D, E] (with Z null experts [D, E + Z]), `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D],
+        and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there
+        is no dimension of 2. With `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and
+        with `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names
+        of `split_wi`. See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
@@ -97,6 +101,7 @@ def moe(
     vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
     """
     check_tokens("moe", x)
+    params = whole_params("moe", params)
     check_names("moe", params, config)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())
@@ -113,6 +118,8 @@ def moe(
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
     y = _laid_out_like(x, y, _weight_axes(experts, config, ep_axis), ep_axis)
+    if config.num_null_experts and config.null_experts == "identity":
+        y += stages.null_experts(routed, config)
     if config.shared_expert_dim is not None:
         shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
         y, state = y + shared, state and {**state, **of_shared}

@@ -17,11 +17,18 @@ from math import prod
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
-from expertmesh.flax_moe.params import Params, check_params, initializers, param_shapes
+from expertmesh.flax_moe.params import (
+    Params,
+    check_params,
+    initializers,
+    param_shapes,
+    whole_params,
+)
 
 __all__ = ["EXCHANGES", "NativeMoEBlock", "native_moe"]
 
@@ -59,8 +66,8 @@ def native_moe(
       params: the tree of `init_params`.
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
-        a name, `ep_axis` one axis; there are no shared experts, no loss of each sequence and no recipe. What changes
-        only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
+        a name, `ep_axis` one axis; no shared and no null experts, no loss of each sequence, no recipe. What
+        changes only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.
@@ -78,6 +85,7 @@ def native_moe(
     weights over fsdp, and all-reduces of [E] vectors.
     """
     _check_options(config, exchange)
+    params = whole_params("native_moe", params)
     check_params("native_moe", params, x.shape[-1], config, config.num_experts)
     mesh = _find_mesh(mesh, x)
     if mesh is None:
@@ -117,6 +125,7 @@ def _lacking(config: MoEConfig) -> list[str]:
     """The options of a config that the block lacks."""
     asked = {
         "activation": config.activation not in _ACTIVATIONS,
+        "num_null_experts": config.num_null_experts > 0,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
@@ -226,9 +235,11 @@ def _on_device(
     logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
     weights_TK, idx_TK = _top_k(logits_TE, config)
     experts = functools.partial(_experts, _gathered(params, config.dtype, fsdp_axis), config)
-    y_TD = _route_through(
-        experts, x_TD.astype(config.dtype), idx_TK, weights_TK, config.num_experts, ep_axis, ragged
-    )
+    rows_TD = x_TD.astype(config.dtype)
+    if config.weigh_inputs:
+        rows_TD = (x_TD * weights_TK).astype(config.dtype)  # K = 1
+        weights_TK = jnp.ones_like(weights_TK)
+    y_TD = _route_through(experts, rows_TD, idx_TK, weights_TK, config.num_experts, ep_axis, ragged)
     counts_E = _psum(_histogram(idx_TK, config.num_experts), axes)
     aux, z = _losses(logits_TE, counts_E, config, axes)
     entropy = _entropy(jax.lax.stop_gradient(logits_TE), axes)
@@ -414,14 +425,16 @@ class NativeMoEBlock(nn.Module):
     Attributes:
       config: see MoEConfig.
       mesh: see `native_moe`.
+      kernel_init: of the weights; see `init_params`.
     """
 
     config: MoEConfig
     mesh: Mesh | None = None
+    kernel_init: Initializer | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> MoEOutput:
-        init = initializers(self.config)
+        init = initializers(self.config, self.kernel_init)
         params = {
             name: self.param(name, init[name], shape, self.config.param_dtype)
             for name, shape in param_shapes(x.shape[-1], self.config).items()

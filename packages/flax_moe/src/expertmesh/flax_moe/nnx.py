@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
+from jax.nn.initializers import Initializer
 
 from expertmesh.core.specs import spec_axes
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
@@ -44,6 +45,7 @@ class MoEBlock(nnx.Module):
         *,
         rngs: nnx.Rngs,
         logical_axes: LogicalAxes | None = LogicalAxes(),  # noqa: B008  a frozen value
+        kernel_init: Initializer | None = None,
     ) -> None:
         """Draws the parameters from `rngs.params()`.
 
@@ -53,9 +55,10 @@ class MoEBlock(nnx.Module):
           rngs: source of keys.
           logical_axes: names for each parameter's `out_sharding`; None: no such metadata. The parameter is laid out at
             once where all its names are, or by `flax.core.spmd.logical_axis_rules` map to, axes of the mesh in context.
+          kernel_init: of the weights; see `init_params`.
         """
         self.config = config
-        init = initializers(config)
+        init = initializers(config, kernel_init)
         for name, shape in param_shapes(model_dim, config).items():
             metadata = {}
             if logical_axes is not None:
@@ -63,7 +66,7 @@ class MoEBlock(nnx.Module):
             value = init[name](rngs.params(), shape, config.param_dtype)
             setattr(self, name, nnx.Param(value, **metadata))
         if config.use_expert_bias:
-            self.expert_bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32))
+            self.expert_bias = ExpertBias(jnp.zeros(config.num_candidates, jnp.float32))
         state = init_quant_state(config)
         if state is not None:
             self.quant_state = QuantState(state)

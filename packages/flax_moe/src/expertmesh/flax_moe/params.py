@@ -3,15 +3,20 @@
     gate_kernel [D, E]          wi [E, D, 2, F] (0 gate, 1 up)      wo [E, F, D]
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
+    gated ones:                 shared_gate [D]
+    with Z null experts:        gate_kernel [D, E + Z]
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
-in the activation there is no dimension of 2.
+in the activation there is no dimension of 2. A tree may have them apart, `wi_0` and `wi_1` [E, D, F], and the others
+with a 2 likewise: the block puts them together where it is called.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -27,6 +32,7 @@ __all__ = [
     "BIASES",
     "EXPERTS",
     "SHARED",
+    "SHARED_GATE",
     "LogicalAxes",
     "Params",
     "check_array",
@@ -40,6 +46,8 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "split_wi",
+    "whole_params",
+    "whole_specs",
 ]
 
 Params = Mapping[str, jax.Array]
@@ -47,6 +55,7 @@ Params = Mapping[str, jax.Array]
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
+SHARED_GATE = ("shared_gate",)
 _WEIGHTS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
@@ -55,15 +64,18 @@ _DIMS = {
     "wo": "E F D",
     "shared_wi": "D 2 S",
     "shared_wo": "S D",
+    "shared_gate": "d",
     "wi_bias": "E 2 F",
     "wo_bias": "E d",
 }
-# The two halves of a merged parameter, and the dimension that they are stacked along.
+# The two halves of a whole parameter, and the dimension that they are stacked along.
 _PAIRS = {
     "wi": (("wi_0", "wi_1"), 2),
     "shared_wi": (("shared_wi_0", "shared_wi_1"), 1),
     "wi_bias": (("wi_0_bias", "wi_1_bias"), 1),
 }
+_WHOLE = {half: name for name, (pair, _) in _PAIRS.items() for half in pair}
+_DIMS |= {half: _DIMS[name].replace(" 2", "") for half, name in _WHOLE.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +111,17 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
+    names = _whole_names(config)
+    if not config.separate_wi:
+        return names
+    return tuple(part for name in names for part in _PAIRS.get(name, ((name,), 0))[0])
+
+
+def _whole_names(config: MoEConfig) -> tuple[str, ...]:
+    """Those of the tree whose gate and up projections are together."""
     shared = config.shared_expert_dim is not None
-    return _WEIGHTS + SHARED * shared + BIASES * config.use_bias
+    gated = SHARED_GATE * config.shared_expert_gate
+    return _WEIGHTS + SHARED * shared + gated + BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -111,24 +132,41 @@ def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]
 
 def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple[int, ...]]:
     """With `num_held` experts in the arrays; the gate's are always those of the config."""
-    sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_experts, "2": 2}
+    sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_candidates, "2": 2}
     sizes |= {"F": config.expert_dim, "S": config.shared_expert_dim or 0}
     return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
 
 
-def initializers(config: MoEConfig) -> dict[str, Initializer]:
+_Init = Callable[..., jax.Array]
+
+
+def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> dict[str, _Init]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
-    The fan-in of `gate_kernel`, `wi` and `shared_wi` is D, that of `wo` F, of `shared_wo` S: the expert dimension is a
-    batch dimension.
+    The fan-in of `gate_kernel`, `wi`, `shared_wi` and `shared_gate` is D, that of `wo` F, of `shared_wo` S: the expert
+    dimension is a batch dimension.
+
+    Args:
+      config: see MoEConfig.
+      kernel_init: draws the weights instead; see `init_params`.
+
+    Raises:
+      TypeError: a `kernel_init` that cannot be called.
     """
-    return {name: _initializer(name, config.act.gated) for name in param_names(config)}
+    if kernel_init is not None and not callable(kernel_init):
+        raise TypeError(
+            "initializers: kernel_init must be a function of key, shape and dtype; "
+            f"got {type(kernel_init).__name__}; pass for example jax.nn.initializers.lecun_normal()"
+        )
+    return {name: _initializer(name, config.act.gated, kernel_init) for name in param_names(config)}
 
 
-def _initializer(name: str, gated: bool) -> Initializer:
-    if name in BIASES:
+def _initializer(name: str, gated: bool, kernel_init: Initializer | None) -> _Init:
+    if _WHOLE.get(name, name) in BIASES:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
+    if kernel_init is not None or len(dims) == 1:
+        return _of_matrices(kernel_init or jax.nn.initializers.lecun_normal(), dims)
     batch = 1 if dims[0] == "E" else 0
     return jax.nn.initializers.variance_scaling(
         1.0,
@@ -140,15 +178,54 @@ def _initializer(name: str, gated: bool) -> Initializer:
     )
 
 
-def init_params(key: jax.Array, model_dim: int, config: MoEConfig) -> dict[str, jax.Array]:
-    """Parameters drawn from `key`, in `config.param_dtype`; see `initializers`.
+def _of_matrices(init: Initializer, dims: Sequence[str]) -> _Init:
+    """`init` of each [in, out] matrix of a parameter by itself; a vector is a matrix with one column."""
+    apart = [i for i, dim in enumerate(dims) if dim in "E2"]
+
+    def draw(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+        matrix = [size for i, size in enumerate(shape) if i not in apart]
+        keys = jax.random.split(key, prod(shape[i] for i in apart))
+        drawn = jax.vmap(partial(_drawn_matrix, init, (*matrix, 1)[:2], dtype))(keys)
+        return jnp.moveaxis(
+            drawn.reshape(*(shape[i] for i in apart), *matrix), range(len(apart)), apart
+        )
+
+    return draw
+
+
+def _drawn_matrix(
+    init: Initializer, shape: tuple[int, ...], dtype: Any, key: jax.Array
+) -> jax.Array:
+    drawn = init(key, shape, dtype)
+    got = getattr(drawn, "shape", None), getattr(drawn, "dtype", None)
+    if got != (shape, dtype):
+        raise ValueError(
+            f"kernel_init: it must return an array of the shape and dtype that it is given; got {got} for "
+            f"{shape, dtype}, a {type(drawn).__name__}; name dimensions by logical_axes, not by a wrapped initializer"
+        )
+    return drawn
+
+
+def init_params(
+    key: jax.Array, model_dim: int, config: MoEConfig, *, kernel_init: Initializer | None = None
+) -> dict[str, jax.Array]:
+    """Parameters drawn from `key`, in `config.param_dtype`.
 
     Args:
       key: a JAX PRNG key.
       model_dim: D.
       config: see MoEConfig.
+      kernel_init: `kernel_init(key, (in, out), dtype)` of each matrix by itself, with a key of its own: of each expert,
+        of the gate and up projections, of the router; any of `jax.nn.initializers` then has the fan-in and fan-out of a
+        dense layer. None: normal numbers of variance 1 / in.
+
+    Biases are zeros.
+
+    Raises:
+      TypeError: a `kernel_init` that cannot be called.
+      ValueError: it returns another shape or dtype than it is given.
     """
-    shapes, init = param_shapes(model_dim, config), initializers(config)
+    shapes, init = param_shapes(model_dim, config), initializers(config, kernel_init)
     keys = jax.random.split(key, len(shapes))
     return {
         name: init[name](k, shape, config.param_dtype)
@@ -172,13 +249,24 @@ def param_specs(
     Each contraction is over a dimension that fsdp does not split at the time of use: the weight is
     gathered over fsdp and its gradient scattered back. tp splits `wi` by columns and `wo` by rows.
     """
+    return _specs(param_names(config), config, resource)
+
+
+def whole_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
+    """`param_specs` of the tree whose gate and up projections are together."""
+    return _specs(_whole_names(config), config, None)
+
+
+def _specs(
+    names: Collection[str], config: MoEConfig, resource: MeshResource | None
+) -> dict[str, PartitionSpec]:
     resource = resource or current_resource() or MeshResource()
     expert = config.ep_axis or resource.entry("experts")
     fsdp, tp = resource.entry("fsdp"), resource.entry("tp")
-    places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in param_names(config)}
+    places = {name: dict(embed=fsdp, expert=expert, mlp=tp) for name in names}
     if config.shard_exp_on_fsdp:
         split = dict(embed=None, expert=merge_dim(expert, fsdp), mlp=tp)
-        places |= {name: split for name in EXPERTS}
+        places |= {name: split for name in names if _WHOLE.get(name, name) in EXPERTS}
     return {
         name: PartitionSpec(*_placed(name, config.act.gated, **place))
         for name, place in places.items()
@@ -214,23 +302,45 @@ def merge_wi(params: Params) -> dict[str, jax.Array]:
     """The inverse of `split_wi`, for import: stacks `wi_0` and `wi_1` once, not at each step.
 
     Raises:
-      ValueError: one of the two is missing, or their shapes differ.
+      ValueError: one of the two is missing, their shapes differ, or there is a `wi` too.
+      TypeError: one of them is no array.
     """
     _require("merge_wi", params, ("wi_0", "wi_1"), "pass both projections")
-    halves = [half for pair, _ in _PAIRS.values() for half in pair]
-    merged = {k: v for k, v in params.items() if k not in halves}
+    return whole_params("merge_wi", params)
+
+
+def whole_params(
+    function: str, params: Params, names: Collection[str] = tuple(_PAIRS)
+) -> dict[str, jax.Array]:
+    """The tree with each pair of halves of a parameter of `names` together; errors name `function`.
+
+    GEMMs read both halves as one array. A pass that casts them, from `param_dtype` to another `dtype`, reads the halves
+    and writes that array: nothing more is moved. Else this is a copy.
+    """
+    _check_mapping(function, params)
+    whole = {k: v for k, v in params.items() if k not in _WHOLE}
     for name, (pair, axis) in _PAIRS.items():
-        if any(half in params for half in pair):
-            _require("merge_wi", params, pair, "pass both halves or none")
-            merged[name] = _stack(params, pair, axis)
-    return merged
+        if name in names and any(half in params for half in pair):
+            _require(function, params, pair, "pass both halves or none")
+            _check_apart(function, params, name, pair)
+            whole[name] = _stack(function, params, pair, axis)
+    return whole
 
 
-def _stack(params: Params, names: Sequence[str], axis: int) -> jax.Array:
+def _check_apart(function: str, params: Params, name: str, pair: Sequence[str]) -> None:
+    if name in params:
+        raise ValueError(
+            f"{function}: params must have {name} or its halves; got also {', '.join(pair)}; remove one of them"
+        )
+
+
+def _stack(function: str, params: Params, names: Sequence[str], axis: int) -> jax.Array:
+    for name in names:
+        check_array(function, name, params[name])
     shapes = [params[name].shape for name in names]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"merge_wi: {names[0]} and {names[1]} must have the same shape; got {shapes[0]}, {shapes[1]}; "
+            f"{function}: {names[0]} and {names[1]} must have the same shape; got {shapes[0]}, {shapes[1]}; "
             "pass the gate and up projections of one block"
         )
     return jnp.stack([params[name] for name in names], axis=axis)
@@ -265,10 +375,10 @@ def check_part(
     config: MoEConfig,
     num_experts: int,
 ) -> dict[str, jax.Array]:
-    """The parameters of `names` alone, after the errors of `check_params` about them; biases may be absent."""
-    _check_mapping(function, params)
+    """The parameters of `names` alone, whole, after the errors of `check_params` about them; biases may be absent."""
+    params = whole_params(function, params, names)
     weights = tuple(name for name in names if name not in BIASES)
-    _require(function, params, weights, "use init_params, or merge_wi for split projections")
+    _require(function, params, weights, "use init_params")
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(weights) < len(names))
     _check_floating(function, part)
@@ -286,6 +396,7 @@ def _check_shapes(
             raise ValueError(
                 f"{function}: {name} must be [{layout}] = {shapes[name]}, with D from x, E, F and S from the "
                 f"config; got {name}.shape={array.shape}, num_experts={config.num_experts}, "
+                f"num_null_experts={config.num_null_experts}, "
                 f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}; "
                 "change the config or the array"
             )
@@ -294,14 +405,14 @@ def _check_shapes(
 def check_names(function: str, params: Params, config: MoEConfig) -> None:
     """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
     _check_mapping(function, params)
-    weights = _WEIGHTS + SHARED * (config.shared_expert_dim is not None)
-    _require(function, params, weights, "use init_params, or merge_wi for split projections")
+    weights = tuple(name for name in _whole_names(config) if name not in BIASES)
+    _require(function, params, weights, "use init_params")
     unknown = [name for name in params if name not in weights + BIASES]
     if unknown:
         raise ValueError(
             f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
-            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
-            "or use merge_wi for split projections"
+            f"{', '.join(unknown)}; remove them, set config.shared_expert_dim and shared_expert_gate for those of "
+            "shared experts"
         )
     _check_biases(function, params, config.use_bias)
     _check_floating(function, params)

@@ -21,8 +21,10 @@ from expertmesh.core.linear.layer import DenseState
 __all__ = ["permute_experts", "place_experts"]
 
 # The dimension of E, by a parameter's name.
-_DIM = {"gate_kernel": 1, "expert_bias": 0}
-_DIM |= {f"{name}{bias}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for bias in ("", "_bias")}
+_ROUTERS = {"gate_kernel": 1, "expert_bias": 0}
+_DIM = _ROUTERS | {
+    f"{name}{bias}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for bias in ("", "_bias")
+}
 
 
 def place_experts(
@@ -32,7 +34,7 @@ def place_experts(
 
     Args:
       tokens_per_expert: [E] numbers, at least 0: the load of each expert, such as `MoEOutput.tokens_per_expert` added
-        over some steps.
+        over some steps; without null experts, which are the last.
       ranks: R, the size of the EP group.
       num_groups: of a router with `MoEConfig.num_groups`: whole groups change places, or, where there are more ranks
         than groups, the experts of each group, so that groups stay groups. None: there are none.
@@ -69,7 +71,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
       tree: parameters of one block, by the names of `init_params` or `split_wi`, and whatever has the same names at the
         ends of its paths: an optimizer's moments, `{"expert_bias": ...}`, a `quant_state`. Leaves without such a name
         stay.
-      placement: int[E] of `place_experts`; its inverse, `jnp.argsort(placement)`, takes the tree back.
+      placement: int[E] of `place_experts`; null experts, which follow the E in the router's parameters, stay. Its
+        inverse, `jnp.argsort(placement)`, takes the tree back.
 
     Returns:
       The tree, laid out as before. With all of a block's trees permuted alike it computes the same function:
@@ -105,6 +108,9 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
 
 
 def _take(name: str, x: jax.Array, placement: jax.Array, dim: int) -> jax.Array:
+    if name in _ROUTERS and x.ndim > dim and x.shape[dim] > placement.size:
+        null = jnp.arange(placement.size, x.shape[dim], dtype=placement.dtype)
+        placement = jnp.concatenate([placement, null])
     if x.ndim <= dim or x.shape[dim] != placement.size:
         raise ValueError(
             f"permute_experts: {name} must have E = {placement.size} in dimension {dim}; got {name}.shape={x.shape}; "

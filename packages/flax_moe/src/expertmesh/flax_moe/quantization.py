@@ -16,7 +16,7 @@ from expertmesh.core.linear.quantize_weight import QuantizedWeight, quantize_wei
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.quantization.recipe import DelayedScaling, Recipe, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import EXPERTS, SHARED, Params, param_specs
+from expertmesh.flax_moe.params import EXPERTS, SHARED, Params, whole_params, whole_specs
 
 __all__ = [
     "Quantization",
@@ -77,7 +77,8 @@ def quantize_weights(params: Params, config: MoEConfig) -> dict[str, QuantizedWe
             f"quantize_weights: there must be a recipe without state; got recipe={recipe}; "
             "leave weights_quantized out"
         )
-    specs = {} if current_resource() is None else param_specs(config)
+    params = whole_params("quantize_weights", params)
+    specs = {} if current_resource() is None else whole_specs(config)
     return {
         name: quantize_weight(
             params[name],

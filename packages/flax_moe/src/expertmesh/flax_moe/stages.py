@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
-from expertmesh.core.operands import check_token_mask, debug_check_ids
+from expertmesh.core.operands import check_token_mask, debug_check_ids, wide_ids
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
@@ -47,7 +48,16 @@ from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
-from expertmesh.flax_moe.params import BIASES, EXPERTS, SHARED, Params, check_part, param_specs
+from expertmesh.flax_moe.params import (
+    BIASES,
+    EXPERTS,
+    SHARED,
+    SHARED_GATE,
+    Params,
+    check_part,
+    whole_params,
+    whole_specs,
+)
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from expertmesh.flax_moe.remat import named
@@ -59,6 +69,7 @@ __all__ = [
     "combine",
     "dispatch",
     "experts",
+    "null_experts",
     "route",
     "shared_experts",
 ]
@@ -69,7 +80,8 @@ class Routed(NamedTuple):
 
     Attributes:
       x: [..., D], 0 for tokens that a mask takes out.
-      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert.
+      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert; one in [E, E + Z) is of a null
+        expert.
       topk_weights: float32[..., K].
       aux_loss, z_loss, tokens_per_expert, entropy: as in `MoEOutput`; None where `route` did not make them.
     """
@@ -112,7 +124,7 @@ def route(
     """`topk_idx, topk_weights = expertmesh.core.route(x @ gate_kernel, config.router)`, and the router's losses.
 
     Args:
-      params: `gate_kernel` [D, E]; others are not read.
+      params: `gate_kernel` [D, E], with Z null experts [D, E + Z]; others are not read.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias, token_mask, topk_idx: as for `moe`.
@@ -140,7 +152,7 @@ def route(
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
     if config.debug and topk_idx is not None:
-        debug_check_ids("stages.route", topk_idx, config.num_experts)
+        debug_check_ids("stages.route", topk_idx, config.num_candidates)
     logits = router_logits(x, own["gate_kernel"], w_spec=_specs(config).get("gate_kernel"))
     topk_idx, topk_weights = route_logits(
         logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
@@ -152,13 +164,15 @@ def route(
         aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
         z_loss=_z_loss(logits, token_mask, config),
         # The counts of the balance loss, so that the two are computed and summed once.
-        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
+        tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_candidates),
         entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
     )
 
 
 def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     """`handle = prepare(topk_idx, ...)`; `rows = expertmesh.ep.dispatch(handle, x.astype(config.dtype))`.
+
+    Under `config.weigh_inputs` of w x, rounded once, w being a token's one weight; a row's own weight is then 1.
 
     Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
     they are, and 8 bits travel. Without a recipe, where all tokens and experts are on one device and the up projection
@@ -182,15 +196,16 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     [..., K] and one of float32 [..., K] over the EP axis, and the exchange of each choice's token; see
     `expertmesh.ep.dispatch`.
     """
-    config = config.under(current_recipe())
+    config, params = config.under(current_recipe()), whole_params("stages.dispatch", params)
     check_tokens("stages.dispatch", routed.x)
     ep_axis = ep_axes("stages.dispatch", params, config)
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
     names = (*EXPERTS, *BIASES)
     own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
-    handle = named("dispatched", _prepare(routed.topk_idx, config, ep_axis))
-    weights_PC = named("dispatched", ep.dispatch_weights(handle, routed.topk_weights))
-    rows, quantized = _dispatched_rows(own, routed.x.astype(config.dtype), handle, config)
+    handle = named("dispatched", _prepare(_sent(routed.topk_idx, config), config, ep_axis))
+    x, weights = _weighed(routed, config)
+    weights_PC = named("dispatched", ep.dispatch_weights(handle, weights))
+    rows, quantized = _dispatched_rows(own, x, handle, config)
     return Dispatched(
         handle=handle,
         weights=weights_PC,
@@ -231,7 +246,7 @@ def experts(
     Differentiable in `dispatched` and all of these parameters. Moves no token: costs one gather of the weights over
     fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
     """
-    config = config.under(current_recipe())
+    config, params = config.under(current_recipe()), whole_params("stages.experts", params)
     given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
     given = given.checked("stages.experts", config, EXPERTS)
     held = experts_held(
@@ -286,8 +301,11 @@ def shared_experts(
 ) -> tuple[jax.Array, Any]:
     """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
 
+    Under `config.shared_expert_gate` times `sigmoid(x . shared_gate)`, a number for each token, computed in float32.
+
     Args:
-      params: `shared_wi` [D, 2, S] and `shared_wo` [S, D]; others are not read.
+      params: `shared_wi` [D, 2, S] and `shared_wo` [S, D], and `shared_gate` [D] if they are gated; others are not
+        read.
       x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
       config: see MoEConfig.
       quant_state, weights_quantized: as for `moe`; of both only what is of the shared experts is read.
@@ -300,15 +318,16 @@ def shared_experts(
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
       TypeError: x or a parameter that is no array, or not floating point.
 
-    Differentiable in x and both parameters. Moves no token: it needs nothing of the other stages, so that a compiler
-    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice.
+    Differentiable in x and the parameters. Moves no token: it needs nothing of the other stages, so that a compiler
+    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
     """
     config = config.under(current_recipe())
     check_tokens("stages.shared_experts", x)
     given = Quantization(quant_state, weights_quantized, key).of(SHARED)
     given = given.checked("stages.shared_experts", config, SHARED)
+    names = SHARED + SHARED_GATE * config.shared_expert_gate
     own = check_part(
-        "stages.shared_experts", params, SHARED, x.shape[-1], config, config.num_experts
+        "stages.shared_experts", params, names, x.shape[-1], config, config.num_experts
     )
 
     def project(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
@@ -325,7 +344,50 @@ def shared_experts(
 
     h, wi_state = project("shared_wi", x.astype(config.dtype))
     y, wo_state = project("shared_wo", activate(h, config.activation))
+    if config.shared_expert_gate:
+        y = _weighted(y, _gate(x, own["shared_gate"]), y.dtype)
     return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
+
+
+def null_experts(routed: Routed, config: MoEConfig) -> jax.Array:
+    """`w_t x_t`, w_t the sum of a token's weights of null experts: what `moe` adds where they are "identity".
+
+    Args:
+      routed: of `route`.
+      config: see MoEConfig.
+
+    Returns:
+      [..., D] in `config.dtype`, sharded as x.
+
+    Differentiable in `routed.x` and `routed.topk_weights`. Moves nothing.
+    """
+    null = _is_null(routed.topk_idx, config)
+    weights = jnp.sum(jnp.where(null, routed.topk_weights, 0), axis=-1)
+    return _weighted(routed.x, weights, config.dtype)
+
+
+def _is_null(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
+    topk_idx = wide_ids(topk_idx)
+    return (topk_idx >= config.num_experts) & (topk_idx < config.num_candidates)
+
+
+def _sent(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
+    """The choices with -1 for those of null experts."""
+    if config.num_null_experts == 0:
+        return topk_idx
+    ids = wide_ids(topk_idx).astype(jnp.int32)
+    return jnp.where(_is_null(ids, config), -1, ids)
+
+
+def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`sigmoid(x . weight)`, float32[...]."""
+    logits = router_logits(x, weight[:, None], w_spec=PartitionSpec(None, None))
+    return jax.nn.sigmoid(logits[..., 0])
+
+
+def _weighted(x: jax.Array, weights: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Each token [..., D] times its weight [...], rounded once."""
+    return (x.astype(jnp.float32) * weights[..., None]).astype(dtype)
 
 
 _Specs = Mapping[str, PartitionSpec]
@@ -338,7 +400,7 @@ def _resource_of(handle: ep.Handle) -> AbstractContextManager[MeshResource | Non
 
 def _specs(config: MoEConfig) -> _Specs:
     """Where each parameter is, as far as its type does not say so."""
-    return {} if current_resource() is None else param_specs(config)
+    return {} if current_resource() is None else whole_specs(config)
 
 
 # ---- route
@@ -384,6 +446,14 @@ def _prepare(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -
         config.capacity_factor,
     )
     return ep.prepare(topk_idx, config.exchange(axis=ep_axis, capacity=capacity))
+
+
+def _weighed(routed: Routed, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """The tokens as they are sent, and the weights of their rows."""
+    x, weights = routed.x, routed.topk_weights
+    if not config.weigh_inputs:
+        return x.astype(config.dtype), weights
+    return _weighted(x, weights[..., 0], config.dtype), jnp.ones_like(weights)
 
 
 def _dispatched_rows(

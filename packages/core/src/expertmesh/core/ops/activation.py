@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.config import Config
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.vjp import differentiable
@@ -58,7 +59,7 @@ IN_KERNELS = ("silu", "gelu", "gelu_exact", "relu", "quick_gelu", "squared_relu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Activation:
+class Activation(Config):
     """What an expert does between its two projections.
 
     Attributes:
@@ -82,6 +83,7 @@ class Activation:
     up_offset: float = 0.0
 
     def __post_init__(self) -> None:
+        self._normalize()
         _check_function("Activation", "function", self.function)
         for name in ("limit", "up_offset"):
             value = getattr(self, name)

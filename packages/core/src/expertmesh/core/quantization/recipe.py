@@ -133,6 +133,22 @@ class Recipe(abc.ABC):
     def formats(self) -> LayerFormats:
         """The format of each operand of each GEMM."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """What `as_recipe` makes this recipe of: {"recipe": its name in RECIPES, and its fields}.
+
+        Raises:
+          TypeError: a recipe of your own, which has no such name.
+        """
+        names = [name for name, cls in RECIPES.items() if cls is type(self)]
+        if not names:
+            raise TypeError(
+                f"Recipe.to_dict: the recipe must be one of {', '.join(RECIPES)}; got {self}; "
+                "keep the code that makes it"
+            )
+        fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        options = {k: v.name if isinstance(v, Format) else v for k, v in fields.items()}
+        return {"recipe": names[0], **options}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
@@ -284,32 +300,57 @@ def as_recipe(obj: Any) -> Recipe | None:
     """The recipe that a name or another library's object means.
 
     Args:
-      obj: a recipe; None; a name of `RECIPES` or of a recipe's class, for its defaults; or an object of Transformer
-        Engine's class of the same name, by its attributes.
+      obj: a recipe; None; a name of `RECIPES` or of a recipe's class, for its defaults; a dict of such a name as
+        "recipe" and of options, as of `Recipe.to_dict`; or an object of Transformer Engine's class of the same name, by
+        its attributes.
 
     Returns:
       A recipe, None for None.
 
     Raises:
-      ValueError: an unknown name; a Transformer Engine recipe with an option that has no counterpart here.
+      ValueError: an unknown name or option; a Transformer Engine recipe with an option that has no counterpart here.
       TypeError: an object of another class.
     """
     if obj is None or isinstance(obj, Recipe):
         return obj
-    classes = {cls.__name__: cls for cls in RECIPES.values()}
     if isinstance(obj, str):
-        known = {**RECIPES, **classes}
-        if obj not in known:
-            raise ValueError(
-                f"as_recipe: a name must be one of {', '.join(known)}; got {obj!r}; choose one of these"
-            )
-        return known[obj]()
+        return _named(obj)()
+    if isinstance(obj, Mapping):
+        return _of_options(**obj)
+    classes = _classes()
     if type(obj).__name__ not in classes or isinstance(obj, type):
         raise TypeError(
             f"as_recipe: a recipe must be one of {', '.join(classes)}, or a name; got {obj!r}; "
             "pass for example Float8BlockScaling()"
         )
     return _translated(obj, classes[type(obj).__name__])
+
+
+def _classes() -> dict[str, type[Recipe]]:
+    return {cls.__name__: cls for cls in RECIPES.values()}
+
+
+def _named(name: object) -> type[Recipe]:
+    known = {**RECIPES, **_classes()}
+    if name not in known:
+        raise ValueError(
+            f"as_recipe: a name must be one of {', '.join(known)}; got {name!r}; choose one of these"
+        )
+    return known[str(name)]
+
+
+def _of_options(recipe: object = None, **options: Any) -> Recipe:
+    cls: type[Any] = _named(recipe)
+    names = [field.name for field in dataclasses.fields(cls)]
+    if unknown := [name for name in options if name not in names]:
+        raise ValueError(
+            f"as_recipe: options of {cls.__name__} must be of {', '.join(names)}; got also {', '.join(unknown)}; "
+            "remove or rename them"
+        )
+    if options.get("fp8_format") in Format.__members__:
+        options["fp8_format"] = Format[options["fp8_format"]]
+    made: Recipe = cls(**options)
+    return made
 
 
 # Options of Transformer Engine's recipes without a counterpart, and the value that means what is done here. Those of

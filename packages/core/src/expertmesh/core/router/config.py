@@ -5,6 +5,7 @@ import math
 
 import jax
 
+from expertmesh.core.config import Config
 from expertmesh.core.operands import FLOATS, check_arrays, check_counts
 from expertmesh.core.router.scores import check_score_function
 
@@ -12,7 +13,7 @@ __all__ = ["RouterConfig"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(Config):
     """How experts are chosen and weighted. A hashable value.
 
     Attributes:
@@ -38,6 +39,7 @@ class RouterConfig:
     scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        self._normalize()
         check_counts("RouterConfig", top_k=self.top_k)
         check_score_function("RouterConfig", self.score_function)
         if self.use_pre_softmax and self.score_function != "softmax":

@@ -1,0 +1,78 @@
+"""What every config of the library is besides its fields: a value that JSON can hold.
+
+type(config).from_dict(config.to_dict()) == config
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+__all__ = ["Config"]
+
+
+class Config:
+    """Base of frozen dataclasses of options. Their `__post_init__` calls `_normalize` first."""
+
+    def _normalize(self) -> None:
+        """Makes Python's of NumPy's numbers, so that equal configs are one value to the type as well."""
+        for name in _names(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name, of JSON's types: dtypes by name, tuples as lists, values with fields as dicts."""
+        return {name: _encoded(getattr(self, name)) for name in _names(type(self))}
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """The config of such a dict; fields that it lacks have their defaults.
+
+        Raises:
+          ValueError: a key that is no field, or what the constructor refuses.
+          TypeError: no mapping, or what the constructor refuses.
+        """
+        _check_keys(cls, fields)
+        return cls(**{name: _decoded(value) for name, value in fields.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The config of the text of `to_json`; errors are those of `from_dict`, and of `json.loads`."""
+        return cls.from_dict(json.loads(text))
+
+
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.dtype):
+        return value.name
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def _decoded(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_keys(cls: type, fields: object) -> None:
+    name = f"{cls.__name__}.from_dict"
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"{name}: fields must be a mapping; got {type(fields).__name__}; pass the result of to_dict"
+        )
+    known = _names(cls)
+    if unknown := [key for key in fields if key not in known]:
+        raise ValueError(
+            f"{name}: keys must be of {', '.join(known)}; got also {', '.join(map(str, unknown))}; "
+            "remove or rename them"
+        )

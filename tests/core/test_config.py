@@ -1,0 +1,47 @@
+"""Configs as values of JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from expertmesh.core import Activation, Float8BlockScaling, Recipe, RouterConfig, as_recipe
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RouterConfig(top_k=4, score_function="sigmoid", num_groups=4, group_topk=2),
+        Activation(function="quick_gelu", limit=7.0, up_offset=1.0),
+    ],
+    ids=str,
+)
+def test_there_and_back(config):
+    text = config.to_json()
+    assert json.loads(text) == config.to_dict()
+    again = type(config).from_json(text)
+    assert again == config and hash(again) == hash(config)
+
+
+def test_unknown_keys_are_named():
+    with pytest.raises(ValueError, match="RouterConfig.from_dict: keys.*also topk, k; remove"):
+        RouterConfig.from_dict({"topk": 1, "k": 2})
+    with pytest.raises(TypeError, match="Activation.from_dict: fields must be a mapping; got int"):
+        Activation.from_json("8")
+
+
+def test_numbers_of_numpy():
+    config = RouterConfig(top_k=np.int64(2), scaling_factor=np.float32(0.5))
+    assert (type(config.top_k), type(config.scaling_factor)) == (int, float)
+    assert type(Activation(limit=np.float32(7)).limit) is float
+
+
+def test_a_recipe_of_ones_own_has_no_name():
+    class Own(Recipe):
+        def formats(self):
+            return Float8BlockScaling().formats()
+
+    with pytest.raises(TypeError, match="must be one of fp8_delayed.*Own"):
+        Own().to_dict()
+    recipe = Float8BlockScaling(amax_epsilon=0.5)
+    assert as_recipe(recipe.to_dict()) == recipe
