@@ -16,7 +16,15 @@ import numpy as np
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.recipe import TensorFormat
 
-__all__ = ["BLOCK", "block_format", "block_size", "scale_name", "to_blocks", "widened"]
+__all__ = [
+    "BLOCK",
+    "block_format",
+    "block_size",
+    "scale_name",
+    "scale_shape",
+    "to_blocks",
+    "widened",
+]
 
 BLOCK = (128, 128)
 """The size that DeepSeek's models have."""
@@ -27,6 +35,11 @@ Block = tuple[int, int]
 def scale_name(name: str) -> str:
     """Of the scales beside an array."""
     return f"{name}_scale_inv"
+
+
+def scale_shape(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    """Of the scales of an array."""
+    return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
 def block_size(hf_config: Mapping[str, Any]) -> Block | None:
@@ -53,7 +66,8 @@ def widened(
     """
     for axis, (size, b, part) in enumerate(zip(scale.shape, block, index, strict=True)):
         scale = scale.take(np.arange(size * b)[part][: data.shape[axis]] // b, axis)
-    return data.astype(np.float32) * scale
+    wide: np.ndarray = data.astype(np.float32) * scale
+    return wide
 
 
 def to_blocks(weight: np.ndarray, block: Block = BLOCK) -> tuple[np.ndarray, np.ndarray]:

@@ -27,11 +27,13 @@ from jax.typing import DTypeLike
 from expertmesh.flax_moe import fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import Params, check_params, param_shapes
-from expertmesh.flax_moe.places import Index, Layout, Place, assemble, extract, whole
+from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
 
 __all__ = [
     "HfLayer",
     "MODEL_TYPES",
+    "check_export",
+    "check_there",
     "export_layer",
     "find_layout",
     "layer_layout",
@@ -219,8 +221,8 @@ def load_layer(
     """
     layout = find_layout(weights, hf_config, layer, prefix=prefix)
 
-    def read(name: str, index: Index) -> np.ndarray:
-        return read_part(weights, hf_config, name, layout.shapes[name], index, dtype=dtype)
+    def read(name: str, index: Slices) -> np.ndarray:
+        return read_part(weights, hf_config, layout, name, index, dtype=dtype)
 
     params = {
         param: assemble(layout.places_of(param), whole(shape), read)
@@ -252,26 +254,33 @@ def export_layer(
       ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases, which none of
         these models has; an expert bias that is missing, of another shape, or that the model has no place for.
     """
-    config = moe_config(hf_config)
     layout = layer_layout(hf_config, layer, stacked=stacked, prefix=prefix)
-    check_params("hf.export_layer", params, _model_dim(hf_config), config, config.num_experts)
-    if "wi_bias" in params:
-        raise ValueError(
-            f"hf.export_layer: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
-        )
-    wanted = (config.num_experts,) if layout.bias else None
-    shape = None if expert_bias is None else np.shape(expert_bias)
-    if shape != wanted:
-        raise ValueError(
-            f"hf.export_layer: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
-            f"got expert_bias of shape {shape}; pass HfLayer's, or the one that was trained"
-        )
+    check_export("hf.export_layer", params, hf_config, expert_bias)
     arrays = {name: np.asarray(array) for name, array in params.items()}
     made = {
         name: extract(places, lambda param, at: arrays[param][at])
-        for name, places in layout.by_name().items()
+        for name, places in layout.by_name.items()
     }
     return made | ({layout.bias: np.array(expert_bias, np.float32)} if layout.bias else {})
+
+
+def check_export(
+    function: str, params: Mapping[str, Any], hf_config: HfConfig, expert_bias: Any
+) -> None:
+    """Raises an error that names `function` unless the model has a place for all that is given, and no other."""
+    config = moe_config(hf_config)
+    check_params(function, params, _model_dim(hf_config), config, config.num_experts)
+    if "wi_bias" in params:
+        raise ValueError(
+            f"{function}: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
+        )
+    wanted = (config.num_experts,) if config.use_expert_bias else None
+    shape = None if expert_bias is None else np.shape(expert_bias)
+    if shape != wanted:
+        raise ValueError(
+            f"{function}: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
+            f"got expert_bias of shape {shape}; pass HfLayer's, or the one that was trained"
+        )
 
 
 def layer_layout(
@@ -290,11 +299,15 @@ def layer_layout(
     if config.shared_expert_dim:
         gate, up, down = (f"{block}shared_experts.{name}.weight" for name in model.projections)
         places += [Place(gate, "shared_wi", (every, 0, every))]
-        places += [Place(up, "shared_wi", (every, 1, every)), Place(down, "shared_wo", (every,) * 2)]
+        places += [
+            Place(up, "shared_wi", (every, 1, every)),
+            Place(down, "shared_wo", (every,) * 2),
+        ]
     return Layout(
         block=block,
         places=tuple(places),
         params=param_shapes(_model_dim(hf_config), config),
+        matrices=matrices_of(places),
         bias=f"{block}gate.e_score_correction_bias" if config.use_expert_bias else None,
     )
 
@@ -334,21 +347,26 @@ def find_layout(
     layout = layer_layout(hf_config, layer, stacked=True, prefix=prefix)
     if not any(f"{layout.block}{name}" in weights for name in _STACKED):
         layout = layer_layout(hf_config, layer, prefix=prefix)
+    check_there(weights, layout, layer)
+    return layout
+
+
+def check_there(weights: Weights, layout: Layout, layer: int) -> None:
+    """Raises ValueError unless the weights have all names of a layer's layout."""
     if missing := [name for name in layout.shapes if name not in weights]:
         raise ValueError(
             f"hf.load_layer: weights must have the {len(layout.shapes)} names of layer {layer}'s block; "
             f"missing {len(missing)}: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; "
             "see moe_layers for the layers that have one, and `prefix`"
         )
-    return layout
 
 
 def read_part(
     weights: Weights,
     hf_config: HfConfig,
+    layout: Layout,
     name: str,
-    shape: tuple[int, ...],
-    index: Index,
+    index: Slices,
     *,
     dtype: DTypeLike | None = None,
 ) -> np.ndarray:
@@ -356,19 +374,20 @@ def read_part(
 
     Args:
       weights, hf_config, dtype: see `load_layer`.
-      name, shape: of the array.
+      layout: of the layer.
+      name: of the array.
       index: one slice for each of its dimensions.
     """
-    _check_shape(name, np.shape(weights[name]), shape)
+    _check_shape(name, np.shape(weights[name]), layout.shapes[name])
     part = np.asarray(weights[name][index])
     if part.dtype.itemsize == 1:
-        scale, block = read_scale(weights, hf_config, name, shape)
-        part = fp8_blocks.widened(part, scale, block, index).astype(jnp.bfloat16)
+        scale, blocks = read_scale(weights, hf_config, layout, name)
+        part = fp8_blocks.widened(part, scale, blocks, index).astype(jnp.bfloat16)
     return part if dtype is None else part.astype(dtype)
 
 
 def read_scale(
-    weights: Weights, hf_config: HfConfig, name: str, shape: tuple[int, ...]
+    weights: Weights, hf_config: HfConfig, layout: Layout, name: str
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """(float32 scales of an array of 8 bits, elements of each of its dimensions that share one)."""
     block, beside = fp8_blocks.block_size(hf_config), fp8_blocks.scale_name(name)
@@ -378,9 +397,9 @@ def read_scale(
             f"weight_block_size; got weight_block_size={block}, scales {'' if beside in weights else 'not '}there; "
             "pass both, or weights of 16 bits"
         )
-    blocks = (*[1] * (len(shape) - 2), *block)
+    blocks, shape = layout.blocks(name, block), layout.shapes[name]
     scale = np.asarray(weights[beside]).astype(np.float32)
-    _check_shape(beside, scale.shape, tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True)))
+    _check_shape(beside, scale.shape, fp8_blocks.scale_shape(shape, blocks))
     return scale, blocks
 
 

@@ -8,13 +8,14 @@ A checkpoint has [out, in], the tree of `init_params` [in, out].
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Index", "Layout", "Place", "assemble", "extract", "ranges_of", "whole"]
+__all__ = ["Index", "Layout", "Place", "assemble", "extract", "matrices_of", "ranges_of", "whole"]
 
 Index = tuple[int | slice, ...]
+Slices = tuple[slice, ...]
 Ranges = tuple[range, ...]
 
 
@@ -44,21 +45,24 @@ class Layout:
       block: what all names begin with.
       places: of all arrays but the expert bias; they cover the parameters.
       params: shape of each parameter, in the order of the tree.
+      matrices: which two dimensions of each parameter are a matrix's [in, out]; the others count matrices.
       bias: the name of the expert bias [E], or None.
     """
 
     block: str
     places: tuple[Place, ...]
     params: dict[str, tuple[int, ...]]
+    matrices: dict[str, tuple[int, int]]
     bias: str | None
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each array, in the order of the places, the expert bias last."""
-        shapes = {name: self._shape(places) for name, places in self.by_name().items()}
+        shapes = {name: self._shape(places) for name, places in self.by_name.items()}
         num_experts = self.params["gate_kernel"][-1:]
         return shapes if self.bias is None else shapes | {self.bias: num_experts}
 
+    @functools.cached_property
     def by_name(self) -> dict[str, list[Place]]:
         """The places of each array."""
         found: dict[str, list[Place]] = {}
@@ -70,6 +74,20 @@ class Layout:
         """Those in one parameter."""
         return [place for place in self.places if place.param == param]
 
+    def blocks(self, name: str, block: tuple[int, int]) -> tuple[int, ...]:
+        """How many elements of each dimension of an array are in a block of a matrix's (out, in)."""
+        place = self.by_name[name][0]
+        blocks = self.param_blocks(place.param, block)
+        own = [b for at, b in zip(place.at, blocks, strict=True) if not isinstance(at, int)]
+        return (*own[:-2], own[-1], own[-2]) if place.transposed else tuple(own)
+
+    def param_blocks(self, param: str, block: tuple[int, int]) -> tuple[int, ...]:
+        """The same of a parameter's dimensions."""
+        blocks = [1] * len(self.params[param])
+        columns, rows = self.matrices[param]
+        blocks[columns], blocks[rows] = block[1], block[0]
+        return tuple(blocks)
+
     def _shape(self, places: list[Place]) -> tuple[int, ...]:
         first = places[0]
         sizes = zip(first.at, self.params[first.param], strict=True)
@@ -79,10 +97,19 @@ class Layout:
         return (*lead, len(places) * rows, columns)
 
 
+def matrices_of(places: Iterable[Place]) -> dict[str, tuple[int, int]]:
+    """The `matrices` of a layout of transposed places: of each, the last two dimensions that are the array's."""
+    return {
+        place.param: (own[-2], own[-1])
+        for place in places
+        for own in [[dim for dim, at in enumerate(place.at) if not isinstance(at, int)]]
+    }
+
+
 def assemble(
     places: Iterable[Place],
     ranges: Ranges,
-    read: Callable[[str, Index], np.ndarray],
+    read: Callable[[str, Slices], np.ndarray],
 ) -> np.ndarray:
     """Part of a parameter, from no more of the checkpoint than it is made of; one array after the other.
 
@@ -136,7 +163,7 @@ def whole(shape: tuple[int, ...]) -> Ranges:
     return tuple(map(range, shape))
 
 
-def _overlaps(places: Iterable[Place], ranges: Ranges) -> Iterator[tuple[Place, Any, Index]]:
+def _overlaps(places: Iterable[Place], ranges: Ranges) -> Iterator[tuple[Place, Index, Slices]]:
     """Each place that has a share in a part: its index in the part, and the array's index."""
     for place in places:
         numbers = [(a, r) for a, r in zip(place.at, ranges, strict=True) if isinstance(a, int)]
@@ -147,7 +174,7 @@ def _overlaps(places: Iterable[Place], ranges: Ranges) -> Iterator[tuple[Place, 
         yield place, target, _of_array(place, [r for a, r in pairs if not isinstance(a, int)])
 
 
-def _of_array(place: Place, ranges: list[range]) -> Index:
+def _of_array(place: Place, ranges: list[range]) -> Slices:
     """The index of an array, from the ranges of the parameter's dimensions that are its own."""
     if place.transposed:
         ranges[-2:] = ranges[-1], ranges[-2]
