@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 PROGRAM = "python -m expertmesh.convert"
 NAMES = ("expertmesh", "huggingface")
@@ -17,22 +17,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (`sys.argv[1:]` when None), converts, and returns the exit code."""
     options = _parser().parse_args(argv)
-    # Nothing here is worth a GPU, whose memory JAX would take.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from expertmesh.convert.model import convert  # after the options: it imports JAX
-
-    line = None if options.quiet else ProgressLine(sys.stderr)
     try:
-        convert(
-            options.source,
-            options.target,
-            to=options.to,
-            dtype=options.dtype,
-            fp8=options.fp8,
-            prefix=options.prefix,
-            max_shard_size=options.max_shard_size,
-            progress=line,
-        )
+        _convert(**vars(options))
     except (ValueError, OSError) as error:
         print(f"convert: error: {error}", file=sys.stderr)
         return 2
@@ -40,6 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("convert: interrupted; the target is not whole: remove it", file=sys.stderr)
         return 130
     return 0
+
+
+def _convert(*, quiet: bool, **options: Any) -> None:
+    # Nothing here is worth a GPU, whose memory JAX would take.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from expertmesh.convert.model import convert  # after the options: it imports JAX
+
+    convert(**options, progress=None if quiet else ProgressLine(sys.stderr))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,6 +87,8 @@ def convert(
     weights = Checkpoint(source)
     check_quantization(weights.config)
     layers = _layers(weights, to, dtype, prefix)
+    for layer in layers:
+        layer.stored.check()
     rest = _rest(weights, layers)
     tensors = [_copied(weights, name) for name in rest]
     for layer in layers:

@@ -33,6 +33,7 @@ __all__ = [
     "HfLayer",
     "MODEL_TYPES",
     "check_export",
+    "check_shape",
     "check_there",
     "export_layer",
     "find_layout",
@@ -378,11 +379,12 @@ def read_part(
       name: of the array.
       index: one slice for each of its dimensions.
     """
-    _check_shape(name, np.shape(weights[name]), layout.shapes[name])
+    check_shape(name, np.shape(weights[name]), layout.shapes[name])
     part = np.asarray(weights[name][index])
     if part.dtype.itemsize == 1:
         scale, blocks = read_scale(weights, hf_config, layout, name)
-        part = fp8_blocks.widened(part, scale, blocks, index).astype(jnp.bfloat16)
+        part = fp8_blocks.widened(part, scale, blocks, index)
+        dtype = jnp.bfloat16 if dtype is None else dtype
     return part if dtype is None else part.astype(dtype)
 
 
@@ -399,7 +401,7 @@ def read_scale(
         )
     blocks, shape = layout.blocks(name, block), layout.shapes[name]
     scale = np.asarray(weights[beside]).astype(np.float32)
-    _check_shape(beside, scale.shape, fp8_blocks.scale_shape(shape, blocks))
+    check_shape(beside, scale.shape, fp8_blocks.scale_shape(shape, blocks))
     return scale, blocks
 
 
@@ -408,11 +410,12 @@ def read_bias(weights: Weights, layout: Layout) -> np.ndarray | None:
     if layout.bias is None:
         return None
     bias = np.asarray(weights[layout.bias])
-    _check_shape(layout.bias, bias.shape, layout.shapes[layout.bias])
+    check_shape(layout.bias, bias.shape, layout.shapes[layout.bias])
     return bias.astype(np.float32)
 
 
-def _check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless an array has the shape that the config gives it."""
     if got != shape:
         raise ValueError(
             f"hf.load_layer: {name} must be {shape}, by the config's sizes; got {name}.shape={got}; "

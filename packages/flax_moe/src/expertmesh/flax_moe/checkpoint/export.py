@@ -75,7 +75,7 @@ class _HeldMatrices:
     def values(self, param: str, at: Index) -> np.ndarray:
         held = self.params[param]
         if not isinstance(held, QuantizedArray):
-            return np.asarray(held[at]).astype(self.dtype_of(param))
+            return _on_host(held, at).astype(self.dtype_of(param))
         data, scale = self._parts(held, at)
         block = [b for b, i in zip(held.block, at, strict=True) if not isinstance(i, int)]
         whole = (slice(None),) * data.ndim
@@ -88,7 +88,23 @@ class _HeldMatrices:
         return _quantized(self.values(param, at), block)
 
     def _parts(self, held: QuantizedArray, at: Index) -> Blocks:
-        return np.asarray(held.data[at]), np.asarray(held.scale[at]).astype(np.float32)
+        return _on_host(held.data, at), _on_host(held.scale, at).astype(np.float32)
+
+
+def _on_host(array: Any, at: Index) -> np.ndarray:
+    """`array[at]`, of what its shards have of it."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array[at])
+    kept = [size for size, i in zip(array.shape, at, strict=True) if not isinstance(i, int)]
+    out = np.empty(kept, array.dtype)
+    shards = {ranges_of(array.shape, shard.index): shard for shard in array.addressable_shards}
+    for ranges, shard in shards.items():
+        pairs = list(zip(at, ranges, strict=True))
+        if all(i in r for i, r in pairs if isinstance(i, int)):
+            here = tuple(i - r.start if isinstance(i, int) else i for i, r in pairs)
+            there = tuple(slice(r.start, r.stop) for i, r in pairs if not isinstance(i, int))
+            out[there] = np.asarray(shard.data[here])
+    return out
 
 
 def _only(at: Index) -> tuple[int | slice, ...]:

@@ -80,7 +80,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if missing or not paths:
         raise ValueError(
             f"Checkpoint: {folder} must have *.safetensors, all that {INDEX} names; got "
-            f"{f'no {missing[0]}' if missing else 'none'}, {len(missing)} of {len(paths)} missing; "
+            f"{f'no {missing[0]}, {len(missing)} of {len(paths)} missing' if missing else 'none'}; "
             "download them, or save the model with safe_serialization=True"
         )
     return paths

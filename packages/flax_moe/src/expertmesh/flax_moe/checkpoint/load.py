@@ -149,11 +149,16 @@ def _placed(
     """An array of shards that are made and moved one by one; what several devices hold is made once."""
     shards: list[jax.Array] = []
     for ranges, devices in _parts(sharding, shape).items():
-        part = make(ranges)
-        copies = [jax.device_put(part, device) for device in devices]
-        shards += jax.block_until_ready(copies)
+        shards += _moved(make(ranges), devices)
         placed(ranges)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _moved(part: np.ndarray, devices: list[jax.Device]) -> list[jax.Array]:
+    """Copies on these devices, which are there: the caller keeps no part while it makes the next."""
+    copies = [jax.device_put(part, device) for device in devices]
+    jax.block_until_ready(copies)
+    return copies
 
 
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Ranges, list[jax.Device]]:

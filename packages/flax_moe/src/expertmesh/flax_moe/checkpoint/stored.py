@@ -31,6 +31,13 @@ class StoredLayer:
     layout: Layout
     dtype: DTypeLike | None = None
 
+    def check(self) -> None:
+        """Raises the errors of reading, without reading anything but scales."""
+        for name, shape in self.layout.shapes.items():
+            hf.check_shape(name, np.shape(self.weights[name]), shape)
+            if self.weights[name].dtype.itemsize == 1:
+                hf.read_scale(self.weights, self.hf_config, self.layout, name)
+
     def dtype_of(self, param: str) -> np.dtype:
         """Of what `values` gives."""
         if self.dtype is not None:
