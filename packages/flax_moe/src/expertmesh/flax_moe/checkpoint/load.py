@@ -57,7 +57,7 @@ def load_sharded(
 
     Returns:
       ShardedLayer. Each process reads the slices that its own devices need, each of them once, and holds one shard of
-      one parameter at a time.
+      one parameter at a time: JAX may let go of it only when the next is moved.
 
     Raises:
       ValueError: as `hf.load_layer`; a parameter without a sharding; with `keep_fp8` a shard that would cut a block,
