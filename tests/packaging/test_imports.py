@@ -1,4 +1,4 @@
-"""The arrows train, convert -> flax_moe -> ep -> core -> jax, in sources and when imported; no circle or private name."""
+"""Arrows train, convert -> flax_moe -> ep -> core -> jax, in sources and when imported; no circle, no private name."""
 
 import ast
 import graphlib
