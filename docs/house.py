@@ -25,6 +25,7 @@ ROOMS = {
     "expertmesh.core.te_compat": "core/te_compat",
     "expertmesh.ep": "ep",
     "expertmesh.flax_moe": "flax_moe",
+    "expertmesh.convert": "convert",
     "expertmesh.train": "train",
 }
 FACADE = "expertmesh.core"  # its __init__.py names what is public of all rooms

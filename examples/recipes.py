@@ -3,29 +3,38 @@
 python examples/recipes.py       runs each at a small size
 """
 
-import collections.abc
-import json
+import dataclasses
 import os
-import pathlib
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import (
+    Float8BlockScaling,
     MeshResource,
+    QuantizedArray,
+    QuantizedWeight,
     activate,
+    dequantize,
     global_shard_guard,
     grouped_dense,
     update_expert_bias,
 )
 from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
-from expertmesh.flax_moe import LogicalAxes, MoEConfig, hf, merge_wi, split_wi
+from expertmesh.flax_moe import (
+    LogicalAxes,
+    MoEConfig,
+    checkpoint,
+    hf,
+    merge_wi,
+    moe,
+    param_specs,
+    split_wi,
+)
 from expertmesh.flax_moe.nnx import MoEBlock
 
 # MaxText's logical names, the part of its rules that the block needs, and its mesh's names by role.
@@ -116,50 +125,36 @@ def from_levanter(router, w_gate, w_up, w_down) -> dict:
     return merge_wi({"gate_kernel": router, "wi_0": w_gate, "wi_1": w_up, "wo": w_down})
 
 
-class Checkpoint(collections.abc.Mapping):
-    """name -> array of the safetensors files in a folder, mapped from disk: what is not read costs nothing.
-
-    Read here since the `safetensors` library gives NumPy no 8-bit floats, in which DeepSeek-V3 is published.
-    """
-
-    DTYPES = {
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    }
-
-    def __init__(self, folder):
-        self._places = {}
-        for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-            data = np.memmap(path, np.uint8, "r")
-            start = 8 + int(data[:8].view("<u8")[0])
-            header = json.loads(bytes(data[8:start]))
-            header.pop("__metadata__", None)
-            self._places |= {name: (data[start:], about) for name, about in header.items()}
-
-    def __getitem__(self, name):
-        data, about = self._places[name]
-        numbers = data[slice(*about["data_offsets"])].view(self.DTYPES[about["dtype"]])
-        return numbers.reshape(about["shape"])
-
-    def __iter__(self):
-        return iter(self._places)
-
-    def __len__(self):
-        return len(self._places)
+def load_model(folder, mesh, layers=None, keep_fp8=False):
+    """The MoE layers of a Hugging Face model on a mesh (fsdp, ep), each with its config and expert bias."""
+    files = checkpoint.Checkpoint(folder)
+    config = hf.moe_config(files.config)
+    resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in param_specs(config, resource).items()}
+    for layer in hf.moe_layers(files.config) if layers is None else layers:
+        params, bias = checkpoint.load_sharded(
+            files, files.config, layer, shardings, keep_fp8=keep_fp8, progress=print
+        )
+        yield config, params, bias
 
 
-def load_sharded(weights, hf_config, layer, mesh):
-    """A layer of a Hugging Face model on a mesh: its config, parameters and expert bias."""
-    config = hf.moe_config(hf_config)
-    loaded = hf.load_layer(weights, hf_config, layer)
-    names = LogicalAxes(embed="fsdp", expert="ep", mlp=None)
-    params = {
-        name: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*names.of(name))))
-        for name, w in loaded.params.items()
-    }
-    return config, params, loaded.expert_bias
+def in_fp8(config, params, x, bias=None):
+    """`moe` of weights that are kept in 8 bits; no copy in 16 bits is made of what the forward reads in 8."""
+    config = dataclasses.replace(config, recipe=Float8BlockScaling(power_2_scale=False))
+    kept = {name: w for name, w in params.items() if isinstance(w, QuantizedArray)}
+    wide = {name: dequantize(w) for name, w in kept.items()}
+    kernels = {name: QuantizedWeight(w) for name, w in kept.items()}
+    return moe(params | wide, x, config, expert_bias=bias, weights_quantized=kernels)
+
+
+def save_model(folder, hf_config, layers, fp8=False):
+    """A checkpoint of MoE layers, {number: (params, expert_bias)}, under Hugging Face's names."""
+    tensors = []
+    for number, (params, bias) in layers.items():
+        tensors += checkpoint.export_tensors(
+            params, hf_config, number, expert_bias=bias, dtype=jnp.bfloat16, fp8=fp8
+        )
+    checkpoint.write_checkpoint(folder, tensors, hf_config, progress=print)
 
 
 def maxtext_example():

@@ -3,24 +3,25 @@
 Nothing is downloaded. Runs in the CI cell `transformers`, which installs it and torch.
 """
 
-import pathlib
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.scripts import load_script
+from expertmesh.convert import main
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, moe
+from expertmesh.flax_moe.checkpoint import Checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("accelerate")
 
 pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
 
-RECIPES = pathlib.Path(__file__).resolve().parents[2] / "examples/recipes.py"
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -62,21 +63,16 @@ def random_model(name):
     return model
 
 
-@pytest.fixture(scope="module")
-def recipes():
-    return load_script(RECIPES)
-
-
 def numpy_of(state):
     return {name: value.numpy() for name, value in state.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_saved_model_computes_the_same_here(name, tmp_path, recipes):
+def test_the_saved_model_computes_the_same_here(name, tmp_path):
     """From the files of save_pretrained and from the state dict; and back into both."""
     model = random_model(name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    weights = recipes.Checkpoint(tmp_path)
+    weights = Checkpoint(tmp_path)
     for path in tmp_path.glob("*.safetensors"):
         for key, array in safetensors.load_file(path).items():
             np.testing.assert_array_equal(weights[key], array)
@@ -106,3 +102,52 @@ def test_the_saved_model_computes_the_same_here(name, tmp_path, recipes):
         {k: torch.from_numpy(v) for k, v in state.items()}, strict=False
     )
     assert not missing.unexpected_keys
+
+
+def logits(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        return model(torch.arange(24).reshape(2, 12) % 32).logits.numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_folder_is_the_model(name, tmp_path):
+    """By our names and back: the same logits. In 8-bit blocks, which it widens here: those of the widened folder."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    names = ("ours", "expertmesh"), ("back", "huggingface")
+    source = tmp_path / "source"
+    for target, to in names:
+        assert main([str(source), str(tmp_path / target), "--to", to, "--quiet"]) == 0
+        source = tmp_path / target
+    np.testing.assert_array_equal(logits(tmp_path / "back"), logits(tmp_path / "source"))
+    for path in (tmp_path / "back").glob("*.safetensors"):
+        library = safetensors.load_file(path)
+        assert library and all(w.dtype == np.float32 for w in library.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_8_bit_blocks_load(name, tmp_path):
+    """As FP8Experts' numbers: `transformers` widens them on a machine without a GPU, to those that we widen."""
+    make, options = MODELS[name]
+    wide = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    sizes = {key: size for key, size in wide.items() if key in SMALL | options}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(make(**(SMALL | options | sizes)))
+    model.float().save_pretrained(tmp_path / "source")
+    for source, target, more in (
+        ("source", "fp8", ["--fp8"]),
+        ("fp8", "wide", ["--dtype=float32"]),
+    ):
+        command = [str(tmp_path / source), str(tmp_path / target), "--to", "huggingface", "--quiet"]
+        assert main([*command, *more]) == 0
+    said = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "fp8"
+    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide").state_dict()
+    fp8 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").state_dict()
+    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source").state_dict()
+    assert fp8.keys() == want.keys()
+    for key, w in want.items():
+        np.testing.assert_allclose(fp8[key].float(), w.float(), rtol=2**-7, atol=0, err_msg=key)
+    changed = [key for key in want if not torch.equal(want[key], exact[key])]
+    assert changed and all("experts" in key for key in changed)

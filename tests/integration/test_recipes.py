@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.safetensors import read_folder, write_folder
 from cases.scripts import load_script
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import hf, init_params
+from expertmesh.flax_moe import hf, init_params, moe
 from flax_moe import moe_oracle
-from flax_moe.hf_oracle import DEEPSEEK, make_weights
+from flax_moe.hf_oracle import DEEPSEEK, QWEN3, make_weights
 
 pytestmark = pytest.mark.default_jax
 
@@ -125,20 +126,6 @@ def test_levanter_gradients(recipes):
         assert relative_error(mine, want) < 1e-5
 
 
-def write_safetensors(path, arrays):
-    """The format by hand: the header's size, the header, the bytes."""
-    names = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, array in arrays.items():
-        place = [at, at + array.nbytes]
-        dtype = names[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": place}
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    data = b"".join(array.tobytes() for array in arrays.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
 def test_a_layer_from_files_onto_a_mesh(recipes, tmp_path):
     """Two files, numbers of 8 and 16 bits; parameters on the mesh are those loaded from memory."""
     weights = {}
@@ -148,13 +135,10 @@ def test_a_layer_from_files_onto_a_mesh(recipes, tmp_path):
     weights[name] = weights[name].astype(ml_dtypes.float8_e4m3fn)
     weights[f"{name}_scale_inv"] = np.float32([[0.5]])
     items = list(weights.items())
-    write_safetensors(tmp_path / "model-1.safetensors", dict(items[:7]))
-    write_safetensors(tmp_path / "model-2.safetensors", dict(items[7:]))
-    checkpoint = recipes.Checkpoint(tmp_path)
-    assert set(checkpoint) == set(weights) and len(checkpoint) == len(weights)
     hf_config = DEEPSEEK | {"quantization_config": {"weight_block_size": [128, 128]}}
+    write_folder(tmp_path, hf_config, dict(items[:7]), dict(items[7:]))
     mesh = moe_oracle.make_mesh((2, 4), AxisType.Explicit)
-    config, params, bias = recipes.load_sharded(checkpoint, hf_config, 4, mesh)
+    ((config, params, bias),) = recipes.load_model(tmp_path, mesh, [4])
     want = hf.load_layer(weights, hf_config, 4)
     assert config == hf.moe_config(DEEPSEEK)
     for key, w in want.params.items():
@@ -163,10 +147,30 @@ def test_a_layer_from_files_onto_a_mesh(recipes, tmp_path):
     assert params["wi"].sharding.spec == PartitionSpec("ep", "fsdp", None, None)
 
 
+def test_weights_that_are_kept_in_8_bits(recipes, tmp_path, capsys):
+    """Loaded, called and saved again: y is near that of the same numbers in 16 bits, and the files are the same."""
+    hf_config = QWEN3 | {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    weights = make_weights(hf_config, 1)
+    config, mesh = hf.moe_config(hf_config), moe_oracle.make_mesh((1, 2), AxisType.Explicit)
+    params, bias = hf.load_layer(weights, hf_config, 1)
+    recipes.save_model(tmp_path / "fp8", hf_config, {1: (params, bias)}, fp8=True)
+    hf_config |= {"quantization_config": {"weight_block_size": [128, 128]}}
+    (tmp_path / "fp8/config.json").write_text(json.dumps(hf_config))
+    ((config, kept, bias),) = recipes.load_model(tmp_path / "fp8", mesh, keep_fp8=True)
+    ((_, wide, _),) = recipes.load_model(tmp_path / "fp8", mesh)
+    assert "layer 1: wo" in capsys.readouterr().out and kept["wi"].data.dtype.itemsize == 1
+    x = jax.random.normal(jax.random.key(0), (16, 128), jnp.bfloat16)
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("fsdp", "ep"))))
+    y = jax.jit(recipes.in_fp8, static_argnums=0)(config, kept, x).y
+    assert relative_error(y, moe(wide, x, config).y) < 0.06
+    recipes.save_model(tmp_path / "again", hf_config, {1: (kept, bias)}, fp8=True)
+    first, again = (read_folder(tmp_path / name)[0] for name in ("fp8", "again"))
+    assert all(first[name].tobytes() == again[name].tobytes() for name in first | again)
+
+
 def test_the_page_shows_the_program(recipes):
-    shown = re.findall(r"recipes.py\n:pyobject: (\w+)", PAGE.read_text())
-    assert all(hasattr(recipes, name) for name in shown) and len(set(shown)) == len(shown)
-    wanted = (
-        "RoutedMoE nnx_step to_maxtext from_maxtext moe_mlp from_levanter Checkpoint load_sharded"
-    )
+    text = PAGE.read_text() + (ROOT / "docs/checkpoints.md").read_text()
+    shown = re.findall(r"recipes.py\n:pyobject: (\w+)", text)
+    assert all(hasattr(recipes, name) for name in shown)
+    wanted = "RoutedMoE nnx_step to_maxtext from_maxtext moe_mlp from_levanter load_model in_fp8 save_model"
     assert set(wanted.split()) <= set(shown)

@@ -1,4 +1,4 @@
-"""The arrows train -> flax_moe -> ep -> core -> jax, in the sources and at import time; no circle, no private name."""
+"""Arrows train, convert -> flax_moe -> ep -> core -> jax, in sources and when imported; no circle, no private name."""
 
 import ast
 import graphlib
@@ -14,23 +14,28 @@ PACKAGES = pathlib.Path(__file__).resolve().parents[2] / "packages"
 FORBIDDEN = {
     "core": {"expertmesh.ep", "expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
     "ep": {"expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
-    "flax_moe": {"expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
+    "flax_moe": {"expertmesh.convert", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
+    "convert": {"expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
     "train": set(),
 }
-# What importing a package must not import. Of `train`, `--help` and a wrong option answer without waiting for JAX.
+# What importing a package must not import. Of programs, `--help` and a wrong
+# option answer without waiting for JAX.
 NOT_LOADED = {
     "core": {"expertmesh.ep", "expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
     "ep": {"expertmesh.flax_moe", "flax", "optax", "orbax", "nvidia.nccl"},
     "flax_moe": {"expertmesh.train", "nvidia.nccl"},
+    "convert": {"jax", "expertmesh.core"},
     "train": {"jax", "expertmesh.core", "optax", "orbax"},
 }
 OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
+# The distribution that an import package is part of, where it has another name.
+DISTRIBUTION = {"convert": "flax_moe"}
 # Modules that are private to a package, and known to all others of it.
 PRIVATE_MODULES = {"_jax", "_native"}
 
 
 def source(package):
-    return PACKAGES / package / "src/expertmesh" / package
+    return PACKAGES / DISTRIBUTION.get(package, package) / "src/expertmesh" / package
 
 
 def imported(tree, package_parts):

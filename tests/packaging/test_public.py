@@ -23,9 +23,10 @@ PUBLIC = {
         update_expert_bias""",
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
         is_supported prepare raise_overflow raise_stall recv_capacity""",
-    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES hf
-        init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
+    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES checkpoint
+        hf init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
         permute_experts place_experts quantize_weights split_wi stages""",
+    "expertmesh.convert": "main",
     "expertmesh.train": "main",
 }
 

@@ -20,6 +20,8 @@ from expertmesh.ep import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ["core", "ep", "flax_moe", "train"]
+# The import packages of each; `expertmesh.convert` is a program of flax_moe.
+OWNED = {package: {package} for package in PACKAGES} | {"flax_moe": {"flax_moe", "convert"}}
 NEEDS = {package: PACKAGES[: i + 1] for i, package in enumerate(PACKAGES)}
 TRAINING = {"optax", "orbax-checkpoint", "matplotlib", "tqdm"}
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
@@ -40,8 +42,8 @@ def test_the_namespace_has_no_init():
     assert list(ROOT.glob("tests/**/expertmesh/__init__.py")) == []
     for package in PACKAGES:
         folder = ROOT / "packages" / package / "src/expertmesh"
-        assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == [package]
-        assert (folder / package / "py.typed").exists()
+        assert {p.name for p in folder.iterdir() if p.name != "__pycache__"} == OWNED[package]
+        assert all((folder / name / "py.typed").exists() for name in OWNED[package])
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -95,7 +97,7 @@ def metadata(wheel):
 def test_wheel(wheels, package):
     with zipfile.ZipFile(wheels[package]) as archive:
         names = archive.namelist()
-    own = f"expertmesh/{package}/"
+    own = tuple(f"expertmesh/{name}/" for name in OWNED[package])
     assert all(n.startswith(own) or ".dist-info/" in n for n in names), names
     sources = ROOT / "packages" / package / "src"
     kinds = {".py", ".typed", ".cc", ".cu", ".cuh", ".h"}

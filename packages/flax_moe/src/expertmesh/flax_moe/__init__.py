@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from expertmesh.flax_moe import hf, linen, nnx, stages
+from expertmesh.flax_moe import checkpoint, hf, linen, nnx, stages
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.native import NativeMoEBlock, native_moe
@@ -26,6 +26,7 @@ __all__ = [
     "MoEOutput",
     "NativeMoEBlock",
     "REMAT_POLICIES",
+    "checkpoint",
     "hf",
     "init_params",
     "init_quant_state",

@@ -17,22 +17,37 @@ Dimension key: D model width, E experts, F expert width, S width of the shared e
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from expertmesh.flax_moe import fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params, check_params
+from expertmesh.flax_moe.params import Params, check_params, param_shapes
+from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
 
-__all__ = ["HfLayer", "MODEL_TYPES", "export_layer", "load_layer", "moe_config", "moe_layers"]
+__all__ = [
+    "HfLayer",
+    "MODEL_TYPES",
+    "check_export",
+    "check_shape",
+    "check_there",
+    "export_layer",
+    "find_layout",
+    "layer_layout",
+    "load_layer",
+    "moe_config",
+    "moe_layers",
+    "read_bias",
+    "read_part",
+    "read_scale",
+]
 
 Weights = Mapping[str, Any]
 HfConfig = Mapping[str, Any]
-_Read = Callable[..., np.ndarray]
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _ACTIVATIONS = {
@@ -191,7 +206,7 @@ def load_layer(
 
     Args:
       weights: name -> array of the whole model or of a part with this layer, as checkpoints name them or stacked. Only
-        what the layer needs is read, once, one expert after the other: a mapping that reads from files will do.
+        what the layer needs is read, one expert after the other: a mapping that reads from files will do.
       hf_config: see `moe_config`.
       layer: the decoder layer's number.
       dtype: of the parameters; None: each keeps its own, bfloat16 where it is stored in 8 bits.
@@ -205,26 +220,16 @@ def load_layer(
       ValueError: names that are missing (they are counted, and the first are named), an array of another shape than the
         config says, 8-bit weights without their scales.
     """
-    stacked = _names(hf_config, layer, prefix, True)
-    names = stacked if stacked.experts[0] in weights else _names(hf_config, layer, prefix, False)
-    shapes = names.shapes
-    if missing := [name for name in shapes if name not in weights]:
-        raise ValueError(
-            f"hf.load_layer: weights must have the {len(shapes)} names of layer {layer}'s block; "
-            f"missing {len(missing)}: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; "
-            "see moe_layers for the layers that have one, and `prefix`"
-        )
+    layout = find_layout(weights, hf_config, layer, prefix=prefix)
 
-    def read(name: str, dtype: DTypeLike | None = dtype) -> np.ndarray:
-        return _read(weights, name, shapes[name], hf_config, dtype)
+    def read(name: str, index: Slices) -> np.ndarray:
+        return read_part(weights, hf_config, layout, name, index, dtype=dtype)
 
-    wi, wo = _stack_experts(read, names)
-    params = {"gate_kernel": read(names.gate).T.copy(), "wi": wi, "wo": wo}
-    if names.shared:
-        gate, up, down = map(read, names.shared)
-        params |= {"shared_wi": np.stack([gate.T, up.T], axis=1), "shared_wo": down.T.copy()}
-    bias = None if names.bias is None else read(names.bias, np.float32)
-    return HfLayer(params, bias)
+    params = {
+        param: assemble(layout.places_of(param), whole(shape), read)
+        for param, shape in layout.params.items()
+    }
+    return HfLayer(params, read_bias(weights, layout))
 
 
 def export_layer(
@@ -250,138 +255,170 @@ def export_layer(
       ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases, which none of
         these models has; an expert bias that is missing, of another shape, or that the model has no place for.
     """
-    config, names = moe_config(hf_config), _names(hf_config, layer, prefix, stacked)
-    check_params("hf.export_layer", params, names.D, config, names.E)
+    layout = layer_layout(hf_config, layer, stacked=stacked, prefix=prefix)
+    check_export("hf.export_layer", params, hf_config, expert_bias)
+    arrays = {name: np.asarray(array) for name, array in params.items()}
+    made = {
+        name: extract(places, lambda param, at: arrays[param][at])
+        for name, places in layout.by_name.items()
+    }
+    return made | ({layout.bias: np.array(expert_bias, np.float32)} if layout.bias else {})
+
+
+def check_export(
+    function: str, params: Mapping[str, Any], hf_config: HfConfig, expert_bias: Any
+) -> None:
+    """Raises an error that names `function` unless the model has a place for all that is given, and no other."""
+    config = moe_config(hf_config)
+    check_params(function, params, _model_dim(hf_config), config, config.num_experts)
     if "wi_bias" in params:
         raise ValueError(
-            f"hf.export_layer: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
+            f"{function}: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
         )
-    wanted = None if names.bias is None else names.shapes[names.bias]
+    wanted = (config.num_experts,) if config.use_expert_bias else None
     shape = None if expert_bias is None else np.shape(expert_bias)
     if shape != wanted:
         raise ValueError(
-            f"hf.export_layer: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
+            f"{function}: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
             f"got expert_bias of shape {shape}; pass HfLayer's, or the one that was trained"
         )
-    arrays = {name: np.asarray(array) for name, array in params.items()}
-    gates, ups = (arrays["wi"][:, :, half].mT for half in (0, 1))
-    downs = arrays["wo"].mT
-    experts = zip(gates, ups, downs, strict=True)
-    made = [arrays["gate_kernel"].T]
-    made += [np.concatenate([gates, ups], axis=1), downs] if stacked else itertools.chain(*experts)
-    if names.shared:
-        shared = arrays["shared_wi"]
-        made += [shared[:, 0].T, shared[:, 1].T, arrays["shared_wo"].T]
-    if names.bias is not None:
-        made.append(np.asarray(expert_bias, np.float32))
-    return {
-        name: np.ascontiguousarray(array) for name, array in zip(names.shapes, made, strict=True)
-    }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """What the arrays of one block are called, and their sizes; `experts` gate, up, down of the first, and so on."""
+def layer_layout(
+    hf_config: HfConfig, layer: int, *, stacked: bool = False, prefix: str = "model."
+) -> Layout:
+    """What the arrays of a decoder layer's block are called and where they lie in the parameters.
 
-    gate: str
-    experts: tuple[str, ...]
-    shared: tuple[str, ...]
-    bias: str | None
-    stacked: bool
-    E: int
-    D: int
-    F: int
-    S: int
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each, in the order gate, experts, shared, bias."""
-        E, D, F, S = self.E, self.D, self.F, self.S
-        names = [self.gate, *self.experts, *self.shared]
-        shapes: list[tuple[int, ...]] = [(E, D)]
-        shapes += [(E, 2 * F, D), (E, D, F)] if self.stacked else [(F, D), (F, D), (D, F)] * E
-        shapes += [(S, D), (S, D), (D, S)] if self.shared else []
-        bias = {} if self.bias is None else {self.bias: (E,)}
-        return dict(zip(names, shapes, strict=True)) | bias
-
-
-def _names(hf_config: HfConfig, layer: int, prefix: str, stacked: bool) -> _Names:
+    Args:
+      hf_config, layer, stacked, prefix: see `export_layer`.
+    """
     model, config = _model(hf_config), moe_config(hf_config)
     block = f"{prefix}layers.{layer}.{'mlp' if stacked else model.block}."
-    each = itertools.product(range(config.num_experts), model.projections)
-    experts = [f"experts.{e}.{name}.weight" for e, name in each]
-    shared = [f"shared_experts.{name}.weight" for name in model.projections]
-    return _Names(
-        gate=f"{block}gate.weight",
-        experts=tuple(block + name for name in (_STACKED if stacked else experts)),
-        shared=tuple(block + name for name in shared if config.shared_expert_dim),
+    every = slice(None)
+    places = [Place(f"{block}gate.weight", "gate_kernel", (every, every))]
+    places += (_stacked_places if stacked else _expert_places)(block, model, config)
+    if config.shared_expert_dim:
+        gate, up, down = (f"{block}shared_experts.{name}.weight" for name in model.projections)
+        places += [Place(gate, "shared_wi", (every, 0, every))]
+        places += [
+            Place(up, "shared_wi", (every, 1, every)),
+            Place(down, "shared_wo", (every,) * 2),
+        ]
+    return Layout(
+        block=block,
+        places=tuple(places),
+        params=param_shapes(_model_dim(hf_config), config),
+        matrices=matrices_of(places),
         bias=f"{block}gate.e_score_correction_bias" if config.use_expert_bias else None,
-        stacked=stacked,
-        E=config.num_experts,
-        D=_get(hf_config, "hidden_size"),
-        F=config.expert_dim,
-        S=config.shared_expert_dim or 0,
     )
 
 
-def _stack_experts(read: _Read, names: _Names) -> tuple[np.ndarray, np.ndarray]:
-    """`wi` and `wo`, filled expert by expert: a layer may be most of the memory that there is."""
-    each = _projections(read, names)
-    gate, _, down = first = next(each)
-    wi = np.empty((names.E, names.D, 2, names.F), gate.dtype)
-    wo = np.empty((names.E, names.F, names.D), down.dtype)
-    for e, (gate, up, down) in enumerate(itertools.chain([first], each)):
-        wi[e, :, 0], wi[e, :, 1], wo[e] = gate.T, up.T, down.T
-    return wi, wo
+def _expert_places(block: str, model: _Model, config: MoEConfig) -> list[Place]:
+    """Gate, up and down of the first expert, and so on."""
+    every, places = slice(None), []
+    for e in range(config.num_experts):
+        gate, up, down = (f"{block}experts.{e}.{name}.weight" for name in model.projections)
+        places += [Place(gate, "wi", (e, every, 0, every)), Place(up, "wi", (e, every, 1, every))]
+        places += [Place(down, "wo", (e, every, every))]
+    return places
 
 
-def _projections(read: _Read, names: _Names) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Gate, up and down of each expert."""
-    if not names.stacked:
-        for e in range(names.E):
-            gate, up, down = map(read, names.experts[3 * e : 3 * e + 3])
-            yield gate, up, down
-        return
-    gate_up, downs = map(read, names.experts)
-    for rows, down in zip(gate_up, downs, strict=True):
-        yield rows[: names.F], rows[names.F :], down
+def _stacked_places(block: str, model: _Model, config: MoEConfig) -> list[Place]:
+    every, F = slice(None), config.expert_dim
+    gate_up, down = (block + name for name in _STACKED)
+    halves = [(half, slice(half * F, half * F + F)) for half in (0, 1)]
+    return [
+        *(Place(gate_up, "wi", (every, every, half, every), rows) for half, rows in halves),
+        Place(down, "wo", (every,) * 3),
+    ]
 
 
-def _read(
+def _model_dim(hf_config: HfConfig) -> int:
+    return int(_get(hf_config, "hidden_size"))
+
+
+def find_layout(
+    weights: Weights, hf_config: HfConfig, layer: int, *, prefix: str = "model."
+) -> Layout:
+    """The layout that the weights have: that of checkpoints, or stacked.
+
+    Raises:
+      ValueError: names that are missing.
+    """
+    layout = layer_layout(hf_config, layer, stacked=True, prefix=prefix)
+    if not any(f"{layout.block}{name}" in weights for name in _STACKED):
+        layout = layer_layout(hf_config, layer, prefix=prefix)
+    check_there(weights, layout, layer)
+    return layout
+
+
+def check_there(weights: Weights, layout: Layout, layer: int) -> None:
+    """Raises ValueError unless the weights have all names of a layer's layout."""
+    if missing := [name for name in layout.shapes if name not in weights]:
+        raise ValueError(
+            f"hf.load_layer: weights must have the {len(layout.shapes)} names of layer {layer}'s block; "
+            f"missing {len(missing)}: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; "
+            "see moe_layers for the layers that have one, and `prefix`"
+        )
+
+
+def read_part(
     weights: Weights,
-    name: str,
-    shape: tuple[int, ...],
     hf_config: HfConfig,
-    dtype: DTypeLike | None,
+    layout: Layout,
+    name: str,
+    index: Slices,
+    *,
+    dtype: DTypeLike | None = None,
 ) -> np.ndarray:
-    array = np.asarray(weights[name])
-    _check_shape(name, array, shape)
-    if array.dtype.itemsize == 1:
-        array = _dequantized(weights, name, array, hf_config).astype(jnp.bfloat16)
-    return array if dtype is None else array.astype(dtype)
+    """Part of an array, dequantized where it has 8 bits; no more of the array is read.
+
+    Args:
+      weights, hf_config, dtype: see `load_layer`.
+      layout: of the layer.
+      name: of the array.
+      index: one slice for each of its dimensions.
+    """
+    check_shape(name, np.shape(weights[name]), layout.shapes[name])
+    part = np.asarray(weights[name][index])
+    if part.dtype.itemsize == 1:
+        scale, blocks = read_scale(weights, hf_config, layout, name)
+        part = fp8_blocks.widened(part, scale, blocks, index)
+        dtype = jnp.bfloat16 if dtype is None else dtype
+    return part if dtype is None else part.astype(dtype)
 
 
-def _dequantized(weights: Weights, name: str, array: np.ndarray, hf_config: HfConfig) -> np.ndarray:
-    """float32: each block of the array times its scale."""
-    block = (hf_config.get("quantization_config") or {}).get("weight_block_size")
-    beside = f"{name}_scale_inv"
+def read_scale(
+    weights: Weights, hf_config: HfConfig, layout: Layout, name: str
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(float32 scales of an array of 8 bits, elements of each of its dimensions that share one)."""
+    block, beside = fp8_blocks.block_size(hf_config), fp8_blocks.scale_name(name)
     if beside not in weights or block is None:
         raise ValueError(
             f"hf.load_layer: {name} has 8 bits and must have scales, {beside}, and the config's quantization_config a "
             f"weight_block_size; got weight_block_size={block}, scales {'' if beside in weights else 'not '}there; "
             "pass both, or weights of 16 bits"
         )
+    blocks, shape = layout.blocks(name, block), layout.shapes[name]
     scale = np.asarray(weights[beside]).astype(np.float32)
-    _check_shape(beside, scale, tuple(-(-n // b) for n, b in zip(array.shape, block, strict=True)))
-    for axis, (size, b) in enumerate(zip(array.shape, block, strict=True)):
-        scale = scale.repeat(b, axis).take(range(size), axis)
-    return array.astype(np.float32) * scale
+    check_shape(beside, scale.shape, fp8_blocks.scale_shape(shape, blocks))
+    return scale, blocks
 
 
-def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
+def read_bias(weights: Weights, layout: Layout) -> np.ndarray | None:
+    """The expert bias, float32[E], of a layer whose model has one."""
+    if layout.bias is None:
+        return None
+    bias = np.asarray(weights[layout.bias])
+    check_shape(layout.bias, bias.shape, layout.shapes[layout.bias])
+    return bias.astype(np.float32)
+
+
+def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless an array has the shape that the config gives it."""
+    if got != shape:
         raise ValueError(
-            f"hf.load_layer: {name} must be {shape}, by the config's sizes; got {name}.shape={array.shape}; "
+            f"hf.load_layer: {name} must be {shape}, by the config's sizes; got {name}.shape={got}; "
             "pass the config of these weights"
         )
 

@@ -1,0 +1,7 @@
+"""`python -m expertmesh.convert`."""
+
+import sys
+
+from expertmesh.convert.cli import main
+
+sys.exit(main())

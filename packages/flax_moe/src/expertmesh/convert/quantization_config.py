@@ -1,0 +1,65 @@
+"""`quantization_config` of `config.json`: which weights have 8 bits, as `transformers` is told."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from expertmesh.flax_moe import fp8_blocks
+
+__all__ = ["Plan", "check_quantization", "with_quantization"]
+
+KEY = "quantization_config"
+_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": list(fp8_blocks.BLOCK),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a target has.
+
+    Attributes:
+      others: name -> array of what is not of a MoE layer.
+      blocks: what the names of each MoE layer begin with, by Hugging Face.
+      was_fp8, is_fp8: whether their experts have 8 bits in the source, in the target.
+    """
+
+    others: Mapping[str, Any]
+    blocks: tuple[str, ...]
+    was_fp8: bool
+    is_fp8: bool
+
+
+def check_quantization(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where weights are quantized otherwise than in 8-bit blocks."""
+    method = (config.get(KEY) or {}).get("quant_method", "fp8")
+    if method != "fp8":
+        raise ValueError(
+            f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, or absent; got {method!r}; "
+            "pass the weights of 16 bits"
+        )
+
+
+def with_quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """The config of the target: unchanged where the same weights have 8 bits."""
+    known = config.get(KEY)
+    if plan.was_fp8 == plan.is_fp8:
+        return dict(config)
+    others = any(array.dtype.itemsize == 1 for array in plan.others.values())
+    if not plan.is_fp8 and not others:
+        return {key: value for key, value in config.items() if key != KEY}
+    return {**config, KEY: {**(known or _FP8), "modules_to_not_convert": _widened(plan)}}
+
+
+def _widened(plan: Plan) -> list[str]:
+    """The modules whose weights are matrices of 16 bits and more; `lm_head` may have that of another."""
+    matrices = [
+        name.removesuffix(".weight")
+        for name, array in plan.others.items()
+        if name.endswith(".weight") and array.ndim == 2 and array.dtype.itemsize > 1
+    ]
+    kept = ["gate"] if plan.is_fp8 else ["gate", "experts", "shared_experts"]
+    return sorted({"lm_head", *matrices, *(block + name for block in plan.blocks for name in kept)})

@@ -1,0 +1,266 @@
+"""`python -m expertmesh.convert`: folders there and back, written and read by hand."""
+
+import io
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cases.safetensors import read_folder, write_folder
+from expertmesh.convert import main
+from expertmesh.convert.cli import ProgressLine
+from expertmesh.flax_moe import hf
+from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, QWEN3, make_weights
+
+pytestmark = pytest.mark.default_jax
+
+E4M3 = ml_dtypes.float8_e4m3fn
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4]}
+SHARD = ["--max-shard-size", "20KB", "--quiet"]
+
+
+def others():
+    """What is of no MoE layer: dense layers, norms, a layer for prediction of more tokens, counters."""
+    rng = np.random.default_rng(9)
+    return {
+        "model.embed_tokens.weight": rng.normal(size=(32, 16)).astype(ml_dtypes.bfloat16),
+        "model.layers.0.mlp.gate_proj.weight": rng.normal(size=(40, 16)).astype(np.float32),
+        "model.layers.4.self_attn.q_proj.weight": rng.normal(size=(16, 16)).astype(np.float16),
+        "model.layers.9.mlp.experts.0.up_proj.weight": rng.normal(size=(12, 16)).astype(E4M3),
+        "model.norm.weight": np.ones(16, np.float32),
+        "steps": np.array(3, np.int64),
+    }
+
+
+def model(hf_config, dtype=ml_dtypes.bfloat16):
+    weights = others()
+    for layer in hf.moe_layers(hf_config):
+        for name, w in make_weights(hf_config, layer, seed=layer).items():
+            weights[name] = w if name.endswith("bias") else w.astype(dtype)
+    return weights
+
+
+def in_blocks(weights):
+    """The experts in 8 bits, in blocks of 8 x 4."""
+    made, rng = dict(weights), np.random.default_rng(3)
+    for name, w in weights.items():
+        if "experts." in name and name in weights and "layers.9" not in name:
+            made[name] = w.astype(E4M3)
+            size = (-(-w.shape[0] // 8), -(-w.shape[1] // 4))
+            made[f"{name}_scale_inv"] = rng.uniform(0.5, 2, size).astype(np.float32)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a source of two files."""
+
+    def make(hf_config, weights):
+        items = list(weights.items())
+        made = write_folder(tmp_path / "source", hf_config, dict(items[::2]), dict(items[1::2]))
+        (made / "tokenizer.json").write_text("{}")
+        (made / "pytorch_model.bin").write_text("another copy")
+        return made
+
+    return make
+
+
+def same(found, wanted):
+    assert set(found) == set(wanted)
+    for name, w in wanted.items():
+        assert found[name].dtype == w.dtype and found[name].shape == w.shape, name
+        assert found[name].tobytes() == w.tobytes(), name
+
+
+def converted(source, to, name, *options):
+    """The arrays and the config of what a run writes."""
+    target = source.parent / name
+    assert main([str(source), str(target), "--to", to, *SHARD, *options]) == 0
+    return target, read_folder(target)[0], json.loads((target / "config.json").read_text())
+
+
+@pytest.mark.parametrize("hf_config", [MIXTRAL, QWEN3, DEEPSEEK], ids=lambda c: c["model_type"])
+def test_there_and_back(hf_config, folder):
+    """Our names hold what load_layer loads; theirs again the same bytes; the other weights and files are copied."""
+    weights = model(hf_config)
+    source = folder(hf_config, weights)
+    ours, found, config = converted(source, "expertmesh", "ours")
+    wanted = others()
+    for layer in hf.moe_layers(hf_config):
+        params, bias = hf.load_layer(weights, hf_config, layer)
+        wanted |= {f"model.layers.{layer}.moe.{name}": w for name, w in params.items()}
+        wanted |= {} if bias is None else {f"model.layers.{layer}.moe.expert_bias": bias}
+    same(found, wanted)
+    back, found, again = converted(ours, "huggingface", "back")
+    same(found, weights)
+    assert config == again == hf_config
+    for target in (ours, back):
+        assert (target / "tokenizer.json").read_text() == "{}"
+        assert not (target / "pytorch_model.bin").exists()
+        assert (target / "model.safetensors.index.json").exists()
+
+
+def test_8_bits_there_and_back(folder):
+    """Kept bit for bit under either names; widened without --fp8, to --dtype."""
+    hf_config = DEEPSEEK | {"quantization_config": FP8}
+    weights = in_blocks(model(DEEPSEEK))
+    source = folder(hf_config, weights)
+    ours, found, config = converted(source, "expertmesh", "ours", "--fp8")
+    assert found["model.layers.3.moe.wi"].dtype == E4M3 and config == hf_config
+    assert found["model.layers.3.moe.wi_scale_inv"].shape == (16, 4, 2, 2)
+    expert = "model.layers.4.mlp.experts.7.up_proj.weight_scale_inv"
+    np.testing.assert_array_equal(
+        found["model.layers.4.moe.wi_scale_inv"][7, :, 1], weights[expert].T
+    )
+    _, found, config = converted(ours, "huggingface", "back", "--fp8")
+    same(found, weights)
+    assert config == hf_config
+    for start, name in ((source, "a"), (ours, "b")):
+        wide, found, config = converted(start, "huggingface", name, "--dtype", "float32")
+        params = hf.load_layer(weights, hf_config, 4, dtype=np.float32).params
+        wanted = hf.export_layer(
+            params,
+            DEEPSEEK,
+            4,
+            expert_bias=weights["model.layers.4.mlp.gate.e_score_correction_bias"],
+        )
+        for key, w in wanted.items():
+            np.testing.assert_array_equal(found[key], w)
+            assert found[key].dtype == np.float32
+        kept = config["quantization_config"]["modules_to_not_convert"]  # layers.9 has 8 bits
+        assert "model.layers.4.mlp.experts" in kept and "model.layers.4.mlp.shared_experts" in kept
+    _, found, config = converted(wide, "huggingface", "c", "--fp8")
+    assert (
+        "model.layers.4.mlp.experts" not in config["quantization_config"]["modules_to_not_convert"]
+    )
+
+
+def test_8_bits_are_made(folder):
+    """The same from either names; the config says which modules keep 16 bits, and forgets it when none has 8."""
+    weights = {n: w for n, w in model(MIXTRAL).items() if "layers.9" not in n}
+    source = folder(MIXTRAL, weights)
+    ours, _, _ = converted(source, "expertmesh", "ours")
+    fp8_ours, _, _ = converted(source, "expertmesh", "fp8-ours", "--fp8")
+    made = [
+        converted(start, "huggingface", f"fp8-{i}", "--fp8")
+        for i, start in enumerate((source, ours, fp8_ours))
+    ]
+    (theirs, found, config), *rest = made
+    for _, other, other_config in rest:
+        same(other, found)
+        assert other_config == config
+    said = config["quantization_config"]
+    assert said["quant_method"] == "fp8" and said["weight_block_size"] == [128, 128]
+    assert said["modules_to_not_convert"] == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.block_sparse_moe.gate",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.block_sparse_moe.gate",
+        "model.layers.4.self_attn.q_proj",
+    ]
+    name = "model.layers.1.block_sparse_moe.experts.5.w3.weight"
+    (scale,) = found[f"{name}_scale_inv"].ravel()
+    w = weights[name].astype(np.float32)
+    assert np.isclose(scale, np.abs(w).max() / 448)
+    np.testing.assert_allclose(found[name].astype(np.float32) * scale, w, atol=np.abs(w).max() / 16)
+    same(
+        {n: found[n] for n in others() if n in found},
+        {n: w for n, w in others().items() if n in weights},
+    )
+    for start, to in ((theirs, "huggingface"), (fp8_ours, "expertmesh")):
+        _, found, config = converted(start, to, f"wide-{to}")
+        assert config == MIXTRAL
+        assert {w.dtype for n, w in found.items() if "moe" in n} == {np.dtype(jnp.bfloat16)}
+
+
+def refused(capsys, *arguments):
+    assert main([*map(str, arguments), *SHARD]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("convert: error: ") and said.count("\n") == 1
+    return said
+
+
+def test_what_is_refused(folder, tmp_path, capsys):
+    """In one line that names the field, and before anything is written."""
+    weights = model(DEEPSEEK)
+    target = tmp_path / "target"
+    for change, words in (
+        ({"model_type": "gpt2"}, "model_type must be one of mixtral"),
+        ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config.quant_method must be 'fp8'",
+        ),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ({"num_hidden_layers": 6}, "of layer 5's block; missing 53"),
+        ({"moe_intermediate_size": 13}, "must be (13, 16), by the config's sizes"),
+    ):
+        source = folder(DEEPSEEK | change, weights)
+        assert words in refused(capsys, source, target, "--to", "expertmesh")
+        assert not target.exists(), change
+    more = weights | {"model.layers.3.mlp.gate.bias": np.ones(16, np.float32)}
+    said = refused(capsys, folder(DEEPSEEK, more), target, "--to", "expertmesh")
+    assert "got also 1: model.layers.3.mlp.gate.bias; MoEConfig has no place" in said
+    source = folder(DEEPSEEK, weights)
+    said = refused(capsys, source, source, "--to", "expertmesh")
+    assert "the folder must be empty" in said
+    said = refused(capsys, tmp_path / "none", target, "--to", "expertmesh")
+    assert "none must have *.safetensors" in said
+    with pytest.raises(SystemExit) as info:
+        main([str(source), str(target), "--to", "ours"])
+    assert info.value.code == 2
+    with pytest.raises(SystemExit):
+        main([str(source), str(target), "--to", "expertmesh", "--max-shard-size", "0GB"])
+    assert "must be a size above 0; got '0GB'" in capsys.readouterr().err
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    """Every command that docs/checkpoints.md shows, in its order, on small models of these names."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 4]}
+    blocks = in_blocks(model(DEEPSEEK))
+    write_folder(tmp_path / "DeepSeek-V3", DEEPSEEK | {"quantization_config": fp8}, blocks)
+    write_folder(tmp_path / "Mixtral-8x7B", MIXTRAL, model(MIXTRAL))
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs/checkpoints.md"
+    commands = re.findall(r"^\$ python -m expertmesh.convert (.*)$", page.read_text(), re.MULTILINE)
+    assert len(commands) == 4
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert main([*command.split(), "--quiet"]) == 0
+    same(read_folder(tmp_path / "deepseek-back")[0], blocks)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_progress_line():
+    watched, logged = Terminal(), io.StringIO()
+    for stream in (watched, logged):
+        line = ProgressLine(stream)
+        for i in range(1, 41):
+            line(f"weight {i}", i / 40)
+    assert watched.getvalue().count("\r") == 40 and watched.getvalue().count("\n") == 1
+    lines = logged.getvalue().splitlines()
+    assert 9 <= len(lines) <= 12 and lines[-1] == "convert: 100% 0 s left, weight 40"
+
+
+def test_the_program(folder):
+    """As a program of its own, with progress on stderr."""
+    source = folder(QWEN3, model(QWEN3))
+    command = [sys.executable, "-m", "expertmesh.convert"]
+    run = subprocess.run(
+        [*command, source, source.parent / "ours", "--to", "expertmesh"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "" and run.stderr.splitlines()[-1].startswith("convert: 100% 0 s left, ")
+    assert "model.layers.5.moe.wo" in read_folder(source.parent / "ours")[0]
