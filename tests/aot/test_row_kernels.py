@@ -97,6 +97,7 @@ def test_plan(experts, num_ranks, compiled):
             "float32",
             {"top_k": 8, "score_function": "sigmoid", "num_groups": 8, "group_topk": 4},
         ),
+        (256, "float32", {"top_k": 6, "num_groups": 8, "group_topk": 4, "group_best": 1}),
     ],
     ids=str,
 )

@@ -23,6 +23,10 @@ CASES = {
         256,
         RouterConfig(top_k=8, score_function="sigmoid", num_groups=8, group_topk=4),
     ),
+    "sigmoid, groups by their best": (
+        256,
+        RouterConfig(top_k=8, score_function="sigmoid", num_groups=8, group_topk=3, group_best=1),
+    ),
 }
 RUNS = [
     *((name, "", "float32") for name in CASES),

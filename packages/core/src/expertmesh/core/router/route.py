@@ -5,7 +5,7 @@
     sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx] for K = 1
 
 all times `scaling_factor`. Where there are groups, of E / G experts each, top_k is limited to the group_topk best ones;
-a group's score is the sum of its K / group_topk greatest.
+a group's score is the sum of its `group_best` greatest, K / group_topk if that is None.
 
 Dimension key: `...` tokens, E experts, K choices per token, G groups.
 """
@@ -160,7 +160,7 @@ def _top_experts(scores: jax.Array, config: RouterConfig) -> jax.Array:
     num_groups, group_topk = config.num_groups, config.group_topk
     group_size = num_experts // num_groups
     scores = scores.reshape(*tokens, num_groups, group_size)
-    best = jax.lax.top_k(scores, top_k // group_topk)[0]
+    best = jax.lax.top_k(scores, config.best_of_group)[0]
     kept = jax.lax.top_k(_ordered(jnp.sum(best, axis=-1)), group_topk)[1]
     # Ascending, so that of equal scores the lower expert still comes first. Experts of other groups are not masked
     # but absent: -inf could not tell them from experts of a kept group whose score is -inf.

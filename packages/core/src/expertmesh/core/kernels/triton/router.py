@@ -103,7 +103,7 @@ def _choose_kernel(
     logits, bias, mask, topk_idx, weights,
     T: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     SCORE: tl.constexpr, PRE: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
-    G: tl.constexpr, GROUP_TOPK: tl.constexpr, R: tl.constexpr,
+    G: tl.constexpr, GROUP_TOPK: tl.constexpr, BEST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     e = tl.arange(0, E_POW2)[None, :]
@@ -121,7 +121,7 @@ def _choose_kernel(
         score += tl.load(bias + e, mask=e < E, other=0).to(tl.float32)
     key = tl.where(e < E, _key(score), LEAST)
     if GROUP_TOPK:
-        key = _keep_groups(key, G, GROUP_TOPK, K // GROUP_TOPK)
+        key = _keep_groups(key, G, GROUP_TOPK, BEST)
 
     chosen, doubtful = _choose_fast(key, K, K_POW2)
     if doubtful:
@@ -219,7 +219,7 @@ def choose(logits, bias, mask, topk_idx=None, *, config):
         grid=(triton.cdiv(T, constants["R"]),),
         num_warps=1,
         T=T, BIASED=bias is not None, MASKED=mask is not None,
-        G=config.num_groups or 1, GROUP_TOPK=config.group_topk or 0,
+        G=config.num_groups or 1, GROUP_TOPK=config.group_topk or 0, BEST=config.best_of_group,
         **constants,
     )  # fmt: skip
     return idx.reshape(*leading, K), weights.reshape(*leading, K)
