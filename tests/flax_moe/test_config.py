@@ -43,6 +43,7 @@ def test_fields_are_frozen():
         ("num_groups", None),
         ("group_topk", None),
         ("group_best", None),
+        ("normalize", None),
         ("scaling_factor", 1.0),
         ("transport", "auto"),
         ("overflow", "drop"),
@@ -73,7 +74,7 @@ def test_router_part():
     config = MoEConfig(**VALID, use_pre_softmax=True)
     assert config.router == RouterConfig(top_k=2, use_pre_softmax=True)
     options = dict(score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=2.5)
-    options |= dict(group_best=1)
+    options |= dict(group_best=1, normalize=False)
     assert MoEConfig(**VALID, **options).router == RouterConfig(top_k=2, **options)
 
 

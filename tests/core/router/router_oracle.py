@@ -49,7 +49,7 @@ def route_token(x, config, bias=None, forced=None):
         picked = np.array([s[idx[k]] for k in live])
         if config.score_function == "softmax":
             picked = picked if config.use_pre_softmax else softmax(picked)
-        elif config.top_k > 1:
+        elif config.normalize or config.normalize is None and config.top_k > 1:
             picked = picked / picked.sum()
         weights[live] = picked * config.scaling_factor
     return idx, weights

@@ -66,7 +66,7 @@ class MoEConfig:
         gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
         quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
         axes types say where arrays are; this one is then for `param_specs`.
-      score_function, use_pre_softmax, num_groups, group_topk, group_best, scaling_factor: see
+      score_function, use_pre_softmax, num_groups, group_topk, group_best, normalize, scaling_factor: see
         `expertmesh.core.RouterConfig`, the type of `router`.
       transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns.
       alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
@@ -104,6 +104,7 @@ class MoEConfig:
     num_groups: int | None = RouterConfig.num_groups
     group_topk: int | None = RouterConfig.group_topk
     group_best: int | None = RouterConfig.group_best
+    normalize: bool | None = RouterConfig.normalize
     scaling_factor: float = RouterConfig.scaling_factor
     # The exchange's, and num_experts.
     transport: str = EpConfig.transport

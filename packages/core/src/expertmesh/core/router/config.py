@@ -25,11 +25,13 @@ class RouterConfig:
         (biased) scores. Given if and only if `num_groups` is.
       group_best: how many of its best experts a group's score sums: 1 is DeepSeek-V2's, 2 DeepSeek-V3's. None: its
         share of the choices, top_k / group_topk.
+      normalize: whether the scores of the chosen are divided by their sum; None: where K > 1. Only for sigmoid and
+        sqrtsoftplus: for softmax `use_pre_softmax` decides.
       scaling_factor: the weights are multiplied by it.
 
     Raises:
       ValueError: a value outside these; a top_k that group_topk does not divide, where `group_best` is None.
-      TypeError: a count that is not an int, a scaling_factor that is not a Python number.
+      TypeError: a count that is not an int, a normalize that is not a bool, a scaling_factor that is not a number.
     """
 
     top_k: int
@@ -38,6 +40,7 @@ class RouterConfig:
     num_groups: int | None = None
     group_topk: int | None = None
     group_best: int | None = None
+    normalize: bool | None = None
     scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -48,13 +51,30 @@ class RouterConfig:
                 "RouterConfig: use_pre_softmax must be False unless score_function is 'softmax'; "
                 f"got score_function={self.score_function!r}; leave it out"
             )
+        self._check_normalize()
         self._check_own_groups()
         _check_scaling_factor(self.scaling_factor)
+
+    @property
+    def divides(self) -> bool:
+        """Whether scores of the chosen are divided by their sum, where they are not softmax."""
+        return self.top_k > 1 if self.normalize is None else self.normalize
 
     @property
     def best_of_group(self) -> int:
         """How many experts a group's score sums, where there are groups."""
         return self.group_best or self.top_k // (self.group_topk or 1)
+
+    def _check_normalize(self) -> None:
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise TypeError(
+                f"RouterConfig: normalize must be a bool or None; got normalize={self.normalize!r}; pass True or False"
+            )
+        if self.normalize is not None and self.score_function == "softmax":
+            raise ValueError(
+                "RouterConfig: normalize must be None for softmax, where use_pre_softmax decides; "
+                f"got normalize={self.normalize}; leave it out"
+            )
 
     def _check_own_groups(self) -> None:
         check_counts("RouterConfig", optional=True, group_best=self.group_best)
