@@ -26,6 +26,7 @@ def test_fields_are_frozen():
         ("activation", "silu"),
         ("use_bias", False),
         ("shared_expert_dim", None),
+        ("use_gate", True),
         ("use_expert_bias", False),
         ("aux_loss_coeff", 0.0),
         ("aux_loss_per_sequence", False),

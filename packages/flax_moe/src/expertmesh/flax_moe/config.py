@@ -41,6 +41,8 @@ class MoEConfig:
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
       shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
         n shared experts of width f being one of n f; None: there is none.
+      use_gate: whether there is a `gate_kernel`. Without one the router is outside: `moe` is given `logits`, or choices
+        and their weights. A tree without a gate needs no `use_gate=False`.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -86,6 +88,7 @@ class MoEConfig:
     activation: str | Activation = "silu"
     use_bias: bool = False
     shared_expert_dim: int | None = None
+    use_gate: bool = True
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
@@ -192,7 +195,8 @@ class MoEOutput(NamedTuple):
       z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
       tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
-      entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
+      entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`. None where there are
+        no logits.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
       overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
         above 1 its arrays are [n]. None otherwise.
@@ -204,7 +208,7 @@ class MoEOutput(NamedTuple):
     z_loss: jax.Array
     tokens_per_expert: jax.Array
     num_dropped: jax.Array
-    entropy: jax.Array
+    entropy: jax.Array | None
     topk_idx: jax.Array
     overflow: Overflow | None = None
     quant_state: Any = None

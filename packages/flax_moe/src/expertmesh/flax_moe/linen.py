@@ -49,6 +49,8 @@ class MoEBlock(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        topk_weights: jax.Array | None = None,
+        logits: jax.Array | None = None,
         weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
@@ -65,6 +67,8 @@ class MoEBlock(nn.Module):
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            logits=logits,
             quant_state=self._quant_state(),
             weights_quantized=weights_quantized,
             key=key,

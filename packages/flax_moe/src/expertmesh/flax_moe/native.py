@@ -118,6 +118,7 @@ def _lacking(config: MoEConfig) -> list[str]:
     asked = {
         "activation": config.activation not in _ACTIVATIONS,
         "shared_expert_dim": config.shared_expert_dim is not None,
+        "use_gate": not config.use_gate,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
     }

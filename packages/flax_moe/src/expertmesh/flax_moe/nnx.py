@@ -74,6 +74,8 @@ class MoEBlock(nnx.Module):
         *,
         token_mask: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        topk_weights: jax.Array | None = None,
+        logits: jax.Array | None = None,
         weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
@@ -86,6 +88,8 @@ class MoEBlock(nnx.Module):
             expert_bias=self.expert_bias[...] if self.config.use_expert_bias else None,
             token_mask=token_mask,
             topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            logits=logits,
             quant_state=state,
             weights_quantized=weights_quantized,
             key=key,

@@ -4,6 +4,8 @@
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
 
+A block whose router is outside has no `gate_kernel`.
+
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
 in the activation there is no dimension of 2.
 
@@ -26,6 +28,7 @@ from expertmesh.flax_moe.config import MoEConfig
 __all__ = [
     "BIASES",
     "EXPERTS",
+    "GATE",
     "SHARED",
     "LogicalAxes",
     "Params",
@@ -33,6 +36,8 @@ __all__ = [
     "check_names",
     "check_params",
     "check_part",
+    "check_shapes",
+    "gate_part",
     "init_params",
     "initializers",
     "merge_wi",
@@ -44,10 +49,10 @@ __all__ = [
 
 Params = Mapping[str, jax.Array]
 
+GATE = ("gate_kernel",)
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
-_WEIGHTS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
@@ -100,7 +105,7 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
     shared = config.shared_expert_dim is not None
-    return _WEIGHTS + SHARED * shared + BIASES * config.use_bias
+    return GATE * config.use_gate + EXPERTS + SHARED * shared + BIASES * config.use_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -254,7 +259,7 @@ def check_params(
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
     check_names(function, params, config)
-    _check_shapes(function, params, model_dim, config, num_experts)
+    check_shapes(function, params, model_dim, config, num_experts)
 
 
 def check_part(
@@ -272,13 +277,26 @@ def check_part(
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(weights) < len(names))
     _check_floating(function, part)
-    _check_shapes(function, part, model_dim, config, num_experts)
+    check_shapes(function, part, model_dim, config, num_experts)
     return part
 
 
-def _check_shapes(
+def gate_part(
+    function: str, params: Params, model_dim: int, config: MoEConfig, *, needed: bool
+) -> dict[str, jax.Array]:
+    """The parameters of the router, after the errors of `check_params` about them; {} where it is outside."""
+    _check_mapping(function, params)
+    _check_gate(function, params, needed)
+    part = {name: params[name] for name in GATE if name in params}
+    _check_floating(function, part)
+    check_shapes(function, part, model_dim, config, config.num_experts)
+    return part
+
+
+def check_shapes(
     function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
 ) -> None:
+    """Raises an error that names `function` unless the shapes are those of the tree."""
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
@@ -291,15 +309,23 @@ def _check_shapes(
             )
 
 
-def check_names(function: str, params: Params, config: MoEConfig) -> None:
-    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
+def check_names(
+    function: str, params: Params, config: MoEConfig, *, needs_gate: bool = True
+) -> None:
+    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats.
+
+    Args:
+      needs_gate: whether the tree must have the router's; it may have them.
+    """
     _check_mapping(function, params)
-    weights = _WEIGHTS + SHARED * (config.shared_expert_dim is not None)
+    weights = EXPERTS + SHARED * (config.shared_expert_dim is not None)
     _require(function, params, weights, "use init_params, or merge_wi for split projections")
-    unknown = [name for name in params if name not in weights + BIASES]
+    _check_gate(function, params, needs_gate)
+    known = GATE + weights + BIASES
+    unknown = [name for name in params if name not in known]
     if unknown:
         raise ValueError(
-            f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
+            f"{function}: params must have the names {', '.join(known)}; got also "
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim for those of shared experts, "
             "or use merge_wi for split projections"
         )
@@ -312,6 +338,11 @@ def _check_mapping(function: str, params: object) -> None:
         raise TypeError(
             f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
         )
+
+
+def _check_gate(function: str, params: Params, needed: bool) -> None:
+    if needed:
+        _require(function, params, GATE, "use init_params, or pass `logits` of a router outside")
 
 
 def _check_biases(function: str, params: Params, wanted: bool) -> None:

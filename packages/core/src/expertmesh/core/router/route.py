@@ -23,9 +23,7 @@ from expertmesh.core.operands import (
     check_arrays,
     check_token_mask,
     exceeds,
-    is_routed,
-    of_live,
-    wide_ids,
+    routed_ids,
 )
 from expertmesh.core.router.config import RouterConfig
 from expertmesh.core.router.scores import (
@@ -134,9 +132,7 @@ def _choose(
     """The choices, the best or those given, and their weights before scaling."""
     if topk_idx is None:
         topk_idx = _select(logits, expert_bias, config=config)
-    topk_idx = of_live(wide_ids(topk_idx), token_mask, -1)
-    routed = is_routed(topk_idx, logits.shape[-1])
-    topk_idx = jnp.where(routed, topk_idx, -1).astype(jnp.int32)
+    topk_idx = routed_ids(topk_idx, token_mask, logits.shape[-1])
     return topk_idx, _weigh(logits, topk_idx, config=config)
 
 
