@@ -12,7 +12,7 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import GATE, Params, check_array
+from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
 
 __all__ = ["check_expert_bias", "check_outside", "check_tokens", "ep_axes", "experts_held"]
 
@@ -60,11 +60,11 @@ def check_outside(
     check_arrays(function, FLOATS, optional=True, logits=logits, topk_weights=topk_weights)
     check_arrays(function, INTEGERS, optional=True, topk_idx=topk_idx)
     _check_of_tokens(function, x, "E", config.num_experts, logits=logits)
-    if logits is not None and any(name in params for name in GATE):
+    gate = [name for name in GATE + GATE_BIAS if name in params]
+    if logits is not None and gate:
         raise ValueError(
             f"{function}: logits must be given to a block without a gate, which would have no gradient; "
-            f"got logits and {', '.join(name for name in GATE if name in params)}; leave one of them out, as by "
-            "MoEConfig(use_gate=False)"
+            f"got logits and {', '.join(gate)}; leave one of them out, as by MoEConfig(use_gate=False)"
         )
     if topk_weights is None:
         return

@@ -43,6 +43,8 @@ class MoEConfig:
         n shared experts of width f being one of n f; None: there is none.
       use_gate: whether there is a `gate_kernel`. Without one the router is outside: `moe` is given `logits`, or choices
         and their weights. A tree without a gate needs no `use_gate=False`.
+      use_gate_bias: whether there is a `gate_bias` [E] and the logits are x @ gate_kernel + gate_bias, as in gpt-oss; a
+        tree that has it needs no `use_gate_bias`.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
@@ -89,6 +91,7 @@ class MoEConfig:
     use_bias: bool = False
     shared_expert_dim: int | None = None
     use_gate: bool = True
+    use_gate_bias: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
@@ -138,6 +141,7 @@ class MoEConfig:
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
         self.router.check_experts("MoEConfig", self.num_experts)
+        _check_gate_bias(self)
         _check_expert_bias(self)
         _check_alignment(self)
         _check_backward_combine(self)
@@ -229,6 +233,13 @@ def _part[Part: (RouterConfig, EpConfig)](
     names = {field.name for field in dataclasses.fields(kind)} - own.keys()
     fields: dict[str, Any] = own | {name: getattr(config, name) for name in names}
     return kind(**fields)
+
+
+def _check_gate_bias(config: MoEConfig) -> None:
+    if config.use_gate_bias and not config.use_gate:
+        raise ValueError(
+            "MoEConfig: use_gate_bias must go with a gate; got use_gate=False; add the bias to the logits outside"
+        )
 
 
 def _check_expert_bias(config: MoEConfig) -> None:

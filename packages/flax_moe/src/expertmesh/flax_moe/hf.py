@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params, check_params
+from expertmesh.flax_moe.params import BIASES, GATE_BIAS, Params, check_params
 
 __all__ = ["HfLayer", "MODEL_TYPES", "export_layer", "load_layer", "moe_config", "moe_layers"]
 
@@ -252,9 +252,9 @@ def export_layer(
     """
     config, names = moe_config(hf_config), _names(hf_config, layer, prefix, stacked)
     check_params("hf.export_layer", params, names.D, config, names.E)
-    if "wi_bias" in params:
+    if biases := [name for name in BIASES + GATE_BIAS if name in params]:
         raise ValueError(
-            f"hf.export_layer: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
+            f"hf.export_layer: a {hf_config['model_type']} has no biases; got {', '.join(biases)}; train without them"
         )
     wanted = None if names.bias is None else names.shapes[names.bias]
     shape = None if expert_bias is None else np.shape(expert_bias)

@@ -68,9 +68,9 @@ def moe(
 
     Args:
       params: `gate_kernel` [D, E], `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D], and both or none of the biases
-        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With
-        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D]. See `init_params`,
-        `param_specs`, `merge_wi`.
+        `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there is no dimension of 2. With a
+        `gate_bias` [E] the logits are x @ gate_kernel + gate_bias. With `config.shared_expert_dim` S also `shared_wi`
+        [D, 2, S] and `shared_wo` [S, D]. See `init_params`, `param_specs`, `merge_wi`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.

@@ -3,8 +3,9 @@
     gate_kernel [D, E]          wi [E, D, 2, F] (0 gate, 1 up)      wo [E, F, D]
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
+    optional, of the gate:      gate_bias [E]
 
-A block whose router is outside has no `gate_kernel`.
+A block whose router is outside has neither `gate_kernel` nor `gate_bias`.
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
 in the activation there is no dimension of 2.
@@ -29,6 +30,7 @@ __all__ = [
     "BIASES",
     "EXPERTS",
     "GATE",
+    "GATE_BIAS",
     "SHARED",
     "LogicalAxes",
     "Params",
@@ -50,12 +52,14 @@ __all__ = [
 Params = Mapping[str, jax.Array]
 
 GATE = ("gate_kernel",)
+GATE_BIAS = ("gate_bias",)
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
+    "gate_bias": "e",
     "wi": "E D 2 F",
     "wo": "E F D",
     "shared_wi": "D 2 S",
@@ -80,7 +84,7 @@ class LogicalAxes:
       expert: E of everything but the gate.
       mlp: F, and S of the shared experts.
 
-    The gate has no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
+    The gate and its bias have no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
     """
 
     embed: str | None = "embed"
@@ -105,7 +109,8 @@ def _placed(name: str, gated: bool, *, embed: Any, expert: Any, mlp: Any) -> tup
 def param_names(config: MoEConfig) -> tuple[str, ...]:
     """The names of the tree, in its order."""
     shared = config.shared_expert_dim is not None
-    return GATE * config.use_gate + EXPERTS + SHARED * shared + BIASES * config.use_bias
+    gate, gate_bias = GATE * config.use_gate, GATE_BIAS * config.use_gate_bias
+    return gate + EXPERTS + SHARED * shared + BIASES * config.use_bias + gate_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -131,7 +136,7 @@ def initializers(config: MoEConfig) -> dict[str, Initializer]:
 
 
 def _initializer(name: str, gated: bool) -> Initializer:
-    if name in BIASES:
+    if name in BIASES + GATE_BIAS:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
     batch = 1 if dims[0] == "E" else 0
@@ -286,8 +291,8 @@ def gate_part(
 ) -> dict[str, jax.Array]:
     """The parameters of the router, after the errors of `check_params` about them; {} where it is outside."""
     _check_mapping(function, params)
-    _check_gate(function, params, needed)
-    part = {name: params[name] for name in GATE if name in params}
+    _check_gate(function, params, config, needed)
+    part = {name: params[name] for name in GATE + GATE_BIAS if name in params}
     _check_floating(function, part)
     check_shapes(function, part, model_dim, config, config.num_experts)
     return part
@@ -320,8 +325,8 @@ def check_names(
     _check_mapping(function, params)
     weights = EXPERTS + SHARED * (config.shared_expert_dim is not None)
     _require(function, params, weights, "use init_params, or merge_wi for split projections")
-    _check_gate(function, params, needs_gate)
-    known = GATE + weights + BIASES
+    _check_gate(function, params, config, needs_gate)
+    known = GATE + weights + BIASES + GATE_BIAS
     unknown = [name for name in params if name not in known]
     if unknown:
         raise ValueError(
@@ -340,9 +345,11 @@ def _check_mapping(function: str, params: object) -> None:
         )
 
 
-def _check_gate(function: str, params: Params, needed: bool) -> None:
-    if needed:
+def _check_gate(function: str, params: Params, config: MoEConfig, needed: bool) -> None:
+    if needed or "gate_bias" in params:
         _require(function, params, GATE, "use init_params, or pass `logits` of a router outside")
+    if config.use_gate_bias and "gate_kernel" in params:
+        _require(function, params, GATE_BIAS, "pass it, or leave use_gate_bias out")
 
 
 def _check_biases(function: str, params: Params, wanted: bool) -> None:

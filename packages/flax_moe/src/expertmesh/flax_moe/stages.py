@@ -126,10 +126,13 @@ def route(
     topk_weights: jax.Array | None = None,
     logits: jax.Array | None = None,
 ) -> Routed:
-    """`topk_idx, topk_weights = expertmesh.core.route(x @ gate_kernel, config.router)`, and the router's losses.
+    """`topk_idx, topk_weights = expertmesh.core.route(logits, config.router)`, and the losses of these logits.
+
+        logits = x @ gate_kernel + gate_bias,  in float32
 
     Args:
-      params: `gate_kernel` [D, E], unless logits or weights are given; others are not read.
+      params: `gate_kernel` [D, E], unless logits or weights are given, and `gate_bias` [E] if the gate has one; others
+        are not read.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias, token_mask, topk_idx, topk_weights, logits: as for `moe`.
@@ -144,8 +147,8 @@ def route(
       TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask, choices, weights or logits of
         other numbers.
 
-    Differentiable in x, `gate_kernel`, `logits` and `topk_weights`. Routes where the tokens are: no token moves; the
-    counts and losses are all-reduces of [E] vectors, which a program that does not read them leaves out.
+    Differentiable in x, `gate_kernel`, `gate_bias`, `logits` and `topk_weights`. Routes where the tokens are: no token
+    moves; the counts and losses are all-reduces of [E] vectors, which a program that does not read them leaves out.
     """
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
@@ -161,7 +164,7 @@ def route(
         debug_check_ids("stages.route", topk_idx, config.num_experts)
     logits, topk_idx, topk_weights = (_with_tokens(x, array) for array in given.values())
     if own:
-        logits = router_logits(x, own["gate_kernel"], w_spec=_specs(config).get("gate_kernel"))
+        logits = _logits(own, x, config)
     if topk_weights is not None:
         topk_idx, topk_weights = _given(topk_idx, topk_weights, token_mask, config)
     else:
@@ -374,6 +377,11 @@ def _with_tokens(x: jax.Array, given: jax.Array | None) -> jax.Array | None:
         return given
     spec = PartitionSpec(*pad_spec(sharding.spec, x.ndim)[:-1], None)
     return jax.sharding.reshard(given, NamedSharding(sharding.mesh, spec))
+
+
+def _logits(gate: Params, x: jax.Array, config: MoEConfig) -> jax.Array:
+    w_spec = _specs(config).get("gate_kernel")
+    return router_logits(x, gate["gate_kernel"], gate.get("gate_bias"), w_spec=w_spec)
 
 
 def _given(
