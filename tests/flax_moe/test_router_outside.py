@@ -125,6 +125,10 @@ def test_without_logits():
     np.testing.assert_array_equal(out.tokens_per_expert, np.bincount(chosen[live], minlength=8))
 
 
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_modules_have_no_gate():
     config = make_config(use_gate=False, use_bias=False)
     x, logits = make_data(config).x, make_data(config, (8, 5, 8)).x
@@ -132,21 +136,22 @@ def test_modules_have_no_gate():
         set(init_params(jax.random.key(0), 16, config)) == set(param_specs(config)) == {"wi", "wo"}
     )
     module = linen.MoEBlock(config, logical_axes=None)
-    y, variables = module.init_with_output(jax.random.key(0), x, logits=logits)
+    given = dict(logits=logits, aux_loss_coeff=2.0, z_loss_coeff=jnp.float32(3.0))
+    out, variables = module.init_with_output(jax.random.key(0), x, **given)
     params = variables["params"]
     assert set(params) == {"wi", "wo"}
-    np.testing.assert_array_equal(y.y, moe(params, x, config, logits=logits).y)
+    assert_same(out, moe(params, x, config, **given))
     block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0))
     assert not hasattr(block, "gate_kernel")
     params = {name: getattr(block, name)[...] for name in ("wi", "wo")}
-    weights = jnp.ones((8, 5, 2))
-    idx = jnp.zeros((8, 5, 2), int)
-    given = dict(topk_idx=idx, topk_weights=weights, logits=logits)
-    np.testing.assert_array_equal(block(x, **given).y, moe(params, x, config, **given).y)
+    given |= dict(topk_idx=jnp.zeros((8, 5, 2), int), topk_weights=jnp.ones((8, 5, 2)))
+    assert_same(block(x, **given), moe(params, x, config, **given))
+    assert_same(module.apply({"params": params}, x, **given), moe(params, x, config, **given))
 
 
 CONFIG = make_config(use_bias=False, use_gate=False)
 X = jnp.zeros((4, 16))
+ONE = jnp.ones(())
 IDX, WEIGHTS, LOGITS = jnp.zeros((4, 2), int), jnp.zeros((4, 2)), jnp.zeros((4, 8))
 
 
@@ -165,6 +170,13 @@ IDX, WEIGHTS, LOGITS = jnp.zeros((4, 2), int), jnp.zeros((4, 2)), jnp.zeros((4, 
         (dict(topk_idx=IDX, topk_weights=IDX), TypeError, ["topk_weights", "int"]),
         (dict(topk_idx=WEIGHTS, topk_weights=WEIGHTS), TypeError, ["topk_idx", "float32"]),
         (dict(topk_idx=IDX, topk_weights=WEIGHTS), ValueError, ["aux_loss_coeff=0.5", "logits"]),
+        (
+            dict(topk_idx=IDX, topk_weights=WEIGHTS, aux_loss_coeff=0, z_loss_coeff=ONE),
+            ValueError,
+            ["z_loss_coeff", "logits"],
+        ),
+        (dict(logits=LOGITS, z_loss_coeff=LOGITS), ValueError, ["z_loss_coeff.shape=(4, 8)"]),
+        (dict(logits=LOGITS, aux_loss_coeff="1"), TypeError, ["aux_loss_coeff='1'"]),
     ],
     ids=str,
 )

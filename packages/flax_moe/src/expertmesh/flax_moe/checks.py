@@ -1,6 +1,6 @@
 """What a block and its stages refuse, and which experts they hold. Errors name `function`."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import prod
 
 import jax
@@ -14,7 +14,18 @@ from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
 
-__all__ = ["check_expert_bias", "check_outside", "check_tokens", "ep_axes", "experts_held"]
+__all__ = [
+    "Coefficient",
+    "check_expert_bias",
+    "check_outside",
+    "check_tokens",
+    "coefficient",
+    "ep_axes",
+    "experts_held",
+    "is_on",
+]
+
+Coefficient = float | jax.Array
 
 
 def check_tokens(function: str, x: jax.Array) -> None:
@@ -55,8 +66,12 @@ def check_outside(
     logits: jax.Array | None,
     topk_idx: jax.Array | None,
     topk_weights: jax.Array | None,
+    aux_loss_coeff: Coefficient | None,
+    z_loss_coeff: Coefficient | None,
 ) -> None:
     """Raises unless what a router outside gives is of x's tokens, and one router alone gives logits."""
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    _check_coefficients(function, coeffs)
     check_arrays(function, FLOATS, optional=True, logits=logits, topk_weights=topk_weights)
     check_arrays(function, INTEGERS, optional=True, topk_idx=topk_idx)
     _check_of_tokens(function, x, "E", config.num_experts, logits=logits)
@@ -76,7 +91,7 @@ def check_outside(
     given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
     _check_of_tokens(function, x, "K", config.top_k, **given)
     if logits is None and "gate_kernel" not in params:
-        _check_no_losses(function, config)
+        _check_no_losses(function, config, coeffs)
 
 
 def _check_of_tokens(
@@ -90,13 +105,40 @@ def _check_of_tokens(
             )
 
 
-def _check_no_losses(function: str, config: MoEConfig) -> None:
-    for name in ("aux_loss_coeff", "z_loss_coeff"):
-        if getattr(config, name):
+def _check_no_losses(
+    function: str, config: MoEConfig, coeffs: Mapping[str, Coefficient | None]
+) -> None:
+    for name, given in coeffs.items():
+        coeff = coefficient(config, name, given)
+        if is_on(coeff):
             raise ValueError(
                 f"{function}: {name} must be 0 where there are neither a gate_kernel nor logits, whose loss it is; "
-                f"got {name}={getattr(config, name)}; pass logits, or add the loss yourself"
+                f"got {name}={coeff}; pass logits, or add the loss yourself"
             )
+
+
+def _check_coefficients(function: str, coeffs: Mapping[str, Coefficient | None]) -> None:
+    for name, value in coeffs.items():
+        if value is not None and not isinstance(value, int | float | jax.Array):
+            raise TypeError(
+                f"{function}: {name} must be a Python number or a jax.Array; got {name}={value!r}; "
+                f"pass jnp.float32({name})"
+            )
+        if isinstance(value, jax.Array) and value.shape:
+            raise ValueError(
+                f"{function}: {name} must be one number; got {name}.shape={value.shape}; pass a scalar"
+            )
+
+
+def coefficient(config: MoEConfig, name: str, given: Coefficient | None) -> Coefficient:
+    """The one that is given, else the config's."""
+    kept: float = getattr(config, name)
+    return kept if given is None else given
+
+
+def is_on(coeff: Coefficient) -> bool:
+    """Whether there is a loss: what is traced may be other than 0."""
+    return isinstance(coeff, jax.Array) or coeff != 0
 
 
 def ep_axes(function: str, params: Params, config: MoEConfig) -> tuple[str, ...]:

@@ -49,6 +49,9 @@ class MoEConfig:
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
+      aux_loss_counts: which choices the load-balancing loss counts: "chosen" those that are made, by bias, groups and
+        replay; "unbiased" each token's top_k by its scores alone, as in DeepSeek-V3 (arXiv:2412.19437, eq. 18),
+        Megatron and MaxText.
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
         computes in float32.
@@ -95,6 +98,7 @@ class MoEConfig:
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
+    aux_loss_counts: str = "chosen"
     z_loss_coeff: float = 0.0
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
@@ -137,7 +141,8 @@ class MoEConfig:
         if self.capacity_factor is not None:
             _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
         _check_ep_axis(self.ep_axis)
-        _check_remat(self.remat)
+        _check_choice("remat", self.remat, tuple(REMAT_POLICIES))
+        _check_choice("aux_loss_counts", self.aux_loss_counts, ("chosen", "unbiased"))
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
         self.router.check_experts("MoEConfig", self.num_experts)
@@ -195,8 +200,8 @@ class MoEOutput(NamedTuple):
 
     Attributes:
       y: [..., D] in the input's dtype.
-      aux_loss: float32[], coefficient included; 0 where `aux_loss_coeff` is 0.
-      z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
+      aux_loss: float32[], coefficient included; 0 where that is 0.
+      z_loss: float32[], coefficient included; 0 where that is 0.
       tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included.
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`. None where there are
@@ -250,11 +255,10 @@ def _check_expert_bias(config: MoEConfig) -> None:
         )
 
 
-def _check_remat(remat: object) -> None:
-    if remat not in REMAT_POLICIES:
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
         raise ValueError(
-            f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={remat!r}; "
-            "use 'save_all' to recompute nothing"
+            f"MoEConfig: {name} must be one of {', '.join(choices)}; got {name}={value!r}; choose one of these"
         )
 
 

@@ -51,6 +51,8 @@ class MoEBlock(nn.Module):
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
         logits: jax.Array | None = None,
+        aux_loss_coeff: float | jax.Array | None = None,
+        z_loss_coeff: float | jax.Array | None = None,
         weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
@@ -69,6 +71,8 @@ class MoEBlock(nn.Module):
             topk_idx=topk_idx,
             topk_weights=topk_weights,
             logits=logits,
+            aux_loss_coeff=aux_loss_coeff,
+            z_loss_coeff=z_loss_coeff,
             quant_state=self._quant_state(),
             weights_quantized=weights_quantized,
             key=key,

@@ -28,6 +28,7 @@ from expertmesh.core.specs import entry_axes, make_entry, pad_spec, spec_axes, s
 from expertmesh.ep import Overflow
 from expertmesh.flax_moe import stages
 from expertmesh.flax_moe.checks import (
+    Coefficient,
     check_expert_bias,
     check_outside,
     check_tokens,
@@ -60,6 +61,8 @@ def moe(
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
     logits: jax.Array | None = None,
+    aux_loss_coeff: Coefficient | None = None,
+    z_loss_coeff: Coefficient | None = None,
     quant_state: Any = None,
     weights_quantized: Any = None,
     key: jax.Array | None = None,
@@ -81,6 +84,7 @@ def moe(
         are still the logits'; where there are none, their coefficients must be 0, and the entropy is None.
       logits: float[..., E] of a router outside, in place of x @ gate_kernel. Params then have no `gate_kernel`, which
         would be trained by nothing.
+      aux_loss_coeff, z_loss_coeff: number or float[] in place of the config's; may be traced, as of a schedule.
       quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
       weights_quantized: of `quantize_weights`, if the weights are quantized once for several calls; else None.
       key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
@@ -100,8 +104,8 @@ def moe(
       TypeError: x or a parameter is no array, or not floating point; a bias, mask, choices, weights or logits of other
         numbers; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
 
-    Differentiable in x, every parameter, `logits` and `topk_weights`, in reverse mode and once; `expert_bias` gets
-    gradient 0. What the backward keeps is said by `config.remat`, or by a policy of yours on
+    Differentiable in x, every parameter, `logits`, `topk_weights` and the coefficients, in reverse mode and once;
+    `expert_bias` gets gradient 0. What the backward keeps is said by `config.remat`, or by a policy of yours on
     `expertmesh.flax_moe.CHECKPOINT_NAMES`.
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
@@ -112,7 +116,8 @@ def moe(
     """
     check_tokens("moe", x)
     check_names("moe", params, config, needs_gate=logits is None and topk_weights is None)
-    outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights, **coeffs)
     check_outside("moe", params, x, config, **outside)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())

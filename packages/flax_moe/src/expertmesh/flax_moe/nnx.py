@@ -76,6 +76,8 @@ class MoEBlock(nnx.Module):
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
         logits: jax.Array | None = None,
+        aux_loss_coeff: float | jax.Array | None = None,
+        z_loss_coeff: float | jax.Array | None = None,
         weights_quantized: Any = None,
         key: jax.Array | None = None,
     ) -> MoEOutput:
@@ -90,6 +92,8 @@ class MoEBlock(nnx.Module):
             topk_idx=topk_idx,
             topk_weights=topk_weights,
             logits=logits,
+            aux_loss_coeff=aux_loss_coeff,
+            z_loss_coeff=z_loss_coeff,
             quant_state=state,
             weights_quantized=weights_quantized,
             key=key,

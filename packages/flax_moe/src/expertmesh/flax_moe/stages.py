@@ -41,16 +41,20 @@ from expertmesh.core.router.balance import (
     sequence_balance_loss,
 )
 from expertmesh.core.router.logits import router_logits
+from expertmesh.core.router.route import RouterConfig
 from expertmesh.core.router.route import route as route_logits
 from expertmesh.core.router.statistics import router_statistics
 from expertmesh.core.specs import pad_spec
 from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import (
+    Coefficient,
     check_expert_bias,
     check_outside,
     check_tokens,
+    coefficient,
     ep_axes,
     experts_held,
+    is_on,
 )
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
@@ -125,6 +129,8 @@ def route(
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
     logits: jax.Array | None = None,
+    aux_loss_coeff: Coefficient | None = None,
+    z_loss_coeff: Coefficient | None = None,
 ) -> Routed:
     """`topk_idx, topk_weights = expertmesh.core.route(logits, config.router)`, and the losses of these logits.
 
@@ -135,7 +141,7 @@ def route(
         are not read.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
-      expert_bias, token_mask, topk_idx, topk_weights, logits: as for `moe`.
+      expert_bias, token_mask, topk_idx, topk_weights, logits, aux_loss_coeff, z_loss_coeff: as for `moe`.
 
     Returns:
       Routed, its numbers float32, sharded as x is over tokens.
@@ -147,13 +153,15 @@ def route(
       TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask, choices, weights or logits of
         other numbers.
 
-    Differentiable in x, `gate_kernel`, `gate_bias`, `logits` and `topk_weights`. Routes where the tokens are: no token
-    moves; the counts and losses are all-reduces of [E] vectors, which a program that does not read them leaves out.
+    Differentiable in x, `gate_kernel`, `gate_bias`, `logits`, `topk_weights` and the coefficients. Routes where the
+    tokens are: no token moves; the counts and losses are all-reduces of [E] vectors, which a program that does not read
+    them leaves out.
     """
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
     given = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
-    check_outside("stages.route", params, x, config, **given)
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    check_outside("stages.route", params, x, config, **given, **coeffs)
     needs_gate = logits is None and topk_weights is None
     own = gate_part("stages.route", params, x.shape[-1], config, needed=needs_gate)
     if token_mask is not None:
@@ -175,8 +183,8 @@ def route(
         x=x,
         topk_idx=topk_idx,
         topk_weights=topk_weights,
-        aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
-        z_loss=_z_loss(logits, token_mask, config),
+        aux_loss=_aux_loss(logits, topk_idx, token_mask, config, aux_loss_coeff),
+        z_loss=_z_loss(logits, token_mask, config, z_loss_coeff),
         # The counts of the balance loss, so that the two are computed and summed once.
         tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_experts),
         entropy=_entropy(logits, topk_idx, config),
@@ -399,24 +407,43 @@ def _entropy(logits: jax.Array | None, topk_idx: jax.Array, config: MoEConfig) -
 
 
 def _aux_loss(
-    logits: jax.Array, topk_idx: jax.Array, token_mask: jax.Array | None, config: MoEConfig
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    token_mask: jax.Array | None,
+    config: MoEConfig,
+    given: Coefficient | None,
 ) -> jax.Array:
-    if not config.aux_loss_coeff:
+    coeff = coefficient(config, "aux_loss_coeff", given)
+    if not is_on(coeff):
         return jnp.zeros((), jnp.float32)
+    if config.aux_loss_counts == "unbiased":
+        topk_idx = _unbiased(logits, token_mask, config)
     loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
     return loss(
         logits,
         topk_idx,
-        coeff=config.aux_loss_coeff,
+        coeff=coeff,
         score_function=config.score_function,
         token_mask=token_mask,
     )
 
 
-def _z_loss(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
-    if not config.z_loss_coeff:
+def _unbiased(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
+    """The choices by scores alone: without bias, groups or replay."""
+    alone = RouterConfig(top_k=config.top_k, score_function=config.score_function)
+    return route_logits(logits, alone, token_mask=token_mask).topk_idx
+
+
+def _z_loss(
+    logits: jax.Array,
+    token_mask: jax.Array | None,
+    config: MoEConfig,
+    given: Coefficient | None,
+) -> jax.Array:
+    coeff = coefficient(config, "z_loss_coeff", given)
+    if not is_on(coeff):
         return jnp.zeros((), jnp.float32)
-    return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
+    return router_z_loss(logits, coeff=coeff, token_mask=token_mask)
 
 
 # ---- dispatch
