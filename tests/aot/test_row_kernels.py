@@ -92,11 +92,13 @@ def test_plan(experts, num_ranks, compiled):
         (256, "float32", {"top_k": 8}),
         (512, "float32", {"top_k": 8, "use_pre_softmax": True}),
         (200, "bfloat16", {"top_k": 16, "score_function": "sigmoid"}),
+        (256, "float32", {"top_k": 4, "score_function": "sigmoid", "normalize": False}),
         (
             256,
             "float32",
             {"top_k": 8, "score_function": "sigmoid", "num_groups": 8, "group_topk": 4},
         ),
+        (256, "float32", {"top_k": 6, "num_groups": 8, "group_topk": 4, "group_best": 1}),
     ],
     ids=str,
 )

@@ -151,7 +151,7 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
     dy = data.dy.astype(np.float64).reshape(-1, D)
     y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E + Z))
     d = {name: np.zeros_like(w) for name, w in params.items()}
-    logits, counts = x @ params["gate_kernel"], np.zeros(E + Z, int)
+    logits, counts = x @ params["gate_kernel"] + params.get("gate_bias", 0), np.zeros(E + Z, int)
     tree = ("wi", "wi_bias", "wo", "wo_bias")
     for t in range(len(x)):
         chosen, p, jacobian = route(logits[t], config, bias)
@@ -189,7 +189,7 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
         d_logits[t] += d_weights @ jacobian
     aux, z, d_losses = losses(logits, counts, config)
     d_logits += d_losses
-    d["gate_kernel"] = x.T @ d_logits
+    d["gate_kernel"], d["gate_bias"] = x.T @ d_logits, d_logits.sum(axis=0)
     d_x += d_logits @ params["gate_kernel"].T
     d = {name: d[name] for name in data.params}
     return Result(y.reshape(data.x.shape), aux, z, counts, d, d_x.reshape(data.x.shape))

@@ -34,9 +34,12 @@ def test_fields_are_frozen():
         ("num_null_experts", 0),
         ("null_experts", "zero"),
         ("weigh_inputs", False),
+        ("use_gate", True),
+        ("use_gate_bias", False),
         ("use_expert_bias", False),
         ("aux_loss_coeff", 0.0),
         ("aux_loss_per_sequence", False),
+        ("aux_loss_counts", "chosen"),
         ("z_loss_coeff", 0.0),
         ("dtype", jnp.bfloat16),
         ("param_dtype", jnp.float32),
@@ -50,6 +53,8 @@ def test_fields_are_frozen():
         ("use_pre_softmax", False),
         ("num_groups", None),
         ("group_topk", None),
+        ("group_best", None),
+        ("normalize", None),
         ("scaling_factor", 1.0),
         ("transport", "auto"),
         ("overflow", "drop"),
@@ -145,6 +150,7 @@ def test_router_part():
     config = MoEConfig(**VALID, use_pre_softmax=True)
     assert config.router == RouterConfig(top_k=2, use_pre_softmax=True)
     options = dict(score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=2.5)
+    options |= dict(group_best=1, normalize=False)
     assert MoEConfig(**VALID, **options).router == RouterConfig(top_k=2, **options)
 
 
@@ -169,6 +175,8 @@ def test_router_part():
         (dict(num_null_experts=2, top_k=11), ValueError, ["top_k=11", "num_experts=10"]),
         (dict(num_chunks=0), ValueError, ["num_chunks=0"]),
         (dict(use_expert_bias=True), ValueError, ["use_expert_bias", "softmax", "sigmoid"]),
+        (dict(use_gate_bias=True, use_gate=False), ValueError, ["use_gate_bias", "use_gate=False"]),
+        (dict(aux_loss_counts="all"), ValueError, ["aux_loss_counts='all'", "chosen", "unbiased"]),
         (dict(remat="full"), ValueError, ["'full'", "save_all", "save_min", "recompute"]),
         (dict(score_function="tanh"), ValueError, ["'tanh'", *SCORE_FUNCTIONS]),
         (dict(num_groups=3, group_topk=1), ValueError, ["MoEConfig", "8 experts", "num_groups=3"]),

@@ -173,6 +173,8 @@ def test_errors_name_what_is_missing_or_of_another_shape():
     biased = params | {"wi_bias": np.zeros((8, 2, 12)), "wo_bias": np.zeros((8, 16))}
     with pytest.raises(ValueError, match="qwen3_moe has no biases"):
         hf.export_layer(biased, QWEN3, LAYER)
+    with pytest.raises(ValueError, match="qwen3_moe has no biases; got gate_bias"):
+        hf.export_layer(params | {"gate_bias": np.zeros(8)}, QWEN3, LAYER)
     deep, _ = hf.load_layer(make_weights(DEEPSEEK, LAYER), DEEPSEEK, LAYER)
     for bias, said in ((None, "None"), (np.zeros(8), r"\(8,\)")):
         with pytest.raises(ValueError, match=rf"shape \(16,\); got expert_bias of shape {said};"):

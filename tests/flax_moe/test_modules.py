@@ -67,10 +67,11 @@ def test_same_bits_with_the_same_parameters():
 
 
 def test_linen_parameters():
-    config = make_config()
+    config = make_config(use_gate_bias=True)
     variables = jax.jit(linen.MoEBlock(config).init)(jax.random.key(0), jnp.zeros((2, 3, 16)))
     assert set(variables) == {"params"}
-    assert flax.linen.get_partition_spec(variables)["params"] == NAMES
+    specs = flax.linen.get_partition_spec(variables)["params"]
+    assert specs == NAMES | {"gate_bias": P(None)}
     params = flax.linen.unbox(variables)["params"]
     assert {name: w.shape for name, w in params.items()} == param_shapes(16, config)
     assert abs(np.asarray(params["wi"]).std() * 4 - 1) < 0.05

@@ -68,7 +68,8 @@ def compare(config, data, mesh=None, tolerance=1e-5, **oracle):
     ],
 )
 def test_every_mesh_mode(mode, shape):
-    config = make_config()
+    """With all biases, the gate's too."""
+    config = make_config(use_gate_bias=True)
     with setting(mode, shape) as mesh:
         placed, output, gradients = compare(config, make_data(config), mesh)
     assert isinstance(output, MoEOutput)
@@ -177,15 +178,17 @@ def test_vmap_over_layers():
 @pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_inside_the_users_shard_map(check_vma):
     """x and the expert weights are shards; statistics and losses are about the shard's tokens."""
-    config = make_config(ep_axis="ep", aux_loss_coeff=0.0, z_loss_coeff=0.0)
+    options = dict(use_gate_bias=True, aux_loss_coeff=0.0, z_loss_coeff=0.0)
+    config = make_config(ep_axis="ep", **options)
     data = make_data(config)
     mesh = make_mesh((2, 4), AUTO)
-    weights = {name: PartitionSpec("ep") for name in data.params} | {"gate_kernel": PartitionSpec()}
+    gate = dict.fromkeys(("gate_kernel", "gate_bias"), PartitionSpec())
+    weights = {name: PartitionSpec("ep") for name in data.params} | gate
 
     def shard(params, x, dy):
         (_, output), (d_params, d_x) = value_and_gradients(moe, config)(params, x, dy)
         if not check_vma:  # with it, JAX sums the gradients of replicated operands itself
-            axes = {name: ("fsdp", "ep") if name == "gate_kernel" else ("fsdp",) for name in params}
+            axes = {name: ("fsdp", "ep") if name in gate else ("fsdp",) for name in params}
             d_params = {name: jax.lax.psum(g, axes[name]) for name, g in d_params.items()}
         counts = jax.lax.psum(output.tokens_per_expert, ("fsdp", "ep"))
         return output._replace(tokens_per_expert=counts), (d_params, d_x)

@@ -1,14 +1,17 @@
 """The router's options through the block: bias, mask, replay, scores and groups."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.covering import full
 from core.router import router_oracle
-from expertmesh.core import router_z_loss
+from expertmesh.core import RouterConfig, router_z_loss
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import moe, native_moe
+from expertmesh.flax_moe import moe, native_moe, stages
 from flax_moe.moe_oracle import ACTIVATIONS, EXPLICIT, make_config, make_data, make_mesh, place
 
 CONFIG = make_config(
@@ -51,6 +54,57 @@ def test_bias_mask_scores_and_groups(on_mesh):
     assert relative_error(out.aux_loss, want) < 1e-5
     want = router_z_loss(jnp.asarray(logits[np.asarray(mask)], jnp.float32), coeff=0.25)
     assert relative_error(out.z_loss, want) < 1e-5
+
+
+@pytest.mark.parametrize("per_sequence", [False, full(True)])
+def test_unbiased_counts(per_sequence):
+    """Of each token's best experts by score alone, while bias, groups and replay choose others; and the gradient."""
+    options = dict(aux_loss_counts="unbiased", aux_loss_per_sequence=per_sequence)
+    config = dataclasses.replace(CONFIG, **options, z_loss_coeff=0.0, num_groups=2, group_topk=1)
+    data, (bias, mask) = make_data(config), operands()
+    out = jax.jit(lambda p, x: moe(p, x, config, expert_bias=bias, token_mask=mask))(*data[:2])
+    logits = data.x.astype(np.float64) @ data.params["gate_kernel"]
+    alone = RouterConfig(top_k=2, score_function="sigmoid")
+    idx, _ = router_oracle.route(logits, alone, None, np.asarray(mask))
+    assert (np.sort(idx) != np.sort(out.topk_idx)).any()
+    loss = router_oracle.sequence_balance if per_sequence else router_oracle.balance
+    want = loss(logits, idx, 0.5, "sigmoid", np.asarray(mask))
+    assert relative_error(out.aux_loss, want) < 1e-5
+    chosen = loss(logits, np.asarray(out.topk_idx), 0.5, "sigmoid", np.asarray(mask))
+    assert abs(chosen / want - 1) > 1e-3
+    replay = dict(topk_idx=jnp.zeros((8, 5, 2), int), token_mask=mask)
+    assert relative_error(moe(*data[:2], config, **replay).aux_loss, want) < 1e-5
+
+
+def test_coefficients_of_a_schedule():
+    """One program for all values, equal to the configs with these values; 0 in place of the config's leaves it out."""
+    config = make_config(use_bias=False, aux_loss_coeff=0.0)
+    data = make_data(config)
+
+    @jax.jit
+    def step(params, aux, z):
+        def losses(params, aux, z):
+            out = moe(params, data.x, config, aux_loss_coeff=aux, z_loss_coeff=z)
+            return jnp.sum(out.y * data.dy) + out.aux_loss + out.z_loss, out
+
+        return jax.grad(losses, (0, 1, 2), has_aux=True)(params, aux, z)
+
+    def static(params):
+        out = moe(params, data.x, make_config(use_bias=False))
+        return jnp.sum(out.y * data.dy) + out.aux_loss + out.z_loss, out
+
+    (d_params, d_aux, d_z), out = step(data.params, jnp.float32(0.5), jnp.float32(0.25))
+    wanted, want = jax.jit(jax.grad(static, has_aux=True))(data.params)
+    assert relative_error(out.aux_loss, want.aux_loss) < 1e-6
+    assert relative_error(out.z_loss, want.z_loss) < 1e-6
+    assert relative_error(d_params["gate_kernel"], wanted["gate_kernel"]) < 1e-6
+    assert relative_error(d_aux, 2 * want.aux_loss) < 1e-6
+    assert relative_error(d_z, 4 * want.z_loss) < 1e-6
+    again = step(data.params, jnp.float32(0.0), jnp.float32(1.0))[1]
+    assert float(again.aux_loss) == 0 and relative_error(again.z_loss, d_z) < 1e-6
+    assert step._cache_size() == 1
+    routed = stages.route(data.params, data.x, config, aux_loss_coeff=1.0, z_loss_coeff=0)
+    assert relative_error(routed.aux_loss, d_aux) < 1e-6 and float(routed.z_loss) == 0
 
 
 def test_replay_gives_the_same_output_and_gradients():

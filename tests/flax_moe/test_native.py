@@ -28,7 +28,7 @@ from flax_moe.moe_oracle import (
 
 pytestmark = pytest.mark.default_jax
 
-OTHER = dict(use_bias=False, top_k=5, use_pre_softmax=True)
+OTHER = dict(use_bias=False, top_k=5, use_pre_softmax=True, use_gate_bias=True)
 
 
 def native(params, x, config):

@@ -1,6 +1,7 @@
 """The parameter tree: shapes, initial spread, layout at rest, split and merged projections."""
 
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from expertmesh.flax_moe import (
     param_specs,
     split_wi,
 )
-from expertmesh.flax_moe.params import BIASES, EXPERTS, check_params, check_part
+from expertmesh.flax_moe.params import BIASES, EXPERTS, check_params, check_part, gate_part
 from flax_moe.moe_oracle import make_config, make_data
 
 CONFIG = make_config()
@@ -39,6 +40,27 @@ def test_tree():
     assert {name: w.shape for name, w in params.items()} == shapes == param_shapes(16, config)
     assert {w.dtype for w in params.values()} == {jnp.dtype(jnp.bfloat16)}
     assert list(param_shapes(16, make_config(use_bias=False))) == ["gate_kernel", "wi", "wo"]
+
+
+def test_tree_of_a_gate_with_a_bias():
+    """Zeros at first, on every device; a tree that has it needs no option, and a bias alone is none."""
+    config = make_config(use_bias=False, use_gate_bias=True)
+    params = init_params(jax.random.key(0), 16, config)
+    assert list(params) == ["gate_kernel", "wi", "wo", "gate_bias"] == list(param_specs(config))
+    assert params["gate_bias"].shape == (8,) and not np.any(params["gate_bias"])
+    assert param_specs(config, RESOURCE)["gate_bias"] == P(None)
+    assert LogicalAxes().of("gate_bias") == (None,)
+    plain = make_config(use_bias=False)
+    for taken in (config, plain):
+        check_params("moe", params, 16, taken, 8)
+    for tree, taken, words in (
+        (without(params, "gate_bias"), config, "missing gate_bias; .*use_gate_bias"),
+        (without(params, "gate_kernel"), plain, "missing gate_kernel"),
+        (params | {"gate_bias": np.zeros(4)}, plain, r"gate_bias must be \[E\] = \(8,\)"),
+    ):
+        for check in (partial(check_params, num_experts=8), partial(gate_part, needed=False)):
+            with pytest.raises(ValueError, match=words):
+                check("moe", tree, 16, taken)
 
 
 @pytest.mark.parametrize("num_experts", [4, 64])

@@ -152,9 +152,8 @@ def test_the_block_computes_the_same():
 
 def test_every_tree_of_a_block():
     """Split and merged parameters, moments around them, delayed scaling's state; other leaves are the same objects."""
-    config = make_config(
-        shared_expert_dim=8, use_bias=True, recipe=DelayedScaling(amax_history_len=8)
-    )
+    biases = dict(use_bias=True, use_gate_bias=True)
+    config = make_config(shared_expert_dim=8, recipe=DelayedScaling(amax_history_len=8), **biases)
     params = jax.tree.map(jnp.asarray, make_data(config).params)
     state = init_quant_state(config)
     number = jnp.arange(8.0)

@@ -19,9 +19,17 @@ CASES = {
     "softmax, groups": (256, RouterConfig(top_k=8, num_groups=8, group_topk=2)),
     "sigmoid": (128, RouterConfig(top_k=4, score_function="sigmoid")),
     "sigmoid, one": (64, RouterConfig(top_k=1, score_function="sigmoid")),
+    "sigmoid, not divided": (
+        128,
+        RouterConfig(top_k=4, score_function="sigmoid", normalize=False),
+    ),
     "sigmoid, groups": (
         256,
         RouterConfig(top_k=8, score_function="sigmoid", num_groups=8, group_topk=4),
+    ),
+    "sigmoid, groups by their best": (
+        256,
+        RouterConfig(top_k=8, score_function="sigmoid", num_groups=8, group_topk=3, group_best=1),
     ),
 }
 RUNS = [

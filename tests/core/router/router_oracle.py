@@ -26,8 +26,10 @@ def chosen_experts(scores, config):
         return best(scores, config.top_k)
     size = len(scores) // config.num_groups
     groups = [list(range(g * size, (g + 1) * size)) for g in range(config.num_groups)]
-    share = config.top_k // config.group_topk
-    totals = [sum(sorted((scores[e] for e in group), reverse=True)[:share]) for group in groups]
+    best_of_group = config.group_best or config.top_k // config.group_topk
+    totals = [
+        sum(sorted((scores[e] for e in group), reverse=True)[:best_of_group]) for group in groups
+    ]
     allowed = sorted(e for g in best(totals, config.group_topk) for e in groups[g])
     return [allowed[i] for i in best([scores[e] for e in allowed], config.top_k)]
 
@@ -47,7 +49,7 @@ def route_token(x, config, bias=None, forced=None):
         picked = np.array([s[idx[k]] for k in live])
         if config.score_function == "softmax":
             picked = picked if config.use_pre_softmax else softmax(picked)
-        elif config.top_k > 1:
+        elif config.normalize or config.normalize is None and config.top_k > 1:
             picked = picked / picked.sum()
         weights[live] = picked * config.scaling_factor
     return idx, weights

@@ -140,6 +140,21 @@ def test_counts_of_a_global_batch():
     assert relative_error(parts[0], load_balance_loss(logits[0], idx[0], coeff=0.5)) > 1e-3
 
 
+def test_a_traced_coefficient():
+    """The loss of the number, under jit; its derivative is the loss of 1."""
+    logits, idx, mask = data(7)
+    losses = (
+        lambda x, c: load_balance_loss(x, idx, coeff=c, score_function="sigmoid"),
+        lambda x, c: sequence_balance_loss(x, idx, coeff=c, token_mask=mask),
+        lambda x, c: router_z_loss(x, coeff=c),
+    )
+    for loss in losses:
+        want, d_logits = jax.value_and_grad(loss)(logits, 0.3)
+        got, (d_got, slope) = jax.jit(jax.value_and_grad(loss, (0, 1)))(logits, jnp.float32(0.3))
+        assert relative_error(got, want) < 1e-6 and relative_error(d_got, d_logits) < 1e-6
+        assert relative_error(slope, loss(logits, 1)) < 1e-6
+
+
 def test_only_vectors_of_experts_cross_devices():
     """Masked and of sequences; sequences that are split cost their counts, never a gather."""
     logits, idx, mask = data(4, (8, 16))
@@ -212,6 +227,7 @@ def test_statistics_of_certainty_and_of_nothing():
             ["tokens_per_expert", "(3,)"],
         ),
         (lambda x, i, m: router_z_loss(x, coeff=1, token_mask=m[1:]), ValueError, ["router_z_loss"]),
+        (lambda x, i, m: router_z_loss(x, coeff=jnp.ones(2)), ValueError, ["coeff", "(2,)"]),
         (
             lambda x, i, m: sequence_balance_loss(x[0, 0], i[0, 0], coeff=1),
             ValueError,

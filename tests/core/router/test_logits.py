@@ -50,6 +50,20 @@ def test_exact(weight_dtype):
     assert relative_error(wide, want[1]) < 2.0**-15
 
 
+def test_bias():
+    """In float32, its gradient in its own dtype; those of the operands as without it."""
+    x, weight, d = make("float32")
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=E) * 100, jnp.bfloat16)
+    want, pull = jax.vjp(ops.router_logits, x, weight)
+    logits, pull_biased = jax.vjp(ops.router_logits, x, weight, bias)
+    assert relative_error(logits, np.float64(want) + np.float64(bias)) < 1e-6
+    *others, d_bias = pull_biased(d)
+    for got, plain in zip(others, pull(d), strict=True):
+        np.testing.assert_array_equal(got, plain)
+    assert d_bias.dtype == jnp.bfloat16
+    assert relative_error(d_bias, np.sum(np.float64(d), axis=(0, 1))) < 2.0**-8
+
+
 def test_not_finite():
     """Infinity stays infinity, NaN in a token stays in its logits."""
     x, weight, _ = make("float32")
@@ -62,3 +76,5 @@ def test_not_finite():
 def test_errors():
     with pytest.raises(ValueError, match=r"weight \(95, 4\).*transpose"):
         ops.router_logits(jnp.zeros((3, 96)), jnp.zeros((95, 4)))
+    with pytest.raises(ValueError, match=r"bias \(3,\), weight \(96, 4\)"):
+        ops.router_logits(jnp.zeros((3, 96)), jnp.zeros((96, 4)), jnp.zeros(3))

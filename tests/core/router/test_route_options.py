@@ -23,9 +23,13 @@ CONFIGS = {
     "sigmoid": RouterConfig(top_k=4, score_function="sigmoid", scaling_factor=2.5),
     "sigmoid_one": RouterConfig(top_k=1, score_function="sigmoid", scaling_factor=0.5),
     "sqrtsoftplus": RouterConfig(top_k=4, score_function="sqrtsoftplus"),
+    "sqrtsoftplus_plain": RouterConfig(top_k=4, score_function="sqrtsoftplus", normalize=False),
     "sqrtsoftplus_one": RouterConfig(top_k=1, score_function="sqrtsoftplus"),
     "sigmoid_groups": RouterConfig(
         top_k=4, score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=-1.5
+    ),
+    "sigmoid_group_best": RouterConfig(
+        top_k=4, score_function="sigmoid", num_groups=4, group_topk=3, group_best=2
     ),
     "softmax_groups": RouterConfig(top_k=4, num_groups=3, group_topk=2, scaling_factor=3),
     "pre_softmax_groups": RouterConfig(
@@ -126,6 +130,15 @@ def test_bias_steers_and_leaves_no_trace():
     assert relative_error(got.topk_weights, want) < 1e-6
 
 
+def test_one_normalised_weight_is_1():
+    """A choice alone is divided by itself if that is asked for."""
+    config = RouterConfig(top_k=1, score_function="sigmoid", normalize=True)
+    logits = jnp.asarray(make(2)[0])
+    weights, vjp = jax.vjp(lambda x: route(x, config).topk_weights, logits)
+    np.testing.assert_allclose(weights, 1, rtol=1e-6)
+    assert np.abs(vjp(weights)[0]).max() < 1e-6
+
+
 def test_bias_gets_no_gradient():
     config, (logits, bias, _, _) = CONFIGS["sigmoid"], make(3)
     gradient = jax.grad(lambda b: jnp.sum(route(logits, config, expert_bias=b).topk_weights ** 2))(
@@ -157,8 +170,9 @@ def test_nan_of_a_token_reaches_its_weights(config):
     logits, bias, _, _ = make(5)
     logits[1, 2, 7] = np.nan
     out = route(logits, config, expert_bias=steering(config, bias))
-    poisoned = np.isnan(np.asarray(out.topk_weights)).all(axis=-1)
-    assert poisoned[1, 2] and poisoned.sum() == 1
+    poisoned = np.isnan(np.asarray(out.topk_weights)).sum(axis=-1)
+    assert poisoned[1, 2] == (config.top_k if config.normalize is not False else 1)
+    assert poisoned.astype(bool).sum() == 1
     assert ((out.topk_idx >= 0) & (out.topk_idx < E)).all()
 
 
@@ -194,12 +208,12 @@ def test_selection_property(data):
     num_groups = data.draw(st.integers(group_topk, 4))
     share = data.draw(st.integers(1, 3))
     size = data.draw(st.integers(share, 4))
-    groups = data.draw(st.booleans())
+    best = data.draw(st.none() | st.integers(1, size))
+    own = dict(num_groups=num_groups, group_topk=group_topk, group_best=best)
     config = RouterConfig(
-        top_k=share * group_topk,
+        top_k=share * group_topk if best is None else data.draw(st.integers(1, size * group_topk)),
         score_function="sigmoid",
-        num_groups=num_groups if groups else None,
-        group_topk=group_topk if groups else None,
+        **data.draw(st.sampled_from([own, {}])),
     )
     experts = num_groups * size
     values = st.sampled_from([-math.inf, 0.0, -0.0, math.inf])  # scores 0, 1/2 and 1, exactly
@@ -224,7 +238,16 @@ def test_selection_property(data):
         (dict(num_groups=2, group_topk=0), ValueError, ["group_topk=0", "at least 1"]),
         (dict(num_groups=2.0, group_topk=1), TypeError, ["num_groups=2.0"]),
         (dict(num_groups=2, group_topk=4), ValueError, ["group_topk=4", "num_groups=2"]),
-        (dict(num_groups=4, group_topk=3), ValueError, ["group_topk=3", "top_k=4", "divisible"]),
+        (dict(num_groups=4, group_topk=3), ValueError, ["group_topk=3", "top_k=4", "group_best"]),
+        (dict(group_best=1), ValueError, ["group_best=1", "num_groups"]),
+        (
+            dict(num_groups=2, group_topk=1, group_best=0),
+            ValueError,
+            ["group_best=0", "at least 1"],
+        ),
+        (dict(num_groups=2, group_topk=1, group_best=True), TypeError, ["group_best=True"]),
+        (dict(normalize=True), ValueError, ["normalize=True", "softmax", "use_pre_softmax"]),
+        (dict(normalize=1, score_function="sigmoid"), TypeError, ["normalize=1", "bool"]),
         (dict(scaling_factor="2"), TypeError, ["scaling_factor='2'", "Python number"]),
         (dict(scaling_factor=jnp.ones(())), TypeError, ["scaling_factor"]),
         (dict(scaling_factor=True), TypeError, ["scaling_factor=True"]),
@@ -256,6 +279,18 @@ SIGMOID = RouterConfig(top_k=2, score_function="sigmoid")
         (SIGMOID, dict(topk_idx=np.zeros((3, 2), int)), ValueError, ["(3, 2)", "(4, 6)"]),
         (RouterConfig(top_k=2, num_groups=4, group_topk=2), {}, ValueError, ["6 experts", "=4"]),
         (RouterConfig(top_k=3, num_groups=3, group_topk=1), {}, ValueError, ["top_k=3", "hold"]),
+        (
+            RouterConfig(top_k=1, num_groups=3, group_topk=1, group_best=3),
+            {},
+            ValueError,
+            ["group_best=3", "6 experts", "lower"],
+        ),
+        (
+            RouterConfig(top_k=3, num_groups=3, group_topk=1, group_best=2),
+            {},
+            ValueError,
+            ["top_k=3", "hold"],
+        ),
     ],
     ids=str,
 )

@@ -138,6 +138,12 @@ def is_routed(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     return (topk_idx >= 0) & (topk_idx < num_experts)
 
 
+def routed_ids(topk_idx: jax.Array, token_mask: jax.Array | None, num_experts: int) -> jax.Array:
+    """int32 choices, -1 for each that goes to no expert and for all of a token that does not take part."""
+    topk_idx = of_live(wide_ids(topk_idx), token_mask, -1)
+    return jnp.where(is_routed(topk_idx, num_experts), topk_idx, -1).astype(jnp.int32)
+
+
 def debug_check_ids(name: str, topk_idx: jax.Array, num_experts: int) -> None:
     """Under `jax.experimental.checkify.checkify` an id >= num_experts is an error."""
     checkify.debug_check(

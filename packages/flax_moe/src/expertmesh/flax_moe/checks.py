@@ -1,6 +1,6 @@
 """What a block and its stages refuse, and which experts they hold. Errors name `function`."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import prod
 
 import jax
@@ -9,11 +9,23 @@ from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType
 
 from expertmesh.core.mesh import current_resource
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params, check_array
+from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
 
-__all__ = ["check_expert_bias", "check_tokens", "ep_axes", "experts_held"]
+__all__ = [
+    "Coefficient",
+    "check_expert_bias",
+    "check_outside",
+    "check_tokens",
+    "coefficient",
+    "ep_axes",
+    "experts_held",
+    "is_on",
+]
+
+Coefficient = float | jax.Array
 
 
 def check_tokens(function: str, x: jax.Array) -> None:
@@ -43,6 +55,90 @@ def check_expert_bias(
             f"{function}: expert_bias must be given under use_expert_bias; got expert_bias=None; start with "
             "jnp.zeros(E), or leave use_expert_bias out"
         )
+
+
+def check_outside(
+    function: str,
+    params: Params,
+    x: jax.Array,
+    config: MoEConfig,
+    *,
+    logits: jax.Array | None,
+    topk_idx: jax.Array | None,
+    topk_weights: jax.Array | None,
+    aux_loss_coeff: Coefficient | None,
+    z_loss_coeff: Coefficient | None,
+) -> None:
+    """Raises unless what a router outside gives is of x's tokens, and one router alone gives logits."""
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    _check_coefficients(function, coeffs)
+    check_arrays(function, FLOATS, optional=True, logits=logits, topk_weights=topk_weights)
+    check_arrays(function, INTEGERS, optional=True, topk_idx=topk_idx)
+    _check_of_tokens(function, x, "E", config.num_candidates, logits=logits)
+    gate = [name for name in GATE + GATE_BIAS if name in params]
+    if logits is not None and gate:
+        raise ValueError(
+            f"{function}: logits must be given to a block without a gate, which would have no gradient; "
+            f"got logits and {', '.join(gate)}; leave one of them out, as by MoEConfig(use_gate=False)"
+        )
+    if topk_weights is None:
+        return
+    if topk_idx is None:
+        raise ValueError(
+            f"{function}: topk_weights must go with topk_idx, the choices that they weigh; got topk_idx=None; "
+            "pass both, or logits"
+        )
+    given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
+    _check_of_tokens(function, x, "K", config.top_k, **given)
+    if logits is None and "gate_kernel" not in params:
+        _check_no_losses(function, config, coeffs)
+
+
+def _check_of_tokens(
+    function: str, x: jax.Array, dim: str, size: int, **given: jax.Array | None
+) -> None:
+    for name, array in given.items():
+        if array is not None and array.shape != (*x.shape[:-1], size):
+            raise ValueError(
+                f"{function}: {name} must be [..., {dim}] for the tokens of x, {dim} = {size}; "
+                f"got {name}.shape={array.shape}, x.shape={x.shape}; pass one number per token and {dim}"
+            )
+
+
+def _check_no_losses(
+    function: str, config: MoEConfig, coeffs: Mapping[str, Coefficient | None]
+) -> None:
+    for name, given in coeffs.items():
+        coeff = coefficient(config, name, given)
+        if is_on(coeff):
+            raise ValueError(
+                f"{function}: {name} must be 0 where there are neither a gate_kernel nor logits, whose loss it is; "
+                f"got {name}={coeff}; pass logits, or add the loss yourself"
+            )
+
+
+def _check_coefficients(function: str, coeffs: Mapping[str, Coefficient | None]) -> None:
+    for name, value in coeffs.items():
+        if value is not None and not isinstance(value, int | float | jax.Array):
+            raise TypeError(
+                f"{function}: {name} must be a Python number or a jax.Array; got {name}={value!r}; "
+                f"pass jnp.float32({name})"
+            )
+        if isinstance(value, jax.Array) and value.shape:
+            raise ValueError(
+                f"{function}: {name} must be one number; got {name}.shape={value.shape}; pass a scalar"
+            )
+
+
+def coefficient(config: MoEConfig, name: str, given: Coefficient | None) -> Coefficient:
+    """The one that is given, else the config's."""
+    kept: float = getattr(config, name)
+    return kept if given is None else given
+
+
+def is_on(coeff: Coefficient) -> bool:
+    """Whether there is a loss: what is traced may be other than 0."""
+    return isinstance(coeff, jax.Array) or coeff != 0
 
 
 def ep_axes(function: str, params: Params, config: MoEConfig) -> tuple[str, ...]:

@@ -57,10 +57,17 @@ class MoEConfig(Config):
       null_experts: what one of them adds to y: "zero" nothing, "identity" w x, w being its weight.
       weigh_inputs: whether the routing weight w multiplies what an expert is given, y = E(w x), as in Llama-4, and not
         what it returns, y = w E(x). Only for top_k = 1.
+      use_gate: whether there is a `gate_kernel`. Without one the router is outside: `moe` is given `logits`, or choices
+        and their weights. A tree without a gate needs no `use_gate=False`.
+      use_gate_bias: whether there is a `gate_bias` [E] and the logits are x @ gate_kernel + gate_bias, as in gpt-oss; a
+        tree that has it needs no `use_gate_bias`.
       use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
         hold it, and `moe` takes it.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
+      aux_loss_counts: which choices the load-balancing loss counts: "chosen" those that are made, by bias, groups and
+        replay; "unbiased" each token's top_k by its scores alone, as in DeepSeek-V3 (arXiv:2412.19437, eq. 18),
+        Megatron and MaxText.
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
         computes in float32.
@@ -82,8 +89,8 @@ class MoEConfig(Config):
         gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
         quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
         axes types say where arrays are; this one is then for `param_specs`.
-      score_function, use_pre_softmax, num_groups, group_topk, scaling_factor: see `expertmesh.core.RouterConfig`, the
-        type of `router`.
+      score_function, use_pre_softmax, num_groups, group_topk, group_best, normalize, scaling_factor: see
+        `expertmesh.core.RouterConfig`, the type of `router`.
       transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns.
       alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
@@ -107,9 +114,12 @@ class MoEConfig(Config):
     num_null_experts: int = 0
     null_experts: str = "zero"
     weigh_inputs: bool = False
+    use_gate: bool = True
+    use_gate_bias: bool = False
     use_expert_bias: bool = False
     aux_loss_coeff: float = 0.0
     aux_loss_per_sequence: bool = False
+    aux_loss_counts: str = "chosen"
     z_loss_coeff: float = 0.0
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
@@ -124,6 +134,8 @@ class MoEConfig(Config):
     use_pre_softmax: bool = RouterConfig.use_pre_softmax
     num_groups: int | None = RouterConfig.num_groups
     group_topk: int | None = RouterConfig.group_topk
+    group_best: int | None = RouterConfig.group_best
+    normalize: bool | None = RouterConfig.normalize
     scaling_factor: float = RouterConfig.scaling_factor
     # The exchange's, and num_experts.
     transport: str = EpConfig.transport
@@ -151,11 +163,13 @@ class MoEConfig(Config):
         if self.capacity_factor is not None:
             _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
         _check_ep_axis(self.ep_axis)
-        _check_remat(self.remat)
+        _check_choice("remat", self.remat, tuple(REMAT_POLICIES))
+        _check_choice("aux_loss_counts", self.aux_loss_counts, ("chosen", "unbiased"))
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
         _check_null_experts(self)
         self.router.check_experts("MoEConfig", self.num_candidates)
+        _check_gate_bias(self)
         _check_expert_bias(self)
         _check_shared_gate(self)
         _check_separate_wi(self)
@@ -225,12 +239,13 @@ class MoEOutput(NamedTuple):
 
     Attributes:
       y: [..., D] in the input's dtype.
-      aux_loss: float32[], coefficient included; 0 where `aux_loss_coeff` is 0.
-      z_loss: float32[], coefficient included; 0 where `z_loss_coeff` is 0.
+      aux_loss: float32[], coefficient included; 0 where that is 0.
+      z_loss: float32[], coefficient included; 0 where that is 0.
       tokens_per_expert: int32[E], (token, k) choices of each expert over all tokens, dropped ones included; with Z null
         experts int32[E + Z].
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
-      entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`.
+      entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`. None where there are
+        no logits.
       topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
       overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
         above 1 its arrays are [n]. None otherwise.
@@ -242,7 +257,7 @@ class MoEOutput(NamedTuple):
     z_loss: jax.Array
     tokens_per_expert: jax.Array
     num_dropped: jax.Array
-    entropy: jax.Array
+    entropy: jax.Array | None
     topk_idx: jax.Array
     overflow: Overflow | None = None
     quant_state: Any = None
@@ -263,6 +278,13 @@ def _part[Part: (RouterConfig, EpConfig)](
     names = {field.name for field in dataclasses.fields(kind)} - own.keys()
     fields: dict[str, Any] = own | {name: getattr(config, name) for name in names}
     return kind(**fields)
+
+
+def _check_gate_bias(config: MoEConfig) -> None:
+    if config.use_gate_bias and not config.use_gate:
+        raise ValueError(
+            "MoEConfig: use_gate_bias must go with a gate; got use_gate=False; add the bias to the logits outside"
+        )
 
 
 def _check_expert_bias(config: MoEConfig) -> None:
@@ -306,11 +328,10 @@ def _check_null_experts(config: MoEConfig) -> None:
         )
 
 
-def _check_remat(remat: object) -> None:
-    if remat not in REMAT_POLICIES:
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
         raise ValueError(
-            f"MoEConfig: remat must be one of {', '.join(REMAT_POLICIES)}; got remat={remat!r}; "
-            "use 'save_all' to recompute nothing"
+            f"MoEConfig: {name} must be one of {', '.join(choices)}; got {name}={value!r}; choose one of these"
         )
 
 

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.flax_moe import fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import Params, check_params, param_shapes
+from expertmesh.flax_moe.params import BIASES, GATE_BIAS, Params, check_params, param_shapes
 from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
 
 __all__ = [
@@ -271,9 +271,9 @@ def check_export(
     """Raises an error that names `function` unless the model has a place for all that is given, and no other."""
     config = moe_config(hf_config)
     check_params(function, params, _model_dim(hf_config), config, config.num_experts)
-    if "wi_bias" in params:
+    if biases := [name for name in BIASES + GATE_BIAS if name in params]:
         raise ValueError(
-            f"{function}: a {hf_config['model_type']} has no biases; got wi_bias, wo_bias; train without them"
+            f"{function}: a {hf_config['model_type']} has no biases; got {', '.join(biases)}; train without them"
         )
     wanted = (config.num_experts,) if config.use_expert_bias else None
     shape = None if expert_bias is None else np.shape(expert_bias)

@@ -29,7 +29,14 @@ from expertmesh.core.quantization.recipe import current_recipe
 from expertmesh.core.specs import entry_axes, make_entry, pad_spec, spec_axes, strip_axes
 from expertmesh.ep import Overflow
 from expertmesh.flax_moe import stages
-from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
+from expertmesh.flax_moe.checks import (
+    Coefficient,
+    check_expert_bias,
+    check_outside,
+    check_tokens,
+    ep_axes,
+    experts_held,
+)
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.params import (
@@ -38,7 +45,7 @@ from expertmesh.flax_moe.params import (
     LogicalAxes,
     Params,
     check_names,
-    check_params,
+    check_shapes,
     whole_params,
 )
 from expertmesh.flax_moe.quantization import Quantization, layers_of, placed_like
@@ -55,6 +62,10 @@ def moe(
     expert_bias: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
+    topk_weights: jax.Array | None = None,
+    logits: jax.Array | None = None,
+    aux_loss_coeff: Coefficient | None = None,
+    z_loss_coeff: Coefficient | None = None,
     quant_state: Any = None,
     weights_quantized: Any = None,
     key: jax.Array | None = None,
@@ -64,15 +75,21 @@ def moe(
     Args:
       params: `gate_kernel` [D, E] (with Z null experts [D, E + Z]), `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D],
         and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there
-        is no dimension of 2. With `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and
-        with `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names
-        of `split_wi`. See `init_params`, `param_specs`.
+        is no dimension of 2. With a `gate_bias` [E] the logits are x @ gate_kernel + gate_bias. With
+        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
+        `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names of
+        `split_wi`. See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
       token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count, no
         loss and no gradient, whatever it holds.
       topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
+      topk_weights: float[..., K]: the weights of these choices, as they are, without `config.scaling_factor`. Losses
+        are still the logits'; where there are none, their coefficients must be 0, and the entropy is None.
+      logits: float[..., E] of a router outside, in place of x @ gate_kernel. Params then have no `gate_kernel`, which
+        would be trained by nothing.
+      aux_loss_coeff, z_loss_coeff: number or float[] in place of the config's; may be traced, as of a schedule.
       quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
       weights_quantized: of `quantize_weights`, if the weights are quantized once for several calls; else None.
       key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
@@ -87,12 +104,14 @@ def moe(
     Raises:
       ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
         `config.num_chunks` does not divide; an EP axis that the mesh lacks; a bias, mask or choices that `route`
-        refuses; no bias under `config.use_expert_bias`, unless choices are given; a symbolic size.
-      TypeError: x or a parameter is no array, or not floating point; a bias, mask or choices of a dtype that `route`
-        refuses; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
+        refuses; no bias under `config.use_expert_bias`, unless choices are given; logits or weights that do not fit the
+        tokens; logits beside a gate, weights without choices, losses without logits; a symbolic size.
+      TypeError: x or a parameter is no array, or not floating point; a bias, mask, choices, weights or logits of other
+        numbers; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
 
-    Differentiable in x and every parameter, in reverse mode and once; `expert_bias` gets gradient 0. What the backward
-    keeps is said by `config.remat`, or by a policy of yours on `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+    Differentiable in x, every parameter, `logits`, `topk_weights` and the coefficients, in reverse mode and once;
+    `expert_bias` gets gradient 0. What the backward keeps is said by `config.remat`, or by a policy of yours on
+    `expertmesh.flax_moe.CHECKPOINT_NAMES`.
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
     own `shard_map` over all axes, where x and the expert weights are shards.
@@ -102,18 +121,21 @@ def moe(
     """
     check_tokens("moe", x)
     params = whole_params("moe", params)
-    check_names("moe", params, config)
+    check_names("moe", params, config, needs_gate=logits is None and topk_weights is None)
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights, **coeffs)
+    check_outside("moe", params, x, config, **outside)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())
     given = Quantization(quant_state, weights_quantized, key)
     given = given.checked("moe", config, layers_of(config))
     ep_axis = ep_axes("moe", params, config)
-    check_params("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
+    check_shapes("moe", params, x.shape[-1], config, experts_held("moe", x, config, ep_axis))
     check_token_mask("moe", token_mask, x.shape[:-1])
     if config.num_chunks > 1:
         given = given.with_weights(params, config)
     routed = stages.route(
-        params, x, config, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
+        params, x, config, expert_bias=expert_bias, token_mask=token_mask, **outside
     )
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)

@@ -127,6 +127,7 @@ def _lacking(config: MoEConfig) -> list[str]:
         "activation": config.activation not in _ACTIVATIONS,
         "num_null_experts": config.num_null_experts > 0,
         "shared_expert_dim": config.shared_expert_dim is not None,
+        "use_gate": not config.use_gate,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
     }
@@ -176,6 +177,7 @@ def _spec_of(name: str, ep: str | None, fsdp: str | None) -> PartitionSpec:
     """Where a parameter is."""
     specs = {
         "gate_kernel": PartitionSpec(),
+        "gate_bias": PartitionSpec(),
         "wi": PartitionSpec(ep, fsdp),
         "wo": PartitionSpec(ep, None, fsdp),
         "wi_bias": PartitionSpec(ep),
@@ -233,6 +235,8 @@ def _on_device(
     """The fields of MoEOutput, on one device's tokens and experts inside a shard_map over `axes` (none: on all)."""
     x_TD = x.reshape(-1, x.shape[-1])
     logits_TE = x_TD.astype(jnp.float32) @ params["gate_kernel"].astype(jnp.float32)
+    if "gate_bias" in params:
+        logits_TE += params["gate_bias"].astype(jnp.float32)
     weights_TK, idx_TK = _top_k(logits_TE, config)
     experts = functools.partial(_experts, _gathered(params, config.dtype, fsdp_axis), config)
     rows_TD = x_TD.astype(config.dtype)
@@ -289,7 +293,8 @@ def _num_tokens(logits_TE: jax.Array, axes: tuple[str, ...]) -> float:
 
 def _gathered(params: Params, dtype: DTypeLike, fsdp_axis: str | None) -> Params:
     """Expert weights in the compute dtype, whole along D; the gather's transpose scatters the gradient."""
-    params = {name: w.astype(dtype) for name, w in params.items() if name != "gate_kernel"}
+    gate = ("gate_kernel", "gate_bias")
+    params = {name: w.astype(dtype) for name, w in params.items() if name not in gate}
     if fsdp_axis is not None:
         for name, dim in (("wi", 1), ("wo", 2)):
             params[name] = jax.lax.all_gather(params[name], fsdp_axis, axis=dim, tiled=True)

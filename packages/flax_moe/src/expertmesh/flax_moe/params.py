@@ -5,6 +5,9 @@
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
     gated ones:                 shared_gate [D]
     with Z null experts:        gate_kernel [D, E + Z]
+    optional, of the gate:      gate_bias [E]
+
+A block whose router is outside has neither `gate_kernel` nor `gate_bias`.
 
 The gate and up projections sit beside each other in `wi`, so that F can be split without parting a pair. Without a gate
 in the activation there is no dimension of 2. A tree may have them apart, `wi_0` and `wi_1` [E, D, F], and the others
@@ -31,6 +34,8 @@ from expertmesh.flax_moe.config import MoEConfig
 __all__ = [
     "BIASES",
     "EXPERTS",
+    "GATE",
+    "GATE_BIAS",
     "SHARED",
     "SHARED_GATE",
     "LogicalAxes",
@@ -39,6 +44,8 @@ __all__ = [
     "check_names",
     "check_params",
     "check_part",
+    "check_shapes",
+    "gate_part",
     "init_params",
     "initializers",
     "merge_wi",
@@ -52,14 +59,16 @@ __all__ = [
 
 Params = Mapping[str, jax.Array]
 
+GATE = ("gate_kernel",)
+GATE_BIAS = ("gate_bias",)
 EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
 SHARED_GATE = ("shared_gate",)
-_WEIGHTS = ("gate_kernel", *EXPERTS)
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
+    "gate_bias": "e",
     "wi": "E D 2 F",
     "wo": "E F D",
     "shared_wi": "D 2 S",
@@ -87,7 +96,7 @@ class LogicalAxes:
       expert: E of everything but the gate.
       mlp: F, and S of the shared experts.
 
-    The gate has no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
+    The gate and its bias have no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
     """
 
     embed: str | None = "embed"
@@ -121,7 +130,8 @@ def _whole_names(config: MoEConfig) -> tuple[str, ...]:
     """Those of the tree whose gate and up projections are together."""
     shared = config.shared_expert_dim is not None
     gated = SHARED_GATE * config.shared_expert_gate
-    return _WEIGHTS + SHARED * shared + gated + BIASES * config.use_bias
+    gate, gate_bias = GATE * config.use_gate, GATE_BIAS * config.use_gate_bias
+    return gate + EXPERTS + SHARED * shared + gated + BIASES * config.use_bias + gate_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -162,7 +172,7 @@ def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> d
 
 
 def _initializer(name: str, gated: bool, kernel_init: Initializer | None) -> _Init:
-    if _WHOLE.get(name, name) in BIASES:
+    if _WHOLE.get(name, name) in BIASES + GATE_BIAS:
         return jax.nn.initializers.zeros
     dims = _dims(name, gated)
     if kernel_init is not None or len(dims) == 1:
@@ -364,7 +374,7 @@ def check_params(
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
     check_names(function, params, config)
-    _check_shapes(function, params, model_dim, config, num_experts)
+    check_shapes(function, params, model_dim, config, num_experts)
 
 
 def check_part(
@@ -382,13 +392,26 @@ def check_part(
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(weights) < len(names))
     _check_floating(function, part)
-    _check_shapes(function, part, model_dim, config, num_experts)
+    check_shapes(function, part, model_dim, config, num_experts)
     return part
 
 
-def _check_shapes(
+def gate_part(
+    function: str, params: Params, model_dim: int, config: MoEConfig, *, needed: bool
+) -> dict[str, jax.Array]:
+    """The parameters of the router, after the errors of `check_params` about them; {} where it is outside."""
+    _check_mapping(function, params)
+    _check_gate(function, params, config, needed)
+    part = {name: params[name] for name in GATE + GATE_BIAS if name in params}
+    _check_floating(function, part)
+    check_shapes(function, part, model_dim, config, config.num_experts)
+    return part
+
+
+def check_shapes(
     function: str, params: Params, model_dim: int, config: MoEConfig, num_experts: int
 ) -> None:
+    """Raises an error that names `function` unless the shapes are those of the tree."""
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
@@ -402,15 +425,24 @@ def _check_shapes(
             )
 
 
-def check_names(function: str, params: Params, config: MoEConfig) -> None:
-    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats."""
+def check_names(
+    function: str, params: Params, config: MoEConfig, *, needs_gate: bool = True
+) -> None:
+    """Raises an error that names `function` unless there are the parameters of the tree, each an array of floats.
+
+    Args:
+      needs_gate: whether the tree must have the router's; it may have them.
+    """
     _check_mapping(function, params)
-    weights = tuple(name for name in _whole_names(config) if name not in BIASES)
+    optional = BIASES + GATE + GATE_BIAS
+    weights = tuple(name for name in _whole_names(config) if name not in optional)
     _require(function, params, weights, "use init_params")
-    unknown = [name for name in params if name not in weights + BIASES]
+    _check_gate(function, params, config, needs_gate)
+    known = GATE + weights + BIASES + GATE_BIAS
+    unknown = [name for name in params if name not in known]
     if unknown:
         raise ValueError(
-            f"{function}: params must have the names {', '.join(weights + BIASES)}; got also "
+            f"{function}: params must have the names {', '.join(known)}; got also "
             f"{', '.join(unknown)}; remove them, set config.shared_expert_dim and shared_expert_gate for those of "
             "shared experts"
         )
@@ -423,6 +455,13 @@ def _check_mapping(function: str, params: object) -> None:
         raise TypeError(
             f"{function}: params must be a mapping of names to arrays; got {type(params).__name__}; use init_params"
         )
+
+
+def _check_gate(function: str, params: Params, config: MoEConfig, needed: bool) -> None:
+    if needed or "gate_bias" in params:
+        _require(function, params, GATE, "use init_params, or pass `logits` of a router outside")
+    if config.use_gate_bias and "gate_kernel" in params:
+        _require(function, params, GATE_BIAS, "pass it, or leave use_gate_bias out")
 
 
 def _check_biases(function: str, params: Params, wanted: bool) -> None:

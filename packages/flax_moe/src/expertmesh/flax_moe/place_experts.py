@@ -21,7 +21,7 @@ from expertmesh.core.linear.layer import DenseState
 __all__ = ["permute_experts", "place_experts"]
 
 # The dimension of E, by a parameter's name.
-_ROUTERS = {"gate_kernel": 1, "expert_bias": 0}
+_ROUTERS = {"gate_kernel": 1, "gate_bias": 0, "expert_bias": 0}
 _DIM = _ROUTERS | {
     f"{name}{bias}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for bias in ("", "_bias")
 }

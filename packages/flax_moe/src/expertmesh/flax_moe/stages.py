@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
-from expertmesh.core.operands import check_token_mask, debug_check_ids, wide_ids
+from expertmesh.core.operands import check_token_mask, debug_check_ids, routed_ids, wide_ids
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
@@ -42,10 +42,21 @@ from expertmesh.core.router.balance import (
     sequence_balance_loss,
 )
 from expertmesh.core.router.logits import router_logits
+from expertmesh.core.router.route import RouterConfig
 from expertmesh.core.router.route import route as route_logits
 from expertmesh.core.router.statistics import router_statistics
+from expertmesh.core.specs import pad_spec
 from expertmesh.ep.partition import resource_of_rows
-from expertmesh.flax_moe.checks import check_expert_bias, check_tokens, ep_axes, experts_held
+from expertmesh.flax_moe.checks import (
+    Coefficient,
+    check_expert_bias,
+    check_outside,
+    check_tokens,
+    coefficient,
+    ep_axes,
+    experts_held,
+    is_on,
+)
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.params import (
@@ -55,6 +66,7 @@ from expertmesh.flax_moe.params import (
     SHARED_GATE,
     Params,
     check_part,
+    gate_part,
     whole_params,
     whole_specs,
 )
@@ -120,52 +132,67 @@ def route(
     expert_bias: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
+    topk_weights: jax.Array | None = None,
+    logits: jax.Array | None = None,
+    aux_loss_coeff: Coefficient | None = None,
+    z_loss_coeff: Coefficient | None = None,
 ) -> Routed:
-    """`topk_idx, topk_weights = expertmesh.core.route(x @ gate_kernel, config.router)`, and the router's losses.
+    """`topk_idx, topk_weights = expertmesh.core.route(logits, config.router)`, and the losses of these logits.
+
+        logits = x @ gate_kernel + gate_bias,  in float32
 
     Args:
-      params: `gate_kernel` [D, E], with Z null experts [D, E + Z]; others are not read.
+      params: `gate_kernel` [D, E], with Z null experts [D, E + Z], unless logits or weights are given, and `gate_bias`
+        [E] if the gate has one; others are not read.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
-      expert_bias, token_mask, topk_idx: as for `moe`.
+      expert_bias, token_mask, topk_idx, topk_weights, logits, aux_loss_coeff, z_loss_coeff: as for `moe`.
 
     Returns:
       Routed, its numbers float32, sharded as x is over tokens.
 
     Raises:
-      ValueError: a `gate_kernel` that is missing or of the wrong shape; a bias, mask or choices that
-        `expertmesh.core.route` refuses; no bias under `config.use_expert_bias`, unless choices are given; a symbolic
-        size.
-      TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask or choices of a dtype that
-        `expertmesh.core.route` refuses.
+      ValueError: a `gate_kernel` that is missing, of the wrong shape, or there beside logits; a bias, mask or choices
+        that `expertmesh.core.route` refuses; no bias under `config.use_expert_bias`, unless choices are given; logits
+        or weights that do not fit the tokens; weights without choices; losses without logits; a symbolic size.
+      TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask, choices, weights or logits of
+        other numbers.
 
-    Differentiable in x and `gate_kernel`. Routes where the tokens are: no token moves; the counts and losses are
-    all-reduces of [E] vectors, which a program that does not read them leaves out.
+    Differentiable in x, `gate_kernel`, `gate_bias`, `logits`, `topk_weights` and the coefficients. Routes where the
+    tokens are: no token moves; the counts and losses are all-reduces of [E] vectors, which a program that does not read
+    them leaves out.
     """
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
-    own = check_part(
-        "stages.route", params, ("gate_kernel",), x.shape[-1], config, config.num_experts
-    )
+    given = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
+    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    check_outside("stages.route", params, x, config, **given, **coeffs)
+    needs_gate = logits is None and topk_weights is None
+    own = gate_part("stages.route", params, x.shape[-1], config, needed=needs_gate)
     if token_mask is not None:
         check_token_mask("stages.route", token_mask, x.shape[:-1])
         # What a masked token holds may be NaN, and the gradients of all tokens' weights multiply with it.
         x = jnp.where(token_mask[..., None], x, 0)
     if config.debug and topk_idx is not None:
         debug_check_ids("stages.route", topk_idx, config.num_candidates)
-    logits = router_logits(x, own["gate_kernel"], w_spec=_specs(config).get("gate_kernel"))
-    topk_idx, topk_weights = route_logits(
-        logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
-    )
+    logits, topk_idx, topk_weights = (_with_tokens(x, array) for array in given.values())
+    if own:
+        logits = _logits(own, x, config)
+    if topk_weights is not None:
+        topk_idx, topk_weights = _given(topk_idx, topk_weights, token_mask, config)
+    else:
+        topk_idx, topk_weights = route_logits(
+            logits, config.router, expert_bias=expert_bias, token_mask=token_mask, topk_idx=topk_idx
+        )
     return Routed(
         x=x,
         topk_idx=topk_idx,
         topk_weights=topk_weights,
-        aux_loss=_aux_loss(logits, topk_idx, token_mask, config),
-        z_loss=_z_loss(logits, token_mask, config),
+        aux_loss=_aux_loss(logits, topk_idx, token_mask, config, aux_loss_coeff),
+        z_loss=_z_loss(logits, token_mask, config, z_loss_coeff),
         # The counts of the balance loss, so that the two are computed and summed once.
         tokens_per_expert=expert_counts(topk_idx, num_experts=config.num_candidates),
-        entropy=router_statistics(logits, topk_idx, score_function=config.score_function).entropy,
+        entropy=_entropy(logits, topk_idx, config),
     )
 
 
@@ -406,25 +433,72 @@ def _specs(config: MoEConfig) -> _Specs:
 # ---- route
 
 
+def _with_tokens(x: jax.Array, given: jax.Array | None) -> jax.Array | None:
+    """[..., n] over the Explicit axes that the tokens of x are over."""
+    sharding = jax.typeof(x).sharding
+    if given is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return given
+    spec = PartitionSpec(*pad_spec(sharding.spec, x.ndim)[:-1], None)
+    return jax.sharding.reshard(given, NamedSharding(sharding.mesh, spec))
+
+
+def _logits(gate: Params, x: jax.Array, config: MoEConfig) -> jax.Array:
+    w_spec = _specs(config).get("gate_kernel")
+    return router_logits(x, gate["gate_kernel"], gate.get("gate_bias"), w_spec=w_spec)
+
+
+def _given(
+    topk_idx: jax.Array, topk_weights: jax.Array, token_mask: jax.Array | None, config: MoEConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Choices and weights from outside as `expertmesh.core.route` returns its own."""
+    topk_idx = routed_ids(topk_idx, token_mask, config.num_candidates)
+    return topk_idx, jnp.where(topk_idx >= 0, topk_weights.astype(jnp.float32), 0.0)
+
+
+def _entropy(logits: jax.Array | None, topk_idx: jax.Array, config: MoEConfig) -> jax.Array | None:
+    if logits is None:
+        return None
+    return router_statistics(logits, topk_idx, score_function=config.score_function).entropy
+
+
 def _aux_loss(
-    logits: jax.Array, topk_idx: jax.Array, token_mask: jax.Array | None, config: MoEConfig
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    token_mask: jax.Array | None,
+    config: MoEConfig,
+    given: Coefficient | None,
 ) -> jax.Array:
-    if not config.aux_loss_coeff:
+    coeff = coefficient(config, "aux_loss_coeff", given)
+    if not is_on(coeff):
         return jnp.zeros((), jnp.float32)
+    if config.aux_loss_counts == "unbiased":
+        topk_idx = _unbiased(logits, token_mask, config)
     loss = sequence_balance_loss if config.aux_loss_per_sequence else load_balance_loss
     return loss(
         logits,
         topk_idx,
-        coeff=config.aux_loss_coeff,
+        coeff=coeff,
         score_function=config.score_function,
         token_mask=token_mask,
     )
 
 
-def _z_loss(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
-    if not config.z_loss_coeff:
+def _unbiased(logits: jax.Array, token_mask: jax.Array | None, config: MoEConfig) -> jax.Array:
+    """The choices by scores alone: without bias, groups or replay."""
+    alone = RouterConfig(top_k=config.top_k, score_function=config.score_function)
+    return route_logits(logits, alone, token_mask=token_mask).topk_idx
+
+
+def _z_loss(
+    logits: jax.Array,
+    token_mask: jax.Array | None,
+    config: MoEConfig,
+    given: Coefficient | None,
+) -> jax.Array:
+    coeff = coefficient(config, "z_loss_coeff", given)
+    if not is_on(coeff):
         return jnp.zeros((), jnp.float32)
-    return router_z_loss(logits, coeff=config.z_loss_coeff, token_mask=token_mask)
+    return router_z_loss(logits, coeff=coeff, token_mask=token_mask)
 
 
 # ---- dispatch

@@ -41,7 +41,7 @@ def load_balance_loss(
     logits: jax.Array,
     topk_idx: jax.Array,
     *,
-    coeff: float,
+    coeff: float | jax.Array,
     score_function: str = "softmax",
     token_mask: jax.Array | None = None,
     tokens_per_expert: jax.Array | None = None,
@@ -51,7 +51,7 @@ def load_balance_loss(
     Args:
       logits: float[..., E].
       topk_idx: int[..., K]; values outside [0, E), such as -1 for "not routed", are not counted.
-      coeff: Python number.
+      coeff: Python number, or float[], which may be traced.
       score_function: of the scores q in P: softmax over all experts, or sigmoid or sqrtsoftplus divided by the sum over
         all experts + 1e-20, whatever K. Bias, groups, scaling factor and the order of softmax and choice play no part.
       token_mask: bool[...]; tokens for which it is False are in neither P, n nor T.
@@ -59,10 +59,12 @@ def load_balance_loss(
         mean of `expert_counts` over its steps or data ranks. A constant, like n.
 
     Returns:
-      float32[], the same for every sharding; 0 for no tokens. Differentiable in `logits`; the counts n are constants.
+      float32[], the same for every sharding; 0 for no tokens. Differentiable in `logits` and `coeff`; the counts n are
+      constants.
 
     Raises:
-      ValueError: leading dimensions differ, an unknown score function, a mask or counts of the wrong shape.
+      ValueError: leading dimensions differ, an unknown score function, a mask, counts or coefficient of the wrong
+        shape.
       TypeError: `topk_idx` is not of integers, `logits` not of floats, the mask not bool.
 
     Costs all-reduces of one [E] vector and a scalar over the axes that shard tokens, and of one integer with a mask;
@@ -77,16 +79,16 @@ def load_balance_loss(
             f"got tokens_per_expert.shape={tokens_per_expert.shape}, logits.shape={logits.shape}; "
             "pass one count per expert"
         )
-    options = dict(coeff=float(coeff), score_function=score_function, sequence_dims=0)
-    loss: jax.Array = _balance(logits, topk_idx, token_mask, tokens_per_expert, **options)
-    return loss
+    options = dict(score_function=score_function, sequence_dims=0)
+    loss = partial(_balance, logits, topk_idx, token_mask, tokens_per_expert, **options)
+    return _times("load_balance_loss", coeff, loss)
 
 
 def sequence_balance_loss(
     logits: jax.Array,
     topk_idx: jax.Array,
     *,
-    coeff: float,
+    coeff: float | jax.Array,
     score_function: str = "softmax",
     token_mask: jax.Array | None = None,
 ) -> jax.Array:
@@ -95,16 +97,17 @@ def sequence_balance_loss(
     Args:
       logits: float[..., T, E]: the last dimension but one runs along a sequence.
       topk_idx: int[..., T, K]; values outside [0, E), such as -1 for "not routed", are not counted.
-      coeff: Python number.
+      coeff: Python number, or float[], which may be traced.
       score_function: see `load_balance_loss`.
       token_mask: bool[..., T]; tokens for which it is False are in neither P, n nor T_s.
 
     Returns:
       float32[], the same for every sharding. A sequence without tokens adds 0 and is one of the S; 0 for no sequences.
-      Differentiable in `logits`; the counts n are constants.
+      Differentiable in `logits` and `coeff`; the counts n are constants.
 
     Raises:
-      ValueError: leading dimensions differ, no dimension of tokens, an unknown score function, a mask of another shape.
+      ValueError: leading dimensions differ, no dimension of tokens, an unknown score function, a mask or a
+        coefficient of another shape.
       TypeError: `topk_idx` is not of integers, `logits` not of floats, the mask not bool.
 
     Costs an all-reduce of one scalar over the axes that shard sequences or their tokens; over the latter also of one
@@ -116,28 +119,26 @@ def sequence_balance_loss(
         raise ValueError(
             f"sequence_balance_loss: logits must be [..., T, E]; got logits.shape={logits.shape}; add logits[None]"
         )
-    options = dict(coeff=float(coeff), score_function=score_function)
-    loss: jax.Array = _balance(
-        logits, topk_idx, token_mask, None, **options, sequence_dims=logits.ndim - 2
-    )
-    return loss
+    options = dict(score_function=score_function, sequence_dims=logits.ndim - 2)
+    loss = partial(_balance, logits, topk_idx, token_mask, None, **options)
+    return _times("sequence_balance_loss", coeff, loss)
 
 
 def router_z_loss(
-    logits: jax.Array, *, coeff: float, token_mask: jax.Array | None = None
+    logits: jax.Array, *, coeff: float | jax.Array, token_mask: jax.Array | None = None
 ) -> jax.Array:
     """coeff * mean_t logsumexp(logits_t)^2: keeps the logits small.
 
     Args:
       logits: float[..., E].
-      coeff: Python number.
+      coeff: Python number, or float[], which may be traced.
       token_mask: bool[...]; the mean is over the tokens for which it is True.
 
     Returns:
-      float32[], the same for every sharding; 0 for no tokens. Differentiable.
+      float32[], the same for every sharding; 0 for no tokens. Differentiable in `logits` and `coeff`.
 
     Raises:
-      ValueError: a mask of the wrong shape.
+      ValueError: a mask or coefficient of the wrong shape.
       TypeError: `logits` is not of floats, the mask not bool.
 
     Costs an all-reduce of one scalar over the axes that shard tokens (two with a mask); none in the backward. Inside
@@ -146,8 +147,7 @@ def router_z_loss(
     """
     check_arrays("router_z_loss", FLOATS, logits=logits)
     check_token_mask("router_z_loss", token_mask, logits.shape[:-1])
-    loss: jax.Array = _z_loss(logits, token_mask, coeff=float(coeff))
-    return loss
+    return _times("router_z_loss", coeff, partial(_z_loss, logits, token_mask))
 
 
 def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
@@ -187,6 +187,17 @@ def check_balance_operands(
             f"got logits.shape={logits.shape}, topk_idx.shape={topk_idx.shape}; pass those of the same tokens"
         )
     check_token_mask(name, token_mask, logits.shape[:-1])
+
+
+def _times(name: str, coeff: float | jax.Array, loss: Callable[..., jax.Array]) -> jax.Array:
+    """loss(coeff=coeff). Options of an op are static: of an array it is coeff loss(1)."""
+    if not isinstance(coeff, jax.Array):
+        return loss(coeff=float(coeff))
+    if coeff.shape:
+        raise ValueError(
+            f"{name}: coeff must be a number or a scalar array; got coeff.shape={coeff.shape}; pass one number"
+        )
+    return coeff.astype(jnp.float32) * loss(coeff=1.0)
 
 
 @partial(jax.jit, static_argnames=("coeff", "score_function", "sequence_dims"))

@@ -22,13 +22,17 @@ class RouterConfig(Config):
       use_pre_softmax: softmax over all experts before the choice, weights not renormalised; else softmax over the K
         chosen logits, so that a token's weights sum to 1. Only for softmax.
       num_groups: experts are cut into so many equal groups of neighbours; None: no groups.
-      group_topk: choices come from the best `group_topk` groups, by the sum of each one's top_k / group_topk greatest
+      group_topk: choices come from the best `group_topk` groups, by the sum of each one's `group_best` greatest
         (biased) scores. Given if and only if `num_groups` is.
+      group_best: how many of its best experts a group's score sums: 1 is DeepSeek-V2's, 2 DeepSeek-V3's. None: its
+        share of the choices, top_k / group_topk.
+      normalize: whether the scores of the chosen are divided by their sum; None: where K > 1. Only for sigmoid and
+        sqrtsoftplus: for softmax `use_pre_softmax` decides.
       scaling_factor: the weights are multiplied by it.
 
     Raises:
-      ValueError: a value outside these, or a top_k that group_topk does not divide.
-      TypeError: a count that is not an int, a scaling_factor that is not a Python number.
+      ValueError: a value outside these; a top_k that group_topk does not divide, where `group_best` is None.
+      TypeError: a count that is not an int, a normalize that is not a bool, a scaling_factor that is not a number.
     """
 
     top_k: int
@@ -36,6 +40,8 @@ class RouterConfig(Config):
     use_pre_softmax: bool = False
     num_groups: int | None = None
     group_topk: int | None = None
+    group_best: int | None = None
+    normalize: bool | None = None
     scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -47,11 +53,35 @@ class RouterConfig(Config):
                 "RouterConfig: use_pre_softmax must be False unless score_function is 'softmax'; "
                 f"got score_function={self.score_function!r}; leave it out"
             )
+        self._check_normalize()
         self._check_own_groups()
         _check_scaling_factor(self.scaling_factor)
 
+    @property
+    def divides(self) -> bool:
+        """Whether scores of the chosen are divided by their sum, where they are not softmax."""
+        return self.top_k > 1 if self.normalize is None else self.normalize
+
+    @property
+    def best_of_group(self) -> int:
+        """How many experts a group's score sums, where there are groups."""
+        return self.group_best or self.top_k // (self.group_topk or 1)
+
+    def _check_normalize(self) -> None:
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise TypeError(
+                f"RouterConfig: normalize must be a bool or None; got normalize={self.normalize!r}; pass True or False"
+            )
+        if self.normalize is not None and self.score_function == "softmax":
+            raise ValueError(
+                "RouterConfig: normalize must be None for softmax, where use_pre_softmax decides; "
+                f"got normalize={self.normalize}; leave it out"
+            )
+
     def _check_own_groups(self) -> None:
+        check_counts("RouterConfig", optional=True, group_best=self.group_best)
         if self.num_groups is None and self.group_topk is None:
+            self._check_no_group_best()
             return
         got = f"got num_groups={self.num_groups}, group_topk={self.group_topk}, top_k={self.top_k}"
         if self.num_groups is None or self.group_topk is None:
@@ -63,16 +93,24 @@ class RouterConfig(Config):
             raise ValueError(
                 f"RouterConfig: group_topk must be at most num_groups; {got}; lower group_topk"
             )
-        if self.top_k % self.group_topk:
+        if self.group_best is None and self.top_k % self.group_topk:
             raise ValueError(
-                f"RouterConfig: top_k must be divisible by group_topk; {got}; change one of them"
+                f"RouterConfig: top_k must be divisible by group_topk; {got}; change one of them, or give group_best"
+            )
+
+    def _check_no_group_best(self) -> None:
+        if self.group_best is not None:
+            raise ValueError(
+                "RouterConfig: group_best must go with num_groups and group_topk; "
+                f"got group_best={self.group_best}, num_groups=None; pass all three, or leave it out"
             )
 
     def check_experts(self, function: str, num_experts: int) -> None:
         """Refuses choices and groups that do not fit the number of experts.
 
         Raises:
-          ValueError: top_k exceeds it, num_groups does not divide it, or a group holds fewer than top_k / group_topk.
+          ValueError: top_k exceeds it, num_groups does not divide it, or a group holds fewer than `group_best` or than
+            top_k / group_topk.
         """
         if self.top_k > num_experts:
             raise ValueError(
@@ -86,10 +124,17 @@ class RouterConfig(Config):
                 f"{function}: the number of experts must be divisible by num_groups; "
                 f"got {num_experts} experts, num_groups={self.num_groups}; change num_groups"
             )
-        if self.top_k // self.group_topk > num_experts // self.num_groups:
+        size = num_experts // self.num_groups
+        got = f"num_groups={self.num_groups}, {num_experts} experts"
+        if self.top_k > self.group_topk * size:
             raise ValueError(
                 f"{function}: a group must hold at least top_k / group_topk experts; got top_k={self.top_k}, "
-                f"group_topk={self.group_topk}, num_groups={self.num_groups}, {num_experts} experts; raise group_topk"
+                f"group_topk={self.group_topk}, {got}; raise group_topk"
+            )
+        if self.best_of_group > size:
+            raise ValueError(
+                f"{function}: a group must hold at least group_best experts; got group_best={self.group_best}, "
+                f"{got}; lower group_best"
             )
 
     def check_bias(self, function: str, expert_bias: jax.Array, num_experts: int) -> None:

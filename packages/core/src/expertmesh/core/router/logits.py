@@ -1,4 +1,4 @@
-"""A router's logits in float32, of tokens in any dtype: logits[t, e] = sum_d x[t, d] * weight[d, e].
+"""A router's logits in float32, of tokens in any dtype: logits[t, e] = sum_d x[t, d] * weight[d, e] + bias[e].
 
 Equivalent to `gemm(x.astype(float32), weight.astype(float32))`, without a float32 copy of the tokens: on NVIDIA GPUs a
 float32 number is the sum of three bfloat16 numbers, and products of bfloat16 numbers are exact in float32, so bfloat16
@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
+from expertmesh.core.linear.gemm import (
+    add_bias_op,
+    bias_grad_op,
+    gemm_dgrad_op,
+    gemm_op,
+    gemm_wgrad_op,
+)
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.vjp import at_rest, differentiable
 
@@ -26,13 +32,18 @@ _Gemm = Callable[..., jax.Array]
 
 
 def router_logits(
-    x: jax.Array, weight: jax.Array, *, w_spec: PartitionSpec | None = None
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    w_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """`x.astype(float32) @ weight.astype(float32)`.
+    """`x.astype(float32) @ weight.astype(float32) + bias.astype(float32)`.
 
     Args:
       x: float[..., D].
       weight: float[D, E].
+      bias: float[E] or None.
       w_spec: where `weight` is, for Auto axes under a MeshResource; None: over fsdp along D.
 
     Returns:
@@ -41,17 +52,22 @@ def router_logits(
       TF32, 11 bits.
 
     Raises:
-      ValueError: D of `x` and `weight` differ.
+      ValueError: D of `x` and `weight` differ, or E of `weight` and `bias`.
 
-    Differentiable in both; gradients in the operands' dtypes, accumulated in float32. Of bfloat16 x on NVIDIA GPUs the
-    logits' cotangent and a float32 weight are two parts there, 16 bits. Communication as of `gemm`.
+    Differentiable in all three; gradients in the operands' dtypes, accumulated in float32. Of bfloat16 x on NVIDIA GPUs
+    the logits' cotangent and a float32 weight are two parts there, 16 bits. Communication as of `gemm`.
     """
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
             "router_logits: x must be [..., D] and weight [D, E]; "
             f"got x {x.shape}, weight {weight.shape}; transpose the weight"
         )
-    return _router_logits(x, weight, w_spec=w_spec)
+    if bias is not None and bias.shape != weight.shape[1:]:
+        raise ValueError(
+            "router_logits: bias must be [E] of the weight; "
+            f"got bias {bias.shape}, weight {weight.shape}; pass one value per expert"
+        )
+    return _router_logits(x, weight, bias, w_spec=w_spec)
 
 
 PARTS = 3  # of 8 bits each make the 24 of a float32
@@ -164,20 +180,29 @@ router_logits_wgrad_op = _op(
     _wgrad_of_parts,
     _wgrad_unsupported,
 )
+# Of one value per expert, on whatever axes the experts of the weights are.
+router_bias_op = dataclasses.replace(
+    add_bias_op, name="router_bias", roles="tokens ., . -> tokens ."
+)
+router_bias_grad_op = dataclasses.replace(
+    bias_grad_op, name="router_bias_grad", roles="tokens ., . -> ."
+)
+
+_Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def _fwd(
-    x: jax.Array, weight: jax.Array, *, w_spec: PartitionSpec | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, w_spec: PartitionSpec | None
+) -> tuple[jax.Array, _Residuals]:
     specs = (None, w_spec)
     logits = router_logits_op(x, weight, out_dtype=jnp.dtype(jnp.float32), operand_specs=specs)
-    return logits, (x, weight)
+    return logits if bias is None else router_bias_op(logits, bias), (x, weight, bias)
 
 
 def _bwd(
-    residuals: tuple[jax.Array, jax.Array], d_logits: jax.Array, *, w_spec: PartitionSpec | None
-) -> tuple[jax.Array, jax.Array]:
-    x, weight = residuals
+    residuals: _Residuals, d_logits: jax.Array, *, w_spec: PartitionSpec | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x, weight, bias = residuals
     dx = router_logits_dgrad_op(
         d_logits,
         weight,
@@ -188,7 +213,17 @@ def _bwd(
     d_weight = router_logits_wgrad_op(
         x, d_logits, out_dtype=weight.dtype, result_specs=(at_rest(weight, w_spec),)
     )
-    return dx, d_weight
+    return dx, d_weight, _d_bias(d_logits, bias)
+
+
+def _d_bias(d_logits: jax.Array, bias: jax.Array | None) -> jax.Array | None:
+    if bias is None:
+        return None
+    rest = at_rest(bias, None)
+    d_bias: jax.Array = router_bias_grad_op(
+        d_logits, bias, out_dtype=bias.dtype, result_specs=(rest,)
+    )
+    return d_bias
 
 
 _router_logits = differentiable(_fwd, _bwd)

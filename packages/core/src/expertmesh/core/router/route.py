@@ -2,10 +2,11 @@
 
     softmax, post (default): idx = top_k(x);         w = softmax(x[idx])
     softmax, pre:            idx = top_k(p);         w = p[idx],  p = softmax(x)
-    sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx] for K = 1
+    sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx]
 
-all times `scaling_factor`. Where there are groups, of E / G experts each, top_k is limited to the group_topk best ones;
-a group's score is the sum of its K / group_topk greatest.
+all times `scaling_factor`; `normalize`, if None K > 1, says whether s is divided. Where there are groups, of E / G
+experts each, top_k is limited to the group_topk best ones; a group's score is the sum of its `group_best` greatest,
+K / group_topk if that is None.
 
 Dimension key: `...` tokens, E experts, K choices per token, G groups.
 """
@@ -22,9 +23,7 @@ from expertmesh.core.operands import (
     check_arrays,
     check_token_mask,
     exceeds,
-    is_routed,
-    of_live,
-    wide_ids,
+    routed_ids,
 )
 from expertmesh.core.router.config import RouterConfig
 from expertmesh.core.router.scores import (
@@ -76,8 +75,8 @@ def route(
     Returns:
       Routing, by descending biased score; of equal scores (0.0 and -0.0 are equal) the lower expert index comes first.
       Experts with a logit of -inf come last and get weight 0. One NaN logit (of either sign) makes all weights of its
-      token NaN, while its choices stay in range: NaN is never masked (but by `token_mask`, and a NaN that a forced
-      choice does not read). Groups with a NaN come before the others.
+      token NaN (its own alone, where weights are not divided), while its choices stay in range: NaN is never masked
+      (but by `token_mask`, and a NaN that a forced choice does not read). Groups with a NaN come before the others.
 
     Raises:
       ValueError: top_k exceeds the number of experts; groups that do not fit it; a bias with softmax; operands whose
@@ -133,9 +132,7 @@ def _choose(
     """The choices, the best or those given, and their weights before scaling."""
     if topk_idx is None:
         topk_idx = _select(logits, expert_bias, config=config)
-    topk_idx = of_live(wide_ids(topk_idx), token_mask, -1)
-    routed = is_routed(topk_idx, logits.shape[-1])
-    topk_idx = jnp.where(routed, topk_idx, -1).astype(jnp.int32)
+    topk_idx = routed_ids(topk_idx, token_mask, logits.shape[-1])
     return topk_idx, _weigh(logits, topk_idx, config=config)
 
 
@@ -160,7 +157,7 @@ def _top_experts(scores: jax.Array, config: RouterConfig) -> jax.Array:
     num_groups, group_topk = config.num_groups, config.group_topk
     group_size = num_experts // num_groups
     scores = scores.reshape(*tokens, num_groups, group_size)
-    best = jax.lax.top_k(scores, top_k // group_topk)[0]
+    best = jax.lax.top_k(scores, config.best_of_group)[0]
     kept = jax.lax.top_k(_ordered(jnp.sum(best, axis=-1)), group_topk)[1]
     # Ascending, so that of equal scores the lower expert still comes first. Experts of other groups are not masked
     # but absent: -inf could not tell them from experts of a kept group whose score is -inf.
@@ -196,7 +193,7 @@ def _weigh(logits: jax.Array, topk_idx: jax.Array, *, config: RouterConfig) -> j
         return jnp.where(routed, weights, 0.0)
     s = pointwise_scores(_pick(x, topk_idx), config.score_function)
     s = jnp.where(routed, s, 0.0)
-    return s if config.top_k == 1 else s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON)
+    return s / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON) if config.divides else s
 
 
 def _weigh_grad(
@@ -229,7 +226,7 @@ def _pointwise_grad(
 ) -> jax.Array:
     """Of the chosen logits. Divides by the sum of scores once: its square would underflow."""
     slopes = pointwise_slopes(x, config.score_function)
-    if config.top_k == 1:
+    if not config.divides:
         return d_weights * slopes
     s = jnp.where(routed, pointwise_scores(x, config.score_function), 0.0)
     return (d_weights - mean) * (slopes / (jnp.sum(s, axis=-1, keepdims=True) + EPSILON))

@@ -102,8 +102,9 @@ def _choose_fast(key, K: tl.constexpr, K_POW2: tl.constexpr):
 def _choose_kernel(
     logits, bias, mask, topk_idx, weights,
     T: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    SCORE: tl.constexpr, PRE: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
-    G: tl.constexpr, GROUP_TOPK: tl.constexpr, R: tl.constexpr,
+    SCORE: tl.constexpr, PRE: tl.constexpr, DIVIDES: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr,
+    G: tl.constexpr, GROUP_TOPK: tl.constexpr, BEST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     e = tl.arange(0, E_POW2)[None, :]
@@ -121,7 +122,7 @@ def _choose_kernel(
         score += tl.load(bias + e, mask=e < E, other=0).to(tl.float32)
     key = tl.where(e < E, _key(score), LEAST)
     if GROUP_TOPK:
-        key = _keep_groups(key, G, GROUP_TOPK, K // GROUP_TOPK)
+        key = _keep_groups(key, G, GROUP_TOPK, BEST)
 
     chosen, doubtful = _choose_fast(key, K, K_POW2)
     if doubtful:
@@ -138,7 +139,7 @@ def _choose_kernel(
         weight = tl.div_rn(shifted, tl.sum(shifted, 1)[:, None])
     else:
         weight = tl.where(live, _sigmoid(picked), 0.0)
-        if K > 1:
+        if DIVIDES:
             weight = tl.div_rn(weight, (tl.sum(weight, 1) + EPSILON)[:, None])
     if MASKED:
         routed = tl.load(mask + t, mask=t < T, other=0)[:, None] != 0
@@ -152,7 +153,7 @@ def _choose_kernel(
 def _grad_kernel(
     logits, topk_idx, weights, d_weights, d_logits,
     T: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    SCORE: tl.constexpr, PRE: tl.constexpr, R: tl.constexpr,
+    SCORE: tl.constexpr, PRE: tl.constexpr, DIVIDES: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     e = tl.arange(0, E_POW2)[None, :]
@@ -172,7 +173,7 @@ def _grad_kernel(
         picked = tl.load(logits + t[:, None] * E + chosen, mask=routed, other=0).to(tl.float32)
         s = _sigmoid(picked)
         slope = s * _sigmoid(-picked)
-        if K > 1:
+        if DIVIDES:
             total = tl.sum(tl.where(routed, s, 0.0), 1)[:, None]
             d_chosen = (d_weight - mean) * (slope / (total + EPSILON))
         else:
@@ -219,7 +220,7 @@ def choose(logits, bias, mask, topk_idx=None, *, config):
         grid=(triton.cdiv(T, constants["R"]),),
         num_warps=1,
         T=T, BIASED=bias is not None, MASKED=mask is not None,
-        G=config.num_groups or 1, GROUP_TOPK=config.group_topk or 0,
+        G=config.num_groups or 1, GROUP_TOPK=config.group_topk or 0, BEST=config.best_of_group,
         **constants,
     )  # fmt: skip
     return idx.reshape(*leading, K), weights.reshape(*leading, K)
@@ -244,6 +245,6 @@ def _constants(E, config) -> dict:
     E_POW2, K = triton.next_power_of_2(E), config.top_k
     return {
         "E": E, "E_POW2": E_POW2, "K": K, "K_POW2": triton.next_power_of_2(K),
-        "SCORE": config.score_function, "PRE": config.use_pre_softmax,
+        "SCORE": config.score_function, "PRE": config.use_pre_softmax, "DIVIDES": config.divides,
         "R": max(TOKENS * 256 // max(E_POW2, 256), 1),
     }  # fmt: skip
