@@ -123,7 +123,9 @@ def moe(
     params = whole_params("moe", params)
     check_names("moe", params, config, needs_gate=logits is None and topk_weights is None)
     coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
-    outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights, **coeffs)
+    outside: dict[str, Any] = dict(
+        logits=logits, topk_idx=topk_idx, topk_weights=topk_weights, **coeffs
+    )
     check_outside("moe", params, x, config, **outside)
     check_expert_bias("moe", config, expert_bias, topk_idx)
     config = config.under(current_recipe())

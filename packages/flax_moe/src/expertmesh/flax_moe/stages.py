@@ -165,7 +165,7 @@ def route(
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
     given = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
-    coeffs = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
+    coeffs: dict[str, Any] = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
     check_outside("stages.route", params, x, config, **given, **coeffs)
     needs_gate = logits is None and topk_weights is None
     own = gate_part("stages.route", params, x.shape[-1], config, needed=needs_gate)
@@ -433,7 +433,7 @@ def _specs(config: MoEConfig) -> _Specs:
 # ---- route
 
 
-def _with_tokens(x: jax.Array, given: jax.Array | None) -> jax.Array | None:
+def _with_tokens(x: jax.Array, given: Any) -> Any:
     """[..., n] over the Explicit axes that the tokens of x are over."""
     sharding = jax.typeof(x).sharding
     if given is None or AxisType.Explicit not in sharding.mesh.axis_types:
