@@ -13,7 +13,7 @@ from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import Params, check_array
 
-__all__ = ["check_expert_bias", "check_tokens", "ep_axes", "experts_held"]
+__all__ = ["check_expert_bias", "check_latent", "check_tokens", "ep_axes", "experts_held"]
 
 
 def check_tokens(function: str, x: jax.Array) -> None:
@@ -42,6 +42,15 @@ def check_expert_bias(
         raise ValueError(
             f"{function}: expert_bias must be given under use_expert_bias; got expert_bias=None; start with "
             "jnp.zeros(E), or leave use_expert_bias out"
+        )
+
+
+def check_latent(function: str, config: MoEConfig, x: jax.Array) -> None:
+    """Raises unless x is as wide as the experts, if those work at a latent width."""
+    if config.latent_dim not in (None, x.shape[-1]):
+        raise ValueError(
+            f"{function}: x must be [..., L] with L = latent_dim; got x.shape={x.shape}, "
+            f"latent_dim={config.latent_dim}; pass what stages.to_latent returns"
         )
 
 
