@@ -89,6 +89,8 @@ def make_data(config: MoEConfig, shape=(8, 5, 16), seed=0) -> Data:
                 "wi": D,
                 "shared_wi": D,
                 "shared_gate": D,
+                "latent_down": D,
+                "latent_up": config.latent_dim,
                 "wo": config.expert_dim,
             },
             "shared_wo": config.shared_expert_dim,
@@ -146,7 +148,8 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
     params = {name: w.astype(np.float64) for name, w in data.params.items()}
     D, E, Z = data.x.shape[-1], config.num_experts, config.num_null_experts
     params.setdefault("wi_bias", np.zeros((E, *params["wi"].shape[2:])))
-    params.setdefault("wo_bias", np.zeros((E, D)))
+    params.setdefault("wo_bias", np.zeros((E, params["wo"].shape[-1])))
+    down, up = (params.get(name, np.eye(D)) for name in ("latent_down", "latent_up"))
     x = data.x.astype(np.float64).reshape(-1, D)
     dy = data.dy.astype(np.float64).reshape(-1, D)
     y, d_x, d_logits = np.zeros_like(x), np.zeros_like(x), np.zeros((len(x), E + Z))
@@ -168,10 +171,14 @@ def run(data: Data, config: MoEConfig, keep=lambda t, k: True, bias=None) -> Res
                 continue
             weights = [params[name][e] for name in tree]
             before, after = (p[k], 1) if config.weigh_inputs else (1, p[k])
-            out, (dx, *dw) = feed_forward(before * x[t], dy[t], after, *weights, config.act)
-            y[t] += after * out
-            d_weights[k] = dx @ x[t] if config.weigh_inputs else dy[t] @ out
-            d_x[t] += before * dx
+            latent, d_out = x[t] @ down, up @ dy[t]
+            out, (dx, *dw) = feed_forward(before * latent, d_out, after, *weights, config.act)
+            y[t] += after * out @ up
+            d_weights[k] = dx @ latent if config.weigh_inputs else d_out @ out
+            d_x[t] += down @ (before * dx)
+            if config.latent_dim is not None:
+                d["latent_down"] += np.outer(x[t], before * dx)
+                d["latent_up"] += np.outer(after * out, dy[t])
             for name, gradient in zip(tree, dw, strict=True):
                 d[name][e] += gradient
         if config.shared_expert_dim is not None:

@@ -467,6 +467,7 @@ def test_errors(changes, spoil, words):
         dict(activation=GPT_OSS),
         dict(aux_loss_per_sequence=True),
         dict(num_null_experts=1),
+        dict(latent_dim=8),
     ],
     ids=str,
 )

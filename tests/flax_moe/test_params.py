@@ -286,6 +286,16 @@ def test_a_tree_of_separate_projections():
     assert LogicalAxes().of("wi_1") == ("exp", "embed", "mlp")
 
 
+def test_a_tree_at_a_latent_width():
+    config = make_config(latent_dim=64, expert_dim=16)
+    params, specs = init_params(jax.random.key(0), 256, config), param_specs(config, RESOURCE)
+    assert specs["latent_down"] == P("fsdp", None) and specs["latent_up"] == P(None, "fsdp")
+    assert specs["wi"] == P("ep", "fsdp", None, "tp")
+    assert params["wi"].shape == (8, 64, 2, 16) and params["wo_bias"].shape == (8, 64)
+    for name, fan_in in {"latent_down": 256, "latent_up": 64, "wi": 64, "wo": 16}.items():
+        assert abs(np.asarray(params[name]).std() * fan_in**0.5 - 1) < 0.05, name
+
+
 DRAWN = dict(shared_expert_dim=24, shared_expert_gate=True)
 
 

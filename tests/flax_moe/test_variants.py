@@ -1,5 +1,7 @@
 """Blocks of other formulas, against loops in float64, in every mesh mode."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,11 @@ from jax.sharding import PartitionSpec
 
 from cases.covering import full
 from expertmesh.core import global_shard_guard
+from expertmesh.core.hlo import collectives
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import (
     MoEOutput,
+    init_quant_state,
     linen,
     moe,
     native_moe,
@@ -39,6 +43,8 @@ from flax_moe.moe_oracle import (
 INPUTS = dict(weigh_inputs=True, top_k=1, use_pre_softmax=True)
 
 IDENTITY = dict(num_null_experts=5, null_experts="identity", top_k=3)
+
+LATENT = dict(latent_dim=6, shared_expert_dim=20)
 
 
 def manual(config, mesh):
@@ -68,6 +74,9 @@ def manual(config, mesh):
         ("explicit", INPUTS),
         full("resource", INPUTS),
         full("manual", INPUTS),
+        ("explicit", LATENT),
+        full("resource", LATENT | INPUTS),
+        full("manual", LATENT),
         ("explicit", IDENTITY),
         full("resource", IDENTITY | dict(num_chunks=5)),
         full("manual", IDENTITY),
@@ -149,6 +158,46 @@ def test_null_experts_stay_where_others_change_places():
     assert variables[linen.EXPERT_BIAS]["expert_bias"].shape == (13,)
     block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0))
     assert block.expert_bias[...].shape == (13,) and block.gate_kernel[...].shape == (16, 13)
+
+
+def test_what_is_sent_is_as_wide_as_the_latents():
+    """Nothing of width D crosses devices that split the experts; D is 16, L is 6."""
+    config = make_config(**LATENT, use_bias=False)
+    placed = place(make_data(config), config, make_mesh((1, 4), EXPLICIT))
+    program = jax.jit(lambda params, x: moe(params, x, config).y).lower(*placed[:2]).compile()
+    widths = {re.search(r"(\d*)\]", s)[1] for c in collectives(program.as_text()) for s in c.shapes}
+    assert "6" in widths and "16" not in widths, widths
+
+
+@pytest.mark.parametrize("recipe", [None, full("fp8_delayed")])
+def test_stages_at_a_latent_width(recipe):
+    """Their composition is the block; latents must have been made."""
+    config = make_config(latent_dim=16, expert_dim=16, recipe=recipe, use_bias=False)
+    data, state = make_data(config, (8, 4, 32)), init_quant_state(config)
+
+    @jax.jit
+    def both(params, x):
+        given = dict(quant_state=state)
+        routed = stages.route(params, x, config)
+        latent, of_down = stages.to_latent(params, routed, config, **given)
+        assert latent.x.shape == (8, 4, 16)
+        sent = stages.dispatch(params, latent, config)
+        computed = stages.experts(params, sent, config, **given)
+        y, of_up = stages.from_latent(params, stages.combine(computed), config, **given)
+        states = state and {**computed.quant_state, **of_down, **of_up}
+        out = moe(params, x, config, **given)
+        return (y, states), (out.y, out.quant_state)
+
+    got, want = both(data.params, data.x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if recipe is not None:
+        assert set(got[1]) == set(state) == {"wi", "wo", "latent_down", "latent_up"}
+    with pytest.raises(ValueError, match="latent_dim=16; pass what stages.to_latent returns"):
+        stages.dispatch(data.params, stages.route(data.params, data.x, config), config)
+    with pytest.raises(ValueError, match=r"wi must be \[E, L, 2, F\] = \(8, 16, 2, 16\)"):
+        narrow = {**data.params, "wi": data.params["wi"][:, :8]}
+        moe(narrow, data.x, config, quant_state=state)
 
 
 def test_inputs_are_weighed_before_they_are_rounded():

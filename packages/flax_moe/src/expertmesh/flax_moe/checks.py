@@ -17,6 +17,7 @@ from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
 __all__ = [
     "Coefficient",
     "check_expert_bias",
+    "check_latent",
     "check_outside",
     "check_tokens",
     "coefficient",
@@ -139,6 +140,15 @@ def coefficient(config: MoEConfig, name: str, given: Coefficient | None) -> Coef
 def is_on(coeff: Coefficient) -> bool:
     """Whether there is a loss: what is traced may be other than 0."""
     return isinstance(coeff, jax.Array) or coeff != 0
+
+
+def check_latent(function: str, config: MoEConfig, x: jax.Array) -> None:
+    """Raises unless x is as wide as the experts, if those work at a latent width."""
+    if config.latent_dim not in (None, x.shape[-1]):
+        raise ValueError(
+            f"{function}: x must be [..., L] with L = latent_dim; got x.shape={x.shape}, "
+            f"latent_dim={config.latent_dim}; pass what stages.to_latent returns"
+        )
 
 
 def ep_axes(function: str, params: Params, config: MoEConfig) -> tuple[str, ...]:

@@ -50,6 +50,9 @@ class MoEConfig(Config):
         n shared experts of width f being one of n f; None: there is none.
       shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
         sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
+      latent_dim: L, the width at which the experts work, with `latent_down` [D, L] before the dispatch and `latent_up`
+        [L, D] after the combine, so that what is sent between devices is of width L; `wi` is then [E, L, 2, F] and `wo`
+        [E, F, L]. The router, shared and null experts see x. None: they work on x.
       num_null_experts: Z, experts without weights that the router chooses among too, the last of its E + Z, as in
         LongCat-Flash: a choice of one of them sends no row. The gate, `expert_bias`, counts, entropy, groups and both
         losses are of all E + Z, so that the balance loss is smallest where null experts have their share of choices.
@@ -111,6 +114,7 @@ class MoEConfig(Config):
     use_bias: bool = False
     shared_expert_dim: int | None = None
     shared_expert_gate: bool = False
+    latent_dim: int | None = None
     num_null_experts: int = 0
     null_experts: str = "zero"
     weigh_inputs: bool = False
@@ -158,6 +162,7 @@ class MoEConfig(Config):
             object.__setattr__(self, name, value)
         check_counts("MoEConfig", expert_dim=self.expert_dim, num_chunks=self.num_chunks)
         check_counts("MoEConfig", optional=True, shared_expert_dim=self.shared_expert_dim)
+        check_counts("MoEConfig", optional=True, latent_dim=self.latent_dim)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
             _check_number(name, getattr(self, name), 0, "0 turns it off")
         if self.capacity_factor is not None:

@@ -4,7 +4,8 @@
 
     y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
-where e is an expert; a null one adds nothing, or w_tk x_t;
+where e is an expert; a null one adds nothing, or w_tk x_t. At a latent width experts see x_t Ld for x_t, and their sum
+is times Lu. It is
 with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
 the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
 one device without a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes
@@ -77,7 +78,8 @@ def moe(
         and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there
         is no dimension of 2. With a `gate_bias` [E] the logits are x @ gate_kernel + gate_bias. With
         `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
-        `config.shared_expert_gate` `shared_gate` [D]. `wi`, `wi_bias` and `shared_wi` may be halves, of the names of
+        `config.shared_expert_gate` `shared_gate` [D]. With `config.latent_dim` L also `latent_down` [D, L] and
+        `latent_up` [L, D], and D of the experts' is L. `wi`, `wi_bias` and `shared_wi` may be halves, of the names of
         `split_wi`. See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
@@ -140,7 +142,7 @@ def moe(
         params, x, config, expert_bias=expert_bias, token_mask=token_mask, **outside
     )
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
-    y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
+    y, num_dropped, overflow, state = _through_experts(config, params, given, routed)
     y = _laid_out_like(x, y, _weight_axes(experts, config, ep_axis), ep_axis)
     if config.num_null_experts and config.null_experts == "identity":
         y += stages.null_experts(routed, config)
@@ -218,6 +220,21 @@ def _shard_tokens(
 def _cuts(spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """The spec without the axes of one device, which cut nothing."""
     return strip_axes(spec, [axis for axis, size in mesh_shape.items() if size == 1])
+
+
+def _through_experts(
+    config: MoEConfig, params: Params, given: Quantization, routed: stages.Routed
+) -> _Result:
+    """What the routed experts add to y, its layout that of the exchange, and the rest of a `_Result`."""
+    experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
+    of_latents: Any = {}
+    if config.latent_dim is not None:
+        routed, of_latents = stages.to_latent(params, routed, config, **given.arguments)
+    y, num_dropped, overflow, state = _routed_in_chunks(config, experts, given.of(experts), routed)
+    if config.latent_dim is not None:
+        y, of_up = stages.from_latent(params, y, config, **given.arguments)
+        of_latents = of_up and {**of_latents, **of_up}
+    return y, num_dropped, overflow, state and {**state, **of_latents}
 
 
 def _routed(

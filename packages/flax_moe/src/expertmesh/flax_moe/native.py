@@ -66,7 +66,7 @@ def native_moe(
       params: the tree of `init_params`.
       x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
-        a name, `ep_axis` one axis; no shared and no null experts, no loss of each sequence, no recipe. What
+        a name, `ep_axis` one axis; no shared or null experts, latents, loss of each sequence or recipe. What
         changes only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
       mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
         context, and without one a single device.
@@ -125,6 +125,7 @@ def _lacking(config: MoEConfig) -> list[str]:
     """The options of a config that the block lacks."""
     asked = {
         "activation": config.activation not in _ACTIVATIONS,
+        "latent_dim": config.latent_dim is not None,
         "num_null_experts": config.num_null_experts > 0,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "use_gate": not config.use_gate,

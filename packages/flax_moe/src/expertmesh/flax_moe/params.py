@@ -4,6 +4,8 @@
     optional, both or none:     wi_bias [E, 2, F]                   wo_bias [E, D]
     with shared experts:        shared_wi [D, 2, S]                 shared_wo [S, D]
     gated ones:                 shared_gate [D]
+    at a latent width:          latent_down [D, L]                  latent_up [L, D]
+                                wi [E, L, 2, F]                     wo [E, F, L], wo_bias [E, L]
     with Z null experts:        gate_kernel [D, E + Z]
     optional, of the gate:      gate_bias [E]
 
@@ -13,7 +15,8 @@ The gate and up projections sit beside each other in `wi`, so that F can be spli
 in the activation there is no dimension of 2. A tree may have them apart, `wi_0` and `wi_1` [E, D, F], and the others
 with a 2 likewise: the block puts them together where it is called.
 
-Dimension key: D model width, E experts, F expert width, S width of the shared experts.
+Dimension key: D model width, E experts, F expert width, S width of the shared experts, L latent width, Z
+null experts.
 """
 
 import dataclasses
@@ -36,6 +39,7 @@ __all__ = [
     "EXPERTS",
     "GATE",
     "GATE_BIAS",
+    "LATENT",
     "SHARED",
     "SHARED_GATE",
     "LogicalAxes",
@@ -65,6 +69,7 @@ EXPERTS = ("wi", "wo")
 BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
 SHARED_GATE = ("shared_gate",)
+LATENT = ("latent_down", "latent_up")
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",
@@ -74,6 +79,8 @@ _DIMS = {
     "shared_wi": "D 2 S",
     "shared_wo": "S D",
     "shared_gate": "d",
+    "latent_down": "D l",
+    "latent_up": "l D",
     "wi_bias": "E 2 F",
     "wo_bias": "E d",
 }
@@ -130,8 +137,9 @@ def _whole_names(config: MoEConfig) -> tuple[str, ...]:
     """Those of the tree whose gate and up projections are together."""
     shared = config.shared_expert_dim is not None
     gated = SHARED_GATE * config.shared_expert_gate
+    latent = LATENT * (config.latent_dim is not None)
     gate, gate_bias = GATE * config.use_gate, GATE_BIAS * config.use_gate_bias
-    return gate + EXPERTS + SHARED * shared + gated + BIASES * config.use_bias + gate_bias
+    return gate + EXPERTS + SHARED * shared + gated + latent + BIASES * config.use_bias + gate_bias
 
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -144,7 +152,16 @@ def _shapes(model_dim: int, config: MoEConfig, num_held: int) -> dict[str, tuple
     """With `num_held` experts in the arrays; the gate's are always those of the config."""
     sizes = {"D": model_dim, "d": model_dim, "E": num_held, "e": config.num_candidates, "2": 2}
     sizes |= {"F": config.expert_dim, "S": config.shared_expert_dim or 0}
-    return {name: tuple(sizes[dim] for dim in _dims(name, config.act.gated)) for name in _DIMS}
+    sizes["l"] = sizes["L"] = model_dim if config.latent_dim is None else config.latent_dim
+    return {name: tuple(sizes[dim] for dim in _layout(name, config)) for name in _DIMS}
+
+
+def _layout(name: str, config: MoEConfig) -> list[str]:
+    """The dimensions of a parameter: L in place of D for experts at a latent width."""
+    dims = _dims(name, config.act.gated)
+    if config.latent_dim is None or _WHOLE.get(name, name) not in EXPERTS + BIASES:
+        return dims
+    return ["L" if dim in "Dd" else dim for dim in dims]
 
 
 _Init = Callable[..., jax.Array]
@@ -153,8 +170,8 @@ _Init = Callable[..., jax.Array]
 def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> dict[str, _Init]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
-    The fan-in of `gate_kernel`, `wi`, `shared_wi` and `shared_gate` is D, that of `wo` F, of `shared_wo` S: the expert
-    dimension is a batch dimension.
+    The fan-in is the size that a product contracts: D of `gate_kernel`, `shared_wi`, `shared_gate` and `latent_down`, D
+    or L of `wi`, L of `latent_up`, F of `wo`, S of `shared_wo`. The expert dimension is a batch dimension.
 
     Args:
       config: see MoEConfig.
@@ -415,12 +432,13 @@ def check_shapes(
     shapes = _shapes(model_dim, config, num_experts)
     for name, array in params.items():
         if array.shape != shapes[name]:
-            layout = ", ".join(_dims(name, config.act.gated)).upper()
+            layout = ", ".join(_layout(name, config)).upper()
             raise ValueError(
-                f"{function}: {name} must be [{layout}] = {shapes[name]}, with D from x, E, F and S from the "
+                f"{function}: {name} must be [{layout}] = {shapes[name]}, with D from x, E, F, S and L from the "
                 f"config; got {name}.shape={array.shape}, num_experts={config.num_experts}, "
                 f"num_null_experts={config.num_null_experts}, "
-                f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}; "
+                f"expert_dim={config.expert_dim}, shared_expert_dim={config.shared_expert_dim}, "
+                f"latent_dim={config.latent_dim}; "
                 "change the config or the array"
             )
 

@@ -1,7 +1,7 @@
 """What a quantized block carries from step to step, and what it makes once per step.
 
 The *layers* of a block are its GEMMs with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
-`shared_wi`, `shared_wo`. The router's is not one of them.
+`shared_wi`, `shared_wo`, at a latent width `latent_down`, `latent_up`. The router's is not one of them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from expertmesh.core.linear.quantize_weight import QuantizedWeight, quantize_wei
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.quantization.recipe import DelayedScaling, Recipe, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import EXPERTS, SHARED, Params, whole_params, whole_specs
+from expertmesh.flax_moe.params import EXPERTS, LATENT, SHARED, Params, whole_params, whole_specs
 
 __all__ = [
     "Quantization",
@@ -27,12 +27,13 @@ __all__ = [
     "quantize_weights",
 ]
 
-_LAYERS = EXPERTS + SHARED
+_LAYERS = EXPERTS + SHARED + LATENT
 
 
 def layers_of(config: MoEConfig) -> tuple[str, ...]:
     """Of the block."""
-    return EXPERTS + SHARED * (config.shared_expert_dim is not None)
+    shared, latent = config.shared_expert_dim is not None, config.latent_dim is not None
+    return EXPERTS + SHARED * shared + LATENT * latent
 
 
 def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:

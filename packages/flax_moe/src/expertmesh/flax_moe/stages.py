@@ -18,6 +18,7 @@ Dimension key: `...` tokens, K choices per token, E experts, P participants, C r
 width, F expert width.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from math import prod
@@ -50,6 +51,7 @@ from expertmesh.ep.partition import resource_of_rows
 from expertmesh.flax_moe.checks import (
     Coefficient,
     check_expert_bias,
+    check_latent,
     check_outside,
     check_tokens,
     coefficient,
@@ -62,6 +64,7 @@ from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, rea
 from expertmesh.flax_moe.params import (
     BIASES,
     EXPERTS,
+    LATENT,
     SHARED,
     SHARED_GATE,
     Params,
@@ -81,9 +84,11 @@ __all__ = [
     "combine",
     "dispatch",
     "experts",
+    "from_latent",
     "null_experts",
     "route",
     "shared_experts",
+    "to_latent",
 ]
 
 
@@ -225,6 +230,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     """
     config, params = config.under(current_recipe()), whole_params("stages.dispatch", params)
     check_tokens("stages.dispatch", routed.x)
+    check_latent("stages.dispatch", config, routed.x)
     ep_axis = ep_axes("stages.dispatch", params, config)
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
     names = (*EXPERTS, *BIASES)
@@ -348,32 +354,121 @@ def shared_experts(
     Differentiable in x and the parameters. Moves no token: it needs nothing of the other stages, so that a compiler
     can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
     """
-    config = config.under(current_recipe())
-    check_tokens("stages.shared_experts", x)
-    given = Quantization(quant_state, weights_quantized, key).of(SHARED)
-    given = given.checked("stages.shared_experts", config, SHARED)
     names = SHARED + SHARED_GATE * config.shared_expert_gate
-    own = check_part(
-        "stages.shared_experts", params, names, x.shape[-1], config, config.num_experts
-    )
+    given = Quantization(quant_state, weights_quantized, key)
+    layers = _Dense.of("stages.shared_experts", names, params, x, config, given)
+    h, wi_state = layers.project("shared_wi", x)
+    y, wo_state = layers.project("shared_wo", activate(h, config.activation))
+    if config.shared_expert_gate:
+        y = _weighted(y, _gate(x, layers.params["shared_gate"]), y.dtype)
+    return y, layers.given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
-    def project(name: str, rows: jax.Array) -> tuple[jax.Array, Any]:
-        more = given.layer(name)
+
+def to_latent(
+    params: Params,
+    routed: Routed,
+    config: MoEConfig,
+    *,
+    quant_state: Any = None,
+    weights_quantized: Any = None,
+    key: jax.Array | None = None,
+) -> tuple[Routed, Any]:
+    """`routed` with `x latent_down` for x: what `moe` dispatches under `config.latent_dim`.
+
+    Args:
+      params: `latent_down` [D, L]; others are not read.
+      routed: of `route`.
+      config: see MoEConfig.
+      quant_state, weights_quantized: as for `moe`; of both only what is of `latent_down` is read.
+      key: as for `moe`.
+
+    Returns:
+      (Routed with x [..., L] in `config.dtype`, the next call's `quant_state` of `latent_down` or None).
+
+    Raises:
+      ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
+      TypeError: x or a parameter that is no array, or not floating point.
+
+    Differentiable in `routed.x` and the parameter. Moves no token. Costs what `expertmesh.core.dense` costs.
+    """
+    given = Quantization(quant_state, weights_quantized, key)
+    layers = _Dense.of("stages.to_latent", LATENT[:1], params, routed.x, config, given)
+    x, state = layers.project("latent_down", routed.x)
+    return routed._replace(x=x), layers.given.state and {"latent_down": state}
+
+
+def from_latent(
+    params: Params,
+    y: jax.Array,
+    config: MoEConfig,
+    *,
+    quant_state: Any = None,
+    weights_quantized: Any = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """`y latent_up`, y being the result of `combine`: what `moe` returns under `config.latent_dim`.
+
+    Args:
+      params: `latent_up` [L, D]; others are not read.
+      y: float[..., L].
+      config, quant_state, weights_quantized, key: as for `to_latent`.
+
+    Returns, costs, errors and gradients are those of `to_latent`: ([..., D], state).
+    """
+    given = Quantization(quant_state, weights_quantized, key)
+    layers = _Dense.of("stages.from_latent", LATENT[1:], params, y, config, given)
+    y, state = layers.project("latent_up", y)
+    return y, layers.given.state and {"latent_up": state}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dense:
+    """The dense layers of a stage.
+
+    Attributes:
+      params: its own.
+      config: under the recipe in context.
+      given: what its layers are given for that.
+    """
+
+    params: Params
+    config: MoEConfig
+    given: Quantization
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        names: tuple[str, ...],
+        params: Params,
+        x: jax.Array,
+        config: MoEConfig,
+        given: Quantization,
+    ) -> "_Dense":
+        """After the errors about the operands, which name `function`."""
+        config = config.under(current_recipe())
+        check_tokens(function, x)
+        layers = [name for name in names if name not in SHARED_GATE]
+        given = given.of(layers).checked(function, config, layers)
+        # A latent is as wide as the config says: what its projection makes of it is the parameter's to say.
+        up = params.get("latent_up") if names == LATENT[1:] else None
+        width = x.shape[-1] if up is None else up.shape[-1]
+        return cls(
+            check_part(function, params, names, width, config, config.num_experts), config, given
+        )
+
+    def project(self, name: str, x: jax.Array) -> tuple[jax.Array, Any]:
+        """x times a weight, and the layer's next state."""
+        more, config = self.given.layer(name), self.config
         out = dense(
-            rows,
-            own[name],
+            x.astype(config.dtype),
+            self.params[name],
             recipe=config.recipe,
             reduce_dtype=config.reduce_dtype,
             w_spec=_specs(config).get(name),
             **more,
         )
         return output_and_state(out, more["state"])
-
-    h, wi_state = project("shared_wi", x.astype(config.dtype))
-    y, wo_state = project("shared_wo", activate(h, config.activation))
-    if config.shared_expert_gate:
-        y = _weighted(y, _gate(x, own["shared_gate"]), y.dtype)
-    return y, given.state and {"shared_wi": wi_state, "shared_wo": wo_state}
 
 
 def null_experts(routed: Routed, config: MoEConfig) -> jax.Array:
