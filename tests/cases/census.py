@@ -572,6 +572,9 @@ BLOCKS: Mapping[str, Mapping] = {
     "fp8_block, gradients of tokens too": dict(
         recipe="fp8_block", transport="all_to_all", quantize_backward_combine=True
     ),
+    "gate bias, unbiased counts": dict(
+        use_gate_bias=True, aux_loss_coeff=0.5, aux_loss_counts="unbiased"
+    ),
     "fp8_block, fsdp on E": dict(recipe="fp8_block", shard_exp_on_fsdp=True),
 }
 

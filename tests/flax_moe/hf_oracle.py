@@ -47,6 +47,7 @@ MODELS = {
     "qwen3": QWEN3,
     "qwen3-not-normalised": QWEN3 | {"norm_topk_prob": False},
     "deepseek": DEEPSEEK,
+    "deepseek-not-normalised": DEEPSEEK | {"topk_group": 3, "norm_topk_prob": False},
     "deepseek-without-groups": DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 0},
 }
 
@@ -109,7 +110,8 @@ def sigmoid_choice(logits, bias, config):
         out = np.argsort(-totals, kind="stable")[config["topk_group"] :]
         by[out] = -np.inf
     chosen = np.argsort(-by.ravel(), kind="stable")[: config["num_experts_per_tok"]]
-    return chosen, s[chosen] / s[chosen].sum() * config["routed_scaling_factor"]
+    total = s[chosen].sum() if config["norm_topk_prob"] else 1
+    return chosen, s[chosen] / total * config["routed_scaling_factor"]
 
 
 def run(weights, config, layer, x):

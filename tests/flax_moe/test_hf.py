@@ -13,7 +13,7 @@ from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, MODELS, QWEN3, make_weights, n
 pytestmark = pytest.mark.default_jax
 
 LAYER = 4
-SOME = ("deepseek",)
+SOME = ("deepseek", "deepseek-not-normalised")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,7 @@ def without(mapping, key):
         (without(MIXTRAL, "num_local_experts"), ["mixtral must have", "or num_local_experts"]),
         (without(QWEN3, "norm_topk_prob"), ["qwen3_moe must have norm_topk_prob"]),
         (MIXTRAL | {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
-        (DEEPSEEK | {"norm_topk_prob": False}, ["norm_topk_prob must be True", "False"]),
-        (DEEPSEEK | {"topk_group": 1}, ["num_experts_per_tok / topk_group must be 2", "4.0"]),
+        (DEEPSEEK | {"n_group": 16, "topk_group": 8}, ["group_best=2", "16 experts"]),
         (DEEPSEEK | {"scoring_func": "softmax"}, ["scoring_func must be 'sigmoid'"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",

@@ -94,11 +94,13 @@ def test_quantization():
 
 def test_block():
     """Shapes only: they are those of real models."""
-    first, file, bias, placement, fewer_bits, state, microbatches = snippets("flax_moe.md")
+    first, file, outside, bias, placement, fewer_bits, state, microbatches = snippets("flax_moe.md")
 
     def shown():
         small, x = jnp.ones((2, 8, 256), jnp.bfloat16), jnp.ones((2, 8, 2048), jnp.bfloat16)
         out = run(first, "flax_moe.md", x=x, cross_entropy=jnp.sum)["out"]
+        given = dict(logits=jnp.ones((2, 8, 64)), topk_weights=jnp.ones((2, 8, 6)))
+        weighted = run(outside, "flax_moe.md", x=x, **given)["weighted"]
         config = expertmesh.flax_moe.MoEConfig(
             **SMALL, use_expert_bias=True, score_function="sigmoid"
         )
@@ -137,6 +139,7 @@ def test_block():
         cached = run(
             microbatches, "flax_moe.md", params=weights, config=config, microbatches=[x, x]
         )
+        assert weighted.y.shape == x.shape and weighted.entropy is None
         return out.y, both["bias"], kept, cached["out"].y, placed["opt_state"]["mu"]
 
     y, moved, kept, cached, moments = jax.eval_shape(shown)

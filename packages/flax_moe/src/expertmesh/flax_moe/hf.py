@@ -103,20 +103,16 @@ def _qwen3_is_moe(hf_config: HfConfig, layer: int) -> bool:
 
 
 def _deepseek_router(hf_config: HfConfig) -> dict[str, Any]:
-    top_k, groups = (_get(hf_config, key) for key in ("num_experts_per_tok", "n_group"))
-    group_topk = _get(hf_config, "topk_group")
+    groups, group_topk = (_get(hf_config, key) for key in ("n_group", "topk_group"))
     _must("scoring_func", hf_config.get("scoring_func", "sigmoid"), "sigmoid")
     _must("topk_method", hf_config.get("topk_method", "noaux_tc"), "noaux_tc")
-    # One weight alone is not divided by itself here, and several always are by their sum.
-    _must("norm_topk_prob", _get(hf_config, "norm_topk_prob"), top_k > 1)
     limited = group_topk < groups
-    if limited:
-        # A group counts by its two best experts there, by its share of the choices here.
-        _must("num_experts_per_tok / topk_group", top_k / group_topk, 2)
     return {
         "score_function": "sigmoid",
         "num_groups": groups if limited else None,
         "group_topk": group_topk if limited else None,
+        "group_best": 2 if limited else None,
+        "normalize": bool(_get(hf_config, "norm_topk_prob")),
         "scaling_factor": float(_get(hf_config, "routed_scaling_factor")),
         "use_expert_bias": True,
         "shared_expert_dim": _shared_width(hf_config),
