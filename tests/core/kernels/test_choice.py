@@ -56,6 +56,15 @@ def test_results_beyond_the_offsets_of_the_kernel_in_cuda():
     assert plain.choose_rows(rows(2**20, 512, 2**15)).kernel == "triton"
 
 
+def test_many_large_groups_leave_three_stages_and_each_warp_sends_its_lines():
+    def tiles(groups):
+        return plain.choose_weights(plain.Weights(2**17, (256, 128), groups, BF16, H100)).tiles
+
+    few, many = tiles(96), tiles(128)
+    assert (few.stages, few.strips) == (4, 0)
+    assert (many.stages, many.strips) == (3, 2)
+
+
 def test_more_rows_than_the_kernel_of_weight_gradients_counts():
     """A tile's rows have 29 bits of a word."""
     few = plain.Weights(2**29 - 1, (8, 8), 4, BF16, H100)

@@ -187,6 +187,9 @@ WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
 WEIGHTS_HOPPER_SMALL = dataclasses.replace(
     WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False
 )
+# Where the table of many groups leaves three stages, NVRTC 13.1 to 13.3 let products wait for each other, unless each
+# warp sends its own lines. Not measured.
+WEIGHTS_HOPPER_MANY = dataclasses.replace(WEIGHTS_HOPPER, strips=2)
 SMALL_GROUP = 192  # rows in the mean, at most
 MAX_GROUPS = 1024  # whose places fit into shared memory
 MAX_RESULT = 2**35  # elements of rows: the kernel finds them by 32 bits of 8 elements
@@ -211,19 +214,24 @@ def choose_gathered(gemm: Rows) -> Config:
 
 def choose_weights(gemm: Weights) -> Config:
     """The weight gradient."""
-    if jnp.dtype(gemm.out_dtype).itemsize == 4:
-        cuda = WEIGHTS_HOPPER_WIDE
-    elif gemm.rows <= SMALL_GROUP * gemm.groups:
-        cuda = WEIGHTS_HOPPER_SMALL
-    else:
-        cuda = WEIGHTS_HOPPER
-    cuda = cuda.fit(gemm.groups, gemm.out_dtype)
+    cuda = _hopper_weights(gemm)
     # The windows of rows that are loaded need as many rows as a step.
     counts = STEP <= gemm.rows < MAX_GROUP
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
     tiles = WEIGHTS.fit(gemm.widths[1], gemm.out_dtype)
     return Config("triton", tiles, gemm.device.programs())
+
+
+def _hopper_weights(gemm: Weights) -> WeightTiles:
+    tiles = WEIGHTS_HOPPER
+    if jnp.dtype(gemm.out_dtype).itemsize == 4:
+        tiles = WEIGHTS_HOPPER_WIDE
+    elif gemm.rows <= SMALL_GROUP * gemm.groups:
+        tiles = WEIGHTS_HOPPER_SMALL
+    elif tiles.fit(gemm.groups, gemm.out_dtype) != tiles:
+        tiles = WEIGHTS_HOPPER_MANY
+    return tiles.fit(gemm.groups, gemm.out_dtype)
 
 
 def fits_cuda(gemm: Rows) -> bool:
