@@ -44,7 +44,7 @@ ROUTING = {
 }
 # Elements that are all-reduced over all devices; XLA joins them in one buffer.
 SUMS = {
-    "f32": D * E + 2,  # the gate's gradient, the loss, the z-loss
+    "f32": D * E + 1,  # the gate's gradient; the loss, to which XLA adds the router's before
     "s32": E + 1,  # each expert's choices, dropped rows
 }
 EXCHANGE = {

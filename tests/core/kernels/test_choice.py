@@ -60,7 +60,7 @@ def test_many_large_groups_leave_three_stages_and_each_warp_sends_its_lines():
     def tiles(groups):
         return plain.choose_weights(plain.Weights(2**17, (256, 128), groups, BF16, H100)).tiles
 
-    few, many = tiles(96), tiles(128)
+    few, many = tiles(64), tiles(65)
     assert (few.stages, few.strips) == (4, 0)
     assert (many.stages, many.strips) == (3, 2)
 
@@ -96,7 +96,8 @@ def test_measured_weight_gradients_of_small_groups():
         return plain.choose_weights(plain.Weights(32768, (2048, 7168), groups, out, H200)).tiles
 
     assert tiles(256) == plain.WEIGHTS_HOPPER_SMALL.fit(256, BF16)
-    assert tiles(128) == plain.WEIGHTS_HOPPER.fit(128, BF16)
+    assert tiles(128) == plain.WEIGHTS_HOPPER_MANY.fit(128, BF16)
+    assert tiles(64) == plain.WEIGHTS_HOPPER
     assert tiles(256, F32) == plain.WEIGHTS_HOPPER_WIDE.fit(256, F32)
 
 
