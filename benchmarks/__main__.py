@@ -14,9 +14,8 @@ import subprocess
 import sys
 import time
 
-from benchmarks import _measure
+from benchmarks import _measure, runnable
 
-HERE = pathlib.Path(__file__).parent
 SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
 # Of the others, in order of their time.
 LONG = (
@@ -73,8 +72,7 @@ def print_rows(names: list[str], out: pathlib.Path) -> None:
 
 
 def main() -> int:
-    runnable = [p.stem for p in sorted(HERE.glob("*.py")) if "def main(" in p.read_text()]
-    names = [name for name in runnable if not name.startswith("_")]
+    names = runnable()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(names)}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench"))

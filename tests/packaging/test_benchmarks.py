@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from cases.scripts import load_script
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RUNNABLE = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py") if "def main(" in path.read_text()
-)
-# Of seconds, and between them of each way of timing: one of a copy, of both directions, of another tree.
+RUNNABLE = load_script(ROOT / "benchmarks/__init__.py").runnable()
+# Of seconds; the others are run with all that is long.
 QUICK = {"activate_quantize", "group_bias"}
 ALONE = {"compile_time", "moe_block", "dispatch"}  # minutes, or programs of several GPUs
 
