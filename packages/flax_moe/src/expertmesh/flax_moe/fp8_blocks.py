@@ -20,6 +20,7 @@ __all__ = [
     "BLOCK",
     "block_format",
     "block_size",
+    "block_size_or_default",
     "scale_name",
     "scale_shape",
     "to_blocks",
@@ -46,6 +47,11 @@ def block_size(hf_config: Mapping[str, Any]) -> Block | None:
     """(out, in) of a block by the config, or None."""
     block = (hf_config.get("quantization_config") or {}).get("weight_block_size")
     return None if block is None else (int(block[0]), int(block[1]))
+
+
+def block_size_or_default(hf_config: Mapping[str, Any]) -> Block:
+    """(out, in) of a block by the config, or where it names none 128 x 128."""
+    return block_size(hf_config) or BLOCK
 
 
 def block_format(block: Block) -> TensorFormat:

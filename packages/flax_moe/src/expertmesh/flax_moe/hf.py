@@ -27,7 +27,16 @@ from jax.typing import DTypeLike
 from expertmesh.flax_moe import fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import BIASES, GATE_BIAS, Params, check_params, param_shapes
-from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
+from expertmesh.flax_moe.places import (
+    Layout,
+    Place,
+    Ranges,
+    Slices,
+    assemble,
+    extract,
+    matrices_of,
+    whole,
+)
 
 __all__ = [
     "HfLayer",
@@ -42,7 +51,7 @@ __all__ = [
     "moe_config",
     "moe_layers",
     "read_bias",
-    "read_part",
+    "read_param",
     "read_scale",
 ]
 
@@ -217,12 +226,8 @@ def load_layer(
         config says, 8-bit weights without their scales.
     """
     layout = find_layout(weights, hf_config, layer, prefix=prefix)
-
-    def read(name: str, index: Slices) -> np.ndarray:
-        return read_part(weights, hf_config, layout, name, index, dtype=dtype)
-
     params = {
-        param: assemble(layout.places_of(param), whole(shape), read)
+        param: read_param(weights, hf_config, layout, param, whole(shape), dtype=dtype)
         for param, shape in layout.params.items()
     }
     return HfLayer(params, read_bias(weights, layout))
@@ -358,30 +363,35 @@ def check_there(weights: Weights, layout: Layout, layer: int) -> None:
         )
 
 
-def read_part(
+def read_param(
     weights: Weights,
     hf_config: HfConfig,
     layout: Layout,
-    name: str,
-    index: Slices,
+    param: str,
+    ranges: Ranges,
     *,
     dtype: DTypeLike | None = None,
 ) -> np.ndarray:
-    """Part of an array, dequantized where it has 8 bits; no more of the array is read.
+    """Part of a parameter, dequantized where it has 8 bits; no more of the arrays is read.
 
     Args:
       weights, hf_config, dtype: see `load_layer`.
       layout: of the layer.
-      name: of the array.
-      index: one slice for each of its dimensions.
+      param: the parameter.
+      ranges: the part, as `assemble` takes it.
     """
-    check_shape(name, np.shape(weights[name]), layout.shapes[name])
-    part = np.asarray(weights[name][index])
-    if part.dtype.itemsize == 1:
-        scale, blocks = read_scale(weights, hf_config, layout, name)
-        part = fp8_blocks.widened(part, scale, blocks, index)
-        dtype = jnp.bfloat16 if dtype is None else dtype
-    return part if dtype is None else part.astype(dtype)
+
+    def read(name: str, index: Slices) -> np.ndarray:
+        check_shape(name, np.shape(weights[name]), layout.shapes[name])
+        part = np.asarray(weights[name][index])
+        wanted = dtype
+        if part.dtype.itemsize == 1:
+            scale, blocks = read_scale(weights, hf_config, layout, name)
+            part = fp8_blocks.widened(part, scale, blocks, index)
+            wanted = jnp.bfloat16 if dtype is None else dtype
+        return part if wanted is None else part.astype(wanted)
+
+    return assemble(layout.places_of(param), ranges, read)
 
 
 def read_scale(

@@ -148,7 +148,7 @@ def export_tensors(
     layout = hf.layer_layout(hf_config, layer, prefix=prefix)
     types = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
     hf.check_export("export_tensors", types, hf_config, expert_bias)
-    block = fp8_blocks.block_size(hf_config) or fp8_blocks.BLOCK
+    block = fp8_blocks.block_size_or_default(hf_config)
     made = layer_tensors(_HeldMatrices(params, dtype), layout, layout, block if fp8 else None)
     return made if layout.bias is None else [*made, bias_tensor(layout.bias, expert_bias)]
 

@@ -65,13 +65,9 @@ class StoredLayer:
 
     def values(self, param: str, ranges: Ranges) -> np.ndarray:
         """Part of a parameter, dequantized where it is stored in 8 bits."""
-
-        def read(name: str, index: Slices) -> np.ndarray:
-            return hf.read_part(
-                self.weights, self.hf_config, self.layout, name, index, dtype=self.dtype
-            )
-
-        return assemble(self.layout.places_of(param), ranges, read)
+        return hf.read_param(
+            self.weights, self.hf_config, self.layout, param, ranges, dtype=self.dtype
+        )
 
     def data(self, param: str, ranges: Ranges) -> np.ndarray:
         """Part of a parameter's 8 bits."""
@@ -89,8 +85,8 @@ class StoredLayer:
         return assemble(self._unsplit(param), ranges, read)
 
     def block(self) -> Block:
-        """(out, in) of a block of 8 bits: the config's, or where it names none 128 x 128."""
-        return fp8_blocks.block_size(self.hf_config) or fp8_blocks.BLOCK
+        """(out, in) of a block of 8 bits."""
+        return fp8_blocks.block_size_or_default(self.hf_config)
 
     def _unsplit(self, param: str) -> list[Place]:
         places = self.layout.places_of(param)
