@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-__all__ = ["Config"]
+__all__ = ["Config", "field_names"]
 
 
 class Config:
@@ -18,14 +18,14 @@ class Config:
 
     def _normalize(self) -> None:
         """Makes Python's of NumPy's numbers, so that equal configs are one value to the type as well."""
-        for name in _names(type(self)):
+        for name in field_names(type(self)):
             value = getattr(self, name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, name, value.item())
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by its name, of JSON's types: dtypes by name, tuples as lists, values with fields as dicts."""
-        return {name: _encoded(getattr(self, name)) for name in _names(type(self))}
+        return {name: _encoded(getattr(self, name)) for name in field_names(type(self))}
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -48,7 +48,8 @@ class Config:
         return cls.from_dict(json.loads(text))
 
 
-def _names(cls: Any) -> tuple[str, ...]:
+def field_names(cls: Any) -> tuple[str, ...]:
+    """Of a dataclass, in their order."""
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
@@ -70,7 +71,7 @@ def _check_keys(cls: type, fields: object) -> None:
         raise TypeError(
             f"{name}: fields must be a mapping; got {type(fields).__name__}; pass the result of to_dict"
         )
-    known = _names(cls)
+    known = field_names(cls)
     if unknown := [key for key in fields if key not in known]:
         raise ValueError(
             f"{name}: keys must be of {', '.join(known)}; got also {', '.join(map(str, unknown))}; "

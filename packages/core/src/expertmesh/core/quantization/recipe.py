@@ -21,6 +21,8 @@ from typing import Any
 
 import jax
 
+from expertmesh.core.config import field_names
+
 # A user context is part of jit's key: a function traced under one recipe is traced again under another.
 _context = jax.make_user_context(default_value=None)
 
@@ -145,7 +147,7 @@ class Recipe(abc.ABC):
                 f"Recipe.to_dict: the recipe must be one of {', '.join(RECIPES)}; got {self}; "
                 "keep the code that makes it"
             )
-        fields: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        fields = {name: getattr(self, name) for name in field_names(type(self))}
         options = {k: v.name if isinstance(v, Format) else v for k, v in fields.items()}
         return {"recipe": names[0], **options}
 
