@@ -168,17 +168,12 @@ class MoEConfig(Config):
         if self.capacity_factor is not None:
             _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
         _check_ep_axis(self.ep_axis)
-        _check_choice("remat", self.remat, tuple(REMAT_POLICIES))
-        _check_choice("aux_loss_counts", self.aux_loss_counts, ("chosen", "unbiased"))
+        _check_choices(self)
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
-        _check_null_experts(self)
+        _check_variant(self)
         self.router.check_experts("MoEConfig", self.num_candidates)
-        _check_gate_bias(self)
         _check_expert_bias(self)
-        _check_shared_gate(self)
-        _check_separate_wi(self)
-        _check_weigh_inputs(self)
         _check_alignment(self)
         _check_backward_combine(self)
 
@@ -300,6 +295,15 @@ def _check_expert_bias(config: MoEConfig) -> None:
         )
 
 
+def _check_variant(config: MoEConfig) -> None:
+    """Raises where options of the block's formula do not go together."""
+    check_counts("MoEConfig", least=0, num_null_experts=config.num_null_experts)
+    _check_gate_bias(config)
+    _check_shared_gate(config)
+    _check_separate_wi(config)
+    _check_weigh_inputs(config)
+
+
 def _check_shared_gate(config: MoEConfig) -> None:
     if config.shared_expert_gate and config.shared_expert_dim is None:
         raise ValueError(
@@ -324,20 +328,17 @@ def _check_weigh_inputs(config: MoEConfig) -> None:
         )
 
 
-def _check_null_experts(config: MoEConfig) -> None:
-    check_counts("MoEConfig", least=0, num_null_experts=config.num_null_experts)
-    if config.null_experts not in NULL_EXPERTS:
-        raise ValueError(
-            f"MoEConfig: null_experts must be one of {', '.join(NULL_EXPERTS)}; "
-            f"got null_experts={config.null_experts!r}; use 'zero' for no contribution, 'identity' for w x"
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"MoEConfig: {name} must be one of {', '.join(choices)}; got {name}={value!r}; choose one of these"
-        )
+def _check_choices(config: MoEConfig) -> None:
+    """Raises where a field that names one of several things names none of them."""
+    for name, choices, remedy in (
+        ("remat", tuple(REMAT_POLICIES), "use 'save_all' to recompute nothing"),
+        ("aux_loss_counts", ("chosen", "unbiased"), "use 'chosen' for the choices that are made"),
+        ("null_experts", NULL_EXPERTS, "use 'zero' for no contribution, 'identity' for w x"),
+    ):
+        if (value := getattr(config, name)) not in choices:
+            raise ValueError(
+                f"MoEConfig: {name} must be one of {', '.join(choices)}; got {name}={value!r}; {remedy}"
+            )
 
 
 def _check_alignment(config: MoEConfig) -> None:

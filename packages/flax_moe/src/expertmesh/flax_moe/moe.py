@@ -144,11 +144,7 @@ def moe(
     experts = {k: w for k, w in params.items() if k in EXPERTS + BIASES}
     y, num_dropped, overflow, state = _through_experts(config, params, given, routed)
     y = _laid_out_like(x, y, _weight_axes(experts, config, ep_axis), ep_axis)
-    if config.num_null_experts and config.null_experts == "identity":
-        y += stages.null_experts(routed, config)
-    if config.shared_expert_dim is not None:
-        shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
-        y, state = y + shared, state and {**state, **of_shared}
+    y, state = _with_others(config, params, given, routed, y, state)
     return MoEOutput(
         y=y.astype(x.dtype),
         aux_loss=routed.aux_loss,
@@ -220,6 +216,23 @@ def _shard_tokens(
 def _cuts(spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """The spec without the axes of one device, which cut nothing."""
     return strip_axes(spec, [axis for axis, size in mesh_shape.items() if size == 1])
+
+
+def _with_others(
+    config: MoEConfig,
+    params: Params,
+    given: Quantization,
+    routed: stages.Routed,
+    y: jax.Array,
+    state: Any,
+) -> tuple[jax.Array, Any]:
+    """y and the layers' next state with those of null and shared experts."""
+    if config.num_null_experts and config.null_experts == "identity":
+        y += stages.null_experts(routed, config)
+    if config.shared_expert_dim is not None:
+        shared, of_shared = stages.shared_experts(params, routed.x, config, **given.arguments)
+        y, state = y + shared, state and {**state, **of_shared}
+    return y, state
 
 
 def _through_experts(
