@@ -53,103 +53,7 @@ struct Cut {
   }
 };
 
-#if OWN
-// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are swizzled by their number. Odd lines take other
-// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A consumer.
-__device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
-  int lane = threadIdx.x % 32;
-  asm volatile("" : "+r"(lane));  // addresses are found here each time: products need the registers
-  const int warp = threadIdx.x % 128 / 32, line = lane / 4;
-  const bool odd = line % 2;
-  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) {  // 8 columns and their next but one; both lines
-    const float *x = sums + i, *y = x + 8;
-    const u32 to = at + i % 4 / 2 * 8 * 128, c = i / 4 * 32;
-    put_pair(to + (c ^ swizzle), odd ? y[0] : x[0], odd ? y[1] : x[1]);
-    put_pair(to + (c + 64 ^ swizzle), odd ? x[0] : y[0], odd ? x[1] : y[1]);
-  }
-}
-
-// A tile's result of a consumer on its way out, of which each warp sends its 16 lines: pieces of 128 bytes of them, as
-// many under way as there are strips. No warp waits for another.
-struct Sending {
-  static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
-  Result result;
-  Cut to;
-  int sent = 0;  // pieces
-
-  // Where the next piece is staged: the one before has left.
-  __device__ __forceinline__ u32 room() const {
-    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OWN - 1) : "memory");
-    __syncwarp();
-    return result.staged + sent % OWN * STRIP;
-  }
-
-  // A piece is staged.
-  __device__ __forceinline__ void leave(int piece, const Cut& to) {
-    const int line = threadIdx.x % 128 / 32 * LINES;
-    const u32 staged = result.staged + sent++ % OWN * STRIP + line * 128;
-    fence_shared();
-    __syncwarp();
-    if (threadIdx.x % 32) return;
-    const Done at = to.place();
-    store_box(result.out, staged, at.n + piece * WIDTH, at.m + line, at.group);
-    end_stores();
-  }
-
-#if WIDE
-  __device__ __forceinline__ void send_some() {}
-  __device__ __forceinline__ void send_rest() {}
-
-  // There are no registers in which it could wait.
-  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
-    send_part<0>(sums, tile);
-    if (tile.columns > PART_N) send_part<1>(sums, tile);
-  }
-
-  template <int PART>
-  __device__ __forceinline__ void send_part(const float* sums, const Cut& tile) {
-#pragma unroll
-    for (int piece = PART * STRIPS; piece < (PART + 1) * STRIPS; piece++) {
-      stage_strip(room(), sums + piece * WIDTH / 2);
-      leave(piece, tile);
-    }
-  }
-#else
-  static constexpr int PIECES = PARTS * STRIPS;
-  int piece = PIECES;  // to send next
-  u32 packed[PIECES * PACKED];
-
-  __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float, Cut tile) {
-#pragma unroll
-    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i], sums[2 * i + 1]);
-    to = tile, piece = 0;
-  }
-
-  __device__ __forceinline__ void send_piece() {
-    const u32 at = room();
-    switch (piece) {
-      case 0: stage_packed(at, packed); break;
-      case 1: stage_packed(at, packed + PACKED); break;
-      case 2: stage_packed(at, packed + 2 * PACKED); break;
-      default: stage_packed(at, packed + 3 * PACKED); break;
-    }
-    leave(piece++, to);
-  }
-
-  __device__ __forceinline__ void send_some() {
-    if (piece < to.columns / WIDTH) send_piece();
-  }
-
-  __device__ __forceinline__ void send_rest() {
-    while (piece < to.columns / WIDTH) send_piece();
-  }
-#endif
-};
-#else
 using Sending = Sender<Cut>;
-#endif
 
 // Tiles, of which those left for a last round are halved where that round has room. One of whose columns half are
 // beyond dy is a half, too. Where no more than 128 columns of lhs are left for both blocks, these share them, and
@@ -235,13 +139,13 @@ __device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
 template <int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], Ring& ring, int rows, bool mixed, Sending& sender) {
-  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PANEL;
+  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.way.result.consumer * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
   if (mixed) {
     clear_rows(lhs, 1, rows);
     clear_rows(dy, WIDTH / 64, rows);  // by both consumers, which write the same
     fence_shared();
-    sender.result.meet();
+    sender.way.result.meet();
   }
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -280,7 +184,7 @@ __device__ __forceinline__ void multiply_tiles(Ring ring, Sending sender) {
       multiply_rows<TILE_N>(sums, ring, extent, sender);
     finish(sums);
     sender.send_rest();
-    sender.take(sums, 1, {note, sender.result.consumer, extent.narrow() ? PART_N : TILE_N});
+    sender.take(sums, 1, {note, sender.way.result.consumer, extent.narrow() ? PART_N : TILE_N});
   }
   sender.send_rest();
   wait_for_stores();
@@ -304,7 +208,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    const Sending sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
+    const Sending sender{{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}}};
     multiply_tiles(Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();

@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_half(float (&sums)[PARTS * SUMS], u64 l
 template <bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], const Ring& ring, int first, int end, Sender<Done>& sender) {
-  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.result.consumer * PART_M * BLOCK;
+  const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.way.result.consumer * PART_M * BLOCK;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);
   const bool all = end >= BLOCK;
   wait_barrier(all && first == 0 ? ring.full() : clean(ring), ring.parity);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_tiles(
   float sums[PARTS * SUMS];
   bool more = tiles.next();
   while (more) {
-    const Done tile{tiles.group, tiles.m + sender.result.consumer * PART_M, tiles.n};
+    const Done tile{tiles.group, tiles.m + sender.way.result.consumer * PART_M, tiles.n};
     const float of_lhs = read_scale(lhs_scale + tile.group), of_dy = read_scale(dy_scale + tile.group);
     const int row = first_row(tiles);
     int end = tiles.end - row;
@@ -144,7 +144,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    const Sender<Done> sender{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}};
+    const Sender<Done> sender{{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}}};
     multiply_tiles(lhs_scale, dy_scale, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();

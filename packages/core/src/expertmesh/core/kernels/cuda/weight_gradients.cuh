@@ -207,11 +207,87 @@ struct Result {
   }
 };
 
+// The strips of shared memory that a consumer's pieces of 64 lines of 128 bytes leave through, one after the other.
+#if OWN
+// Each warp sends its 16 lines. No warp waits for another.
+struct Way {
+  Result result;
+  int sent = 0;  // pieces
+
+  // Where the next piece is staged: the one before has left.
+  __device__ __forceinline__ u32 room(int) const {
+    if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OWN - 1) : "memory");
+    __syncwarp();
+    return result.staged + sent % OWN * STRIP;
+  }
+
+  // A piece is staged.
+  template <class Tile>
+  __device__ __forceinline__ void leave(u32, int piece, const Tile& to) {
+    const int line = threadIdx.x % 128 / 32 * LINES;
+    // Found anew: kept, it takes a register that products need.
+    const u32 staged = result.staged + sent++ % OWN * STRIP + line * 128;
+    fence_shared();
+    __syncwarp();
+    if (threadIdx.x % 32) return;
+    const Done at = to.place();
+    store_box(result.out, staged, at.n + piece * (PART_N / STRIPS), at.m + line, at.group);
+    end_stores();
+  }
+};
+#else
+// There is room for two; tiles have an even number of pieces.
+struct Way {
+  Result result;
+
+  // Where the next piece is staged: the one before the last has left.
+  __device__ __forceinline__ u32 room(int piece) const {
+    const u32 staged = result.staged + piece % 2 * STRIP;
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    result.meet();
+    return staged;
+  }
+
+  // A piece is staged.
+  template <class Tile>
+  __device__ __forceinline__ void leave(u32 staged, int piece, const Tile& to) const {
+    fence_shared();
+    result.meet();
+    if (threadIdx.x % 128) return;
+    const Done at = to.place();
+    for (int line = 0; line < PART_M; line += LINES)
+      store_box(result.out, staged + line * 128, at.n + piece * (PART_N / STRIPS), at.m + line, at.group);
+    end_stores();
+  }
+};
+#endif
+
+#if WIDE && OWN
+// Stages 64 x 32 sums: lines of 128 bytes, whose units of 16 bytes are swizzled by their number. Odd lines take other
+// columns first, for all banks: of the same ones, two lines beside each other have the same two units. A consumer.
+__device__ __forceinline__ void stage_strip(u32 staged, const float* sums) {
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // addresses are found here each time: products need the registers
+  const int warp = threadIdx.x % 128 / 32, line = lane / 4;
+  const bool odd = line % 2;
+  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line ^ lane % 4 / 2 ^ line % 2 * 4) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {  // 8 columns and their next but one; both lines
+    const float *x = sums + i, *y = x + 8;
+    const u32 to = at + i % 4 / 2 * 8 * 128, c = i / 4 * 32;
+    put_pair(to + (c ^ swizzle), odd ? y[0] : x[0], odd ? y[1] : x[1]);
+    put_pair(to + (c + 64 ^ swizzle), odd ? x[0] : y[0], odd ? x[1] : y[1]);
+  }
+}
+
+#endif
+
 // A tile's result of a consumer, up to 64 x 256, on its way out: rounded, in registers, of which a piece leaves in each
 // step of the next tile. `Tile`: `Done`, or what says so when it is asked.
 template <class Tile>
 struct Sender {
-  Result result;
+  static constexpr int WIDTH = PART_N / STRIPS;  // of a piece
+  Way way;
   Tile to;
 #if WIDE
   __device__ __forceinline__ void send_some() {}
@@ -219,16 +295,26 @@ struct Sender {
 
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
+    send_part<0>(sums, factor, tile);
+    if (tile.columns > PART_N) send_part<1>(sums, factor, tile);
+  }
+
+  template <int PART>
+  __device__ __forceinline__ void send_part(const float* sums, float factor, const Tile& tile) {
+#if OWN
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      if (part * PART_N >= tile.columns) break;
-      stage_sums(result.stage(part), sums + part * SUMS, factor);
-      result.leave<0, PART_N>(part, tile);
+    for (int piece = PART * STRIPS; piece < (PART + 1) * STRIPS; piece++) {
+      const u32 staged = way.room(piece);
+      stage_strip(staged, sums + piece * WIDTH / 2);
+      way.leave(staged, piece, tile);
     }
+#else
+    stage_sums(way.result.stage(PART), sums + PART * SUMS, factor);
+    way.result.leave<0, PART_N>(PART, tile);
+#endif
   }
 #else
-  static constexpr int PIECES = TILE_N / 64;  // 128 bytes wide; there is room for two
-  static_assert(STAGED_BYTES >= 2 * STRIP, "as they are staged");
+  static constexpr int PIECES = PARTS * STRIPS;
   int piece = PIECES;  // to send next
   u32 packed[PIECES * PACKED];
 
@@ -238,35 +324,24 @@ struct Sender {
     to = tile, piece = 0;
   }
 
-  // Stages the next piece, where the one before the last has left, and stores it.
   __device__ __forceinline__ void send_piece() {
-    const bool first = threadIdx.x % 128 == 0;
-    const u32 staged = result.staged + piece % 2 * STRIP;
-    if (first) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-    result.meet();
+    const u32 staged = way.room(piece);
     switch (piece) {
       case 0: stage_packed(staged, packed); break;
       case 1: stage_packed(staged, packed + PACKED); break;
       case 2: stage_packed(staged, packed + 2 * PACKED); break;
       default: stage_packed(staged, packed + 3 * PACKED); break;
     }
-    fence_shared();
-    result.meet();
-    if (first) {
-      const Done at = to.place();
-      for (int line = 0; line < PART_M; line += LINES)
-        store_box(result.out, staged + line * 128, at.n + piece * 64, at.m + line, at.group);
-      end_stores();
-    }
+    way.leave(staged, piece, to);
     piece++;
   }
 
   __device__ __forceinline__ void send_some() {
-    if (piece < to.columns / 64) send_piece();
+    if (piece < to.columns / WIDTH) send_piece();
   }
 
   __device__ __forceinline__ void send_rest() {
-    while (piece < to.columns / 64) send_piece();
+    while (piece < to.columns / WIDTH) send_piece();
   }
 #endif
 };
