@@ -393,6 +393,7 @@ def test_activation(monkeypatch, function, arch):
 def test_activate_rows(monkeypatch, function, arch):
     shapes = (2, 1408), (1408,), ()
     h, d, weights = (jax.ShapeDtypeStruct((1, 4096, *rest), jnp.bfloat16) for rest in shapes)
+    monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
     weights, source = weights.update(dtype=jnp.float32), weights.update(dtype=jnp.int32)
     sizes = jax.ShapeDtypeStruct((1, 200), jnp.int32)
     options = {"activation": activation.Activation(function=function, limit=7, up_offset=1)}
