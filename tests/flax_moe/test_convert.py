@@ -193,7 +193,7 @@ def test_what_is_refused(folder, tmp_path, capsys):
     target = tmp_path / "target"
     for change, words in (
         ({"model_type": "gpt2"}, "model_type must be one of mixtral"),
-        ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+        ({"scoring_func": "softmax"}, "scoring_func of a deepseek_v3 must be 'sigmoid'"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             "quantization_config.quant_method must be 'fp8'",

@@ -137,7 +137,10 @@ def without(mapping, key):
         (without(QWEN3, "norm_topk_prob"), ["qwen3_moe must have norm_topk_prob"]),
         (MIXTRAL | {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
         (DEEPSEEK | {"n_group": 16, "topk_group": 8}, ["group_best=2", "16 experts"]),
-        (DEEPSEEK | {"scoring_func": "softmax"}, ["scoring_func must be 'sigmoid'"]),
+        (
+            DEEPSEEK | {"scoring_func": "softmax"},
+            ["scoring_func of a deepseek_v3 must be 'sigmoid'"],
+        ),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )

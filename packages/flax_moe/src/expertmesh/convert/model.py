@@ -51,8 +51,7 @@ class _Layer:
         """Of the target."""
         block = self.stored.block() if fp8 else None
         made = layer_tensors(StoredMatrices(self.stored), self.target, self.theirs, block)
-        bias = hf.read_bias(self.stored.weights, self.stored.layout)
-        return made if self.target.bias is None else [*made, bias_tensor(self.target.bias, bias)]
+        return [*made, *bias_tensor(self.target, self.stored.bias())]
 
 
 def convert(
@@ -95,7 +94,7 @@ def convert(
         tensors += layer.tensors(fp8)
     plan = Plan(
         others={name: weights[name] for name in rest},
-        blocks=tuple(layer.theirs.block for layer in layers),
+        modules=tuple(layer.theirs.modules for layer in layers),
         was_fp8=all(layer.is_fp8 for layer in layers),
         is_fp8=fp8,
     )
@@ -115,7 +114,7 @@ def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) 
     if not numbers:
         raise ValueError(
             "convert: the config must have MoE layers; got none of num_hidden_layers="
-            f"{config['num_hidden_layers']}; there is nothing to convert"
+            f"{config.get('num_hidden_layers')}; there is nothing to convert"
         )
     return [
         _Layer(

@@ -23,12 +23,12 @@ class Plan:
 
     Attributes:
       others: name -> array of what is not of a MoE layer.
-      blocks: what the names of each MoE layer begin with, by Hugging Face.
+      modules: of each MoE layer, by Hugging Face's names: its modules, and whether they have 8 bits under fp8.
       was_fp8, is_fp8: whether their experts have 8 bits in the source, in the target.
     """
 
     others: Mapping[str, Any]
-    blocks: tuple[str, ...]
+    modules: tuple[Mapping[str, bool], ...]
     was_fp8: bool
     is_fp8: bool
 
@@ -61,5 +61,10 @@ def _widened(plan: Plan) -> list[str]:
         for name, array in plan.others.items()
         if name.endswith(".weight") and array.ndim == 2 and array.dtype.itemsize > 1
     ]
-    kept = ["gate"] if plan.is_fp8 else ["gate", "experts", "shared_experts"]
-    return sorted({"lm_head", *matrices, *(block + name for block in plan.blocks for name in kept)})
+    kept = {
+        name
+        for modules in plan.modules
+        for name, quantizable in modules.items()
+        if not (quantizable and plan.is_fp8)
+    }
+    return sorted({"lm_head", *matrices, *kept})
