@@ -88,7 +88,7 @@ class Family:
     options: tuple[Callable[[Fields], dict[str, Any]], ...]
     layers: Callable[[Fields, int], bool] = laws.all_layers
     experts: tuple[str, ...] = ("n_routed_experts", "num_experts", "num_local_experts")
-    top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    top_k: tuple[str, ...] = ("num_experts_per_tok", "num_experts_per_token")
     activation: Callable[[Fields], str | Activation] = laws.hidden_act
 
 
@@ -141,7 +141,7 @@ _DEEPSEEK_V3 = Family(
     width="moe_intermediate_size",
     options=(
         laws.deepseek,
-        laws.shared_width("moe_intermediate_size", count="n_shared_experts"),
+        laws.shared_width("moe_intermediate_size", "n_shared_experts", "num_shared_experts"),
     ),
     layers=laws.after_dense,
 )
@@ -209,8 +209,15 @@ FAMILIES = {
     "deepseek_v32": dataclasses.replace(_DEEPSEEK_V3, title="DeepSeek-V3.2"),
     "kimi_k2": dataclasses.replace(_DEEPSEEK_V3, title="Kimi-K2"),
     "glm4_moe": dataclasses.replace(_DEEPSEEK_V3, title="GLM-4.5, GLM-4.6"),
+    "glm4_moe_lite": dataclasses.replace(_DEEPSEEK_V3, title="GLM-4.7-Flash"),
+    "glm_moe_dsa": dataclasses.replace(_DEEPSEEK_V3, title="GLM-5"),
     "dots1": dataclasses.replace(_DEEPSEEK_V3, title="dots.llm1"),
-    "bailing_hybrid": dataclasses.replace(_DEEPSEEK_V3, title="Ling 2.5 (Bailing)"),
+    "bailing_hybrid": dataclasses.replace(
+        _DEEPSEEK_V3, title="Ling 2.5 (Bailing)", experts=("num_experts", "num_local_experts")
+    ),
+    "kimi_linear": dataclasses.replace(
+        _DEEPSEEK_V3, title="Kimi-Linear", experts=("num_experts", "num_local_experts")
+    ),
     "gpt_oss": Family(
         title="gpt-oss",
         files=_GPT_OSS,
@@ -270,7 +277,7 @@ FAMILIES = {
         width="moe_intermediate_size",
         options=(
             laws.biased_softmax,
-            laws.shared_width("moe_intermediate_size", count="moe_num_shared_experts"),
+            laws.shared_width("moe_intermediate_size", "moe_num_shared_experts"),
         ),
         layers=laws.between,
         experts=("moe_num_experts", "num_experts"),

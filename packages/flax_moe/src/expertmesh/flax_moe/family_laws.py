@@ -112,14 +112,14 @@ def deepseek(fields: Fields) -> dict[str, Any]:
     return {
         "score_function": "sigmoid",
         "use_expert_bias": True,
-        "normalize": bool(get(fields, "norm_topk_prob")),
+        "normalize": bool(get(fields, "norm_topk_prob", "moe_renormalize")),
         "scaling_factor": float(get(fields, "routed_scaling_factor")),
         **_groups(fields, 2),
     }
 
 
 def _groups(fields: Fields, best: int) -> dict[str, Any]:
-    groups, group_topk = get(fields, "n_group"), get(fields, "topk_group")
+    groups, group_topk = get(fields, "n_group", "num_expert_group"), get(fields, "topk_group")
     if group_topk >= groups:
         return {}
     return {"num_groups": groups, "group_topk": group_topk, "group_best": best}
@@ -161,11 +161,11 @@ def one_top_k(fields: Fields) -> dict[str, Any]:
     return {}
 
 
-def shared_width(key: str, *, count: str | None = None) -> Callable[[Fields], dict[str, Any]]:
-    """The law of S: the field `key`, times the number of shared experts, the field `count`; of none there is no S."""
+def shared_width(key: str, *count: str) -> Callable[[Fields], dict[str, Any]]:
+    """The law of S: the field `key`, times the number of shared experts, the first of the fields `count`; 0 is none."""
 
     def of(fields: Fields) -> dict[str, Any]:
-        number = 1 if count is None else fields.get(count) or 0
+        number = next((fields[name] or 0 for name in count if name in fields), 0) if count else 1
         return {"shared_expert_dim": number * get(fields, key) or None}
 
     return of
