@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cases.scripts import load_script
 from expertmesh.convert import main
-from expertmesh.core import MeshResource
+from expertmesh.core import MeshResource, dense
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, moe, param_specs
 from expertmesh.flax_moe.checkpoint import Checkpoint, load_sharded
@@ -28,6 +29,8 @@ pytest.importorskip("accelerate")
 
 pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+JITTER = 0.1
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -93,7 +96,9 @@ MODELS = {
     ),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3}),
     "ernie": ("ernie4_5_moe", ERNIE),
+    "phi": ("phimoe", LOCAL | {"num_experts_per_tok": 2, "router_jitter_noise": JITTER}),
 }
+sparse_mixer = load_script(ROOT / "examples/recipes.py").sparse_mixer
 TOKENS = PartitionSpec(("fsdp", "ep"))
 
 
@@ -135,20 +140,21 @@ def theirs(block, x, dy):
     y = block(x)
     y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
     (y * torch.from_numpy(dy)).sum().backward()
-    grads = {name: w.grad.numpy() for name, w in block.named_parameters() if w.requires_grad}
-    return y.detach().numpy(), x.grad.numpy(), grads
+    named = {name: w for name, w in block.named_parameters() if w.requires_grad}
+    return y.detach().numpy(), x.grad.numpy(), {name: w.grad.numpy() for name, w in named.items()}
 
 
-def ours(loaded, config, x, dy):
-    """Our y, and the gradients by x and parameters."""
+def ours(loaded, config, x, dy, router):
+    """Our y, and the gradients by x, parameters and the router outside, if there is one."""
 
-    def loss(params, x):
-        y = moe(params, x, config, expert_bias=loaded.expert_bias).y
+    def loss(params, x, router):
+        outside = {} if router is None else sparse_mixer(dense(x, router.T), JITTER)
+        y = moe(params, x, config, expert_bias=loaded.expert_bias, **outside).y
         return jnp.sum(y * dy), y
 
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, y), (grads, dx) = run(loaded.params, x)
-    return np.asarray(y), np.asarray(dx), {name: np.asarray(w) for name, w in grads.items()}
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (_, y), (grads, dx, d_router) = run(loaded.params, x, router)
+    return np.asarray(y), np.asarray(dx), jax.tree.map(np.asarray, grads), d_router
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +185,12 @@ def test_values_and_gradients(name, mesh, record):
         x, dy = jax.device_put(x, tokens), jax.device_put(dy, tokens)
     else:
         loaded = hf.load_layer(state, hf_config, layer)
-    y, dx, grads = ours(loaded, config, x, dy)
+    layout = hf.layer_layout(hf_config, layer, stacked=True)
+    router = state[layout.outside[0]] if layout.outside else None
+    y, dx, grads, d_router = ours(loaded, config, x, dy, router)
     named = hf.export_layer(grads, hf_config, layer, expert_bias=loaded.expert_bias, stacked=True)
-    start = hf.layer_layout(hf_config, layer, stacked=True).block
+    named |= dict.fromkeys(layout.outside, d_router)
+    start = layout.block
     assert set(want_grads) <= {key.removeprefix(start) for key in named}
     errors = {key: relative_error(named[start + key], w) for key, w in want_grads.items()}
     errors |= {"y": relative_error(y, want), "dx": relative_error(dx, want_dx)}
@@ -208,14 +217,16 @@ def test_there_and_back(name, tmp_path):
 
     files = hf.export_layer(loaded.params, hf_config, layer, expert_bias=loaded.expert_bias)
     start = hf.layer_layout(hf_config, layer).block
-    assert set(files) == {key for key in weights if key.startswith(start)}
+    outside = hf.layer_layout(hf_config, layer).outside
+    assert set(files) | set(outside) == {key for key in weights if key.startswith(start)}
     for key, array in files.items():
         np.testing.assert_array_equal(weights[key], array)
     state = hf.export_layer(
         loaded.params, hf_config, layer, expert_bias=loaded.expert_bias, stacked=True
     )
-    start = hf.layer_layout(hf_config, layer, stacked=True).block
-    assert set(state) == {key for key in model.state_dict() if key.startswith(start)}
+    there = hf.layer_layout(hf_config, layer, stacked=True)
+    in_block = {key for key in model.state_dict() if key.startswith(there.block)}
+    assert set(state) | set(there.outside) == in_block
     for key, array in state.items():
         np.testing.assert_array_equal(model.state_dict()[key], array)
     missing = model.load_state_dict(

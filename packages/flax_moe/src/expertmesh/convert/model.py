@@ -136,7 +136,8 @@ def _rest(weights: Checkpoint, layers: list[_Layer]) -> list[str]:
     consumed = {name for layer in layers for name in layer.consumed()}
     rest = [name for name in weights if name not in consumed]
     blocks = tuple(layer.stored.layout.block for layer in layers)
-    if strange := [name for name in rest if name.startswith(blocks)]:
+    outside = {name for layer in layers for name in layer.stored.layout.outside}
+    if strange := [n for n in rest if n.startswith(blocks) and n not in outside]:
         raise ValueError(
             f"convert: the blocks of a {weights.config['model_type']} must have the arrays of its config alone; "
             f"got also {len(strange)}: {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}; MoEConfig has no place "

@@ -60,10 +60,12 @@ class Names(NamedTuple):
     Attributes:
       block: what is behind `layers.{i}.`.
       arrays: all of them.
+      outside: those of a router that the block cannot be; nothing here reads them.
     """
 
     block: str
     arrays: tuple[Array, ...]
+    outside: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,7 @@ _ROUTER = (Array("gate.weight", "gate_kernel"),)
 _BIAS = (Array("gate.e_score_correction_bias", EXPERT_BIAS),)
 _BIAS_OF_BLOCK = (Array("e_score_correction_bias", EXPERT_BIAS),)
 _EACH = _feed_forward("experts.{e}.", "", _PROJECTIONS)
+_EACH_W = _feed_forward("experts.{e}.", "", ("w1", "w3", "w2"))
 _STACKED = (Array("experts.gate_up_proj", "wi", BOTH), Array("experts.down_proj", "wo"))
 _SHARED = _feed_forward("shared_experts.", "shared_", _PROJECTIONS)
 _SHARED_ONE = _feed_forward("shared_expert.", "shared_", _PROJECTIONS)
@@ -112,9 +115,7 @@ _SHARED_GATED = (
     Array("shared_expert_gate.weight", "shared_gate", transposed=False, ones=1),
 )
 
-_MIXTRAL_FILES = Names(
-    "block_sparse_moe", (*_ROUTER, *_feed_forward("experts.{e}.", "", ("w1", "w3", "w2")))
-)
+_MIXTRAL_FILES = Names("block_sparse_moe", (*_ROUTER, *_EACH_W))
 _EACH_FILES, _STACKED_MEMORY = Names("mlp", (*_ROUTER, *_EACH)), Names("mlp", (*_ROUTER, *_STACKED))
 
 
@@ -213,10 +214,16 @@ FAMILIES = {
     "glm_moe_dsa": dataclasses.replace(_DEEPSEEK_V3, title="GLM-5"),
     "dots1": dataclasses.replace(_DEEPSEEK_V3, title="dots.llm1"),
     "bailing_hybrid": dataclasses.replace(
-        _DEEPSEEK_V3, title="Ling 2.5 (Bailing)", experts=("num_experts", "num_local_experts")
+        _DEEPSEEK_V3,
+        title="Ling 2.5 (Bailing)",
+        files=_with(_EACH_FILES, *_SHARED, Array("gate.expert_bias", EXPERT_BIAS)),
+        experts=("num_experts", "num_local_experts"),
     ),
     "kimi_linear": dataclasses.replace(
-        _DEEPSEEK_V3, title="Kimi-Linear", experts=("num_experts", "num_local_experts")
+        _DEEPSEEK_V3,
+        title="Kimi-Linear",
+        files=_with(_MIXTRAL_FILES, *_SHARED, *_BIAS),
+        experts=("num_experts", "num_local_experts"),
     ),
     "gpt_oss": Family(
         title="gpt-oss",
@@ -285,10 +292,10 @@ FAMILIES = {
     ),
     "phimoe": Family(
         title="Phi-3.5-MoE",
-        files=_MIXTRAL_FILES,
-        memory=Names("mlp", (Array("router.weight", "gate_kernel"), *_STACKED)),
+        files=Names("block_sparse_moe", _EACH_W, outside=("gate.weight",)),
+        memory=Names("mlp", _STACKED, outside=("router.weight",)),
         width="intermediate_size",
-        options=(laws.sparse_mixer,),
+        options=(laws.router_outside,),
     ),
 }
 """By `model_type`."""

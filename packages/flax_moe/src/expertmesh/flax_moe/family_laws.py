@@ -25,11 +25,11 @@ __all__ = [
     "hidden_act",
     "listed",
     "one_top_k",
+    "router_outside",
     "shared_gate",
     "shared_width",
     "sigmoid_of_input",
     "softmax_of_all",
-    "sparse_mixer",
 ]
 
 # ---- activations
@@ -131,13 +131,10 @@ def sigmoid_of_input(fields: Fields) -> dict[str, Any]:
     return {"score_function": "sigmoid", "normalize": False, "weigh_inputs": True}
 
 
-def sparse_mixer(fields: Fields) -> dict[str, Any]:
-    """Of Phi-3.5-MoE, which the block's router is not."""
-    raise ValueError(
-        f"hf: the router of a {fields['model_type']} must be the sparse mixer, whose two weights are each a softmax of "
-        f"the logits within router_jitter_noise={fields.get('router_jitter_noise')} of the best; MoEConfig has no such "
-        "router: compute choices and weights outside, and pass topk_idx and topk_weights to moe"
-    )
+def router_outside(fields: Fields) -> dict[str, Any]:
+    """A router that MoEConfig cannot express: `moe` is given choices and weights."""
+    del fields
+    return {"use_gate": False}
 
 
 def gate_bias(fields: Fields) -> dict[str, Any]:

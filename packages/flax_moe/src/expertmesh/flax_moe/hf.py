@@ -30,10 +30,9 @@ from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
 from expertmesh.flax_moe.model_fields import Fields, get, name_of, of_text
 from expertmesh.flax_moe.params import (
-    BIASES,
-    GATE_BIAS,
     Params,
-    check_params,
+    check_names,
+    check_shapes,
     param_names,
     param_shapes,
 )
@@ -175,8 +174,8 @@ def export_layer(
       prefix: what stands before `layers.{layer}.`.
 
     Raises:
-      ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases, which none of
-        these models has; an expert bias that is missing, of another shape, or that the model has no place for.
+      ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases that
+        the model has not; an expert bias that is missing, of another shape, or that the model has no place for.
     """
     layout = layer_layout(hf_config, layer, stacked=stacked, prefix=prefix)
     check_export("hf.export_layer", params, hf_config, expert_bias)
@@ -193,11 +192,12 @@ def check_export(
 ) -> None:
     """Raises an error that names `function` unless the model has a place for all that is given, and no other."""
     config = moe_config(hf_config)
-    check_params(function, params, _model_dim(hf_config), config, config.num_experts)
-    known = param_names(config)
-    if biases := [name for name in BIASES + GATE_BIAS if name in params and name not in known]:
+    check_names(function, params, config, needs_gate=config.use_gate)
+    check_shapes(function, params, _model_dim(hf_config), config, config.num_experts)
+    if more := [name for name in params if name not in param_names(config)]:
         raise ValueError(
-            f"{function}: a {name_of(hf_config)} has no biases; got {', '.join(biases)}; train without them"
+            f"{function}: params of a {name_of(hf_config)} must have the names {', '.join(param_names(config))}; got "
+            f"also {', '.join(more)}; train without them"
         )
     wanted = (config.num_experts,) if config.use_expert_bias else None
     shape = None if expert_bias is None else np.shape(expert_bias)
@@ -234,6 +234,7 @@ def layer_layout(
         params=shapes,
         matrices=matrices_of(places),
         bias=_bias(biases[0], block) if biases and config.use_expert_bias else None,
+        outside=tuple(block + name for name in names.outside),
     )
 
 

@@ -51,6 +51,7 @@ class Layout:
       params: shape of each parameter, in the order of the tree.
       matrices: of each parameter that is made of matrices, which two of its dimensions are one's [in, out].
       bias: the place of the expert bias [E], or None.
+      outside: names of the block's arrays that are no parameters: of a router outside.
     """
 
     block: str
@@ -58,6 +59,7 @@ class Layout:
     params: dict[str, tuple[int, ...]]
     matrices: dict[str, tuple[int, int]]
     bias: Place | None
+    outside: tuple[str, ...] = ()
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
