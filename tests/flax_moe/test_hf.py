@@ -8,12 +8,22 @@ import pytest
 
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, moe, param_shapes
-from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, MODELS, QWEN3, make_weights, names_and_shapes, run
+from flax_moe.hf_oracle import (
+    DEEPSEEK,
+    MIXTRAL,
+    MODELS,
+    QWEN3,
+    make_weights,
+    names_and_shapes,
+    run_weighted,
+)
 
 pytestmark = pytest.mark.default_jax
 
 LAYER = 4
-SOME = ("deepseek", "deepseek-not-normalised")
+# One of each law; the others are of the same ones, and go on CI's nights.
+SOME = ("qwen2", "olmoe", "deepseek-v2", "deepseek", "ling", "gpt-oss", "minimax-m2", "granite")
+SOME += ("llama4", "hunyuan", "ernie", "phi")
 
 
 @pytest.mark.parametrize(
@@ -27,15 +37,37 @@ def test_a_loaded_block_is_the_model(model):
     others = make_weights(hf_config, LAYER + 1, seed=1)
     rng = np.random.default_rng(2)
     x = rng.normal(size=(24, 16)) * 2.0 ** rng.integers(-2, 3, size=(24, 1))
-    want, chosen = run(weights, hf_config, LAYER, x)
+    want, chosen, shares = run_weighted(weights, hf_config, LAYER, x)
     params, bias = hf.load_layer(others | weights, hf_config, LAYER)
     config = hf.moe_config(hf_config, dtype=jnp.float32)
-    block = jax.jit(lambda bias: moe(params, jnp.float32(x), config, expert_bias=bias))
+    outside = {} if config.use_gate else {"topk_idx": chosen, "topk_weights": jnp.float32(shares)}
+    block = jax.jit(lambda bias: moe(params, jnp.float32(x), config, expert_bias=bias, **outside))
     out = block(bias)
     assert relative_error(out.y, want) < 1e-5
     np.testing.assert_array_equal(out.topk_idx, chosen)
     if bias is not None:
         assert relative_error(block(np.zeros_like(bias)).y, want) > 0.05
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_in_memory(model):
+    """Its names and shapes, and under them the same formula."""
+    hf_config = MODELS[model]
+    weights = make_weights(hf_config, LAYER)
+    layer = hf.load_layer(weights, hf_config, LAYER)
+    stacked = hf.export_layer(
+        layer.params, hf_config, LAYER, expert_bias=layer.expert_bias, stacked=True
+    )
+    layouts = [hf.layer_layout(hf_config, LAYER, stacked=kind) for kind in (False, True)]
+    for theirs, mine in zip(*(layout.outside for layout in layouts), strict=True):
+        stacked[mine] = weights[theirs]
+    shapes = names_and_shapes(hf_config, LAYER, memory=True)
+    assert {name: w.shape for name, w in stacked.items()} == shapes
+    x = np.random.default_rng(0).normal(size=(3, 16))
+    for want, got in zip(
+        *(run_weighted(w, hf_config, LAYER, x) for w in (weights, stacked)), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
@@ -45,6 +77,8 @@ def test_there_and_back(model, dtype):
     hf_config = MODELS[model]
     weights = {name: w.astype(dtype) for name, w in make_weights(hf_config, LAYER).items()}
     layer = hf.load_layer(weights, hf_config, LAYER)
+    outside = {n: weights.pop(n) for n in hf.layer_layout(hf_config, LAYER).outside}
+    assert len(outside) == (model == "phi")
     shapes = param_shapes(16, hf.moe_config(hf_config))
     assert {name: w.shape for name, w in layer.params.items()} == shapes
     assert {w.dtype for w in layer.params.values()} == {np.dtype(dtype)}
