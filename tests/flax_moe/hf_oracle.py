@@ -69,6 +69,7 @@ LING = {
     "hidden_act": "silu",
 }
 GPT_OSS = MIXTRAL | {"model_type": "gpt_oss", "swiglu_alpha": 1.702, "swiglu_limit": 0.75}
+GRANITE = MIXTRAL | {"model_type": "granitemoe"}
 LLAMA4 = MIXTRAL | {
     "model_type": "llama4_text",
     "num_experts_per_tok": 1,
@@ -116,7 +117,7 @@ MODELS = {
     "gpt-oss": GPT_OSS,
     "minimax": MIXTRAL | {"model_type": "minimax"},
     "minimax-m2": MIXTRAL | {"model_type": "minimax_m2"},
-    "granite": MIXTRAL | {"model_type": "granitemoe"},
+    "granite": GRANITE,
     "llama4": LLAMA4,
     "hunyuan": HUNYUAN,
     "ernie": ERNIE,

@@ -16,10 +16,22 @@ from cases.safetensors import read_folder, write_folder
 from expertmesh.convert import main
 from expertmesh.convert.cli import ProgressLine
 from expertmesh.flax_moe import hf
-from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, QWEN3, make_weights
+from flax_moe.hf_oracle import (
+    DEEPSEEK,
+    ERNIE,
+    GPT_OSS,
+    GRANITE,
+    LLAMA4,
+    MIXTRAL,
+    PHI,
+    QWEN2,
+    QWEN3,
+    make_weights,
+)
 
 pytestmark = pytest.mark.default_jax
 
+ALL = [MIXTRAL, QWEN3, DEEPSEEK, QWEN2, GPT_OSS, ERNIE, GRANITE, LLAMA4, PHI]
 E4M3 = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4]}
 SHARD = ["--max-shard-size", "20KB", "--quiet"]
@@ -39,10 +51,13 @@ def others():
 
 
 def model(hf_config, dtype=ml_dtypes.bfloat16):
-    weights = others()
-    for layer in hf.moe_layers(hf_config):
+    layers = hf.moe_layers(hf_config)
+    blocks = tuple(hf.layer_layout(hf_config, layer).block for layer in layers)
+    weights = {name: w for name, w in others().items() if not name.startswith(blocks)}
+    for layer in layers:
         for name, w in make_weights(hf_config, layer, seed=layer).items():
-            weights[name] = w if name.endswith("bias") else w.astype(dtype)
+            kept = name.endswith("correction_bias")
+            weights[name] = w if kept else w.astype(dtype)
     return weights
 
 
@@ -85,17 +100,18 @@ def converted(source, to, name, *options):
     return target, read_folder(target)[0], json.loads((target / "config.json").read_text())
 
 
-@pytest.mark.parametrize("hf_config", [MIXTRAL, QWEN3, DEEPSEEK], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("hf_config", ALL, ids=lambda c: c["model_type"])
 def test_there_and_back(hf_config, folder):
     """Our names hold what load_layer loads; theirs again the same bytes; the other weights and files are copied."""
     weights = model(hf_config)
     source = folder(hf_config, weights)
     ours, found, config = converted(source, "expertmesh", "ours")
-    wanted = others()
+    wanted = {name: w for name, w in others().items() if name in weights}
     for layer in hf.moe_layers(hf_config):
         params, bias = hf.load_layer(weights, hf_config, layer)
         wanted |= {f"model.layers.{layer}.moe.{name}": w for name, w in params.items()}
         wanted |= {} if bias is None else {f"model.layers.{layer}.moe.expert_bias": bias}
+        wanted |= {name: weights[name] for name in hf.layer_layout(hf_config, layer).outside}
     same(found, wanted)
     back, found, again = converted(ours, "huggingface", "back")
     same(found, weights)
@@ -208,6 +224,12 @@ def test_what_is_refused(folder, tmp_path, capsys):
     more = weights | {"model.layers.3.mlp.gate.bias": np.ones(16, np.float32)}
     said = refused(capsys, folder(DEEPSEEK, more), target, "--to", "expertmesh")
     assert "got also 1: model.layers.3.mlp.gate.bias; MoEConfig has no place" in said
+    for hf_config, name in ((GPT_OSS, "gate_up_proj"), (GRANITE, "input_linear")):
+        source = folder(hf_config, model(hf_config))
+        for to in ("expertmesh", "huggingface"):
+            said = refused(capsys, source, target, "--to", to, "--fp8")
+            assert "with fp8 the files of a model must have an array for each matrix; got" in said
+            assert name in said and not target.exists()
     source = folder(DEEPSEEK, weights)
     said = refused(capsys, source, source, "--to", "expertmesh")
     assert "the folder must be empty" in said
