@@ -76,6 +76,13 @@ LLAMA4 = MIXTRAL | {
     "num_hidden_layers": 6,
     "interleave_moe_layer_step": 2,
 }
+JAMBA = MIXTRAL | {
+    "model_type": "jamba",
+    "num_experts": 8,
+    "num_hidden_layers": 6,
+    "expert_layer_period": 3,
+    "expert_layer_offset": 1,
+}
 HUNYUAN = MIXTRAL | {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": 3}
 ERNIE = {
     "model_type": "ernie4_5_moe",
@@ -119,6 +126,7 @@ MODELS = {
     "minimax-m2": MIXTRAL | {"model_type": "minimax_m2"},
     "granite": GRANITE,
     "llama4": LLAMA4,
+    "jamba": JAMBA,
     "hunyuan": HUNYUAN,
     "ernie": ERNIE,
     "phi": PHI,
@@ -195,6 +203,12 @@ NAMES = {
         "router.weight E D" + TWO,
     ),
     "llama4_text": ("feed_forward", LLAMA4_LINES, "feed_forward", LLAMA4_LINES),
+    "jamba": (
+        "feed_forward",
+        "router.weight E D" + EACH,
+        "feed_forward",
+        "router.weight E D" + TWO,
+    ),
     "hunyuan_v1_moe": ("mlp", HUNYUAN_SHARED + EACH, "mlp", HUNYUAN_SHARED + TWO),
     "ernie4_5_moe": (
         "mlp",
@@ -273,9 +287,10 @@ def softmax_choice(logits, config, bias=0.0):
     p = softmax(logits)
     chosen = best(p + bias, first(config, ("moe_topk", "moe_k", "num_experts_per_tok")))
     w = p[chosen]
-    # Qwen3.5's and most others' are always normalised: their configs have no such field.
-    fixed = config["model_type"] == "qwen3_5_moe_text"
-    return chosen, w / w.sum() if fixed or config.get("norm_topk_prob", True) else w
+    # Of some it is always so, and their configs have no such field.
+    fixed = {"qwen3_5_moe_text": True, "jamba": False}.get(config["model_type"])
+    divided = config.get("norm_topk_prob", True) if fixed is None else fixed
+    return chosen, w / w.sum() if divided else w
 
 
 def sigmoid_choice(logits, config, bias):

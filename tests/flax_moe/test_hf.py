@@ -15,6 +15,7 @@ from flax_moe.hf_oracle import (
     ERNIE,
     GPT_OSS,
     HUNYUAN,
+    JAMBA,
     LING,
     LLAMA4,
     MIXTRAL,
@@ -188,6 +189,7 @@ CONFIGS = {
         {"score_function": "sigmoid", "normalize": False, "weigh_inputs": True}
         | {"shared_expert_dim": 24},
     ),
+    "jamba": ((8, 3, 24), {"use_pre_softmax": True}),
     "hunyuan": ((8, 3, 24), {"shared_expert_dim": 24}),
     "ernie": ((8, 3, 12), {"use_expert_bias": True, "shared_expert_dim": 24}),
     "phi": ((8, 2, 24), {"use_gate": False}),
@@ -212,6 +214,7 @@ def test_layers_with_a_block():
     assert hf.moe_layers(QWEN3) == hf.moe_layers(QWEN2) == (1, 5)
     assert hf.moe_layers(DEEPSEEK) == hf.moe_layers(DEEPSEEK_V2) == (3, 4)
     assert hf.moe_layers(DEEPSEEK | {"moe_layer_freq": 2}) == (4,)
+    assert hf.moe_layers(JAMBA) == (1, 4)
     assert hf.moe_layers(LING) == (1, 3, 4)
     assert hf.moe_layers(LLAMA4) == (1, 3, 5)
     assert hf.moe_layers(LLAMA4 | {"moe_layers": [0, 2]}) == (0, 2)

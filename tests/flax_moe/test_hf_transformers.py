@@ -30,7 +30,10 @@ pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+WRITTEN = os.environ.get("EXPERTMESH_FAMILIES")
 JITTER = 0.1
+# What `transformers` reads with another's class, of the same config.
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -78,6 +81,7 @@ MODELS = {
     ),
     "deepseek-v3": ("deepseek_v3", GROUPS | LATENT),
     "deepseek-v3.2": ("deepseek_v32", GROUPS | LATENT | INDEXED),
+    "kimi-k2": ("kimi_k2", GROUPS | LATENT | {"n_group": 1, "topk_group": 1}),
     "glm4": ("glm4_moe", GROUPS),
     "glm4-not-normalised": ("glm4_moe", GROUPS | {"norm_topk_prob": False}),
     "glm4-lite": ("glm4_moe_lite", GROUPS | LATENT),
@@ -94,6 +98,7 @@ MODELS = {
         LOCAL
         | {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
     ),
+    "jamba": ("jamba", {"num_experts": 8, "num_experts_per_tok": 2}),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3}),
     "ernie": ("ernie4_5_moe", ERNIE),
     "phi": ("phimoe", LOCAL | {"num_experts_per_tok": 2, "router_jitter_noise": JITTER}),
@@ -106,13 +111,18 @@ def random_model(name, **changes):
     """Experts and routers with numbers of order 1 / sqrt(fan-in), so that choices are not close."""
     model_type, options = MODELS[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **(SMALL | options | changes))
+    known = SAME_CLASS.get(model_type, model_type)
+    config = transformers.AutoConfig.for_model(known, **(SMALL | options | changes))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for key, value in block_of(model).state_dict().items():
         value.copy_(
             torch.randn(value.shape) * (0.1 if key.endswith("bias") else value.shape[-1] ** -0.5)
         )
     return model
+
+
+def config_of(model, name):
+    return model.config.to_dict() | {"model_type": MODELS[name][0]}
 
 
 def block_of(model):
@@ -164,8 +174,8 @@ def record():
     yield lambda model_type, **errors: kept.update(
         {model_type: {k: max(v, kept.get(model_type, {}).get(k, 0)) for k, v in errors.items()}}
     )
-    if path := os.environ.get("EXPERTMESH_FAMILIES"):
-        pathlib.Path(path).write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
+    if WRITTEN is not None:
+        pathlib.Path(WRITTEN).write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
 
 
 @pytest.mark.parametrize("mesh", [False, True], ids=["one-device", "2x4"])
@@ -173,7 +183,7 @@ def record():
 def test_values_and_gradients(name, mesh, record):
     """Of x and of every weight, by their names; on one device and over two of fsdp and four of ep."""
     model = random_model(name)
-    hf_config, block = model.config.to_dict(), block_of(model)
+    hf_config, block = config_of(model, name), block_of(model)
     layer, rng = hf.moe_layers(hf_config)[-1], np.random.default_rng(0)
     x = rng.normal(size=(8, 6, 32)) * 2.0 ** rng.integers(-1, 2, size=(8, 6, 1))
     x, dy = x.astype(np.float32), rng.normal(size=x.shape).astype(np.float32)
@@ -198,8 +208,9 @@ def test_values_and_gradients(name, mesh, record):
     kind, measured = hf_config["model_type"], {"y": errors.pop("y")}
     measured["gradients"] = max(errors.values())
     record(kind, **measured)
-    documented = json.loads((ROOT / "docs/families.json").read_text())[kind]
-    assert all(measured[k] < 10 * documented[k] for k in measured), "docs/families.py says how"
+    if WRITTEN is None:
+        documented = json.loads((ROOT / "docs/families.json").read_text())[kind]
+        assert all(measured[k] < 10 * documented[k] for k in measured), "see docs/families.py"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -103,6 +103,7 @@ def _feed_forward(start: str, into: str, names: tuple[str, str, str]) -> tuple[A
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _ROUTER = (Array("gate.weight", "gate_kernel"),)
+_PLAIN_ROUTER = (Array("router.weight", "gate_kernel"),)
 _BIAS = (Array("gate.e_score_correction_bias", EXPERT_BIAS),)
 _BIAS_OF_BLOCK = (Array("e_score_correction_bias", EXPERT_BIAS),)
 _EACH = _feed_forward("experts.{e}.", "", _PROJECTIONS)
@@ -149,7 +150,7 @@ _DEEPSEEK_V3 = Family(
 _GPT_OSS = Names(
     "mlp",
     (
-        Array("router.weight", "gate_kernel"),
+        *_PLAIN_ROUTER,
         Array("experts.gate_up_proj", "wi", TURNS, transposed=False),
         Array("experts.down_proj", "wo", transposed=False),
         Array("experts.gate_up_proj_bias", "wi_bias", TURNS, transposed=False),
@@ -160,7 +161,7 @@ _GPT_OSS = Names(
 _LLAMA4 = Names(
     "feed_forward",
     (
-        Array("router.weight", "gate_kernel"),
+        *_PLAIN_ROUTER,
         Array("experts.gate_up_proj", "wi", BOTH, transposed=False),
         Array("experts.down_proj", "wo", transposed=False),
         *_SHARED_ONE,
@@ -257,7 +258,7 @@ FAMILIES = {
                 Array("output_linear.weight", "wo"),
             ),
         ),
-        memory=Names("block_sparse_moe", (Array("router.weight", "gate_kernel"), *_STACKED)),
+        memory=Names("block_sparse_moe", (*_PLAIN_ROUTER, *_STACKED)),
         width="intermediate_size",
         options=(),
     ),
@@ -268,6 +269,14 @@ FAMILIES = {
         width="intermediate_size",
         options=(laws.sigmoid_of_input, laws.shared_width("intermediate_size")),
         layers=laws.listed,
+    ),
+    "jamba": Family(
+        title="Jamba",
+        files=Names("feed_forward", (*_PLAIN_ROUTER, *_EACH)),
+        memory=Names("feed_forward", (*_PLAIN_ROUTER, *_STACKED)),
+        width="intermediate_size",
+        options=(laws.undivided_softmax,),
+        layers=laws.periodic,
     ),
     "hunyuan_v1_moe": Family(
         title="Hunyuan-MoE",

@@ -25,11 +25,13 @@ __all__ = [
     "hidden_act",
     "listed",
     "one_top_k",
+    "periodic",
     "router_outside",
     "shared_gate",
     "shared_width",
     "sigmoid_of_input",
     "softmax_of_all",
+    "undivided_softmax",
 ]
 
 # ---- activations
@@ -69,6 +71,12 @@ def clamped_swiglu(fields: Fields) -> Activation:
 def softmax_of_all(fields: Fields) -> dict[str, Any]:
     """Divided by the sum of the chosen if `norm_topk_prob`."""
     return {"use_pre_softmax": not get(fields, "norm_topk_prob")}
+
+
+def undivided_softmax(fields: Fields) -> dict[str, Any]:
+    """Of all experts, as it is."""
+    del fields
+    return {"use_pre_softmax": True}
 
 
 def grouped_softmax(fields: Fields) -> dict[str, Any]:
@@ -199,6 +207,11 @@ def listed(fields: Fields, layer: int) -> bool:
     if (layers := fields.get("moe_layers")) is not None:
         return layer in layers
     return bool((layer + 1) % get(fields, "interleave_moe_layer_step") == 0)
+
+
+def periodic(fields: Fields, layer: int) -> bool:
+    period, offset = get(fields, "expert_layer_period"), get(fields, "expert_layer_offset")
+    return bool(layer % period == offset)
 
 
 def between(fields: Fields, layer: int) -> bool:
