@@ -20,6 +20,7 @@ from flax_moe.hf_oracle import (
     LLAMA4,
     MIXTRAL,
     MODELS,
+    PHI,
     QWEN2,
     QWEN3,
     make_weights,
@@ -226,6 +227,16 @@ def test_layers_with_a_block():
         5,
         6,
     )
+
+
+def test_a_router_outside():
+    """Its weight is not loaded, nor is one exported."""
+    params, _ = hf.load_layer(make_weights(PHI, 1), PHI, 1)
+    assert set(params) == {"wi", "wo"}
+    with pytest.raises(ValueError, match="of a phimoe must have the names wi, wo; got also gate_k"):
+        hf.export_layer(params | {"gate_kernel": np.zeros((16, 8), np.float32)}, PHI, 1)
+    with pytest.raises(ValueError, match="gate_kernel.*or pass `logits` of a router outside"):
+        moe(params, jnp.zeros((4, 16)), hf.moe_config(PHI))
 
 
 def test_a_model_of_several_parts_is_read_by_its_text():
