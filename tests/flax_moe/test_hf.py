@@ -206,6 +206,7 @@ def test_configs():
     assert (chosen.dtype, chosen.aux_loss_coeff, chosen.capacity_factor) == (jnp.float32, 0.5, 2.0)
     renamed = {k: v for k, v in QWEN3.items() if k != "num_experts"} | {"num_local_experts": 8}
     assert hf.moe_config(renamed) == hf.moe_config(QWEN3)
+    assert hf.moe_config(HUNYUAN | {"moe_topk": [3, 3]}) == hf.moe_config(HUNYUAN)
     assert hf.moe_config(MIXTRAL | {"hidden_act": "gelu"}).activation == "gelu_exact"
     assert set(hf.MODEL_TYPES) == {config["model_type"] for config in MODELS.values()}
 
@@ -277,8 +278,11 @@ def without(mapping, key):
         (DEEPSEEK_V2 | {"mlp_bias": True}, ["mlp_bias of a deepseek_v2", "no biases"]),
         (GPT_OSS | {"swiglu_alpha": 1.5}, ["swiglu_alpha of a gpt_oss must be 1.702", "1.5"]),
         (LLAMA4 | {"num_experts_per_tok": 2}, ["num_experts_per_tok of", "must be 1", "=2"]),
-        (HUNYUAN | {"moe_topk": [3, 4]}, ["moe_topk of", "one number", "[3, 4]"]),
+        (HUNYUAN | {"moe_topk": [3, 4]}, ["moe_topk or", "the same in all layers", "[3, 4]"]),
         (ERNIE | {"moe_norm_min": 1e-3}, ["moe_norm_min of", "at most 1e-12", "0.001"]),
+        (MODELS["minimax"] | {"shared_intermediate_size": 9}, ["shared_intermediate_size=9"]),
+        (MODELS["minimax-m2"] | {"use_routing_bias": False}, ["use_routing_bias of", "True; got"]),
+        (LING | {"score_function": "softmax"}, ["score_function of", "'sigmoid'; got"]),
         (ERNIE | {"use_bias": True}, ["use_bias of a ernie4_5_moe", "no biases"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",

@@ -218,12 +218,17 @@ FAMILIES = {
         _DEEPSEEK_V3,
         title="Ling 2.5 (Bailing)",
         files=_with(_EACH_FILES, *_SHARED, Array("gate.expert_bias", EXPERT_BIAS)),
+        options=(
+            *_DEEPSEEK_V3.options,
+            laws.fixed(score_function="sigmoid", moe_router_enable_expert_bias=True),
+        ),
         experts=("num_experts", "num_local_experts"),
     ),
     "kimi_linear": dataclasses.replace(
         _DEEPSEEK_V3,
         title="Kimi-Linear",
         files=_with(_MIXTRAL_FILES, *_SHARED, *_BIAS),
+        options=(*_DEEPSEEK_V3.options, laws.fixed(moe_router_activation_func="sigmoid")),
         experts=("num_experts", "num_local_experts"),
     ),
     "gpt_oss": Family(
@@ -239,14 +244,17 @@ FAMILIES = {
         files=_MIXTRAL_FILES,
         memory=_STACKED_MEMORY,
         width="intermediate_size",
-        options=(),
+        options=(laws.fixed(shared_intermediate_size=0),),
     ),
     "minimax_m2": Family(
         title="MiniMax-M2",
         files=_with(_MIXTRAL_FILES, *_BIAS_OF_BLOCK),
         memory=_with(_STACKED_MEMORY, *_BIAS_OF_BLOCK),
         width="intermediate_size",
-        options=(laws.biased_sigmoid,),
+        options=(
+            laws.biased_sigmoid,
+            laws.fixed(scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0),
+        ),
     ),
     "granitemoe": Family(
         title="Granite-MoE",
@@ -283,7 +291,7 @@ FAMILIES = {
         files=Names("mlp", (*_HUNYUAN_GATE, *_EACH, *_HUNYUAN_SHARED)),
         memory=Names("mlp", (*_HUNYUAN_GATE, *_STACKED, *_HUNYUAN_SHARED)),
         width="intermediate_size",
-        options=(laws.one_top_k, laws.shared_width("intermediate_size")),
+        options=(laws.shared_width("intermediate_size"),),
         top_k=("moe_topk", "num_experts_per_tok"),
     ),
     "ernie4_5_moe": Family(

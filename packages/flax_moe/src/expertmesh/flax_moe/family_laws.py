@@ -20,11 +20,11 @@ __all__ = [
     "deepseek",
     "every_step",
     "expert_biases",
+    "fixed",
     "gate_bias",
     "grouped_softmax",
     "hidden_act",
     "listed",
-    "one_top_k",
     "periodic",
     "router_outside",
     "shared_gate",
@@ -59,7 +59,7 @@ def hidden_act(fields: Fields) -> str:
 
 
 def clamped_swiglu(fields: Fields) -> Activation:
-    must(fields, "swiglu_alpha", 1.702, "MoEConfig has no swish of another slope")
+    must(fields, "swiglu_alpha", 1.702, why="MoEConfig has no swish of another slope")
     return Activation(
         function="quick_gelu", limit=float(get(fields, "swiglu_limit")), up_offset=1.0
     )
@@ -82,8 +82,10 @@ def undivided_softmax(fields: Fields) -> dict[str, Any]:
 def grouped_softmax(fields: Fields) -> dict[str, Any]:
     """Of DeepSeek-V2: never divided, groups by their best expert."""
     must(fields, "scoring_func", "softmax")
-    must(fields, "norm_topk_prob", False, "the model of transformers does not divide the weights")
-    must(fields, "mlp_bias", False, "the block's shared experts have no biases")
+    must(
+        fields, "norm_topk_prob", False, why="the model of transformers does not divide the weights"
+    )
+    must(fields, "mlp_bias", False, why="the block's shared experts have no biases")
     method = fields.get("topk_method", "greedy")
     limited = method == "group_limited_greedy"
     if not limited:
@@ -97,13 +99,13 @@ def grouped_softmax(fields: Fields) -> dict[str, Any]:
 
 def biased_softmax(fields: Fields) -> dict[str, Any]:
     """Of Ernie: the bias is added to the softmax of all, weights are that of the chosen."""
-    least = get(fields, "moe_norm_min")
+    least = fields.get("moe_norm_min") or 0
     if least > 1e-12:
         raise ValueError(
             f"hf: moe_norm_min of a {fields['model_type']} must be at most 1e-12; got moe_norm_min={least}; "
             "MoEConfig divides by the sum of the chosen, whatever it is"
         )
-    must(fields, "use_bias", False, "the block's shared experts have no biases")
+    must(fields, "use_bias", False, why="the block's shared experts have no biases")
     return {"use_expert_bias": True}
 
 
@@ -115,7 +117,7 @@ def biased_sigmoid(fields: Fields) -> dict[str, Any]:
 
 def deepseek(fields: Fields) -> dict[str, Any]:
     """Of DeepSeek-V3: a biased sigmoid, groups by their two best experts."""
-    must(fields, "scoring_func", "sigmoid")
+    must(fields, "scoring_func", "sigmoid", "noaux_tc")  # some name it by the method
     must(fields, "topk_method", "noaux_tc")
     return {
         "score_function": "sigmoid",
@@ -135,8 +137,19 @@ def _groups(fields: Fields, best: int) -> dict[str, Any]:
 
 def sigmoid_of_input(fields: Fields) -> dict[str, Any]:
     """Of Llama-4: what an expert is given is weighted."""
-    must(fields, "num_experts_per_tok", 1, "MoEConfig(weigh_inputs=True) is of one expert")
+    must(fields, "num_experts_per_tok", 1, why="MoEConfig(weigh_inputs=True) is of one expert")
     return {"score_function": "sigmoid", "normalize": False, "weigh_inputs": True}
+
+
+def fixed(**wanted: Any) -> Callable[[Fields], dict[str, Any]]:
+    """The law that these fields, where they are there, have the values by which the other laws hold."""
+
+    def of(fields: Fields) -> dict[str, Any]:
+        for key, value in wanted.items():
+            must(fields, key, value)
+        return {}
+
+    return of
 
 
 def router_outside(fields: Fields) -> dict[str, Any]:
@@ -153,17 +166,6 @@ def gate_bias(fields: Fields) -> dict[str, Any]:
 def expert_biases(fields: Fields) -> dict[str, Any]:
     del fields
     return {"use_bias": True}
-
-
-def one_top_k(fields: Fields) -> dict[str, Any]:
-    """Of Hunyuan, whose config may list numbers for each layer."""
-    for key in ("num_experts", "moe_topk"):
-        if not isinstance(get(fields, key), int):
-            raise ValueError(
-                f"hf: {key} of a {fields['model_type']} must be one number; got {key}={fields[key]}; where all layers "
-                "have the same, put it in place of the list"
-            )
-    return {}
 
 
 def shared_width(key: str, *count: str) -> Callable[[Fields], dict[str, Any]]:

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from expertmesh.flax_moe import fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
-from expertmesh.flax_moe.model_fields import Fields, get, name_of, of_text
+from expertmesh.flax_moe.model_fields import Fields, get, name_of, number, of_text
 from expertmesh.flax_moe.params import (
     Params,
     check_names,
@@ -104,9 +104,9 @@ def moe_config(hf_config: HfConfig, **options: Any) -> MoEConfig:
     """
     fields, family = _text(hf_config)
     decided: dict[str, Any] = {
-        "num_experts": get(fields, *family.experts),
-        "top_k": get(fields, *family.top_k),
-        "expert_dim": get(fields, family.width),
+        "num_experts": number(fields, *family.experts),
+        "top_k": number(fields, *family.top_k),
+        "expert_dim": number(fields, family.width),
         "activation": family.activation(fields),
     }
     for law in family.options:

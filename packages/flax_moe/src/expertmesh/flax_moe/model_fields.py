@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Fields", "get", "must", "name_of", "of_text"]
+__all__ = ["Fields", "get", "must", "name_of", "number", "of_text"]
 
 Fields = Mapping[str, Any]
 
@@ -34,12 +34,29 @@ def get(fields: Fields, *keys: str) -> Any:
     )
 
 
-def must(
-    fields: Fields, key: str, wanted: object, why: str = "MoEConfig has no such router"
-) -> None:
-    """Raises ValueError where a field is there and has another value, which the block cannot express."""
-    value = fields.get(key, wanted)
-    if value != wanted:
+def number(fields: Fields, *keys: str) -> int:
+    """`get` of a size; of a list with a number for each layer the one that all of them have.
+
+    Raises:
+      ValueError: none of the keys is there, or layers differ.
+    """
+    value = get(fields, *keys)
+    if not isinstance(value, list):
+        return int(value)
+    if len(set(value)) != 1:
         raise ValueError(
-            f"hf: {key} of a {name_of(fields)} must be {wanted!r}; got {key}={value!r}; {why}"
+            f"hf: {' or '.join(keys)} of a {name_of(fields)} must be the same in all layers; got {value}; MoEConfig is "
+            "of all layers: make one for each kind of layer"
+        )
+    return int(value[0])
+
+
+def must(
+    fields: Fields, key: str, *wanted: object, why: str = "MoEConfig has no such router"
+) -> None:
+    """Raises ValueError where a field is there and has none of these values: the block cannot express another."""
+    value = fields.get(key)
+    if value is not None and value not in wanted:
+        raise ValueError(
+            f"hf: {key} of a {name_of(fields)} must be {' or '.join(map(repr, wanted))}; got {key}={value!r}; {why}"
         )
