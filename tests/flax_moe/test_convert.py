@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 from cases.safetensors import read_folder, write_folder
 from expertmesh.convert import main
 from expertmesh.convert.cli import ProgressLine
-from expertmesh.flax_moe import hf
+from expertmesh.core import MeshResource
+from expertmesh.flax_moe import hf, param_specs
+from expertmesh.flax_moe.checkpoint import Checkpoint, load_sharded
 from flax_moe.hf_oracle import (
     DEEPSEEK,
     ERNIE,
@@ -155,6 +159,54 @@ def test_8_bits_there_and_back(folder):
     assert (
         "model.layers.4.mlp.experts" not in config["quantization_config"]["modules_to_not_convert"]
     )
+
+
+def in_4_bits(hf_config, weights):
+    """The experts of gpt-oss packed, and the numbers that they stand for, one by one."""
+    packed, wide, rng = dict(weights), dict(weights), np.random.default_rng(4)
+    for name, w in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            E, D, F = w.shape
+            blocks = rng.integers(0, 256, size=(E, F, D // 32, 16), dtype=np.uint8)
+            scales = rng.integers(120, 128, size=(E, F, D // 32), dtype=np.uint8)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            for e, d, f in np.ndindex(E, D, F):
+                byte = int(blocks[e, f, d // 32, d % 32 // 2])
+                bits = byte >> 4 if d % 2 else byte & 15
+                size = [0, 0.5, 1, 1.5, 2, 3, 4, 6][bits & 7] * 2.0 ** (
+                    int(scales[e, f, d // 32]) - 127
+                )
+                w[e, d, f] = -size if bits & 8 else size
+            wide[name] = w
+    return packed, wide
+
+
+def test_4_bits_are_widened(folder):
+    """Under either names, to the same 16 bits; a layer straight from the files, and parts of it on a mesh."""
+    small = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+    hf_config = GPT_OSS | small | {"num_experts_per_tok": 2}
+    packed, wide = in_4_bits(hf_config, model(hf_config))
+    method = {"quantization_config": {"quant_method": "mxfp4"}}
+    source = folder(hf_config | method, packed)
+    _, found, config = converted(source, "huggingface", "theirs")
+    same(found, wide)
+    assert config == hf_config
+    ours, found, config = converted(source, "expertmesh", "ours")
+    want = hf.load_layer(wide, hf_config, 1).params
+    for name, w in want.items():
+        np.testing.assert_array_equal(found[f"model.layers.1.moe.{name}"], w)
+    files = Checkpoint(source)
+    loaded = hf.load_layer(files, files.config, 1).params
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
+    specs = param_specs(
+        hf.moe_config(hf_config), MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    )
+    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    sharded = load_sharded(files, files.config, 1, placed).params
+    for name, w in want.items():
+        np.testing.assert_array_equal(loaded[name], w)
+        np.testing.assert_array_equal(sharded[name], w)
 
 
 def test_8_bits_are_made(folder):

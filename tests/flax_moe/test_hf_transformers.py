@@ -250,6 +250,33 @@ def test_there_and_back(name, tmp_path):
     assert not missing.unexpected_keys
 
 
+def test_4_bit_experts():
+    """gpt-oss as it is published: the numbers that `transformers` widens."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng, start = np.random.default_rng(0), "model.layers.1.mlp.experts."
+    hf_config = random_model("gpt-oss").config.to_dict()
+    hf_config |= {"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 64}
+    state = numpy_of(random_model("gpt-oss", intermediate_size=64).state_dict())
+    for name, (out, groups) in {"gate_up_proj": (128, 1), "down_proj": (32, 2)}.items():
+        state[f"{start}{name}_blocks"] = rng.integers(0, 256, (8, out, groups, 16), np.uint8)
+        state[f"{start}{name}_scales"] = rng.integers(100, 140, (8, out, groups), np.uint8)
+        del state[start + name]
+    got = hf.load_layer(state, hf_config, 1).params
+    both, down = (
+        convert_moe_packed_tensors(
+            *(torch.from_numpy(state[f"{start}{name}{end}"]) for end in ("_blocks", "_scales"))
+        )
+        .float()
+        .numpy()
+        for name in ("gate_up_proj", "down_proj")
+    )
+    np.testing.assert_array_equal(
+        got["wi"].astype(np.float32), np.stack([both[..., ::2], both[..., 1::2]], 2)
+    )
+    np.testing.assert_array_equal(got["wo"].astype(np.float32), down)
+
+
 def logits(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
     with torch.no_grad():

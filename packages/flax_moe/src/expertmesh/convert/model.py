@@ -3,12 +3,13 @@
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jax.typing import DTypeLike
 
 from expertmesh.convert.quantization_config import Plan, check_quantization, with_quantization
-from expertmesh.flax_moe import fp8_blocks, hf
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks, hf
 from expertmesh.flax_moe.checkpoint import Checkpoint, Tensors, write_checkpoint
 from expertmesh.flax_moe.checkpoint.export import StoredMatrices, bias_tensor, layer_tensors
 from expertmesh.flax_moe.checkpoint.layout import any_layout, own_layout
@@ -83,12 +84,13 @@ def convert(
 
     Other weights, and files such as the tokenizer's, are copied unchanged. In memory is one tensor at a time.
     """
-    weights = Checkpoint(source)
-    check_quantization(weights.config)
-    layers = _layers(weights, to, dtype, prefix)
+    files = Checkpoint(source)
+    check_quantization(files.config)
+    weights = fp4_blocks.widened(files, files.config)
+    layers = _layers(weights, files.config, to, dtype, prefix)
     for layer in layers:
         layer.stored.check()
-    rest = _rest(weights, layers)
+    rest = _rest(weights, files.config, layers)
     tensors = [_copied(weights, name) for name in rest]
     for layer in layers:
         tensors += layer.tensors(fp8)
@@ -98,14 +100,19 @@ def convert(
         was_fp8=all(layer.is_fp8 for layer in layers),
         is_fp8=fp8,
     )
-    config = with_quantization(weights.config, plan)
+    config = with_quantization(files.config, plan)
     write_checkpoint(target, tensors, config, max_shard_size=max_shard_size, progress=progress)
-    _copy_files(weights.folder, pathlib.Path(target))
+    _copy_files(files.folder, pathlib.Path(target))
 
 
-def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) -> list[_Layer]:
+def _layers(
+    weights: Mapping[str, Any],
+    config: Mapping[str, Any],
+    to: str,
+    dtype: DTypeLike | None,
+    prefix: str,
+) -> list[_Layer]:
     """The MoE layers of the source."""
-    config = weights.config
     if to not in _LAYOUTS:
         raise ValueError(
             f"convert: to must be one of {', '.join(_LAYOUTS)}; got to={to!r}; choose whose names the target has"
@@ -131,7 +138,7 @@ def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) 
     ]
 
 
-def _rest(weights: Checkpoint, layers: list[_Layer]) -> list[str]:
+def _rest(weights: Mapping[str, Any], config: Mapping[str, Any], layers: list[_Layer]) -> list[str]:
     """The names of what is copied; a block has no other arrays than those of its parameters."""
     consumed = {name for layer in layers for name in layer.consumed()}
     rest = [name for name in weights if name not in consumed]
@@ -139,14 +146,14 @@ def _rest(weights: Checkpoint, layers: list[_Layer]) -> list[str]:
     outside = {name for layer in layers for name in layer.stored.layout.outside}
     if strange := [n for n in rest if n.startswith(blocks) and n not in outside]:
         raise ValueError(
-            f"convert: the blocks of a {weights.config['model_type']} must have the arrays of its config alone; "
+            f"convert: the blocks of a {config['model_type']} must have the arrays of its config alone; "
             f"got also {len(strange)}: {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}; MoEConfig has no place "
             "for them"
         )
     return rest
 
 
-def _copied(weights: Checkpoint, name: str) -> Tensors:
+def _copied(weights: Mapping[str, Any], name: str) -> Tensors:
     array = weights[name]
     return Tensors(types={name: (array.shape, array.dtype)}, make=lambda: {name: array})
 

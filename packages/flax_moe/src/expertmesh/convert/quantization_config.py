@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.flax_moe import fp8_blocks
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks
 
 __all__ = ["Plan", "check_quantization", "with_quantization"]
 
@@ -34,17 +34,20 @@ class Plan:
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ValueError where weights are quantized otherwise than in 8-bit blocks."""
+    """Raises ValueError where weights are quantized otherwise than in 8-bit blocks, or in 4-bit ones of 32."""
     method = (config.get(KEY) or {}).get("quant_method", "fp8")
-    if method != "fp8":
+    if method not in ("fp8", fp4_blocks.METHOD):
         raise ValueError(
-            f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, or absent; got {method!r}; "
+            f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, {fp4_blocks.METHOD!r}, or absent; got "
+            f"{method!r}; "
             "pass the weights of 16 bits"
         )
 
 
 def with_quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The config of the target: unchanged where the same weights have 8 bits."""
+    if fp4_blocks.is_packed(config):  # they were widened
+        config = {key: value for key, value in config.items() if key != KEY}
     known = config.get(KEY)
     if plan.was_fp8 == plan.is_fp8:
         return dict(config)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from expertmesh.flax_moe import fp8_blocks
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
 from expertmesh.flax_moe.model_fields import Fields, get, name_of, number, of_text
@@ -140,12 +140,14 @@ def load_layer(
 
     Returns:
       HfLayer of NumPy arrays. 8-bit weights with a `..._scale_inv` beside them, as DeepSeek publishes them, are
-      dequantized by the blocks of `quantization_config.weight_block_size`.
+      dequantized by the blocks of `quantization_config.weight_block_size`; 4-bit experts with `..._scales`, as gpt-oss
+      is published, where its `quant_method` is "mxfp4".
 
     Raises:
       ValueError: names that are missing (they are counted, and the first are named), an array of another shape than the
         config says, 8-bit weights without their scales.
     """
+    weights = fp4_blocks.widened(weights, hf_config)
     layout = find_layout(weights, hf_config, layer, prefix=prefix)
     params = {
         param: read_param(weights, hf_config, layout, param, whole(shape), dtype=dtype)
