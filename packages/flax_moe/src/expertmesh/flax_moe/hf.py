@@ -281,7 +281,7 @@ def _bias(array: Array, block: str) -> Place:
 
 
 def _model_dim(hf_config: HfConfig) -> int:
-    return int(get(of_text(hf_config), "hidden_size"))
+    return int(get(_text(hf_config)[0], "hidden_size"))
 
 
 def find_layout(
