@@ -1,6 +1,7 @@
 """Router: from each token's logits to its K experts and their weights.
 
-    softmax, post (default): idx = top_k(p + bias);  w = softmax(x[idx]),  p = softmax(x)
+    softmax, post (default): idx = top_k(x);         w = softmax(x[idx])
+             with a bias:    idx = top_k(p + bias);  w = softmax(x[idx]),  p = softmax(x)
     softmax, pre:            idx = top_k(p + bias);  w = p[idx]
     sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx]
 
@@ -79,8 +80,8 @@ def route(
       (but by `token_mask`, and a NaN that a forced choice does not read). Groups with a NaN come before the others.
 
     Raises:
-      ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose
-        shapes do not fit the logits or top_k; more than 2^31 - 1 logits on one device.
+      ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose shapes do not fit the
+        logits or top_k; more than 2^31 - 1 logits on one device.
       TypeError: logits or bias are not floating point, the mask not bool, forced indices not integers.
 
     Differentiable in `logits`; the bias gets gradient 0. No communication, however tokens are sharded; a sharded expert
