@@ -126,6 +126,17 @@ def test_there_and_back(hf_config, folder):
         assert (target / "model.safetensors.index.json").exists()
 
 
+def test_a_model_of_several_parts(folder):
+    """Its text model's layers, behind their prefix; the other parts are copied."""
+    several = {"model_type": "llama4", "text_config": LLAMA4}
+    weights = {f"language_model.{name}": w for name, w in model(LLAMA4).items()}
+    weights["vision_model.layers.1.feed_forward.weight"] = np.ones((4, 4), np.float32)
+    prefix = ["--prefix", "language_model.model."]
+    ours, found, config = converted(folder(several, weights), "expertmesh", "ours", *prefix)
+    assert "language_model.model.layers.5.moe.shared_wi" in found and config == several
+    same(converted(ours, "huggingface", "back", *prefix)[1], weights)
+
+
 def test_8_bits_there_and_back(folder):
     """Kept bit for bit under either names; widened without --fp8, to --dtype."""
     hf_config = DEEPSEEK | {"quantization_config": FP8}
