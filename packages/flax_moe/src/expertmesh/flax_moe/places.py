@@ -59,8 +59,9 @@ class Layout:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each array, in the order of the places, the expert bias last."""
         shapes = {name: self._shape(places) for name, places in self.by_name.items()}
-        num_experts = self.params["gate_kernel"][-1:]
-        return shapes if self.bias is None else shapes | {self.bias: num_experts}
+        if self.bias is None:
+            return shapes
+        return shapes | {self.bias: self.params["gate_kernel"][-1:]}
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[Place]]:

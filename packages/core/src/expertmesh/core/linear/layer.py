@@ -102,7 +102,8 @@ class Linear:
       row_roles: of the dimensions of x before K (see `MeshResource.axes`).
       quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`;
         x of groups, and dy, may be `Rows`.
-      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them.
+      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them,
+        None where no copy along them is needed.
     """
 
     name: str
