@@ -7,11 +7,11 @@
     shared_wi [D, 2, S]      a [D, 2, r]         b [2, r, S]
     shared_wo [S, D]         a [S, r]            b [r, D]            latent_down, latent_up likewise
 
-Adapters are a tree of their own, {name: {"a": A, "b": B}}: what you differentiate, optimize and store.
-`with_lora` makes parameters of both trees whose weights are `expertmesh.core.Adapted`, and `moe` and its stages take them as they take
-arrays. So the law y = x W + (x A) B is stated once, where GEMMs are, and no stage, mesh mode or option has an
+Adapters are a tree of their own, {name: {"a": A, "b": B}}: what you differentiate, optimize and store. `with_lora`
+makes parameters of both trees whose weights are `expertmesh.core.Adapted`, and `moe` and its stages take them as they
+take arrays. So the law y = x W + (x A) B is stated once, where GEMMs are, and no stage, mesh mode or option has an
 argument or a path for it. The gate and up projections are one GEMM, and so are their adapters: A of 2 r columns, B with
-zeros off the diagonal, which costs r F more products for each row.
+zeros off the diagonal, which is 2 r F more products for each row.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts, r rank.
 """
