@@ -185,7 +185,7 @@ def shardings(mesh, specs):
 
 def test_fine_tuning(tmp_path):
     """Run: what is learned lowers the loss, and is the same in one block, merged, and in files."""
-    step, files = snippets("fine-tuning.md")
+    step, files, _ = snippets("fine-tuning.md")
     hf_config = dict(
         model_type="qwen3_moe",
         num_experts=4,
@@ -211,6 +211,17 @@ def test_fine_tuning(tmp_path):
         for p in (space["merged"], with_lora(params, adapters, lora))
     )
     assert jnp.allclose(got, want, atol=1e-5)
+
+
+def test_upcycling():
+    """Run: both blocks are the dense layer."""
+    *_, code = snippets("fine-tuning.md")
+    gate, up, down, x = normal(256, 512), -normal(256, 512), normal(512, 256), normal(4, 256)
+    given = dict(gate_proj=gate / 16, up_proj=up / 16, down_proj=down / 16, x=x)
+    space = run(code, "fine-tuning.md", jnp=jnp, **given)
+    want = (jax.nn.silu(x @ gate / 16) * (x @ up / 16)) @ down / 16
+    for y in space["same"]:
+        assert jnp.linalg.norm(y - want) < 1e-6 * jnp.linalg.norm(want)
 
 
 def test_no_page_is_left_out():

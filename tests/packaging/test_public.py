@@ -26,7 +26,7 @@ PUBLIC = {
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LoRA LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES
         checkpoint hf init_lora init_params init_quant_state is_supported linen lora_shapes lora_specs merge_lora
         merge_wi moe native_moe nnx param_shapes param_specs peft permute_experts place_experts quantize_weights
-        split_wi stages with_lora""",
+        split_wi stages upcycle with_lora""",
     "expertmesh.convert": "main",
     "expertmesh.train": "main",
 }

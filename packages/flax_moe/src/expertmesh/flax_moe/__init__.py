@@ -26,6 +26,7 @@ from expertmesh.flax_moe.place_experts import permute_experts, place_experts
 from expertmesh.flax_moe.quantization import init_quant_state, quantize_weights
 from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
 from expertmesh.flax_moe.support import is_supported
+from expertmesh.flax_moe.upcycle import upcycle
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -57,5 +58,6 @@ __all__ = [
     "quantize_weights",
     "split_wi",
     "stages",
+    "upcycle",
     "with_lora",
 ]
