@@ -1,6 +1,7 @@
 """LoRA of a block: against the oracle of merged weights and the chain rule, in each mesh mode; what is not computed."""
 
 import contextlib
+import dataclasses
 import math
 import re
 from functools import partial
@@ -33,10 +34,12 @@ from expertmesh.flax_moe import (
     lora_specs,
     merge_lora,
     moe,
+    native_moe,
     nnx,
     param_shapes,
     param_specs,
     peft,
+    permute_experts,
     split_wi,
     with_lora,
 )
@@ -141,7 +144,7 @@ def ran(mode, config, data, adapters):
 @pytest.mark.parametrize(
     "mode, options",
     [
-        ("single", ALL),
+        full("single", ALL),
         ("single", dict(use_bias=False, expert_dim=8)),
         full("single", dict(latent_dim=8, activation="gelu_exact")),
         ("explicit", ALL),
@@ -192,7 +195,7 @@ def test_manual_axes():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(dtype="bfloat16", expert_dim=128, shared_expert_dim=128),
+        dict(dtype="bfloat16", shared_expert_dim=20),
         dict(recipe="Float8BlockScaling", expert_dim=128, use_bias=False),
         full(dict(recipe="Float8CurrentScaling", expert_dim=32, num_chunks=2, separate_wi=True)),
         full(dict(recipe="MXFP8BlockScaling", expert_dim=128, shared_expert_dim=128)),
@@ -243,17 +246,12 @@ def test_no_gradient_of_a_frozen_weight(recipe):
 
 
 def eight_bits(config, data):
-    """The experts' weights in blocks of 128 x 128, as a checkpoint of 8 bits is loaded."""
-    made = {
-        name: quantize(
-            jnp.bfloat16(data.params[name]),
-            block_format((128, 128)),
-            axis=1,
-            across=-1,
-            batch_dims=1,
-        )
-        for name in ("wi", "wo")
-    }
+    """The experts' weights in blocks of 128 x 128, as a checkpoint of 8 bits is loaded, by scales of any origin."""
+    made = {}
+    for name in ("wi", "wo"):
+        options = dict(axis=1, across=-1, batch_dims=1)
+        q = quantize(jnp.bfloat16(data.params[name]), block_format((128, 128)), **options)
+        made[name] = dataclasses.replace(q, scale=1.37 * q.scale)
     return {**data.params, **made}
 
 
@@ -340,6 +338,20 @@ def test_initial_values_and_layouts():
     }
 
 
+def test_experts_are_renumbered_with_their_adapters():
+    config = make_config(use_bias=False)
+    data = make_data(config, (4, 3, 16))
+    adapters = drawn(lora_shapes(16, config, LORA))
+    order = np.random.default_rng(0).permutation(8)
+    params, moved = (permute_experts(tree, order) for tree in (data.params, adapters))
+    got, want = (
+        moe(with_lora(*trees, LORA), data.x, config).y
+        for trees in ((params, moved), (data.params, adapters))
+    )
+    assert np.any(moved["wi"]["a"] != adapters["wi"]["a"])
+    assert relative_error(np.asarray(got), np.asarray(want)) < 1e-6
+
+
 def test_dense_layer():
     """`dense` of an Adapted: in the dtype of x, a frozen weight's gradient zeros, an adapter's by the chain rule."""
     rng = np.random.default_rng(0)
@@ -359,7 +371,7 @@ def test_dense_layer():
         assert not np.any(np.asarray(d_w.weight))
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", [full("linen"), "nnx"])
 def test_modules(framework):
     """Adapters in a collection, or variables, of their own; y and gradients are those of the function."""
     config = make_config(use_bias=False, shared_expert_dim=20)
@@ -487,6 +499,10 @@ def test_errors():
         ValueError, match="targets must be weights of the block, wi, wo; got shared_wi"
     ):
         lora_shapes(16, config, LoRA(rank=4, alpha=1, targets=("shared_wi",)))
+    with pytest.raises(
+        TypeError, match="native_moe: wi must be an array; got an Adapted; merge_lora"
+    ):
+        native_moe(with_lora(data.params, adapters, LORA), data.x, config)
     for fields, words in (
         (dict(rank=0, alpha=1), "rank must be at least 1"),
         (dict(rank=1, alpha=math.nan), "alpha must be a finite number"),
