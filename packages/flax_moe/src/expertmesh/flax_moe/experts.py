@@ -53,7 +53,13 @@ from expertmesh.core.linear.apply import (
 )
 from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
-from expertmesh.core.linear.layer import DenseState, Layer, NonDiffOperands, residuals
+from expertmesh.core.linear.layer import (
+    DenseState,
+    Layer,
+    NonDiffOperands,
+    barrier,
+    residuals,
+)
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
@@ -450,7 +456,8 @@ def _up_gradients(
     d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
     d_rows, adapter = _add_adapter_dgrad(d_rows, plain, adapter, sizes, of.up)
     if adapter is not None and rows is not None:
-        rows = _plain_rows(rows, of.up)
+        # Else the compiler takes the forward's plain rows, and keeps them alive in between.
+        rows = _plain_rows(barrier(rows, plain)[0], of.up)
     if of.in_place:
         rows = None if rows is None else move_rows(rows, row_map)
         d_rows = move_rows(d_rows, row_map.inverse)
