@@ -20,6 +20,7 @@ from expertmesh.core import (
     QuantizedWeight,
     dense,
     dequantize,
+    grouped_dense,
     quantize,
 )
 from expertmesh.core.mesh import MeshResource, global_shard_guard
@@ -369,6 +370,31 @@ def test_dense_layer():
         assert relative_error(np.asarray(d_w.a), dw @ b.T) < tolerance
         assert relative_error(np.asarray(d_w.b), a.T @ dw) < tolerance
         assert not np.any(np.asarray(d_w.weight))
+
+
+def test_grouped_layer():
+    """The same of groups of rows; a frozen weight without an adapter too; a weight with several dimensions of K."""
+    rng = np.random.default_rng(0)
+    x, w, a, b, dy = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((1, 7, 8), (2, 8, 6), (2, 8, 3), (2, 3, 6), (1, 7, 6))
+    )
+    sizes = jnp.array([[3, 2]], jnp.int32)  # and two padding rows
+    y, pull = jax.vjp(lambda x, w: grouped_dense(x, w, sizes), x, Adapted(w, a, b))
+    d_x, d_w = pull(dy)
+    for e, rows in enumerate((slice(0, 3), slice(3, 5))):
+        whole, dw = w[e] + a[e] @ b[e], x[0, rows].T @ dy[0, rows]
+        assert relative_error(np.asarray(y[0, rows]), x[0, rows] @ whole) < 1e-5
+        assert relative_error(np.asarray(d_x[0, rows]), dy[0, rows] @ whole.T) < 1e-5
+        assert relative_error(np.asarray(d_w.a[e]), dw @ b[e].T) < 1e-5
+        assert relative_error(np.asarray(d_w.b[e]), a[e].T @ dw) < 1e-5
+    assert not np.any(np.asarray(y[0, 5:])) and not np.any(np.asarray(d_x[0, 5:]))
+    y, pull = jax.vjp(lambda x, w: grouped_dense(x, w, sizes), x, Adapted(w))
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(grouped_dense(x, w, sizes)))
+    d_x, d_w = pull(dy)
+    assert np.any(d_x) and not np.any(d_w.weight) and d_w.a is None
+    with pytest.raises(ValueError, match="dense: an Adapted must have one dimension of K"):
+        dense(x, Adapted(np.ones((7, 8, 6))), contracting_dims=((-2, -1), (0, 1)))
 
 
 @pytest.mark.parametrize("framework", [full("linen"), "nnx"])
