@@ -73,8 +73,9 @@ def dense(
       TypeError: an operand is no array of floats.
 
     Differentiable in `x`, `weight` (of an `Adapted` in `a` and `b` alone) and `bias`. Kept for the backward: `x`
-    quantized along the tokens, and `weight` quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_weight". Gradients are
-    accumulated in float32 and have the dtype and the layout of their primals.
+    quantized along the tokens, and `weight` quantized along N, each where it was, under the checkpoint names
+    "quantized_x" and "quantized_weight". Gradients are accumulated in float32 and have the dtype and the layout of
+    their primals.
 
     Under sharding as `gemm`; each device quantizes its shard of the weight, and data and scales are gathered, anew in
     the backward. Scales of a whole tensor are reduced first, over the axes that shard it.
