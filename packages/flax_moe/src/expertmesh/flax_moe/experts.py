@@ -45,6 +45,7 @@ from expertmesh.core.linear.apply import (
     input_gradient,
     layer_of,
     low_rank_gradient,
+    low_rank_v,
     weight_for_dgrad,
     weight_for_fprop,
     weight_gradient,
@@ -380,12 +381,17 @@ def _bwd(
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
-    d_a, of_wo = _add_adapter_dgrad(d_a, dy, of_wo, sizes, down)
+    of_wo = None if of_wo is None else _with_v(of_wo, dy, sizes, down)
+    d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     plain = bool(biases) or any(each is not None and each.u is not None for each in (of_wi, of_wo))
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, plain)
-    d_wo = _weight_cotangent(a, (of_y.along_rows, dy), wo, of_wo, sizes, down)
+    if of_wo is None:
+        d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
+    else:
+        # Made before the rows' cotangents, so that dy and a are then done with.
+        d_wo, of_h = barrier(_adapter_cotangent(a, dy, of_wo, sizes, down), of_h)
     d_rows, d_wi = _up_gradients((of_h, d_h), x, wi, of_wi, handle, options)
     d_params: dict[str, Any] = {"wi": d_wi, "wo": d_wo}
     if biases:
@@ -413,32 +419,32 @@ def _hidden_gradient(
     return d_h, quantized(d_h), d_weights, again if a is None else a
 
 
+def _with_v(adapter: _Adapter, dy: jax.Array, sizes: jax.Array, layer: Layer) -> _Adapter:
+    """The adapter with its v, if it has A and B."""
+    if adapter.u is None:
+        return adapter
+    return adapter._replace(v=low_rank_v(dy, adapter.u, adapter.low_rank, sizes, layer))
+
+
 def _add_adapter_dgrad(
-    dx: jax.Array, dy: Any, adapter: _Adapter | None, sizes: jax.Array, layer: Layer
-) -> tuple[jax.Array, _Adapter | None]:
-    """dx with the part that goes through an adapter, which then has its v."""
-    if adapter is None or adapter.u is None:
-        return dx, adapter
-    dx, v = add_low_rank_dgrad(dx, dy, adapter.u, adapter.low_rank, sizes, layer)
-    return dx, adapter._replace(v=v)
+    dx: jax.Array, adapter: _Adapter | None, sizes: jax.Array, layer: Layer
+) -> jax.Array:
+    """dx with the part that goes through an adapter."""
+    if adapter is None or adapter.v is None:
+        return dx
+    added: jax.Array = add_low_rank_dgrad(dx, adapter.v, adapter.low_rank, sizes, layer)
+    return added
 
 
-def _weight_cotangent(
-    x: Any,
-    dy: tuple[Any, Any],
-    w: _Operand,
-    adapter: _Adapter | None,
-    sizes: jax.Array,
-    layer: Layer,
-) -> Any:
-    """Of a weight, or of A and B; dy: along the rows, and plain."""
-    along_rows, plain = dy
-    if adapter is None:
-        return weight_gradient(x, along_rows, w, sizes, layer)
+def _adapter_cotangent(
+    x: Any, dy: jax.Array, adapter: _Adapter, sizes: jax.Array, layer: Layer
+) -> Adapted | None:
+    """Of A and B, x and dy plain; None where there are none."""
     if adapter.u is None or adapter.v is None:
         return None
     inner = adapter.u, adapter.v
-    return low_rank_gradient(x, plain, inner, adapter.low_rank, sizes, layer)
+    made: Adapted = low_rank_gradient(x, dy, inner, adapter.low_rank, sizes, layer)
+    return made
 
 
 def _up_gradients(
@@ -451,18 +457,33 @@ def _up_gradients(
 ) -> tuple[jax.Array, Any]:
     """The cotangents of the rows and of wi; d_h: its copies, and plain."""
     (of_h, plain), sizes, row_map = d_h, handle.group_sizes, _rows_of(handle)
-    rows = x if adapter is None else adapter.x
-    spec = None if of.in_place or rows is None else where_at_rest(rows, None)
+    if adapter is not None:
+        adapter, d_wi = _up_adapter(plain, adapter, handle, of)
+        d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
+        x = adapter.x
+    spec = None if of.in_place or x is None else where_at_rest(x, None)
     d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
-    d_rows, adapter = _add_adapter_dgrad(d_rows, plain, adapter, sizes, of.up)
-    if adapter is not None and rows is not None:
-        # Else the compiler takes the forward's plain rows, and keeps them alive in between.
-        rows = _plain_rows(barrier(rows, plain)[0], of.up)
+    d_rows = _add_adapter_dgrad(d_rows, adapter, sizes, of.up)
     if of.in_place:
-        rows = None if rows is None else move_rows(rows, row_map)
+        x = move_rows(x, row_map) if adapter is None else x
         d_rows = move_rows(d_rows, row_map.inverse)
-    both = of_h.along_rows, plain
-    return d_rows, _weight_cotangent(rows, both, wi, adapter, sizes, of.up)
+    if adapter is None:
+        d_wi = weight_gradient(x, of_h.along_rows, wi, sizes, of.up)
+    return d_rows, d_wi
+
+
+def _up_adapter(
+    d_h: Any, adapter: _Adapter, handle: ep.Handle, of: _Options
+) -> tuple[_Adapter, Any]:
+    """The adapter of wi with its v, and its cotangent."""
+    sizes = handle.group_sizes
+    adapter = _with_v(adapter, d_h, sizes, of.up)
+    if adapter.x is None:
+        return adapter, None
+    # Else the compiler takes the forward's plain rows, and keeps them alive in between.
+    rows = _plain_rows(barrier(adapter.x, d_h)[0], of.up)
+    rows = move_rows(rows, _rows_of(handle)) if of.in_place else rows
+    return adapter, _adapter_cotangent(rows, d_h, adapter, sizes, of.up)
 
 
 def _rows_of(handle: ep.Handle) -> RowMap:

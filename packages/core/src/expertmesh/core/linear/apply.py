@@ -326,15 +326,22 @@ def add_low_rank(
     return y + forward_gemm(u, _widened(w.b, of_b), group_sizes, None, of_b), u
 
 
+def low_rank_v(
+    dy: jax.Array, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
+) -> jax.Array:
+    """v = dy B^T, where u is; dy plain."""
+    _, of_b = low_rank_layers(w, layer)
+    b, spec = _widened(w.b, of_b), at_rest(u, None)
+    return input_gradient(dy, b, group_sizes, of_b, result_spec=spec)
+
+
 def add_low_rank_dgrad(
-    dx: jax.Array, dy: jax.Array, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
-) -> tuple[jax.Array, jax.Array]:
-    """(dx + v A^T, v), dy plain."""
-    of_a, of_b = low_rank_layers(w, layer)
-    b, a = _widened(w.b, of_b), _widened(w.a, of_a)
-    v = input_gradient(dy, b, group_sizes, of_b, result_spec=at_rest(u, None))
-    spec = at_rest(dx, layer.caller[0])
-    return dx + input_gradient(v, a, group_sizes, of_a, result_spec=spec), v
+    dx: jax.Array, v: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
+) -> jax.Array:
+    """dx + v A^T."""
+    of_a, _ = low_rank_layers(w, layer)
+    a, spec = _widened(w.a, of_a), at_rest(dx, layer.caller[0])
+    return dx + input_gradient(v, a, group_sizes, of_a, result_spec=spec)
 
 
 def low_rank_gradient(
@@ -412,7 +419,8 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     elif adapter.is_low_rank:
-        dx, v = add_low_rank_dgrad(dx, dy, u, adapter, group_sizes, layer)
+        v = low_rank_v(dy, u, adapter, group_sizes, layer)
+        dx = add_low_rank_dgrad(dx, v, adapter, group_sizes, layer)
         dw = low_rank_gradient(x, dy, (u, v), adapter, group_sizes, layer)
     else:
         dw = None
