@@ -1,12 +1,14 @@
 """This tree's kernels and another commit's, by turns in one process: `python -m benchmarks.turns COMMIT [NAME...]`.
 
-What `_measure.measured` would time in the benchmarks of both trees is paired by names of rows. Programs run hot,
-each once untimed before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are
-apart says what a ratio is worth. Ratios are the other commit's time over ours.
+What `_measure.measured` would time in the benchmarks of both trees is paired by names of rows; `moe_block` stands for
+both passes of the block on one GPU, under each recipe of `single_gpu_blocks`. Programs run hot, each once untimed
+before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are apart says what a
+ratio is worth. Ratios are the other commit's time over ours.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import importlib
 import io
 import itertools
@@ -24,10 +26,17 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
-from benchmarks import _measure
+import jax
+
+from benchmarks import _measure, runnable, single_gpu_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = sorted(p.stem for p in ROOT.glob("benchmarks/[a-z]*.py") if "measured(" in p.read_text())
+BLOCK, BOTH = "moe_block", "forward and backward"
+NAMES = [
+    n
+    for n in runnable()
+    if n not in ("block_launches", "compile_time", "dispatch", "single_gpu_blocks")
+]
 PACKAGE, BENCHMARKS = "expertmesh_before", "benchmarks_before"  # the other commit's
 TEXTS = (".py", ".cc", ".h", ".cu", ".cuh")
 TURNS = 11
@@ -76,6 +85,8 @@ def build(folder: pathlib.Path) -> None:
 
 def cases_of(package: str, benchmark: str) -> dict[str, _measure.Case]:
     """What a benchmark would time, by the names of its rows; the first of those of one name."""
+    if benchmark == BLOCK:
+        return dict(blocks_of(package))
     found: dict[str, _measure.Case] = {}
     module = importlib.import_module(f"{package}.{benchmark}")
 
@@ -90,6 +101,22 @@ def cases_of(package: str, benchmark: str) -> dict[str, _measure.Case]:
     ):
         module.main()
     return found
+
+
+def blocks_of(package: str) -> Iterator[tuple[str, _measure.Case]]:
+    """Both passes of the block, at the shapes that are compared with Transformer Engine's."""
+    module = importlib.import_module(f"{package}.{BLOCK}")
+    on_gpu = jax.default_backend() == "gpu"
+    for each in single_gpu_blocks.TRANSFORMER_ENGINE if on_gpu else (single_gpu_blocks.SMALL,):
+        shape = module.Shape(*(getattr(each, field.name) for field in dataclasses.fields(each)))
+        arrays = module.operands(shape, None)
+        for recipe in (None, *single_gpu_blocks.RECIPES):
+            name = f"{recipe or 'bfloat16'} {BOTH}, {shape}"
+            side = module.passes(module.moe, shape.config(recipe=recipe))[BOTH], arrays
+            yield (
+                name,
+                _measure.time_case(BLOCK, name, side, side, "itself", [shape.flops() / 2e14] * 2),
+            )
 
 
 def pairs(benchmark: str, match: str) -> Iterator[Pair]:

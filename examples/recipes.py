@@ -138,6 +138,24 @@ def load_model(folder, mesh, layers=None, keep_fp8=False):
         yield config, params, bias
 
 
+def sparse_mixer(logits, jitter):
+    """The two choices of each token and their weights, as Phi-3.5-MoE makes them outside of training, for `moe`.
+
+    A choice is the best of those that are left; its weight is its share of the softmax of all that are nearly as good.
+    """
+    experts, left = jnp.arange(logits.shape[-1]), jnp.ones(logits.shape, bool)
+    choices, weights = [], []
+    for _ in range(2):
+        best = jnp.max(logits, axis=-1, where=left, initial=-jnp.inf, keepdims=True)
+        near = left & (best - logits <= 2 * jitter * jnp.maximum(jnp.abs(logits), best))
+        p = jax.nn.softmax(jnp.where(near, logits, -jnp.inf))
+        choices.append(jnp.argmax(jnp.where(left, logits, -jnp.inf), axis=-1))
+        chosen = experts == choices[-1][..., None]
+        weights.append(jnp.sum(jnp.where(chosen, p, 0), axis=-1))
+        left &= ~chosen
+    return {"topk_idx": jnp.stack(choices, -1), "topk_weights": jnp.stack(weights, -1)}
+
+
 def in_fp8(config, params, x, bias=None):
     """`moe` of weights that are kept in 8 bits; no copy in 16 bits is made of what the forward reads in 8."""
     config = dataclasses.replace(config, recipe=Float8BlockScaling(power_2_scale=False))

@@ -43,14 +43,24 @@ def test_kernels_of_few_rows():
     interpret(["tests/core/kernels/test_small.py"], few, 5)
 
 
-def test_products_on_later_gpus():
-    interpret(["tests/core/kernels/test_grouped_gemm.py"], "sm_100 and few_rows", 1)
+# GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
+OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
+OF_8_BITS = pytest.mark.parametrize(
+    "gpu, count", [("sm_100", 9), ("sm_89 and not PTX and not 32-", 6)]
+)
 
 
-def test_products_of_8_bits_on_later_gpus():
-    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], "sm_100 and 300", 9)
+@OF_16_BITS
+def test_products(gpu):
+    interpret(["tests/core/kernels/test_grouped_gemm.py"], f"{gpu} and few_rows", 1)
 
 
-def test_dense_products_of_8_bits_on_later_gpus():
-    which = "sm_100 and bfloat16 and not e5m2"
-    interpret(["tests/core/kernels/test_quantized_gemm.py"], which, 9)
+@OF_8_BITS
+def test_products_of_8_bits(gpu, count):
+    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)
+
+
+@OF_8_BITS
+def test_dense_products_of_8_bits(gpu, count):
+    which = f"{gpu} and bfloat16 and not e5m2"
+    interpret(["tests/core/kernels/test_quantized_gemm.py"], which, count)

@@ -11,6 +11,7 @@ NAMES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "int64": "I64",
+    "uint8": "U8",
 }
 
 

@@ -603,16 +603,16 @@ TABLE = [
     ),
     # The router
     row(
-        "bias of softmax",
-        lambda: route(X, RouterConfig(top_k=2), expert_bias=jnp.zeros(16)),
+        "bias of other experts",
+        lambda: route(X, RouterConfig(top_k=2), expert_bias=jnp.zeros(9)),
         ValueError,
-        *("expert_bias", "sigmoid"),
+        *("expert_bias", "(9,)"),
     ),
     row(
-        "bias of a softmax block",
-        lambda: moe(params(), X, CONFIG, expert_bias=jnp.zeros(8)),
+        "bias of a block of other experts",
+        lambda: moe(params(), X, CONFIG, expert_bias=jnp.zeros(9)),
         ValueError,
-        *("expert_bias", "sigmoid"),
+        *("expert_bias", "(9,)"),
     ),
     row("array as scaling", lambda: router(scaling_factor=jnp.ones(())), TypeError, "scaling"),
     row("one of two group settings", lambda: router(num_groups=2), ValueError, "group_topk=None"),

@@ -23,13 +23,25 @@ from expertmesh.flax_moe.checkpoint import (
     write_checkpoint,
 )
 from flax_moe import moe_oracle
-from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, QWEN3, make_weights
+from flax_moe.hf_oracle import (
+    DEEPSEEK,
+    ERNIE,
+    GPT_OSS,
+    LLAMA4,
+    MIXTRAL,
+    PHI,
+    QWEN2,
+    QWEN3,
+    make_weights,
+)
 
 pytestmark = pytest.mark.default_jax
 
 LAYER = 4
 E4M3 = ml_dtypes.float8_e4m3fn
 BLOCK = (8, 4)
+# Of each way that arrays lie: by turns, in one dimension more, together, outside.
+ALL = [MIXTRAL, QWEN3, DEEPSEEK, QWEN2, GPT_OSS, ERNIE, LLAMA4, PHI]
 IN_BLOCKS = DEEPSEEK | {"quantization_config": {"weight_block_size": list(BLOCK)}}
 
 
@@ -103,10 +115,12 @@ class Slicer:
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 @pytest.mark.parametrize("names", [dict, stacked, under_our_names])
-@pytest.mark.parametrize("hf_config", [MIXTRAL, QWEN3, DEEPSEEK], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("hf_config", ALL, ids=lambda c: c["model_type"])
 def test_a_layer_on_a_mesh(hf_config, names, kind):
     """Of every name it is what load_layer loads, laid out as asked; each number is read once."""
     weights = make_weights(hf_config, LAYER)
+    for name in hf.layer_layout(hf_config, LAYER).outside:
+        del weights[name]
     named = weights if names is dict else names(weights, hf_config)
     counted, told = Counted(named), []
     wanted, bias = hf.load_layer(weights, hf_config, LAYER)
@@ -374,3 +388,6 @@ def test_layers_that_are_refused():
         ValueError, match="export_tensors: expert_bias of a qwen3_moe must be of shape None"
     ):
         export_tensors(params, QWEN3, LAYER, expert_bias=np.zeros(8))
+    params, _ = hf.load_layer(make_weights(GPT_OSS, LAYER), GPT_OSS, LAYER)
+    with pytest.raises(ValueError, match=r"an array for each matrix; got .*gate_up_proj \(8, 16"):
+        export_tensors(params, GPT_OSS, LAYER, fp8=True)

@@ -176,7 +176,6 @@ def test_router_part():
         (dict(null_experts="one"), ValueError, ["null_experts='one'", "zero, identity", "w x"]),
         (dict(num_null_experts=2, top_k=11), ValueError, ["top_k=11", "num_experts=10"]),
         (dict(num_chunks=0), ValueError, ["num_chunks=0"]),
-        (dict(use_expert_bias=True), ValueError, ["use_expert_bias", "softmax", "sigmoid"]),
         (dict(use_gate_bias=True, use_gate=False), ValueError, ["use_gate_bias", "use_gate=False"]),
         (dict(aux_loss_counts="all"), ValueError, ["aux_loss_counts='all'", "chosen", "unbiased"]),
         (dict(remat="full"), ValueError, ["'full'", "save_all", "save_min", "recompute"]),

@@ -7,19 +7,35 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 from cases.safetensors import read_folder, write_folder
 from expertmesh.convert import main
 from expertmesh.convert.cli import ProgressLine
-from expertmesh.flax_moe import hf
-from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, QWEN3, make_weights
+from expertmesh.core import MeshResource
+from expertmesh.flax_moe import hf, param_specs
+from expertmesh.flax_moe.checkpoint import Checkpoint, load_sharded
+from flax_moe.hf_oracle import (
+    DEEPSEEK,
+    ERNIE,
+    GPT_OSS,
+    GRANITE,
+    LLAMA4,
+    MIXTRAL,
+    PHI,
+    QWEN2,
+    QWEN3,
+    make_weights,
+)
 
 pytestmark = pytest.mark.default_jax
 
+ALL = [MIXTRAL, QWEN3, DEEPSEEK, QWEN2, GPT_OSS, ERNIE, GRANITE, LLAMA4, PHI]
 E4M3 = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4]}
 SHARD = ["--max-shard-size", "20KB", "--quiet"]
@@ -39,10 +55,13 @@ def others():
 
 
 def model(hf_config, dtype=ml_dtypes.bfloat16):
-    weights = others()
-    for layer in hf.moe_layers(hf_config):
+    layers = hf.moe_layers(hf_config)
+    blocks = tuple(hf.layer_layout(hf_config, layer).block for layer in layers)
+    weights = {name: w for name, w in others().items() if not name.startswith(blocks)}
+    for layer in layers:
         for name, w in make_weights(hf_config, layer, seed=layer).items():
-            weights[name] = w if name.endswith("bias") else w.astype(dtype)
+            kept = name.endswith("correction_bias")
+            weights[name] = w if kept else w.astype(dtype)
     return weights
 
 
@@ -85,17 +104,18 @@ def converted(source, to, name, *options):
     return target, read_folder(target)[0], json.loads((target / "config.json").read_text())
 
 
-@pytest.mark.parametrize("hf_config", [MIXTRAL, QWEN3, DEEPSEEK], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("hf_config", ALL, ids=lambda c: c["model_type"])
 def test_there_and_back(hf_config, folder):
     """Our names hold what load_layer loads; theirs again the same bytes; the other weights and files are copied."""
     weights = model(hf_config)
     source = folder(hf_config, weights)
     ours, found, config = converted(source, "expertmesh", "ours")
-    wanted = others()
+    wanted = {name: w for name, w in others().items() if name in weights}
     for layer in hf.moe_layers(hf_config):
         params, bias = hf.load_layer(weights, hf_config, layer)
         wanted |= {f"model.layers.{layer}.moe.{name}": w for name, w in params.items()}
         wanted |= {} if bias is None else {f"model.layers.{layer}.moe.expert_bias": bias}
+        wanted |= {name: weights[name] for name in hf.layer_layout(hf_config, layer).outside}
     same(found, wanted)
     back, found, again = converted(ours, "huggingface", "back")
     same(found, weights)
@@ -104,6 +124,17 @@ def test_there_and_back(hf_config, folder):
         assert (target / "tokenizer.json").read_text() == "{}"
         assert not (target / "pytorch_model.bin").exists()
         assert (target / "model.safetensors.index.json").exists()
+
+
+def test_a_model_of_several_parts(folder):
+    """Its text model's layers, behind their prefix; the other parts are copied."""
+    several = {"model_type": "llama4", "text_config": LLAMA4}
+    weights = {f"language_model.{name}": w for name, w in model(LLAMA4).items()}
+    weights["vision_model.layers.1.feed_forward.weight"] = np.ones((4, 4), np.float32)
+    prefix = ["--prefix", "language_model.model."]
+    ours, found, config = converted(folder(several, weights), "expertmesh", "ours", *prefix)
+    assert "language_model.model.layers.5.moe.shared_wi" in found and config == several
+    same(converted(ours, "huggingface", "back", *prefix)[1], weights)
 
 
 def test_8_bits_there_and_back(folder):
@@ -139,6 +170,54 @@ def test_8_bits_there_and_back(folder):
     assert (
         "model.layers.4.mlp.experts" not in config["quantization_config"]["modules_to_not_convert"]
     )
+
+
+def in_4_bits(hf_config, weights):
+    """The experts of gpt-oss packed, and the numbers that they stand for, one by one."""
+    packed, wide, rng = dict(weights), dict(weights), np.random.default_rng(4)
+    for name, w in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            E, D, F = w.shape
+            blocks = rng.integers(0, 256, size=(E, F, D // 32, 16), dtype=np.uint8)
+            scales = rng.integers(120, 128, size=(E, F, D // 32), dtype=np.uint8)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            for e, d, f in np.ndindex(E, D, F):
+                byte = int(blocks[e, f, d // 32, d % 32 // 2])
+                bits = byte >> 4 if d % 2 else byte & 15
+                size = [0, 0.5, 1, 1.5, 2, 3, 4, 6][bits & 7] * 2.0 ** (
+                    int(scales[e, f, d // 32]) - 127
+                )
+                w[e, d, f] = -size if bits & 8 else size
+            wide[name] = w
+    return packed, wide
+
+
+def test_4_bits_are_widened(folder):
+    """Under either names, to the same 16 bits; a layer straight from the files, and parts of it on a mesh."""
+    small = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+    hf_config = GPT_OSS | small | {"num_experts_per_tok": 2}
+    packed, wide = in_4_bits(hf_config, model(hf_config))
+    method = {"quantization_config": {"quant_method": "mxfp4"}}
+    source = folder(hf_config | method, packed)
+    _, found, config = converted(source, "huggingface", "theirs")
+    same(found, wide)
+    assert config == hf_config
+    ours, found, config = converted(source, "expertmesh", "ours")
+    want = hf.load_layer(wide, hf_config, 1).params
+    for name, w in want.items():
+        np.testing.assert_array_equal(found[f"model.layers.1.moe.{name}"], w)
+    files = Checkpoint(source)
+    loaded = hf.load_layer(files, files.config, 1).params
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
+    specs = param_specs(
+        hf.moe_config(hf_config), MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    )
+    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    sharded = load_sharded(files, files.config, 1, placed).params
+    for name, w in want.items():
+        np.testing.assert_array_equal(loaded[name], w)
+        np.testing.assert_array_equal(sharded[name], w)
 
 
 def test_8_bits_are_made(folder):
@@ -193,7 +272,7 @@ def test_what_is_refused(folder, tmp_path, capsys):
     target = tmp_path / "target"
     for change, words in (
         ({"model_type": "gpt2"}, "model_type must be one of mixtral"),
-        ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+        ({"scoring_func": "softmax"}, "scoring_func of a deepseek_v3 must be 'sigmoid'"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             "quantization_config.quant_method must be 'fp8'",
@@ -208,6 +287,12 @@ def test_what_is_refused(folder, tmp_path, capsys):
     more = weights | {"model.layers.3.mlp.gate.bias": np.ones(16, np.float32)}
     said = refused(capsys, folder(DEEPSEEK, more), target, "--to", "expertmesh")
     assert "got also 1: model.layers.3.mlp.gate.bias; MoEConfig has no place" in said
+    for hf_config, name in ((GPT_OSS, "gate_up_proj"), (GRANITE, "input_linear")):
+        source = folder(hf_config, model(hf_config))
+        for to in ("expertmesh", "huggingface"):
+            said = refused(capsys, source, target, "--to", to, "--fp8")
+            assert "with fp8 the files of a model must have an array for each matrix; got" in said
+            assert name in said and not target.exists()
     source = folder(DEEPSEEK, weights)
     said = refused(capsys, source, source, "--to", "expertmesh")
     assert "the folder must be empty" in said

@@ -6,14 +6,34 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from expertmesh.core import Activation
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import hf, moe, param_shapes
-from flax_moe.hf_oracle import DEEPSEEK, MIXTRAL, MODELS, QWEN3, make_weights, names_and_shapes, run
+from expertmesh.flax_moe import MoEConfig, hf, moe, param_shapes
+from flax_moe.hf_oracle import (
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    ERNIE,
+    GPT_OSS,
+    HUNYUAN,
+    JAMBA,
+    LING,
+    LLAMA4,
+    MIXTRAL,
+    MODELS,
+    PHI,
+    QWEN2,
+    QWEN3,
+    make_weights,
+    names_and_shapes,
+    run_weighted,
+)
 
 pytestmark = pytest.mark.default_jax
 
 LAYER = 4
-SOME = ("deepseek", "deepseek-not-normalised")
+# One of each law; the others are of the same ones, and go on CI's nights.
+SOME = ("qwen2", "olmoe", "deepseek-v2", "deepseek", "ling", "gpt-oss", "minimax-m2", "granite")
+SOME += ("llama4", "hunyuan", "ernie", "phi")
 
 
 @pytest.mark.parametrize(
@@ -27,15 +47,37 @@ def test_a_loaded_block_is_the_model(model):
     others = make_weights(hf_config, LAYER + 1, seed=1)
     rng = np.random.default_rng(2)
     x = rng.normal(size=(24, 16)) * 2.0 ** rng.integers(-2, 3, size=(24, 1))
-    want, chosen = run(weights, hf_config, LAYER, x)
+    want, chosen, shares = run_weighted(weights, hf_config, LAYER, x)
     params, bias = hf.load_layer(others | weights, hf_config, LAYER)
     config = hf.moe_config(hf_config, dtype=jnp.float32)
-    block = jax.jit(lambda bias: moe(params, jnp.float32(x), config, expert_bias=bias))
+    outside = {} if config.use_gate else {"topk_idx": chosen, "topk_weights": jnp.float32(shares)}
+    block = jax.jit(lambda bias: moe(params, jnp.float32(x), config, expert_bias=bias, **outside))
     out = block(bias)
     assert relative_error(out.y, want) < 1e-5
     np.testing.assert_array_equal(out.topk_idx, chosen)
     if bias is not None:
         assert relative_error(block(np.zeros_like(bias)).y, want) > 0.05
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_in_memory(model):
+    """Its names and shapes, and under them the same formula."""
+    hf_config = MODELS[model]
+    weights = make_weights(hf_config, LAYER)
+    layer = hf.load_layer(weights, hf_config, LAYER)
+    stacked = hf.export_layer(
+        layer.params, hf_config, LAYER, expert_bias=layer.expert_bias, stacked=True
+    )
+    layouts = [hf.layer_layout(hf_config, LAYER, stacked=kind) for kind in (False, True)]
+    for theirs, mine in zip(*(layout.outside for layout in layouts), strict=True):
+        stacked[mine] = weights[theirs]
+    shapes = names_and_shapes(hf_config, LAYER, memory=True)
+    assert {name: w.shape for name, w in stacked.items()} == shapes
+    x = np.random.default_rng(0).normal(size=(3, 16))
+    for want, got in zip(
+        *(run_weighted(w, hf_config, LAYER, x) for w in (weights, stacked)), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
@@ -45,6 +87,8 @@ def test_there_and_back(model, dtype):
     hf_config = MODELS[model]
     weights = {name: w.astype(dtype) for name, w in make_weights(hf_config, LAYER).items()}
     layer = hf.load_layer(weights, hf_config, LAYER)
+    outside = {n: weights.pop(n) for n in hf.layer_layout(hf_config, LAYER).outside}
+    assert len(outside) == (model == "phi")
     shapes = param_shapes(16, hf.moe_config(hf_config))
     assert {name: w.shape for name, w in layer.params.items()} == shapes
     assert {w.dtype for w in layer.params.values()} == {np.dtype(dtype)}
@@ -55,7 +99,7 @@ def test_there_and_back(model, dtype):
     back = hf.export_layer(again.params, hf_config, LAYER, expert_bias=again.expert_bias)
     assert set(back) == set(weights) and len(stacked) < 10
     for name, w in weights.items():
-        bias = name.endswith("bias")
+        bias = name.endswith(("correction_bias", "expert_bias"))
         assert back[name].dtype == (np.float32 if bias else dtype), name
         assert back[name].flags["C_CONTIGUOUS"]
         np.testing.assert_array_equal(back[name], w)
@@ -106,23 +150,110 @@ def test_weights_of_8_bits_are_dequantized_by_blocks():
         hf.load_layer(weights | scales | {name: scales[name][:1]}, hf_config, LAYER)
 
 
+SIGMOID = {"score_function": "sigmoid", "use_expert_bias": True, "normalize": True}
+V3 = SIGMOID | {"num_groups": 4, "group_topk": 2, "group_best": 2, "scaling_factor": 2.5}
+V3 |= {"shared_expert_dim": 24}
+GATED = {"shared_expert_dim": 20, "shared_expert_gate": True}
+V2 = {"use_pre_softmax": True, "scaling_factor": 16.0, "shared_expert_dim": 24}
+CLAMPED = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
+# Sizes (E, K, F), and the other options.
+CONFIGS = {
+    "mixtral": ((8, 3, 24), {}),
+    "qwen2": ((8, 3, 12), GATED),
+    "qwen3": ((8, 3, 12), {}),
+    "qwen3-not-normalised": ((8, 3, 12), {"use_pre_softmax": True}),
+    "qwen3-next": ((8, 3, 12), GATED | {"use_pre_softmax": True}),
+    "qwen3.5": ((8, 3, 12), GATED),
+    "olmoe": ((8, 3, 24), {"use_pre_softmax": True}),
+    "deepseek-v2": ((16, 4, 12), V2 | {"num_groups": 4, "group_topk": 2, "group_best": 1}),
+    "deepseek-v2-greedy": ((16, 4, 12), V2),
+    "deepseek": ((16, 4, 12), V3),
+    "deepseek-not-normalised": ((16, 4, 12), V3 | {"group_topk": 3, "normalize": False}),
+    "deepseek-without-groups": ((16, 4, 12), SIGMOID | {"scaling_factor": 2.5}),
+    "deepseek-v3.2": ((16, 4, 12), V3),
+    "kimi-k2": ((16, 4, 12), SIGMOID | {"scaling_factor": 2.5, "shared_expert_dim": 24}),
+    "kimi-linear": ((16, 4, 12), V3 | {"shared_expert_dim": 12}),
+    "glm4": ((16, 4, 12), V3),
+    "glm4-lite": ((16, 4, 12), V3),
+    "glm5": ((16, 4, 12), V3),
+    "dots1": ((16, 4, 12), V3),
+    "ling": ((16, 4, 12), V3 | {"shared_expert_dim": 12}),
+    "gpt-oss": (
+        (8, 3, 24),
+        {"use_bias": True, "use_gate_bias": True, "activation": CLAMPED},
+    ),
+    "minimax": ((8, 3, 24), {}),
+    "minimax-m2": ((8, 3, 24), SIGMOID),
+    "granite": ((8, 3, 24), {}),
+    "llama4": (
+        (8, 1, 24),
+        {"score_function": "sigmoid", "normalize": False, "weigh_inputs": True}
+        | {"shared_expert_dim": 24},
+    ),
+    "jamba": ((8, 3, 24), {"use_pre_softmax": True}),
+    "hunyuan": ((8, 3, 24), {"shared_expert_dim": 24}),
+    "ernie": ((8, 3, 12), {"use_expert_bias": True, "shared_expert_dim": 24}),
+    "phi": ((8, 2, 24), {"use_gate": False}),
+}
+
+
 def test_configs():
-    mixtral, qwen3, deepseek = map(hf.moe_config, (MIXTRAL, QWEN3, DEEPSEEK))
-    assert (mixtral.num_experts, mixtral.top_k, mixtral.expert_dim) == (8, 3, 24)
-    assert (qwen3.expert_dim, qwen3.use_pre_softmax, qwen3.score_function) == (12, False, "softmax")
-    assert hf.moe_config(QWEN3 | {"norm_topk_prob": False}).use_pre_softmax
-    assert (deepseek.num_groups, deepseek.group_topk, deepseek.scaling_factor) == (4, 2, 2.5)
-    assert (deepseek.shared_expert_dim, deepseek.score_function) == (24, "sigmoid")
-    assert deepseek.use_expert_bias and not mixtral.use_expert_bias
+    assert set(CONFIGS) == set(MODELS)
+    for model, ((E, K, F), options) in CONFIGS.items():
+        wanted = MoEConfig(num_experts=E, top_k=K, expert_dim=F, **options)
+        assert hf.moe_config(MODELS[model]) == wanted, model
     chosen = hf.moe_config(MIXTRAL, dtype=jnp.float32, aux_loss_coeff=0.5, capacity_factor=2.0)
     assert (chosen.dtype, chosen.aux_loss_coeff, chosen.capacity_factor) == (jnp.float32, 0.5, 2.0)
     renamed = {k: v for k, v in QWEN3.items() if k != "num_experts"} | {"num_local_experts": 8}
-    assert hf.moe_config(renamed) == qwen3
+    assert hf.moe_config(renamed) == hf.moe_config(QWEN3)
+    assert hf.moe_config(HUNYUAN | {"moe_topk": [3, 3]}) == hf.moe_config(HUNYUAN)
     assert hf.moe_config(MIXTRAL | {"hidden_act": "gelu"}).activation == "gelu_exact"
-    assert hf.moe_layers(MIXTRAL) == (0, 1)
-    assert hf.moe_layers(QWEN3) == (1, 5)
-    assert hf.moe_layers(DEEPSEEK) == (3, 4)
     assert set(hf.MODEL_TYPES) == {config["model_type"] for config in MODELS.values()}
+
+
+def test_layers_with_a_block():
+    assert hf.moe_layers(MIXTRAL) == (0, 1)
+    assert hf.moe_layers(QWEN3) == hf.moe_layers(QWEN2) == (1, 5)
+    assert hf.moe_layers(DEEPSEEK) == hf.moe_layers(DEEPSEEK_V2) == (3, 4)
+    assert hf.moe_layers(DEEPSEEK | {"moe_layer_freq": 2}) == (4,)
+    assert hf.moe_layers(JAMBA) == (1, 4)
+    assert hf.moe_layers(LING) == (1, 3, 4)
+    assert hf.moe_layers(LLAMA4) == (1, 3, 5)
+    assert hf.moe_layers(LLAMA4 | {"moe_layers": [0, 2]}) == (0, 2)
+    assert hf.moe_layers(ERNIE) == (3, 5)
+    assert hf.moe_layers(ERNIE | {"moe_layer_interval": 1, "moe_layer_end_index": -1}) == (
+        2,
+        3,
+        4,
+        5,
+        6,
+    )
+
+
+def test_a_router_outside():
+    """Its weight is not loaded, nor is one exported."""
+    params, _ = hf.load_layer(make_weights(PHI, 1), PHI, 1)
+    assert set(params) == {"wi", "wo"}
+    with pytest.raises(ValueError, match="of a phimoe must have the names wi, wo; got also gate_k"):
+        hf.export_layer(params | {"gate_kernel": np.zeros((16, 8), np.float32)}, PHI, 1)
+    with pytest.raises(ValueError, match="gate_kernel.*or pass `logits` of a router outside"):
+        moe(params, jnp.zeros((4, 16)), hf.moe_config(PHI))
+
+
+def test_a_model_of_several_parts_is_read_by_its_text():
+    """Its layers are where `prefix` says."""
+    several = {"model_type": "llama4", "text_config": LLAMA4, "vision_config": {"hidden_size": 9}}
+    assert hf.moe_config(several) == hf.moe_config(LLAMA4)
+    assert hf.moe_layers(several) == hf.moe_layers(LLAMA4)
+    weights = {f"language_model.{n}": w for n, w in make_weights(LLAMA4, 3).items()}
+    prefix = "language_model.model."
+    params, _ = hf.load_layer(weights, several, 3, prefix=prefix)
+    back = hf.export_layer(params, several, 3, prefix=prefix)
+    assert set(back) == set(weights)
+    for name, w in weights.items():
+        np.testing.assert_array_equal(back[name], w)
+    with pytest.raises(ValueError, match="got model_type='llava'"):
+        hf.moe_config({"model_type": "llava", "text_config": {"model_type": "llama"}})
 
 
 def without(mapping, key):
@@ -137,7 +268,22 @@ def without(mapping, key):
         (without(QWEN3, "norm_topk_prob"), ["qwen3_moe must have norm_topk_prob"]),
         (MIXTRAL | {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
         (DEEPSEEK | {"n_group": 16, "topk_group": 8}, ["group_best=2", "16 experts"]),
-        (DEEPSEEK | {"scoring_func": "softmax"}, ["scoring_func must be 'sigmoid'"]),
+        (
+            DEEPSEEK | {"scoring_func": "softmax"},
+            ["scoring_func of a deepseek_v3 must be 'sigmoid'"],
+        ),
+        (DEEPSEEK | {"topk_method": "greedy"}, ["topk_method of", "'noaux_tc'; got", "'greedy'"]),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, ["topk_method of a deepseek_v2", "'greedy'"]),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, ["norm_topk_prob of", "False; got", "=True"]),
+        (DEEPSEEK_V2 | {"mlp_bias": True}, ["mlp_bias of a deepseek_v2", "no biases"]),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, ["swiglu_alpha of a gpt_oss must be 1.702", "1.5"]),
+        (LLAMA4 | {"num_experts_per_tok": 2}, ["num_experts_per_tok of", "must be 1", "=2"]),
+        (HUNYUAN | {"moe_topk": [3, 4]}, ["moe_topk or", "the same in all layers", "[3, 4]"]),
+        (ERNIE | {"moe_norm_min": 1e-3}, ["moe_norm_min of", "at most 1e-12", "0.001"]),
+        (MODELS["minimax"] | {"shared_intermediate_size": 9}, ["shared_intermediate_size=9"]),
+        (MODELS["minimax-m2"] | {"use_routing_bias": False}, ["use_routing_bias of", "True; got"]),
+        (LING | {"score_function": "softmax"}, ["score_function of", "'sigmoid'; got"]),
+        (ERNIE | {"use_bias": True}, ["use_bias of a ernie4_5_moe", "no biases"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )
@@ -170,9 +316,9 @@ def test_errors_name_what_is_missing_or_of_another_shape():
     with pytest.raises(ValueError, match="export_layer: wo must be"):
         hf.export_layer(params | {"wo": params["wo"][:, :-1]}, QWEN3, LAYER)
     biased = params | {"wi_bias": np.zeros((8, 2, 12)), "wo_bias": np.zeros((8, 16))}
-    with pytest.raises(ValueError, match="qwen3_moe has no biases"):
+    with pytest.raises(ValueError, match="of a qwen3_moe must have .*got also wi_bias, wo_bias"):
         hf.export_layer(biased, QWEN3, LAYER)
-    with pytest.raises(ValueError, match="qwen3_moe has no biases; got gate_bias"):
+    with pytest.raises(ValueError, match="of a qwen3_moe must have .*got also gate_bias"):
         hf.export_layer(params | {"gate_bias": np.zeros(8)}, QWEN3, LAYER)
     deep, _ = hf.load_layer(make_weights(DEEPSEEK, LAYER), DEEPSEEK, LAYER)
     for bias, said in ((None, "None"), (np.zeros(8), r"\(8,\)")):

@@ -31,7 +31,7 @@ def apply(tree: pathlib.Path, diff: str) -> None:
 
 
 def test_there_are_pages():
-    assert [page.stem for page in PAGES] == ["activation", "format", "transport"]
+    assert [page.stem for page in PAGES] == ["activation", "family", "format", "transport"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

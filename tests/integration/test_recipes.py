@@ -17,7 +17,7 @@ from cases.scripts import load_script
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import hf, init_params, moe
 from flax_moe import moe_oracle
-from flax_moe.hf_oracle import DEEPSEEK, QWEN3, make_weights
+from flax_moe.hf_oracle import DEEPSEEK, QWEN3, make_weights, sparse_mixer
 
 pytestmark = pytest.mark.default_jax
 
@@ -72,6 +72,17 @@ def test_maxtext_accumulates_counts(recipes):
     np.testing.assert_array_equal(sum(parts), want)
     update = 1e-3 * np.sign(want.mean() - want)  # as MaxText finalizes them
     np.testing.assert_allclose(blocks[1e-3](data.x)[2], update, rtol=1e-6)
+
+
+def test_sparse_mixer(recipes):
+    """Choices and weights by a loop, where some experts are near the best and some are not."""
+    logits = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    made = recipes.sparse_mixer(jnp.asarray(logits).reshape(4, 10, 8), 0.2)
+    want = [sparse_mixer(x.astype(np.float64), {"router_jitter_noise": 0.2}) for x in logits]
+    np.testing.assert_array_equal(made["topk_idx"].reshape(40, 2), [idx for idx, _ in want])
+    weights = np.array([w for _, w in want])
+    np.testing.assert_allclose(made["topk_weights"].reshape(40, 2), weights, rtol=1e-5)
+    assert 0.1 < (weights < 0.99).mean() < 0.9
 
 
 def test_maxtext_names(recipes):

@@ -39,8 +39,11 @@ def test_each_runs_and_writes_its_rows(name, tmp_path):
 
 
 @pytest.mark.full
-def test_a_tree_by_turns_with_itself(tmp_path):
-    done = run("benchmarks.turns", ".", "group_bias", "--json", str(tmp_path / "rows.json"))
+@pytest.mark.parametrize(("name", "count"), [("group_bias", 1), ("moe_block", 3)])
+def test_a_tree_by_turns_with_itself(name, count, tmp_path):
+    done = run("benchmarks.turns", ".", name, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert row["case"].startswith("group_bias: ") and "ours once more" in row["reference"]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == count
+    for row in rows:
+        assert row["case"].startswith(f"{name}: ") and "ours once more" in row["reference"]

@@ -67,6 +67,11 @@ def test_the_performance_page_is_made_from_the_results():
     assert subprocess.run(command).returncode == 0, "run `python docs/performance.py`"
 
 
+def test_the_table_of_families_is_made_from_what_was_measured():
+    command = [sys.executable, ROOT / "docs/families.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python docs/families.py`"
+
+
 @pytest.fixture
 def block():
     return load_script(ROOT / "docs/block.py")

@@ -25,7 +25,8 @@ RESULTS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks/results"
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 H100, H200, B200 = Device(), Device(), Device(capability=100, multiprocessors=148)
 NO_NVRTC = Device(nvrtc=False)
-DEVICES = H100, B200, NO_NVRTC, Device(alone=False), Device(capability=120, multiprocessors=188)
+OTHERS = Device(capability=80, multiprocessors=108), Device(capability=120, multiprocessors=188)
+DEVICES = H100, B200, NO_NVRTC, Device(alone=False), *OTHERS
 OUTPUTS = BF16, F32, jnp.dtype("float16")
 REGISTERS = 65536  # of a multiprocessor
 

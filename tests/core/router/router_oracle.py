@@ -41,6 +41,7 @@ def route_token(x, config, bias=None, forced=None):
         by = s if bias is None else s + bias
     else:
         s = by = softmax(x) if config.use_pre_softmax else x
+        by = by if bias is None else softmax(x) + bias
     idx = list(chosen_experts(by, config) if forced is None else forced)
     idx = [e if 0 <= e < len(x) else -1 for e in idx]
     live = [k for k, e in enumerate(idx) if e >= 0]

@@ -147,14 +147,16 @@ def compile_triton(
     constants: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
     capability: int,
+    form: str = "cubin",
 ) -> Any:
-    """A kernel's machine code, from Triton's cache on disk if it is there.
+    """A kernel's code, from Triton's cache on disk if it is there.
 
     Args:
       kernel: a function under `triton.jit`.
       types: (name, Triton's type) of the parameters that are no constants; pointers are aligned to 16 bytes.
       constants, options: pairs; the latter are Triton's.
       capability: compute capability to compile for, times ten.
+      form: "cubin", machine code of that capability; "ptx", which the driver compiles for later ones too.
 
     Returns:
       (name, code, threads of a block, bytes of shared memory), and (box, bytes of swizzle) of each descriptor.
@@ -182,4 +184,6 @@ def compile_triton(
     maps = tuple(
         (tuple(of["block_size"]), swizzles[of["swizzle"]]) for of in found.tensordesc_meta or ()
     )
-    return (found.name, compiled.asm["cubin"], 32 * found.num_warps, found.shared), maps
+    code = compiled.asm[form]
+    code = code if isinstance(code, bytes) else f"{code}\0".encode()
+    return (found.name, code, 32 * found.num_warps, found.shared), maps

@@ -14,7 +14,7 @@ from expertmesh.core.support import (
 )
 
 # The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
-_NATIVE_FROM = {"fp8_delayed": 9.0, "fp8_current": 9.0, "fp8_block": 9.0, "mxfp8": 10.0}
+_NATIVE_FROM = {"fp8_delayed": 8.9, "fp8_current": 8.9, "fp8_block": 8.9, "mxfp8": 10.0}
 FEATURES = ("reference", "triton", *RECIPES)
 
 

@@ -83,7 +83,7 @@ def make_route(
         num_ranks=size,
         rank=rank,
     )
-    owner_GK = ids_GK // (num_experts // size)
+    owner_GK = jax.lax.div(ids_GK, jnp.int32(num_experts // size))  # 0 of -1, which has no row
     slot_GK = jnp.where(plan.row_TK < 0, -1, owner_GK * capacity + plan.row_TK)
     slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
     row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)

@@ -3,12 +3,13 @@
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jax.typing import DTypeLike
 
 from expertmesh.convert.quantization_config import Plan, check_quantization, with_quantization
-from expertmesh.flax_moe import fp8_blocks, hf
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks, hf
 from expertmesh.flax_moe.checkpoint import Checkpoint, Tensors, write_checkpoint
 from expertmesh.flax_moe.checkpoint.export import StoredMatrices, bias_tensor, layer_tensors
 from expertmesh.flax_moe.checkpoint.layout import any_layout, own_layout
@@ -51,8 +52,7 @@ class _Layer:
         """Of the target."""
         block = self.stored.block() if fp8 else None
         made = layer_tensors(StoredMatrices(self.stored), self.target, self.theirs, block)
-        bias = hf.read_bias(self.stored.weights, self.stored.layout)
-        return made if self.target.bias is None else [*made, bias_tensor(self.target.bias, bias)]
+        return [*made, *bias_tensor(self.target, self.stored.bias())]
 
 
 def convert(
@@ -84,29 +84,35 @@ def convert(
 
     Other weights, and files such as the tokenizer's, are copied unchanged. In memory is one tensor at a time.
     """
-    weights = Checkpoint(source)
-    check_quantization(weights.config)
-    layers = _layers(weights, to, dtype, prefix)
+    files = Checkpoint(source)
+    check_quantization(files.config)
+    weights = fp4_blocks.widened(files, files.config)
+    layers = _layers(weights, files.config, to, dtype, prefix)
     for layer in layers:
         layer.stored.check()
-    rest = _rest(weights, layers)
+    rest = _rest(weights, files.config, layers)
     tensors = [_copied(weights, name) for name in rest]
     for layer in layers:
         tensors += layer.tensors(fp8)
     plan = Plan(
         others={name: weights[name] for name in rest},
-        blocks=tuple(layer.theirs.block for layer in layers),
+        modules=tuple(layer.theirs.modules for layer in layers),
         was_fp8=all(layer.is_fp8 for layer in layers),
         is_fp8=fp8,
     )
-    config = with_quantization(weights.config, plan)
+    config = with_quantization(files.config, plan)
     write_checkpoint(target, tensors, config, max_shard_size=max_shard_size, progress=progress)
-    _copy_files(weights.folder, pathlib.Path(target))
+    _copy_files(files.folder, pathlib.Path(target))
 
 
-def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) -> list[_Layer]:
+def _layers(
+    weights: Mapping[str, Any],
+    config: Mapping[str, Any],
+    to: str,
+    dtype: DTypeLike | None,
+    prefix: str,
+) -> list[_Layer]:
     """The MoE layers of the source."""
-    config = weights.config
     if to not in _LAYOUTS:
         raise ValueError(
             f"convert: to must be one of {', '.join(_LAYOUTS)}; got to={to!r}; choose whose names the target has"
@@ -115,7 +121,7 @@ def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) 
     if not numbers:
         raise ValueError(
             "convert: the config must have MoE layers; got none of num_hidden_layers="
-            f"{config['num_hidden_layers']}; there is nothing to convert"
+            f"{config.get('num_hidden_layers')}; there is nothing to convert"
         )
     return [
         _Layer(
@@ -132,21 +138,22 @@ def _layers(weights: Checkpoint, to: str, dtype: DTypeLike | None, prefix: str) 
     ]
 
 
-def _rest(weights: Checkpoint, layers: list[_Layer]) -> list[str]:
+def _rest(weights: Mapping[str, Any], config: Mapping[str, Any], layers: list[_Layer]) -> list[str]:
     """The names of what is copied; a block has no other arrays than those of its parameters."""
     consumed = {name for layer in layers for name in layer.consumed()}
     rest = [name for name in weights if name not in consumed]
     blocks = tuple(layer.stored.layout.block for layer in layers)
-    if strange := [name for name in rest if name.startswith(blocks)]:
+    outside = {name for layer in layers for name in layer.stored.layout.outside}
+    if strange := [n for n in rest if n.startswith(blocks) and n not in outside]:
         raise ValueError(
-            f"convert: the blocks of a {weights.config['model_type']} must have the arrays of its config alone; "
+            f"convert: the blocks of a {config['model_type']} must have the arrays of its config alone; "
             f"got also {len(strange)}: {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}; MoEConfig has no place "
             "for them"
         )
     return rest
 
 
-def _copied(weights: Checkpoint, name: str) -> Tensors:
+def _copied(weights: Mapping[str, Any], name: str) -> Tensors:
     array = weights[name]
     return Tensors(types={name: (array.shape, array.dtype)}, make=lambda: {name: array})
 

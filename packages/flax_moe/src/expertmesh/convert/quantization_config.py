@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.flax_moe import fp8_blocks
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks
 
 __all__ = ["Plan", "check_quantization", "with_quantization"]
 
@@ -23,28 +23,31 @@ class Plan:
 
     Attributes:
       others: name -> array of what is not of a MoE layer.
-      blocks: what the names of each MoE layer begin with, by Hugging Face.
+      modules: of each MoE layer, by Hugging Face's names: its modules, and whether they have 8 bits under fp8.
       was_fp8, is_fp8: whether their experts have 8 bits in the source, in the target.
     """
 
     others: Mapping[str, Any]
-    blocks: tuple[str, ...]
+    modules: tuple[Mapping[str, bool], ...]
     was_fp8: bool
     is_fp8: bool
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ValueError where weights are quantized otherwise than in 8-bit blocks."""
+    """Raises ValueError where weights are quantized otherwise than in 8-bit blocks, or in 4-bit ones of 32."""
     method = (config.get(KEY) or {}).get("quant_method", "fp8")
-    if method != "fp8":
+    if method not in ("fp8", fp4_blocks.METHOD):
         raise ValueError(
-            f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, or absent; got {method!r}; "
+            f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, {fp4_blocks.METHOD!r}, or absent; got "
+            f"{method!r}; "
             "pass the weights of 16 bits"
         )
 
 
 def with_quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The config of the target: unchanged where the same weights have 8 bits."""
+    if fp4_blocks.is_packed(config):  # they were widened
+        config = {key: value for key, value in config.items() if key != KEY}
     known = config.get(KEY)
     if plan.was_fp8 == plan.is_fp8:
         return dict(config)
@@ -61,5 +64,10 @@ def _widened(plan: Plan) -> list[str]:
         for name, array in plan.others.items()
         if name.endswith(".weight") and array.ndim == 2 and array.dtype.itemsize > 1
     ]
-    kept = ["gate"] if plan.is_fp8 else ["gate", "experts", "shared_experts"]
-    return sorted({"lm_head", *matrices, *(block + name for block in plan.blocks for name in kept)})
+    kept = {
+        name
+        for modules in plan.modules
+        for name, quantizable in modules.items()
+        if not (quantizable and plan.is_fp8)
+    }
+    return sorted({"lm_head", *matrices, *kept})

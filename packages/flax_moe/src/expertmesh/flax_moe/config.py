@@ -173,7 +173,6 @@ class MoEConfig(Config):
         self.exchange(axis=())
         _check_variant(self)
         self.router.check_experts("MoEConfig", self.num_candidates)
-        _check_expert_bias(self)
         _check_alignment(self)
         _check_backward_combine(self)
 
@@ -284,14 +283,6 @@ def _check_gate_bias(config: MoEConfig) -> None:
     if config.use_gate_bias and not config.use_gate:
         raise ValueError(
             "MoEConfig: use_gate_bias must go with a gate; got use_gate=False; add the bias to the logits outside"
-        )
-
-
-def _check_expert_bias(config: MoEConfig) -> None:
-    if config.use_expert_bias and config.score_function == "softmax":
-        raise ValueError(
-            "MoEConfig: use_expert_bias must go with a score function other than softmax; "
-            "got score_function='softmax'; use 'sigmoid'"
         )
 
 

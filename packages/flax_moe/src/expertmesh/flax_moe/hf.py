@@ -1,33 +1,43 @@
-"""Weights of Mixtral, Qwen3-MoE and DeepSeek-V3 under Hugging Face's names, to and from the tree of `init_params`.
+"""Weights of models under Hugging Face's names, to and from the tree of `init_params`.
 
-What stands for each parameter after `model.layers.{i}.` in a checkpoint; a row per expert e, [out, in]:
+`families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a checkpoint,
+what in a model in memory, and what its config says of the block. For most of them, a row per expert e, [out, in]:
 
-    | ours                 | mixtral: block_sparse_moe.   | qwen3_moe, deepseek_v3: mlp.                         |
-    | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                   |
-    | wi [E, D, 0, F]      | experts.{e}.w1.weight [F, D] | experts.{e}.gate_proj.weight [F, D]                  |
-    | wi [E, D, 1, F]      | experts.{e}.w3.weight [F, D] | experts.{e}.up_proj.weight [F, D]                    |
-    | wo [E, F, D]         | experts.{e}.w2.weight [D, F] | experts.{e}.down_proj.weight [D, F]                  |
-    | shared_wi, shared_wo |                              | shared_experts.{gate,up,down}_proj.weight (deepseek) |
-    | expert_bias [E]      |                              | gate.e_score_correction_bias [E] (deepseek)          |
+    | ours                 | mixtral: block_sparse_moe.   | others: mlp.                                          |
+    | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                    |
+    | wi [E, D, 0, F]      | experts.{e}.w1.weight [F, D] | experts.{e}.gate_proj.weight [F, D]                   |
+    | wi [E, D, 1, F]      | experts.{e}.w3.weight [F, D] | experts.{e}.up_proj.weight [F, D]                     |
+    | wo [E, F, D]         | experts.{e}.w2.weight [D, F] | experts.{e}.down_proj.weight [D, F]                   |
+    | shared_wi, shared_wo |                              | shared_experts.{gate,up,down}_proj.weight (deepseek)  |
+    | expert_bias [E]      |                              | gate.e_score_correction_bias [E] (deepseek)           |
 
-A model of `transformers` >= 5 holds all experts of a layer in two arrays, `mlp.experts.gate_up_proj` [E, 2 F, D] and
-`mlp.experts.down_proj` [E, D, F], for all three: here *stacked*. Nothing of Hugging Face is imported.
+A model of `transformers` >= 5 holds all experts of a layer in two arrays, `experts.gate_up_proj` [E, 2 F, D] and
+`experts.down_proj` [E, D, F]: here *stacked*. Nothing of Hugging Face is imported.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from expertmesh.flax_moe import fp8_blocks
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import BIASES, GATE_BIAS, Params, check_params, param_shapes
+from expertmesh.flax_moe.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
+from expertmesh.flax_moe.model_fields import Fields, get, name_of, number, of_text
+from expertmesh.flax_moe.params import (
+    Params,
+    check_names,
+    check_shapes,
+    param_names,
+    param_shapes,
+)
 from expertmesh.flax_moe.places import (
+    Index,
     Layout,
     Place,
     Ranges,
@@ -41,6 +51,7 @@ from expertmesh.flax_moe.places import (
 __all__ = [
     "HfLayer",
     "MODEL_TYPES",
+    "bias_array",
     "check_export",
     "check_shape",
     "check_there",
@@ -56,19 +67,7 @@ __all__ = [
 ]
 
 Weights = Mapping[str, Any]
-HfConfig = Mapping[str, Any]
-
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu_exact",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-    "quick_gelu": "quick_gelu",
-}
+HfConfig = Fields
 
 
 class HfLayer(NamedTuple):
@@ -83,78 +82,7 @@ class HfLayer(NamedTuple):
     expert_bias: np.ndarray | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """How a model names and routes.
-
-    Attributes:
-      block: the name of the block inside a layer.
-      projections: of gate, up and down.
-      width: the config's key of F.
-      router: the router's part of a MoEConfig, from the config.
-      is_moe: whether a layer has a block, from the config and the layer's number.
-    """
-
-    block: str
-    projections: tuple[str, str, str]
-    width: str
-    router: Callable[[HfConfig], dict[str, Any]]
-    is_moe: Callable[[HfConfig, int], bool]
-
-
-def _qwen3_router(hf_config: HfConfig) -> dict[str, Any]:
-    return {"use_pre_softmax": not _get(hf_config, "norm_topk_prob")}
-
-
-def _qwen3_is_moe(hf_config: HfConfig, layer: int) -> bool:
-    every = hf_config.get("decoder_sparse_step", 1)
-    return layer not in (hf_config.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
-
-
-def _deepseek_router(hf_config: HfConfig) -> dict[str, Any]:
-    groups, group_topk = (_get(hf_config, key) for key in ("n_group", "topk_group"))
-    _must("scoring_func", hf_config.get("scoring_func", "sigmoid"), "sigmoid")
-    _must("topk_method", hf_config.get("topk_method", "noaux_tc"), "noaux_tc")
-    limited = group_topk < groups
-    return {
-        "score_function": "sigmoid",
-        "num_groups": groups if limited else None,
-        "group_topk": group_topk if limited else None,
-        "group_best": 2 if limited else None,
-        "normalize": bool(_get(hf_config, "norm_topk_prob")),
-        "scaling_factor": float(_get(hf_config, "routed_scaling_factor")),
-        "use_expert_bias": True,
-        "shared_expert_dim": _shared_width(hf_config),
-    }
-
-
-def _shared_width(hf_config: HfConfig) -> int | None:
-    count = hf_config.get("n_shared_experts") or 0
-    return count * _get(hf_config, "moe_intermediate_size") or None
-
-
-def _deepseek_is_moe(hf_config: HfConfig, layer: int) -> bool:
-    first, every = _get(hf_config, "first_k_dense_replace"), hf_config.get("moe_layer_freq", 1)
-    return bool(layer >= first and layer % every == 0)
-
-
-_STACKED = ("experts.gate_up_proj", "experts.down_proj")
-_SPELLED = ("gate_proj", "up_proj", "down_proj")
-_MODELS = {
-    "mixtral": _Model(
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-        width="intermediate_size",
-        router=lambda hf_config: {},
-        is_moe=lambda hf_config, layer: True,
-    ),
-    "qwen3_moe": _Model("mlp", _SPELLED, "moe_intermediate_size", _qwen3_router, _qwen3_is_moe),
-    "deepseek_v3": _Model(
-        "mlp", _SPELLED, "moe_intermediate_size", _deepseek_router, _deepseek_is_moe
-    ),
-}
-
-MODEL_TYPES = tuple(_MODELS)
+MODEL_TYPES = tuple(FAMILIES)
 """The values of `model_type` that are known here."""
 
 
@@ -167,36 +95,29 @@ def moe_config(hf_config: HfConfig, **options: Any) -> MoEConfig:
         come before what it decides.
 
     Returns:
-      MoEConfig with the router's semantics: Mixtral's softmax over the K chosen; Qwen3's too, or under
-      `norm_topk_prob=False` the softmax over all experts, not normalised; DeepSeek-V3's sigmoid, with correction bias,
-      groups, factor and shared experts. Losses are left out: `router_aux_loss_coef` is that of all layers together.
+      MoEConfig with the router's semantics, by the laws of the model's row. Losses are left out: `router_aux_loss_coef`
+      is that of all layers together. A model of several parts is read by its `text_config`.
 
     Raises:
-      ValueError: a model that is not known here, a key that is missing, or a router that MoEConfig cannot express.
+      ValueError: a model that is not known here, a key that is missing, or what MoEConfig cannot express: the
+        field, its value and the rule.
     """
-    model = _model(hf_config)
-    act = _get(hf_config, "hidden_act")
-    if act not in _ACTIVATIONS:
-        raise ValueError(
-            f"hf: hidden_act must be one of {', '.join(_ACTIVATIONS)}; got hidden_act={act!r}; "
-            "replace it in the config by the nearest of these"
-        )
-    decided = {
-        "num_experts": _get(hf_config, *_EXPERTS),
-        "top_k": _get(hf_config, "num_experts_per_tok"),
-        "expert_dim": _get(hf_config, model.width),
-        "activation": _ACTIVATIONS[act],
-        **model.router(hf_config),
+    fields, family = _text(hf_config)
+    decided: dict[str, Any] = {
+        "num_experts": number(fields, *family.experts),
+        "top_k": number(fields, *family.top_k),
+        "expert_dim": number(fields, family.width),
+        "activation": family.activation(fields),
     }
+    for law in family.options:
+        decided |= law(fields)
     return MoEConfig(**(decided | options))
 
 
 def moe_layers(hf_config: HfConfig) -> tuple[int, ...]:
     """The numbers of the decoder layers that have a block; the others are dense."""
-    model = _model(hf_config)
-    return tuple(
-        i for i in range(_get(hf_config, "num_hidden_layers")) if model.is_moe(hf_config, i)
-    )
+    fields, family = _text(hf_config)
+    return tuple(i for i in range(get(fields, "num_hidden_layers")) if family.layers(fields, i))
 
 
 def load_layer(
@@ -219,12 +140,14 @@ def load_layer(
 
     Returns:
       HfLayer of NumPy arrays. 8-bit weights with a `..._scale_inv` beside them, as DeepSeek publishes them, are
-      dequantized by the blocks of `quantization_config.weight_block_size`.
+      dequantized by the blocks of `quantization_config.weight_block_size`; 4-bit experts with `..._scales`, as gpt-oss
+      is published, where its `quant_method` is "mxfp4".
 
     Raises:
       ValueError: names that are missing (they are counted, and the first are named), an array of another shape than the
         config says, 8-bit weights without their scales.
     """
+    weights = fp4_blocks.widened(weights, hf_config)
     layout = find_layout(weights, hf_config, layer, prefix=prefix)
     params = {
         param: read_param(weights, hf_config, layout, param, whole(shape), dtype=dtype)
@@ -253,8 +176,8 @@ def export_layer(
       prefix: what stands before `layers.{layer}.`.
 
     Raises:
-      ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases, which none of
-        these models has; an expert bias that is missing, of another shape, or that the model has no place for.
+      ValueError: a parameter that is missing, unknown, or of another shape than the config says; biases that
+        the model has not; an expert bias that is missing, of another shape, or that the model has no place for.
     """
     layout = layer_layout(hf_config, layer, stacked=stacked, prefix=prefix)
     check_export("hf.export_layer", params, hf_config, expert_bias)
@@ -263,7 +186,7 @@ def export_layer(
         name: extract(places, lambda param, at: arrays[param][at])
         for name, places in layout.by_name.items()
     }
-    return made | ({layout.bias: np.array(expert_bias, np.float32)} if layout.bias else {})
+    return made | bias_array(layout, expert_bias)
 
 
 def check_export(
@@ -271,16 +194,18 @@ def check_export(
 ) -> None:
     """Raises an error that names `function` unless the model has a place for all that is given, and no other."""
     config = moe_config(hf_config)
-    check_params(function, params, _model_dim(hf_config), config, config.num_experts)
-    if biases := [name for name in BIASES + GATE_BIAS if name in params]:
+    check_names(function, params, config, needs_gate=config.use_gate)
+    check_shapes(function, params, _model_dim(hf_config), config, config.num_experts)
+    if more := [name for name in params if name not in param_names(config)]:
         raise ValueError(
-            f"{function}: a {hf_config['model_type']} has no biases; got {', '.join(biases)}; train without them"
+            f"{function}: params of a {name_of(hf_config)} must have the names {', '.join(param_names(config))}; got "
+            f"also {', '.join(more)}; train without them"
         )
     wanted = (config.num_experts,) if config.use_expert_bias else None
     shape = None if expert_bias is None else np.shape(expert_bias)
     if shape != wanted:
         raise ValueError(
-            f"{function}: expert_bias of a {hf_config['model_type']} must be of shape {wanted}; "
+            f"{function}: expert_bias of a {name_of(hf_config)} must be of shape {wanted}; "
             f"got expert_bias of shape {shape}; pass HfLayer's, or the one that was trained"
         )
 
@@ -293,49 +218,70 @@ def layer_layout(
     Args:
       hf_config, layer, stacked, prefix: see `export_layer`.
     """
-    model, config = _model(hf_config), moe_config(hf_config)
-    block = f"{prefix}layers.{layer}.{'mlp' if stacked else model.block}."
-    every = slice(None)
-    places = [Place(f"{block}gate.weight", "gate_kernel", (every, every))]
-    places += (_stacked_places if stacked else _expert_places)(block, model, config)
-    if config.shared_expert_dim:
-        gate, up, down = (f"{block}shared_experts.{name}.weight" for name in model.projections)
-        places += [Place(gate, "shared_wi", (every, 0, every))]
-        places += [
-            Place(up, "shared_wi", (every, 1, every)),
-            Place(down, "shared_wo", (every,) * 2),
-        ]
+    _, family = _text(hf_config)
+    names, config = family.memory if stacked else family.files, moe_config(hf_config)
+    shapes = param_shapes(_model_dim(hf_config), config)
+    block = f"{prefix}layers.{layer}.{names.block}."
+    arrays = [array for array in names.arrays if array.param in shapes]
+    places = tuple(
+        place
+        for several, group in groupby(arrays, lambda array: "{e}" in array.name)
+        for e, array in product(range(config.num_experts) if several else (None,), tuple(group))
+        for place in _places(array, block, shapes[array.param], e)
+    )
+    biases = [array for array in names.arrays if array.param == EXPERT_BIAS]
     return Layout(
         block=block,
-        places=tuple(places),
-        params=param_shapes(_model_dim(hf_config), config),
+        places=places,
+        params=shapes,
         matrices=matrices_of(places),
-        bias=f"{block}gate.e_score_correction_bias" if config.use_expert_bias else None,
+        bias=_bias(biases[0], block) if biases and config.use_expert_bias else None,
+        outside=tuple(block + name for name in names.outside),
     )
 
 
-def _expert_places(block: str, model: _Model, config: MoEConfig) -> list[Place]:
-    """Gate, up and down of the first expert, and so on."""
-    every, places = slice(None), []
-    for e in range(config.num_experts):
-        gate, up, down = (f"{block}experts.{e}.{name}.weight" for name in model.projections)
-        places += [Place(gate, "wi", (e, every, 0, every)), Place(up, "wi", (e, every, 1, every))]
-        places += [Place(down, "wo", (e, every, every))]
-    return places
-
-
-def _stacked_places(block: str, model: _Model, config: MoEConfig) -> list[Place]:
-    every, F = slice(None), config.expert_dim
-    gate_up, down = (block + name for name in _STACKED)
-    halves = [(half, slice(half * F, half * F + F)) for half in (0, 1)]
+def _places(array: Array, block: str, shape: tuple[int, ...], expert: int | None) -> list[Place]:
+    """Where an array of a row, of one expert or of all, lies in its parameter."""
     return [
-        *(Place(gate_up, "wi", (every, every, half, every), rows) for half, rows in halves),
-        Place(down, "wo", (every,) * 3),
+        Place(
+            name=block + array.name.format(e=expert),
+            param=array.param,
+            at=_index(len(shape), expert, half),
+            columns=columns,
+            transposed=array.transposed,
+            ones=array.ones,
+        )
+        for half, columns in _halves(array.half, shape[-1])
     ]
 
 
+def _halves(half: Half | None, width: int) -> list[tuple[int | None, slice]]:
+    """Which projections an array has, and in which of its columns."""
+    if half is None:
+        return [(None, slice(None))]
+    if len(half.of) == 1:
+        return [(half.of[0], slice(None))]
+    if half.by_turns:
+        return [(i, slice(i, None, 2)) for i in half.of]
+    return [(i, slice(i * width, i * width + width)) for i in half.of]
+
+
+def _index(ndim: int, expert: int | None, half: int | None) -> Index:
+    """Of a parameter: all of it, of one expert, of one projection. Experts are the first dimension."""
+    at: list[int | slice] = [slice(None)] * ndim
+    if expert is not None:
+        at[0] = expert
+    if half is not None:
+        at[-2] = half
+    return tuple(at)
+
+
+def _bias(array: Array, block: str) -> Place:
+    return Place(block + array.name, array.param, (slice(None),), transposed=False, ones=array.ones)
+
+
 def _model_dim(hf_config: HfConfig) -> int:
-    return int(_get(hf_config, "hidden_size"))
+    return int(get(_text(hf_config)[0], "hidden_size"))
 
 
 def find_layout(
@@ -347,7 +293,7 @@ def find_layout(
       ValueError: names that are missing.
     """
     layout = layer_layout(hf_config, layer, stacked=True, prefix=prefix)
-    if not any(f"{layout.block}{name}" in weights for name in _STACKED):
+    if not any(place.name in weights for place in layout.places_of("wi")):
         layout = layer_layout(hf_config, layer, prefix=prefix)
     check_there(weights, layout, layer)
     return layout
@@ -415,9 +361,18 @@ def read_bias(weights: Weights, layout: Layout) -> np.ndarray | None:
     """The expert bias, float32[E], of a layer whose model has one."""
     if layout.bias is None:
         return None
-    bias = np.asarray(weights[layout.bias])
-    check_shape(layout.bias, bias.shape, layout.shapes[layout.bias])
-    return bias.astype(np.float32)
+    name = layout.bias.name
+    bias = np.asarray(weights[name])
+    check_shape(name, bias.shape, layout.shapes[name])
+    return bias.astype(np.float32).reshape(-1)
+
+
+def bias_array(layout: Layout, expert_bias: Any) -> dict[str, np.ndarray]:
+    """The expert bias under its name, float32 as the checkpoint has it; {} where there is none."""
+    if layout.bias is None:
+        return {}
+    name = layout.bias.name
+    return {name: np.array(expert_bias, np.float32).reshape(layout.shapes[name])}
 
 
 def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -429,28 +384,12 @@ def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None
         )
 
 
-def _model(hf_config: HfConfig) -> _Model:
-    if hf_config.get("model_type") not in _MODELS:
-        raise ValueError(
-            f"hf: model_type must be one of {', '.join(_MODELS)}; got model_type={hf_config.get('model_type')!r}; "
-            "pass the dict of config.json"
-        )
-    return _MODELS[hf_config["model_type"]]
-
-
-def _get(hf_config: HfConfig, *keys: str) -> Any:
-    """The value of the first of these keys that is there."""
-    for key in keys:
-        if hf_config.get(key) is not None:
-            return hf_config[key]
+def _text(hf_config: HfConfig) -> tuple[HfConfig, Family]:
+    """The config of the text model, and its row."""
+    for fields in (hf_config, of_text(hf_config)):
+        if fields.get("model_type") in FAMILIES:
+            return fields, FAMILIES[fields["model_type"]]
     raise ValueError(
-        f"hf: the config of a {hf_config['model_type']} must have {' or '.join(keys)}; got {', '.join(hf_config)}; "
+        f"hf: model_type must be one of {', '.join(FAMILIES)}; got model_type={hf_config.get('model_type')!r}; "
         "pass the dict of config.json"
     )
-
-
-def _must(what: str, value: object, wanted: object) -> None:
-    if value != wanted:
-        raise ValueError(
-            f"hf: {what} must be {wanted!r} for this router; got {what}={value!r}; MoEConfig has no such router"
-        )

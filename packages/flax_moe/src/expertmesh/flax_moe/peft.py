@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.flax_moe import hf
 from expertmesh.flax_moe.checkpoint.files import read_file, write_file
-from expertmesh.flax_moe.lora import Adapters, LoRA, lora_shapes, low_rank
+from expertmesh.flax_moe.lora import Adapters, LoRA, low_rank
 from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
 from expertmesh.flax_moe.quantization import layers_of
 
@@ -209,8 +209,10 @@ def read_adapters(folder: str | pathlib.Path) -> tuple[dict[str, np.ndarray], di
 
 def _layout(hf_config: HfConfig, layer: int, lora: LoRA, prefix: str) -> Layout:
     """Where the adapters of a layer lie."""
-    config, model_dim = hf.moe_config(hf_config), int(hf_config["hidden_size"])
-    shapes = lora_shapes(model_dim, config, lora)
+    weights = hf.layer_layout(hf_config, layer, prefix=prefix).params
+    shapes = {
+        name: low_rank(name, weights[name], lora.rank) for name in lora.of(hf.moe_config(hf_config))
+    }
     places = [
         Place(f"{_PREFIX}{stem}.lora_{part.upper()}{_WEIGHT}", _param(place.param, part), at)
         for stem, place in _stems(hf_config, layer, prefix)
@@ -232,7 +234,7 @@ def _stems(hf_config: HfConfig, layer: int, prefix: str = "model.") -> Iterator[
     for place in hf.layer_layout(hf_config, layer, prefix=prefix).places:
         if place.param not in layers:
             continue
-        if not place.name.endswith(_WEIGHT) or place.rows != slice(None) or not place.transposed:
+        if not place.name.endswith(_WEIGHT) or place.columns != slice(None) or not place.transposed:
             raise ValueError(
                 f"peft: each projection of an expert must be a module with a weight [out, in]; got {place.name}; "
                 "merge_lora, and export the weights"

@@ -1,8 +1,8 @@
 """Where the arrays of a checkpoint lie in the parameters of a block: the law that loading and exporting share.
 
-    param[at] = array[..., rows, :].mT      (without `.mT` where the array is not transposed)
+    param[at] = array.mT[..., columns]      (without `.mT` where the array is not transposed)
 
-A checkpoint has [out, in], the tree of `init_params` [in, out].
+A checkpoint has [out, in] where it is transposed; the tree of `init_params` has [in, out].
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expertmesh.flax_moe.params import EXPERTS, SHARED
+
 __all__ = ["Index", "Layout", "Place", "assemble", "extract", "matrices_of", "ranges_of", "whole"]
 
 Index = tuple[int | slice, ...]
@@ -20,21 +22,23 @@ Ranges = tuple[range, ...]
 
 
 class Place(NamedTuple):
-    """Where one array, or some rows of it, lie.
+    """Where one array, or a part of it, lies.
 
     Attributes:
       name: of the array in the checkpoint.
       param: the parameter, a name of the tree of `init_params`.
       at: one entry for each dimension of the parameter: a number, or `slice(None)` for a dimension of the array.
-      rows: of the array's dimension before the last.
+      columns: the part of the array, of the dimension that is the parameter's last.
       transposed: whether the array's last two dimensions are the parameter's the other way round.
+      ones: how many dimensions of size one the array has before these.
     """
 
     name: str
     param: str
     at: Index
-    rows: slice = slice(None)
+    columns: slice = slice(None)
     transposed: bool = True
+    ones: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +49,17 @@ class Layout:
       block: what all names begin with.
       places: of all arrays but the expert bias; they cover the parameters.
       params: shape of each parameter, in the order of the tree.
-      matrices: which two dimensions of each parameter are a matrix's [in, out]; the others count matrices.
-      bias: the name of the expert bias [E], or None.
+      matrices: of each parameter that is made of matrices, which two of its dimensions are one's [in, out].
+      bias: the place of the expert bias [E], or None.
+      outside: names of the block's arrays that are no parameters: of a router outside.
     """
 
     block: str
     places: tuple[Place, ...]
     params: dict[str, tuple[int, ...]]
     matrices: dict[str, tuple[int, int]]
-    bias: str | None
+    bias: Place | None
+    outside: tuple[str, ...] = ()
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -61,7 +67,8 @@ class Layout:
         shapes = {name: self._shape(places) for name, places in self.by_name.items()}
         if self.bias is None:
             return shapes
-        return shapes | {self.bias: self.params["gate_kernel"][-1:]}
+        num_experts = self.params["gate_kernel"][-1:]
+        return shapes | {self.bias.name: (1,) * self.bias.ones + num_experts}
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[Place]]:
@@ -80,7 +87,7 @@ class Layout:
         place = self.by_name[name][0]
         blocks = self.param_blocks(place.param, block)
         own = [b for at, b in zip(place.at, blocks, strict=True) if not isinstance(at, int)]
-        return (*own[:-2], own[-1], own[-2]) if place.transposed else tuple(own)
+        return tuple(_swapped(own) if place.transposed else own)
 
     def param_blocks(self, param: str, block: tuple[int, int]) -> tuple[int, ...]:
         """The same of a parameter's dimensions."""
@@ -89,21 +96,33 @@ class Layout:
         blocks[columns], blocks[rows] = block[1], block[0]
         return tuple(blocks)
 
+    @functools.cached_property
+    def modules(self) -> dict[str, bool]:
+        """The parts of the block, and whether they hold matrices of experts, shared ones too."""
+        start = len(self.block)
+        return {
+            self.block + place.name[start:].split(".")[0]: place.param in EXPERTS + SHARED
+            for place in self.places
+        }
+
     def _shape(self, places: list[Place]) -> tuple[int, ...]:
         first = places[0]
         sizes = zip(first.at, self.params[first.param], strict=True)
-        *lead, rows, columns = (size for at, size in sizes if not isinstance(at, int))
-        if first.transposed:
-            rows, columns = columns, rows
-        return (*lead, len(places) * rows, columns)
+        *lead, last = (size for at, size in sizes if not isinstance(at, int))
+        own = [*lead, len(places) * last]
+        return (1,) * first.ones + tuple(_swapped(own) if first.transposed else own)
 
 
 def matrices_of(places: Iterable[Place]) -> dict[str, tuple[int, int]]:
-    """The `matrices` of a layout of transposed places: of each, the last two dimensions that are the array's."""
+    """The `matrices` of a layout: of each place with two dimensions and more, the last two that are the array's.
+
+    Biases are no matrices, whatever their number of dimensions.
+    """
     return {
         place.param: (own[-2], own[-1])
         for place in places
         for own in [[dim for dim, at in enumerate(place.at) if not isinstance(at, int)]]
+        if len(own) > 1 and not place.param.endswith("_bias")
     }
 
 
@@ -125,6 +144,7 @@ def assemble(
     out: np.ndarray | None = None
     for place, target, index in _overlaps(places, ranges):
         part = read(place.name, index)
+        part = part.reshape(part.shape[place.ones :])
         if out is None:
             out = np.empty([len(r) for r in ranges], part.dtype)
         if part.dtype != out.dtype:
@@ -142,13 +162,18 @@ def extract(places: Iterable[Place], of_param: Callable[[str, Index], np.ndarray
 
     The result is contiguous, and nothing else refers to it.
     """
-    parts = [
-        part.mT if place.transposed else part
-        for place in places
-        for part in [of_param(place.param, place.at)]
-    ]
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
-    return np.array(whole, order="C")
+    parts = [(place, of_param(place.param, place.at)) for place in places]
+    first, part = parts[0]
+    own = [*part.shape[:-1], len(parts) * part.shape[-1]]
+    out = np.empty(_swapped(own) if first.transposed else own, part.dtype)
+    for place, part in parts:
+        (out.mT if place.transposed else out)[..., place.columns] = part
+    return out.reshape((1,) * first.ones + out.shape)
+
+
+def _swapped[T](dims: list[T]) -> list[T]:
+    """The last two the other way round."""
+    return [*dims[:-2], dims[-1], dims[-2]]
 
 
 def ranges_of(shape: tuple[int, ...], index: Index) -> Ranges:
@@ -177,10 +202,8 @@ def _overlaps(places: Iterable[Place], ranges: Ranges) -> Iterator[tuple[Place, 
 
 def _of_array(place: Place, ranges: list[range]) -> Slices:
     """The index of an array, from the ranges of the parameter's dimensions that are its own."""
-    if place.transposed:
-        ranges[-2:] = ranges[-1], ranges[-2]
     index = [slice(r.start, r.stop) for r in ranges]
-    first, step = place.rows.start or 0, place.rows.step or 1
-    rows = ranges[-2]
-    index[-2] = slice(first + step * rows.start, first + step * (rows.stop - 1) + 1, step)
-    return tuple(index)
+    first, step = place.columns.start or 0, place.columns.step or 1
+    last = ranges[-1]
+    index[-1] = slice(first + step * last.start, first + step * (last.stop - 1) + 1, step)
+    return (slice(None),) * place.ones + tuple(_swapped(index) if place.transposed else index)

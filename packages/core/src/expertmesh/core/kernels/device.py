@@ -33,6 +33,11 @@ class Device:
         """Whether kernels in CUDA C++ can run: their instructions are Hopper's alone."""
         return self.capability == 90 and self.nvrtc
 
+    @property
+    def wide(self) -> bool:
+        """Whether it has TMA, 227 KB of shared memory and tensor cores that read it: H100, H200, B200 and their kin."""
+        return 90 <= self.capability < 120
+
     def programs(self, num_steps: int = 0) -> int:
         """One program per multiprocessor; among other devices up to four, one after the other, if each has work enough.
 

@@ -1,4 +1,4 @@
-"""Grouped GEMM for NVIDIA GPUs from compute capability 9.0. Dimension key as in `linear/grouped_gemm.py`."""
+"""Grouped GEMM for NVIDIA GPUs from compute capability 8.0. Dimension key as in `linear/grouped_gemm.py`."""
 
 from math import prod
 

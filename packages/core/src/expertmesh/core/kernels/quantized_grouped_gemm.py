@@ -1,4 +1,4 @@
-"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 9.0, group sizes read on the device.
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 8.9, group sizes read on the device.
 
 Every byte of the outputs is written, but for padding rows without `clear_padding`. Dimension key as in
 `linear/grouped_gemm.py`.

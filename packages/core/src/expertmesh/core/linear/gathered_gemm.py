@@ -24,6 +24,7 @@ from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.gather_rows import select_rows
+from expertmesh.core.ops.groups import each_participant
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.vjp import at_rest, differentiable
@@ -72,7 +73,7 @@ def gathered_gemm(
 def _reference(
     lhs: jax.Array, index: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
 ) -> jax.Array:
-    rows = jax.vmap(select_rows)(lhs, index)
+    rows = each_participant(select_rows)(lhs, index)
     out: jax.Array = grouped_gemm_op.reference(rows, rhs, group_sizes, **options)
     return out
 

@@ -413,8 +413,8 @@ def _plain_unsupported(
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
     capability = _jax.compute_capability()
-    if capability is not None and capability < 9.0:
-        return f"the kernels load through TMA, from compute capability 9.0 on; this GPU has {capability}"
+    if capability is not None and capability < 8.0:
+        return f"the kernels are for compute capability 8.0 and later; this GPU has {capability}"
     if reason := _participants_unsupported(group_sizes, num_experts):
         return reason
     if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):

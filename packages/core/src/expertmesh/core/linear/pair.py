@@ -59,8 +59,8 @@ def unsupported(
     if long not in ([[], []], [[32], [32]], [[128] * dims for dims in block_dims]):
         return f"there is no kernel for blocks of {a.block} and {b.block}"
     capability = _jax.compute_capability()
-    if capability is not None and capability < 9.0:
-        return f"the kernels are for compute capability 9.0 and later; this GPU has {capability}"
+    if capability is not None and capability < 8.9:
+        return f"tensor cores multiply 8 bits from compute capability 8.9 on; this GPU has {capability}"
     if a.data.size == 0 or any(width == 0 or width % 16 for width in widths):
         return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

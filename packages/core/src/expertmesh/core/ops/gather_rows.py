@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.groups import each_participant
 
 MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
 
@@ -27,7 +28,7 @@ def select_rows(src_SD: jax.Array, index_N: jax.Array) -> jax.Array:
     exists_N = exists(index_N, num_src)
     if num_src == 0:  # a gather needs a row to read
         src_SD = jnp.pad(src_SD, [(0, 1)] + [(0, 0)] * (src_SD.ndim - 1))
-    rows_ND = jnp.take(src_SD, jnp.where(exists_N, index_N, 0), axis=0, mode="clip")
+    rows_ND = jnp.take(src_SD, index_N, axis=0, mode="clip")
     exists_N = exists_N.reshape(index_N.shape + (1,) * (src_SD.ndim - 1))
     return jnp.where(exists_N, rows_ND, _zeros_like(rows_ND))
 
@@ -39,7 +40,7 @@ def _zeros_like(x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x)
 
 
-@jax.vmap
+@each_participant
 def _reference(src_SD: jax.Array, index_NK: jax.Array, weight_NK: jax.Array | None) -> jax.Array:
     if index_NK.shape[1] == 1 and weight_NK is None:  # a copy, for every dtype
         out: jax.Array = select_rows(src_SD, index_NK[:, 0])
@@ -89,7 +90,7 @@ def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
-@jax.vmap
+@each_participant
 def _values_reference(values_S: jax.Array, index_N: jax.Array) -> jax.Array:
     out: jax.Array = select_rows(values_S.reshape(-1), index_N)
     return out

@@ -11,25 +11,42 @@ zeros.
 Dimension key: P participants, C rows per participant, G groups per participant.
 """
 
+import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def each_participant[T](function: Callable[..., T]) -> Callable[..., T]:
+    """`jax.vmap(function)`; of one participant the function itself, which JAX traces in half the time."""
+
+    @functools.wraps(function)
+    def of_all(*operands: Any) -> T:
+        if jax.tree.leaves(operands)[0].shape[0] != 1:
+            return jax.vmap(function)(*operands)
+        out = function(*jax.tree.map(lambda x: x.reshape(x.shape[1:]), operands))
+        stacked: T = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), out)
+        return stacked
+
+    return of_all
 
 
 @partial(jax.jit, static_argnames="num_rows")
 def row_groups(group_sizes_PG: jax.Array, num_rows: int) -> jax.Array:
     """int32[P, C] group of each row; G for padding rows."""
     rows_C = jnp.arange(num_rows, dtype=jnp.int32)
-    return jax.vmap(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))(
-        jnp.cumsum(group_sizes_PG, axis=1, dtype=jnp.int32)
-    )
+    groups_of = each_participant(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))
+    return groups_of(jnp.cumsum(group_sizes_PG, axis=1, dtype=jnp.int32))
 
 
 @partial(jax.jit, static_argnames="fill")
 def of_rows(values_PG: jax.Array, groups_PC: jax.Array, fill: int = 0) -> jax.Array:
     """[P, C, ...] the value of each row's group; `fill` for padding rows."""
-    return jax.vmap(partial(jnp.take, axis=0, mode="fill", fill_value=fill))(values_PG, groups_PC)
+    take = each_participant(partial(jnp.take, axis=0, mode="fill", fill_value=fill))
+    return take(values_PG, groups_PC)
 
 
 def cleared(x: jax.Array, group_sizes_PG: jax.Array) -> jax.Array:

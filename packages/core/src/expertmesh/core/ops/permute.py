@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, is_routed, wide_ids
+from expertmesh.core.ops.groups import each_participant
 from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
 
 
@@ -107,7 +108,9 @@ def plan_rows(
 def _plan_reference(
     topk_idx_PTK: jax.Array, rank_P: jax.Array, **options: Any
 ) -> tuple[jax.Array, ...]:
-    out: tuple[jax.Array, ...] = jax.vmap(partial(_plan_group, **options))(topk_idx_PTK, rank_P)
+    out: tuple[jax.Array, ...] = each_participant(partial(_plan_group, **options))(
+        topk_idx_PTK, rank_P
+    )
     return out
 
 
@@ -123,12 +126,12 @@ def _plan_group(
 ) -> tuple[jax.Array, ...]:
     """Integers only; one sort; everything else gathers."""
     num_local = num_experts // num_ranks
-    ids_N = _expert_ids(topk_idx_TK, num_experts)
-    order_N = jnp.argsort(ids_N, stable=True)
-    start_E1 = jnp.searchsorted(ids_N[order_N], jnp.arange(num_experts + 1)).astype(jnp.int32)
-    count_E = jnp.diff(start_E1)
-    end_E = _cumsum_per_rank(-(-count_E // alignment) * alignment, num_ranks)
-    offset_E = end_E - -(-count_E // alignment) * alignment
+    ids_N, order_N = _sorted(_expert_ids(topk_idx_TK, num_experts))
+    start_E1 = jnp.searchsorted(ids_N, jnp.arange(num_experts + 1, dtype=jnp.int32))
+    count_E = start_E1[1:] - start_E1[:-1]
+    size_E = jax.lax.div(count_E + (alignment - 1), jnp.int32(alignment)) * alignment
+    end_E = _cumsum_per_rank(size_E, num_ranks)
+    offset_E = end_E - size_E
 
     def mine(x_E: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x_E, rank * num_local, num_local)
@@ -152,6 +155,12 @@ def _expert_ids(topk_idx_TK: jax.Array, num_experts: int) -> jax.Array:
     return jnp.where(routed, topk_idx_TK, num_experts).astype(jnp.int32).reshape(-1)
 
 
+def _sorted(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 values in order, equal ones as they come, and where each was."""
+    values_N, order_N = jax.lax.sort((x_N, jnp.arange(x_N.size, dtype=jnp.int32)), num_keys=1)
+    return values_N, order_N
+
+
 def _cumsum_per_rank(size_E: jax.Array, num_ranks: int) -> jax.Array:
     return jnp.cumsum(size_E.reshape(num_ranks, -1), axis=1, dtype=jnp.int32).reshape(-1)
 
@@ -159,11 +168,11 @@ def _cumsum_per_rank(size_E: jax.Array, num_ranks: int) -> jax.Array:
 def _rows_of_choices(
     ids_N: jax.Array, order_N: jax.Array, start_E1: jax.Array, offset_E: jax.Array, capacity: int
 ) -> jax.Array:
-    """The inverse of the sort gives each choice its position; the expert's offset replaces its start."""
-    position_N = jnp.argsort(order_N).astype(jnp.int32)
+    """The expert's offset replaces its start in a choice's position; the choices take their own order again."""
     shift_E1 = jnp.append(offset_E - start_E1[:-1], jnp.int32(capacity))  # the last: never routed
-    row_N = position_N + shift_E1[ids_N]
-    return jnp.where(row_N < capacity, row_N, -1)
+    row_N = jnp.arange(ids_N.size, dtype=jnp.int32) + shift_E1[ids_N]
+    _, row_N = jax.lax.sort((order_N, jnp.where(row_N < capacity, row_N, -1)), num_keys=1)
+    return row_N
 
 
 def choices_of_rows(
@@ -177,11 +186,13 @@ def choices_of_rows(
     """Each row asks which expert's zone it lies in, and how far: no scatter."""
     row_C = jnp.arange(capacity, dtype=jnp.int32)
     expert_C = jnp.searchsorted(end_e, row_C, side="right")
-    zone_C = jnp.minimum(expert_C, end_e.shape[0] - 1)
-    within_C = row_C - offset_e[zone_C]
-    real_C = (expert_C < end_e.shape[0]) & (within_C < count_e[zone_C])
-    padded_N1 = jnp.append(order_N.astype(jnp.int32), jnp.int32(-1))
-    return padded_N1[jnp.where(real_C, start_e[zone_C] + within_C, order_N.shape[0])]
+    # Behind the last zone no row is an expert's.
+    last_e1, shift_e1 = (
+        jnp.append(x, jnp.int32(0)) for x in (offset_e + count_e, start_e - offset_e)
+    )
+    padded_N1 = jnp.append(order_N, jnp.int32(-1))
+    position_C = row_C + shift_e1[expert_C]
+    return padded_N1[jnp.where(row_C < last_e1[expert_C], position_C, order_N.size)]
 
 
 def _plan_unsupported(

@@ -31,6 +31,7 @@ from expertmesh.core.ops.gather_rows import (
     sum_rows,
     sum_unsupported,
 )
+from expertmesh.core.ops.groups import each_participant
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["RowMap", "check_fit", "check_places", "holds_token", "move_rows", "move_values"]
@@ -167,14 +168,14 @@ def _moved(x: jax.Array, weights: jax.Array | None, row_map: RowMap) -> jax.Arra
     return gather_rows(x, *jax.tree.map(_each_place, (row_map.source_row, weights)))
 
 
-@jax.vmap
+@each_participant
 def _spread_reference(x_SD: jax.Array, row_SK: jax.Array, source_N: jax.Array) -> jax.Array:
     """Each row at its places. The one map is read in the order of the result, the other of the source."""
     out: jax.Array = select_rows(x_SD, RowMap(row_SK, source_N).source_row)
     return out
 
 
-@jax.vmap
+@each_participant
 def _grad_reference(
     d_out_ND: jax.Array,
     x_SD: jax.Array,

@@ -20,7 +20,13 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.gather_rows import select_rows
-from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
+from expertmesh.core.ops.groups import (
+    cleared,
+    each_participant,
+    expand_trailing,
+    of_rows,
+    row_groups,
+)
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.quantize import (
     BlockPlan,
@@ -47,7 +53,7 @@ def _group_amax(
 ) -> jax.Array:
     """int32[P, G]; padding rows enter none."""
     rows_PC = jnp.max(magnitudes, axis=tuple(range(2, magnitudes.ndim)), initial=0)
-    amax_PG = jax.vmap(
+    amax_PG = each_participant(
         lambda rows, groups: jnp.zeros(num_groups, jnp.int32).at[groups].max(rows, mode="drop")
     )(rows_PC, groups_PC)
     return jax.lax.pmax(amax_PG, axes) if axes else amax_PG
@@ -255,7 +261,7 @@ class Moved(Rows):
         return of_data, (*of_data[:2], k), (*of_data[:1], n)
 
     def rows(self) -> jax.Array:
-        out: jax.Array = jax.vmap(select_rows)(self.base, self.row_map.source_row)
+        out: jax.Array = each_participant(select_rows)(self.base, self.row_map.source_row)
         return out
 
     def apart(

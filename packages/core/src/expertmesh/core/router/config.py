@@ -138,17 +138,12 @@ class RouterConfig(Config):
             )
 
     def check_bias(self, function: str, expert_bias: jax.Array, num_experts: int) -> None:
-        """Refuses a bias that is not float[num_experts], or that the score function can't take.
+        """Refuses a bias that is not float[num_experts].
 
         Raises:
-          ValueError: softmax, or another shape.
+          ValueError: another shape.
           TypeError: not floating point.
         """
-        if self.score_function == "softmax":
-            raise ValueError(
-                f"{function}: expert_bias needs score_function 'sigmoid' or 'sqrtsoftplus'; "
-                "got score_function='softmax'; leave the bias out"
-            )
         check_arrays(function, FLOATS, expert_bias=expert_bias)
         if expert_bias.shape != (num_experts,):
             raise ValueError(

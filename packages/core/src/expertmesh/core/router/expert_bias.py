@@ -176,6 +176,11 @@ def _check_histogram(
     name = "required_bias_histogram"
     check_arrays(name, FLOATS, logits=logits, expert_bias=expert_bias)
     config.check_bias(name, expert_bias, logits.shape[-1])
+    if config.score_function == "softmax":
+        raise ValueError(
+            f"{name}: the scores must be of an expert alone; got score_function='softmax', of which they sum to 1; "
+            "use update_expert_bias"
+        )
     _check_range(name, bias_range)
     if config.num_groups is not None:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Router: from each token's logits to its K experts and their weights.
 
     softmax, post (default): idx = top_k(x);         w = softmax(x[idx])
-    softmax, pre:            idx = top_k(p);         w = p[idx],  p = softmax(x)
+             with a bias:    idx = top_k(p + bias);  w = softmax(x[idx]),  p = softmax(x)
+    softmax, pre:            idx = top_k(p + bias);  w = p[idx]
     sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx]
 
 all times `scaling_factor`; `normalize`, if None K > 1, says whether s is divided. Where there are groups, of E / G
@@ -65,7 +66,7 @@ def route(
       logits: float[..., E]; computed with in float32, whatever the dtype.
       config: see RouterConfig.
       expert_bias: float[E], added to the scores by which experts and groups are chosen, and to nothing else: weights
-        are those of the unbiased scores, to the bit. Not for softmax.
+        are those of the unbiased scores, to the bit.
       token_mask: bool[...]; a token for which it is False gets no expert: indices -1, weights 0, gradient 0, whatever
         its logits hold.
       topk_idx: int[..., K]: these choices instead of the best ones, as for the replay of a recorded routing. Weights
@@ -79,8 +80,8 @@ def route(
       (but by `token_mask`, and a NaN that a forced choice does not read). Groups with a NaN come before the others.
 
     Raises:
-      ValueError: top_k exceeds the number of experts; groups that do not fit it; a bias with softmax; operands whose
-        shapes do not fit the logits or top_k; more than 2^31 - 1 logits on one device.
+      ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose shapes do not fit the
+        logits or top_k; more than 2^31 - 1 logits on one device.
       TypeError: logits or bias are not floating point, the mask not bool, forced indices not integers.
 
     Differentiable in `logits`; the bias gets gradient 0. No communication, however tokens are sharded; a sharded expert
@@ -142,7 +143,7 @@ def _select(logits: jax.Array, expert_bias: jax.Array | None, *, config: RouterC
             f"route: tokens times experts on one device must be at most 2^31 - 1; got shape={logits.shape}; "
             "shard the tokens further"
         )
-    scores = _scores(logits.astype(jnp.float32), config)
+    scores = _scores(logits.astype(jnp.float32), config, biased=expert_bias is not None)
     if expert_bias is not None:
         scores = scores + expert_bias.astype(jnp.float32)
     return _top_experts(scores, config)
@@ -174,11 +175,13 @@ def _ordered(scores: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(scores), jnp.float32(jnp.nan), scores)
 
 
-def _scores(x: jax.Array, config: RouterConfig) -> jax.Array:
+def _scores(x: jax.Array, config: RouterConfig, *, biased: bool) -> jax.Array:
     """What experts are chosen by, but for the bias."""
     if config.score_function != "softmax":
         return pointwise_scores(x, config.score_function)
-    return jax.nn.softmax(x) if config.use_pre_softmax else x
+    if biased:  # a NaN is that expert's alone, so that it is chosen
+        return jnp.where(jnp.isnan(x), x, jax.nn.softmax(jnp.where(jnp.isnan(x), -jnp.inf, x)))
+    return jax.nn.softmax(x) if config.use_pre_softmax else x  # of the order of their softmax
 
 
 def _weigh(logits: jax.Array, topk_idx: jax.Array, *, config: RouterConfig) -> jax.Array:
@@ -264,6 +267,14 @@ def _unsupported(logits: jax.Array, *rest: jax.Array, config: RouterConfig) -> s
     return None
 
 
+def _choose_unsupported(
+    logits: jax.Array, expert_bias: jax.Array | None, *rest: jax.Array, config: RouterConfig
+) -> str | None:
+    if expert_bias is not None and config.score_function == "softmax":
+        return "scores with a bias must be sigmoid; they are softmax"
+    return _unsupported(logits, *rest, config=config)
+
+
 _choose_op = Op(
     "route_choose",
     _choose,
@@ -274,7 +285,7 @@ _choose_op = Op(
         Kernel.triton(
             "expertmesh.core.kernels.triton.router",
             "choose",
-            _unsupported,
+            _choose_unsupported,
             takes=lambda logits, expert_bias, token_mask, topk_idx: topk_idx is None,
         ),
     ),

@@ -14,6 +14,7 @@ from expertmesh.flax_moe import fp8_blocks, hf
 from expertmesh.flax_moe.checkpoint.files import Tensors
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
 from expertmesh.flax_moe.fp8_blocks import Block
+from expertmesh.flax_moe.params import EXPERTS, SHARED
 from expertmesh.flax_moe.places import Index, Layout, Place, extract, ranges_of
 
 __all__ = ["StoredMatrices", "bias_tensor", "export_tensors", "layer_tensors"]
@@ -150,7 +151,7 @@ def export_tensors(
     hf.check_export("export_tensors", types, hf_config, expert_bias)
     block = fp8_blocks.block_size_or_default(hf_config)
     made = layer_tensors(_HeldMatrices(params, dtype), layout, layout, block if fp8 else None)
-    return made if layout.bias is None else [*made, bias_tensor(layout.bias, expert_bias)]
+    return [*made, *bias_tensor(layout, expert_bias)]
 
 
 def layer_tensors(
@@ -166,18 +167,18 @@ def layer_tensors(
     """
     made = []
     for name, places in target.by_name.items():
-        param = places[0].param
-        if block is None or param == "gate_kernel":
+        if block is None or places[0].param not in EXPERTS + SHARED:
             made.append(_plain(source, name, target, places))
         else:
             made.append(_in_blocks(source, name, target, matrices, block))
     return made
 
 
-def bias_tensor(name: str, bias: Any) -> Tensors:
-    """The expert bias under a name."""
-    array = np.asarray(bias, np.float32)
-    return Tensors(types={name: (array.shape, _FLOAT32)}, make=lambda: {name: array})
+def bias_tensor(layout: Layout, bias: Any) -> list[Tensors]:
+    """The expert bias under the name of a layout; none where there is none."""
+    made = hf.bias_array(layout, bias)
+    types = {name: (array.shape, array.dtype) for name, array in made.items()}
+    return [Tensors(types=types, make=lambda: made)] if made else []
 
 
 def _plain(source: _Matrices, name: str, target: Layout, places: list[Place]) -> Tensors:
@@ -185,10 +186,23 @@ def _plain(source: _Matrices, name: str, target: Layout, places: list[Place]) ->
     return Tensors(types={name: kind}, make=lambda: {name: extract(places, source.values)})
 
 
+def _unsplit(name: str, layout: Layout, *, matrix: bool = False) -> list[Place]:
+    """The places of an array that has blocks of its own: of a whole parameter, or a matrix."""
+    places = layout.by_name[name]
+    shape = layout.shapes[name]
+    if len(places) > 1 or (matrix and len(shape) > 2):
+        raise ValueError(
+            f"checkpoint: with fp8 the files of a model must have an array for each matrix; got {name} {shape}; "
+            "leave fp8 out"
+        )
+    return places
+
+
 def _in_blocks(
     source: _Matrices, name: str, target: Layout, matrices: Layout, block: Block
 ) -> Tensors:
-    (place,) = target.by_name[name]
+    (place,) = _unsplit(name, target)
+    _unsplit(matrices.places_of(place.param)[0].name, matrices, matrix=True)
     shape, beside = target.shapes[name], fp8_blocks.scale_name(name)
     scales = fp8_blocks.scale_shape(shape, target.blocks(name, block))
 

@@ -22,12 +22,13 @@ def own_layout(hf_config: Mapping[str, Any], layer: int, *, prefix: str = "model
         Place(block + param, param, (slice(None),) * len(shape), transposed=False)
         for param, shape in theirs.params.items()
     )
+    bias = Place(f"{block}expert_bias", "expert_bias", (slice(None),), transposed=False)
     return Layout(
         block=block,
         places=places,
         params=theirs.params,
         matrices=theirs.matrices,
-        bias=f"{block}expert_bias" if theirs.bias else None,
+        bias=bias if theirs.bias else None,
     )
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.flax_moe import fp8_blocks, hf
+from expertmesh.flax_moe import fp4_blocks, fp8_blocks, hf
 from expertmesh.flax_moe.checkpoint.layout import any_layout
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
 from expertmesh.flax_moe.places import Ranges, ranges_of
@@ -63,6 +63,7 @@ def load_sharded(
       ValueError: as `hf.load_layer`; a parameter without a sharding; with `keep_fp8` a shard that would cut a block,
         or a parameter of which only some arrays have 8 bits.
     """
+    weights = fp4_blocks.widened(weights, hf_config)
     layout = any_layout(weights, hf_config, layer, prefix=prefix)
     stored = StoredLayer(weights=weights, hf_config=hf_config, layout=layout, dtype=dtype)
     if missing := [name for name in layout.params if name not in shardings]:

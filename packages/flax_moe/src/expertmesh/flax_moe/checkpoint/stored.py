@@ -84,13 +84,17 @@ class StoredLayer:
 
         return assemble(self._unsplit(param), ranges, read)
 
+    def bias(self) -> np.ndarray | None:
+        """The expert bias, float32[E], or None."""
+        return hf.read_bias(self.weights, self.layout)
+
     def block(self) -> Block:
         """(out, in) of a block of 8 bits."""
         return fp8_blocks.block_size_or_default(self.hf_config)
 
     def _unsplit(self, param: str) -> list[Place]:
         places = self.layout.places_of(param)
-        if any(place.rows != slice(None) for place in places):
+        if any(place.columns != slice(None) for place in places):
             raise ValueError(
                 f"checkpoint: 8-bit weights must have an array for each projection; got {places[0].name}, which holds "
                 "two; pass a checkpoint of files, or leave keep_fp8 out"

@@ -1,6 +1,6 @@
 """Which kernel multiplies rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
 
-Triton's kernels run on all GPUs from compute capability 9.0; those in CUDA C++, of which Hopper has its own, are the
+Triton's kernels run on all GPUs from compute capability 8.0; those in CUDA C++, of which Hopper has its own, are the
 faster ones but for long contractions.
 """
 
@@ -69,7 +69,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows, columns and depth of a tile, and how it is run."""
+    """Rows, columns and depth of a tile, and how it is run: `descriptors`, whether TMA loads it."""
 
     m: int
     n: int
@@ -77,6 +77,7 @@ class Tiles:
     warps: int
     stages: int
     group_m: int = 8
+    descriptors: bool = True
 
     @property
     def mnk(self) -> tuple[int, int, int]:
@@ -177,6 +178,9 @@ SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128),
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+# Of GPUs whose tensor cores read registers, and of 99 KB of shared memory. Computed, not measured: no such GPU was at
+# hand. A warp multiplies 64 x 64, whose sums take half of its registers; two steps are under way while one is used.
+NARROW = Tiles(m=128, n=256, k=32, warps=8, stages=4, descriptors=False)
 WEIGHTS_HOPPER = WeightTiles(
     stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
@@ -219,8 +223,8 @@ def choose_weights(gemm: Weights) -> Config:
     counts = STEP <= gemm.rows < MAX_GROUP
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
-    tiles = WEIGHTS.fit(gemm.widths[1], gemm.out_dtype)
-    return Config("triton", tiles, gemm.device.programs())
+    tiles = WEIGHTS if gemm.device.wide else NARROW
+    return Config("triton", tiles.fit(gemm.widths[1], gemm.out_dtype), gemm.device.programs())
 
 
 def _hopper_weights(gemm: Weights) -> WeightTiles:
@@ -251,5 +255,5 @@ def cuda_rows(gemm: Rows) -> Config:
 
 def triton_rows(gemm: Rows, tiles: Tiles = ROWS) -> Config:
     """The kernel of rows in Triton."""
-    tiles = tiles.fit(gemm.width, gemm.out_dtype)
+    tiles = (tiles if gemm.device.wide else NARROW).fit(gemm.width, gemm.out_dtype)
     return Config("triton", tiles, gemm.programs(tiles.mnk))

@@ -1,7 +1,7 @@
 """Which kernel multiplies 8-bit rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
 
 Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with one scale per group.
-"bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for later
+"bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for all other
 GPUs, which takes the others' place where these cannot run.
 """
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice import grouped_gemm as plain
 from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config, Tiles, WeightTiles
+from expertmesh.core.kernels.device import Device
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
@@ -71,6 +72,10 @@ WEIGHTS_TENSORS = WeightTiles(
 TILES = Tiles(m=128, n=256, k=128, warps=8, stages=4)
 TILES_OF_128 = dataclasses.replace(TILES, n=128)
 ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
+# As `choice/grouped_gemm.py`'s. Rows that are contracted pass through registers, which leave less room for steps.
+NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=4, descriptors=False)
+NARROW_ROWS = Tiles(m=64, n=128, k=128, warps=8, stages=3, descriptors=False)
+NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, stages=2)
 
 
 def choose_rows(gemm: Rows) -> Config:
@@ -78,7 +83,7 @@ def choose_rows(gemm: Rows) -> Config:
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
     if not plain.fits_cuda(gemm):
-        tiles = rows_tiles(gemm.along, gemm.width, gemm.out_dtype)
+        tiles = rows_tiles(gemm.along, gemm.width, gemm.out_dtype, gemm.device)
         return Config("triton", tiles, gemm.programs(tiles.mnk))
     if not gemm.along:
         return dataclasses.replace(plain.cuda_rows(gemm), kernel="tensor_scaled")
@@ -94,18 +99,22 @@ def choose_weights(gemm: Weights) -> Config:
     if gemm.device.runs_cuda and cuda.stages >= cuda.min_stages:
         kernel = "block_scaled" if gemm.along else "tensor_scaled"
         return cuda.config(gemm, BLOCK, kernel)
-    tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype)
+    tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype, gemm.device)
     return Config("triton", tiles, gemm.programs(tiles.mnk))
 
 
-def rows_tiles(along: int, width: int, out_dtype) -> Tiles:
-    """Those of later GPUs."""
+def rows_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
+    """Those of the kernel in Triton."""
+    if not device.wide:
+        return (NARROW_ROWS if along else NARROW).fit(width, out_dtype)
     tiles = (ROWS_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)
     # Without blocks a warp has registers for twice as many float32 results.
     wide = along == 0 and jnp.dtype(out_dtype).itemsize == 4
     return dataclasses.replace(tiles, warps=4) if wide else tiles
 
 
-def weight_tiles(along: int, width: int, out_dtype) -> Tiles:
-    """Those of later GPUs."""
+def weight_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
+    """Those of the kernel in Triton."""
+    if not device.wide:
+        return (NARROW_WEIGHTS if along else NARROW).fit(width, out_dtype)
     return (TILES_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)

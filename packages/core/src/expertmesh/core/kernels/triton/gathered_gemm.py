@@ -1,4 +1,4 @@
-"""Grouped GEMM of rows through an index, for NVIDIA GPUs from compute capability 9.0.
+"""Grouped GEMM of rows through an index, for NVIDIA GPUs from compute capability 8.0.
 
 As the forward of `grouped_gemm.py`, but a program copies its tile's rows by pointers, 128 bytes of each a step.
 Dimension key as in `linear/gathered_gemm.py`.
@@ -17,13 +17,15 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
     banded_tile,
     group_of_tile,
     store_zero_rows,
+    tiled,
     tiles_of_groups,
+    weight_tile,
 )
 
 
 @triton.jit
 def _gathered_rows_kernel(
-    lhs, index, rhs_desc, group_sizes, out,
+    lhs, index, rhs, group_sizes, out,
     T: tl.constexpr, ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -49,7 +51,7 @@ def _gathered_rows_kernel(
             if K % BK != 0:
                 inside = there & (k * BK + depth < K)
             a = tl.load(at + k * BK, mask=inside, other=0)
-            b = rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+            b = weight_tile(rhs, group, k, tile_n, K, N, False, BN, BK)
             acc = tl.dot(a, b, acc)
         columns = tile_n * BN + tl.arange(0, BN)
         where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -71,7 +73,7 @@ def rows(lhs, index, rhs, group_sizes, *, out_dtype, clear_padding=False):
 def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype, clear_padding: bool):
     (C,), (G, K, N), tiles = index.shape, rhs.shape, config.tiles
     return launcher.triton_call(
-        lhs, index, launcher.TensorMap.of(rhs, (1, tiles.k, tiles.n)), group_sizes,
+        lhs, index, tiled(rhs, (1, tiles.k, tiles.n), tiles), group_sizes,
         kernel=_gathered_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(config.programs,),

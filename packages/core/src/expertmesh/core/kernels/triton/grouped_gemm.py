@@ -1,11 +1,11 @@
-"""Grouped GEMM for NVIDIA GPUs from compute capability 9.0: persistent, group sizes read on the device, TMA loads.
+"""Grouped GEMM for NVIDIA GPUs from compute capability 8.0: persistent, group sizes read on the device.
 
 Forward and input gradient are one kernel: C rows in G groups times each group's weight. The weight gradient contracts
 over the rows of a group. Every byte of the outputs is written, but for padding rows without `clear_padding`.
 Dimension key as in `linear/grouped_gemm.py`.
 
-The TMA descriptors are parameters of the launch: a descriptor that the device makes needs scratch memory, and a launch
-that allocates it cannot be part of a captured loop.
+Where a launch says so by its tiles, operands are TMA descriptors, parameters of the launch; elsewhere pointers. One
+that the device makes needs scratch memory, and a launch that allocates it cannot be part of a captured loop.
 """
 
 import jax
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.choice.grouped_gemm import Config, Tiles
 
 
 @triton.jit
@@ -61,21 +61,56 @@ def store_zero_rows(
 
 
 @triton.jit
-def weight_tile(
-    rhs_desc, group, k, tile_n, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+def matrix_tile(
+    matrix, row, column, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The k-th BK of the contraction by the tile_n-th BN of the width of a group's weight, [G, W, D] if TRANSPOSED."""
-    if TRANSPOSED:
-        return rhs_desc.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
+    """[ROWS, COLUMNS] of a matrix [..., WIDTH] from a place on: a descriptor's, or by pointers, 0 from row `end` on."""
+    if isinstance(matrix, tl.tensor_descriptor):
+        return matrix.load([row, column])
     else:
-        return rhs_desc.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+        rows = row + tl.arange(0, ROWS)
+        return rows_of(matrix, rows, rows < end, column + tl.arange(0, COLUMNS), WIDTH)
+
+
+@triton.jit
+def rows_of(matrix, rows, live, columns, WIDTH: tl.constexpr):
+    """Columns of the rows of a matrix [..., WIDTH] that are live; zeros in the others, and beyond the width."""
+    where = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    mask = live[:, None] & (columns < WIDTH)[None, :]
+    if matrix.dtype.element_ty.primitive_bitwidth == 8:
+        data = tl.load(
+            matrix.to(tl.pointer_type(tl.uint8), bitcast=True) + where, mask=mask, other=0
+        )
+        return data.to(matrix.dtype.element_ty, bitcast=True)
+    else:
+        return tl.load(matrix + where, mask=mask, other=0)
+
+
+@triton.jit
+def weight_tile(
+    rhs, group, k, tile_n, D: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The k-th BK of the contraction D by the tile_n-th BN of the width W of a group's weight: [G, D, W], [G, W, D] if
+    TRANSPOSED."""
+    if isinstance(rhs, tl.tensor_descriptor):
+        if TRANSPOSED:
+            return rhs.load([group, tile_n * BN, k * BK]).reshape(BN, BK).T
+        else:
+            return rhs.load([group, k * BK, tile_n * BN]).reshape(BK, BN)
+    else:
+        weight = rhs + group.to(tl.int64) * (D * W)
+        if TRANSPOSED:
+            return matrix_tile(weight, tile_n * BN, k * BK, W, D, BN, BK).T
+        else:
+            return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN)
 
 
 @triton.jit
 def _rows_kernel(
-    lhs_desc, rhs_desc, group_sizes, out,
-    ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    lhs, rhs, group_sizes, out,
+    C: tl.constexpr, ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros in padding rows up to
@@ -86,13 +121,13 @@ def _rows_kernel(
     num_n: tl.constexpr = (N + BN - 1) // BN
 
     # Flattened with the loop over K: the next tile's loads run while this tile is stored.
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
-            a = lhs_desc.load([row, k * BK])
-            b = weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
+            a = matrix_tile(lhs, row, k * BK, C, K, BM, BK)
+            b = weight_tile(rhs, group, k, tile_n, K, N, TRANSPOSED, BN, BK)
             acc = tl.dot(a, b, acc)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         columns = tile_n * BN + tl.arange(0, BN)
@@ -105,12 +140,14 @@ def _rows_kernel(
 
 @triton.jit
 def _weights_kernel(
-    lhs_desc, dy_desc, group_sizes, lhs, dy, out,
-    C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    lhs_tiles, dy_tiles, group_sizes, lhs, dy, out,
+    K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g; tiles of BM x BN, BK rows at a time."""
+    """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g; tiles of BM x BN, BK rows at a time.
+
+    Whole steps are read by `lhs_tiles` and `dy_tiles`, which are descriptors or the same pointers.
+    """
     index_G = tl.arange(0, G_POW2)
     size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
     end_G = tl.cumsum(size_G, 0)
@@ -128,23 +165,22 @@ def _weights_kernel(
         columns_n = tile_n * BN + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(0, size // BK):
-            a = lhs_desc.load([first + step * BK, tile_m * BM])
-            b = dy_desc.load([first + step * BK, tile_n * BN])
+            a = matrix_tile(lhs_tiles, first + step * BK, tile_m * BM, end, K, BK, BM)
+            b = matrix_tile(dy_tiles, first + step * BK, tile_n * BN, end, N, BK, BN)
             acc = tl.dot(a.T, b, acc)
         if size % BK != 0:  # rows of the next group are not loaded: they may hold NaN
-            rows = first + size // BK * BK + tl.arange(0, BK)
-            live = (rows < end)[:, None]
-            wide = rows.to(tl.int64)[:, None]
-            a = tl.load(
-                lhs + wide * K + columns_m[None, :], mask=live & (columns_m < K)[None, :], other=0
-            )
-            b = tl.load(
-                dy + wide * N + columns_n[None, :], mask=live & (columns_n < N)[None, :], other=0
-            )
+            row = first + size // BK * BK
+            a = matrix_tile(lhs, row, tile_m * BM, end, K, BK, BM)
+            b = matrix_tile(dy, row, tile_n * BN, end, N, BK, BN)
             acc = tl.dot(a.T, b, acc)
         where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
         inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def tiled(x, box: tuple[int, ...], tiles: Tiles):
+    """An operand that is read in boxes: a descriptor, or the array itself, as its tiles say."""
+    return launcher.TensorMap.of(x, box) if tiles.descriptors else x
 
 
 def launch_rows(
@@ -155,26 +191,26 @@ def launch_rows(
     N = rhs.shape[1] if transposed else rhs.shape[2]
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        launcher.TensorMap.of(lhs, (tiles.m, tiles.k)), launcher.TensorMap.of(rhs, rhs_block), group_sizes,
+        tiled(lhs, (tiles.m, tiles.k), tiles), tiled(rhs, rhs_block, tiles), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        C=C, ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        FLATTEN=tiles.descriptors,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
 
 def launch_weights(lhs, dy, group_sizes, *, config: Config, out_dtype):
     """[C, K] x [C, N] -> [G, K, N]."""
-    (C, K), N, G, tiles = lhs.shape, dy.shape[1], group_sizes.shape[0], config.tiles
+    K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
-        launcher.TensorMap.of(lhs, (tiles.k, tiles.m)), launcher.TensorMap.of(dy, (tiles.k, tiles.n)), group_sizes,
-        lhs, dy,
+        tiled(lhs, (tiles.k, tiles.m), tiles), tiled(dy, (tiles.k, tiles.n), tiles), group_sizes, lhs, dy,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        C=C, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 10.0, group sizes read on the device.
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 8.9, group sizes read on the device.
 
-Their tensor cores take 8-bit operands whichever way these lie, and multiply blocks of 32 by their scales themselves.
-Blocks of 128 and tensors are scaled in float32. Hopper, which runs these kernels too, has its own in
+From 10.0 on tensor cores take 8-bit operands whichever way these lie, and multiply blocks of 32 by their scales
+themselves. Blocks of 128 and tensors are scaled in float32. Hopper, which runs these kernels too, has its own in
 `cuda/quantized_grouped_gemm.py`. Dimension key as in `linear/grouped_gemm.py`.
 """
 
@@ -15,7 +15,10 @@ from expertmesh.core.kernels.choice.grouped_gemm import Config
 from expertmesh.core.kernels.triton.grouped_gemm import (
     banded_tile,
     group_of_tile,
+    matrix_tile,
+    rows_of,
     store_zero_rows,
+    tiled,
     tiles_of_groups,
     weight_tile,
 )
@@ -47,10 +50,10 @@ def _add_product(
 
 @triton.jit
 def _rows_kernel(
-    lhs_desc, lhs_scale, rhs_desc, rhs_scale, group_sizes, out,
+    lhs, lhs_scale, rhs, rhs_scale, group_sizes, out,
     C: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros in padding rows up to
@@ -62,7 +65,7 @@ def _rows_kernel(
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=ALONG != 128):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
@@ -72,8 +75,8 @@ def _rows_kernel(
         some_columns = tl.minimum(columns, W - 1)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
-            a = lhs_desc.load([row, k * BK])
-            b = weight_tile(rhs_desc, group, k, tile_n, TRANSPOSED, BN, BK)
+            a = matrix_tile(lhs, row, k * BK, C, D, BM, BK)
+            b = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
             a_scale, b_scale = _scales_of_step(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
                 D, W, ALONG, ACROSS, TRANSPOSED, BK,
@@ -118,7 +121,7 @@ def _scales_of_step(
 
 @triton.jit
 def _weights_kernel(
-    lhs_desc, lhs_scale, dy_desc, dy_scale, group_sizes, lhs, dy, out,
+    lhs_tiles, lhs_scale, dy_tiles, dy_scale, group_sizes, lhs, dy, out,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -146,8 +149,8 @@ def _weights_kernel(
         beyond = tl.maximum((end - first) // BK, whole)
         for chunk in tl.range(whole, beyond):
             row = first + chunk * BK
-            a = lhs_desc.load([row, tile_m * BM])
-            b = dy_desc.load([row, tile_n * BN])
+            a = matrix_tile(lhs_tiles, row, tile_m * BM, end, K, BK, BM)
+            b = matrix_tile(dy_tiles, row, tile_n * BN, end, N, BK, BN)
             a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
             b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
             acc = _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
@@ -176,20 +179,12 @@ def _add_part(
     BK: tl.constexpr,
 ):  # fmt: skip
     """acc + the product of those of BK rows from `row` on that lie in [start, end)."""
-    a = _rows_of_group(lhs, columns_m, row, start, end, K, BK)
-    b = _rows_of_group(dy, columns_n, row, start, end, N, BK)
+    rows = row + tl.arange(0, BK)
+    live = (rows >= start) & (rows < end)
+    a, b = rows_of(lhs, rows, live, columns_m, K), rows_of(dy, rows, live, columns_n, N)
     a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
     b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
     return _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
-
-
-@triton.jit
-def _rows_of_group(data, columns, row, start, end, WIDTH: tl.constexpr, BK: tl.constexpr):
-    rows = row + tl.arange(0, BK)
-    at = data.to(tl.pointer_type(tl.uint8), bitcast=True)
-    at += rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    live = ((rows >= start) & (rows < end))[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(at, mask=live, other=0).to(data.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
@@ -221,13 +216,14 @@ def launch_rows(
     along, across = (block[::-1] if transposed else block) or (0, 1)
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        launcher.TensorMap.of(lhs, (tiles.m, tiles.k)), _bytes(lhs_scale),
-        launcher.TensorMap.of(rhs, rhs_block), _bytes(rhs_scale), group_sizes,
+        tiled(lhs, (tiles.m, tiles.k), tiles), _bytes(lhs_scale),
+        tiled(rhs, rhs_block, tiles), _bytes(rhs_scale), group_sizes,
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
+        FLATTEN=tiles.descriptors and along != 128,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
@@ -238,8 +234,8 @@ def launch_weights(
     """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
     K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
-        launcher.TensorMap.of(lhs, (tiles.k, tiles.m)), _bytes(lhs_scale),
-        launcher.TensorMap.of(dy, (tiles.k, tiles.n)), _bytes(dy_scale), group_sizes, lhs, dy,
+        tiled(lhs, (tiles.k, tiles.m), tiles), _bytes(lhs_scale),
+        tiled(dy, (tiles.k, tiles.n), tiles), _bytes(dy_scale), group_sizes, lhs, dy,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
