@@ -502,6 +502,9 @@ def test_peft_configs():
     ):
         with pytest.raises(ValueError, match=words):
             peft.lora_config(config | changes, QWEN)
+    one_array = QWEN | {"model_type": "granitemoe", "num_local_experts": 3, "intermediate_size": 6}
+    with pytest.raises(ValueError, match="must be a module with a weight .*input_linear"):
+        peft.adapter_config(LoRA(rank=2, alpha=3.0), one_array)
     lora = LoRA(rank=2, alpha=3.0)
     with pytest.raises(ValueError, match="missing 18: .*lora_A.weight"):
         peft.load_adapters({}, QWEN, 0, lora)
