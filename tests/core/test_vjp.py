@@ -47,6 +47,21 @@ def test_the_value_is_computed_alone_where_no_derivative_is_asked_for():
     assert jax.grad(square)(3.0) == 6 and called[1:] == ["fwd", "bwd"]
 
 
+def test_a_part_of_an_operand_without_a_cotangent():
+    """Its gradient is zeros, that of the other part has its dtype; also of a part that is a tree, or absent."""
+    scale = differentiable(
+        lambda x, w: (x * w["by"] * w["fixed"][0], (x, w)),
+        lambda kept, d: (
+            None,
+            {"by": d * kept[0] * kept[1]["fixed"][0], "fixed": None, "no": None},
+        ),
+    )
+    w = {"by": jnp.bfloat16(3), "fixed": (jnp.float32(2), jnp.ones(2)), "no": None}
+    d_x, d_w = jax.grad(scale, argnums=(0, 1))(jnp.float32(5), w)
+    assert d_x == 0 and d_w["by"] == 10 and d_w["by"].dtype == jnp.bfloat16
+    assert d_w["fixed"][0] == 0 and d_w["fixed"][1].shape == (2,) and d_w["no"] is None
+
+
 def test_a_repeated_call_is_not_traced_again():
     traced = []
 

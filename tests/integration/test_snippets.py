@@ -7,6 +7,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -182,9 +183,50 @@ def shardings(mesh, specs):
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
+def test_fine_tuning(tmp_path):
+    """Run: what is learned lowers the loss, and is the same in one block, merged, and in files."""
+    step, files, _ = snippets("fine-tuning.md")
+    hf_config = dict(
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        hidden_size=256,
+        num_hidden_layers=1,
+        hidden_act="silu",
+        norm_topk_prob=True,
+    )
+    config = expertmesh.flax_moe.hf.moe_config(hf_config, dtype="float32")
+    params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
+    given = dict(config=config, params=params, x=normal(4, 256), target=normal(4, 256))
+    space = run(step, "fine-tuning.md", optax=optax, jnp=jnp, **given)
+    with_lora, moe = expertmesh.flax_moe.with_lora, expertmesh.flax_moe.moe
+    adapters, lora = space["adapters"], space["lora"]
+    assert space["loss"](adapters) < space["value"]
+    names = dict(adapters=adapters, lora=lora, hf_config=hf_config, folder=tmp_path)
+    space = run(files, "fine-tuning.md", params=params, **names)
+    jax.tree.map(np.testing.assert_array_equal, space["again"], adapters)
+    got, want = (
+        moe(p, normal(4, 256), config).y
+        for p in (space["merged"], with_lora(params, adapters, lora))
+    )
+    assert jnp.allclose(got, want, atol=1e-5)
+
+
+def test_upcycling():
+    """Run: both blocks are the dense layer."""
+    *_, code = snippets("fine-tuning.md")
+    gate, up, down, x = normal(256, 512), -normal(256, 512), normal(512, 256), normal(4, 256)
+    given = dict(gate_proj=gate / 16, up_proj=up / 16, down_proj=down / 16, x=x)
+    space = run(code, "fine-tuning.md", jnp=jnp, **given)
+    want = (jax.nn.silu(x @ gate / 16) * (x @ up / 16)) @ down / 16
+    for y in space["same"]:
+        assert jnp.linalg.norm(y - want) < 1e-6 * jnp.linalg.norm(want)
+
+
 def test_no_page_is_left_out():
     """Those of the tutorial and the recipes are of programs that other tests run."""
     pages = {page.name for page in DOCS.glob("*.md") if snippets(page.name)}
     here = {"core.md", "ep.md", "expert-parallelism.md", "quantization.md", "flax_moe.md"}
-    here |= {"stages.md"}
+    here |= {"stages.md", "fine-tuning.md"}
     assert pages == here | {"tutorial.md", "recipes.md"}

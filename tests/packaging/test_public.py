@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 PUBLIC = {
-    "expertmesh.core": """ACTIVATIONS Activation DelayedScaling DelayedState DenseRouting DenseState
+    "expertmesh.core": """ACTIVATIONS Activation Adapted DelayedScaling DelayedState DenseRouting DenseState
         Float8BlockScaling Float8CurrentScaling Format Kernel KernelError LayerFormats MXFP8BlockScaling MeshResource
         NVFP4BlockScaling Op PermutePlan Plan QuantizedArray QuantizedWeight Query RECIPES
         ROUTING_MAP_FORMATS RaggedParams Recipe RouterConfig RouterStatistics Routing RowMap SCORE_FUNCTIONS
@@ -23,9 +23,10 @@ PUBLIC = {
         update_expert_bias""",
     "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
         is_supported prepare raise_overflow raise_stall recv_capacity""",
-    "expertmesh.flax_moe": """CHECKPOINT_NAMES LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES checkpoint
-        hf init_params init_quant_state is_supported linen merge_wi moe native_moe nnx param_shapes param_specs
-        permute_experts place_experts quantize_weights split_wi stages""",
+    "expertmesh.flax_moe": """CHECKPOINT_NAMES LoRA LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES
+        checkpoint hf init_lora init_params init_quant_state is_supported linen lora_shapes lora_specs merge_lora
+        merge_wi moe native_moe nnx param_shapes param_specs peft permute_experts place_experts quantize_weights
+        split_wi stages upcycle with_lora""",
     "expertmesh.convert": "main",
     "expertmesh.train": "main",
 }

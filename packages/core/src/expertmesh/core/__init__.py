@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from expertmesh.core import specs
 from expertmesh.core.features import is_supported
+from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.linear.gathered_gemm import gathered_gemm
 from expertmesh.core.linear.gemm import gemm
@@ -94,6 +95,7 @@ from expertmesh.core.vjp import differentiable
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "Adapted",
     "DelayedScaling",
     "DelayedState",
     "DenseRouting",

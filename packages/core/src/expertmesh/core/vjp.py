@@ -49,7 +49,7 @@ def differentiable[Out](
     Args:
       fwd: `fwd(*operands, **options) -> (out, residuals)`.
       bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`; None where there is none
-        (integer operands, absent operands, pytrees of integers).
+        (integer operands, absent operands, pytrees of integers), also for a part of an operand that is a pytree.
       value: `value(*operands, **options) -> out`, where no derivative is asked for; None: `fwd` without its residuals.
 
     Returns:
@@ -90,12 +90,12 @@ def differentiable[Out](
 
 
 def _like_primal(cotangent: Any, types: Any) -> Any:
+    return jax.tree.map(_cast, cotangent, types, is_leaf=lambda part: part is None)
+
+
+def _cast(cotangent: jax.Array | None, primal: Any) -> jax.Array | None:
     if cotangent is None:
         return None
-    return jax.tree.map(_cast, cotangent, types)
-
-
-def _cast(cotangent: jax.Array, primal: Any) -> jax.Array:
     if not jnp.issubdtype(primal.dtype, jnp.inexact):
         return cotangent
     cotangent = cotangent.astype(primal.dtype)

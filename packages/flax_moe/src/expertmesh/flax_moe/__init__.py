@@ -2,8 +2,16 @@
 
 __version__ = "0.1.0"
 
-from expertmesh.flax_moe import checkpoint, hf, linen, nnx, stages
+from expertmesh.flax_moe import checkpoint, hf, linen, nnx, peft, stages
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.lora import (
+    LoRA,
+    init_lora,
+    lora_shapes,
+    lora_specs,
+    merge_lora,
+    with_lora,
+)
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.native import NativeMoEBlock, native_moe
 from expertmesh.flax_moe.params import (
@@ -18,9 +26,11 @@ from expertmesh.flax_moe.place_experts import permute_experts, place_experts
 from expertmesh.flax_moe.quantization import init_quant_state, quantize_weights
 from expertmesh.flax_moe.remat import CHECKPOINT_NAMES, REMAT_POLICIES
 from expertmesh.flax_moe.support import is_supported
+from expertmesh.flax_moe.upcycle import upcycle
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "LoRA",
     "LogicalAxes",
     "MoEConfig",
     "MoEOutput",
@@ -28,19 +38,26 @@ __all__ = [
     "REMAT_POLICIES",
     "checkpoint",
     "hf",
+    "init_lora",
     "init_params",
     "init_quant_state",
     "is_supported",
     "linen",
+    "lora_shapes",
+    "lora_specs",
+    "merge_lora",
     "merge_wi",
     "moe",
     "native_moe",
     "nnx",
     "param_shapes",
     "param_specs",
+    "peft",
     "permute_experts",
     "place_experts",
     "quantize_weights",
     "split_wi",
     "stages",
+    "upcycle",
+    "with_lora",
 ]

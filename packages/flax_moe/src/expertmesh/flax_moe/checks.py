@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ __all__ = [
     "ep_axes",
     "experts_held",
     "is_on",
+    "type_of",
 ]
 
 Coefficient = float | jax.Array
@@ -159,13 +161,18 @@ def ep_axes(function: str, params: Params, config: MoEConfig) -> tuple[str, ...]
     if resource is not None:
         return entry_axes(resource.ep_resource)
     wi = params.get("wi")
-    spec = () if wi is None else tuple(jax.typeof(wi).sharding.spec)
+    spec = () if wi is None else tuple(type_of(wi).sharding.spec)
     if config.shard_exp_on_fsdp and spec and spec[0]:
         raise ValueError(
             f"{function}: under shard_exp_on_fsdp ep_axis must be given, or a MeshResource in context; "
             f"got ep_axis=None, wi over {spec}; pass MoEConfig(ep_axis=...), its first axes"
         )
     return entry_axes(spec[0]) if spec else ()
+
+
+def type_of(weight: Any) -> Any:
+    """JAX's type of a weight; of a frozen or a quantized one that of its data."""
+    return jax.typeof(jax.tree.leaves(weight)[0])
 
 
 def experts_held(function: str, x: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -> int:

@@ -17,12 +17,16 @@ Rows come in three ways: plain; quantized before they were dispatched, where dWi
 again along the rows; or as tokens that the first GEMM reads in place. Nothing reads padding rows, so nothing is written
 there. They leave in two: as they are, or on one device as each token's sum, whose cotangent is quantized where it is.
 
+A weight may be an `Adapted`: then its own gradient is not made, and h += (rows A) B, y += (a A) B with their
+derivatives, as in core's linear/apply.py. These GEMMs read plain rows: those that arrived quantized, dequantized.
+
 Dimension key: P participants, C rows per participant, T tokens, K choices per token, F expert width, D model width, E
 experts.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,13 +34,18 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh import ep
+from expertmesh.core.linear.adapted import Adapted, is_low_rank, without_base
 from expertmesh.core.linear.apply import (
     add_bias,
+    add_low_rank,
+    add_low_rank_dgrad,
     bias_gradient,
     dy_copies,
     forward_gemm,
     input_gradient,
     layer_of,
+    low_rank_gradient,
+    low_rank_v,
     weight_for_dgrad,
     weight_for_fprop,
     weight_gradient,
@@ -45,12 +54,19 @@ from expertmesh.core.linear.apply import (
 )
 from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
-from expertmesh.core.linear.layer import DenseState, Layer, NonDiffOperands, residuals
+from expertmesh.core.linear.layer import (
+    DenseState,
+    Layer,
+    NonDiffOperands,
+    barrier,
+    residuals,
+)
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
-from expertmesh.core.quantization.quantize_rows import Moved, quantizes_both_at_once
+from expertmesh.core.quantization.quantize import dequantize
+from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_both_at_once
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
@@ -115,7 +131,8 @@ def feed_forward(
     """y and the next state, by the formulas at the top of this module.
 
     Args:
-      params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases, and no others.
+      params: `wi` [E, D, 2, F] and `wo` [E, F, D], each an array or an Adapted, both or none of their biases, and no
+        others.
       dispatched: rows and routing weights; of what it has in padding rows nothing is read.
       config: under the recipe in context.
       given: what `wi` and `wo` are given for the recipe.
@@ -129,9 +146,10 @@ def feed_forward(
     Raises:
       ValueError: what `expertmesh.core.grouped_dense` refuses.
 
-    Differentiable in `params`, rows and weights. Kept for the backward: rows (under a recipe quantized along the rows),
-    h, and under a recipe a, quantized along the rows, and both weights. Costs and communication are those of two
-    `grouped_dense`; a sharded F costs the backward an all-reduce [P, C].
+    Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
+    recipe quantized along the rows), h, and under a recipe a, quantized along the rows, and both weights; of an Adapted
+    rows as they arrived, its two products [P, C, r], and no a. Costs and communication are those of two
+    `grouped_dense`; a sharded F costs the backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
     extras = {name: NonDiffOperands(**given.layer(name)) for name in EXPERTS}
@@ -176,7 +194,8 @@ def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
 
     They are then read where their tokens' are, and not written. Where they are written anyway, it gains nothing.
     """
-    if config.recipe is None or set(params) != set(EXPERTS) or not _all_here(handle):
+    plain = set(params) == set(EXPERTS) and not any(map(is_low_rank, params.values()))
+    if config.recipe is None or not plain or not _all_here(handle):
         return False
     formats = config.recipe.formats()
     return quantizes_both_at_once(formats.grad_dgrad, formats.grad_wgrad)
@@ -219,8 +238,7 @@ def _down(
 ) -> jax.Array:
     """y of a in the format along F."""
     y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer)
-    y = add_bias(y, bias, handle.group_sizes, layer, weights)
-    return named("expert_output", y)
+    return add_bias(y, bias, handle.group_sizes, layer, weights)
 
 
 def _row_copies(
@@ -242,6 +260,73 @@ def _row_copies(
     return quantized, along_rows, None
 
 
+def _plain_rows(rows: _Operand, layer: Layer) -> jax.Array:
+    """Rows in their dtype, of what has arrived."""
+    if not isinstance(rows, QuantizedArray):
+        return rows
+    return dequantize(rows, spec=layer.resolved[0]).astype(layer.x_dtype)
+
+
+class _Adapter(NamedTuple):
+    """What the backward reads of a frozen weight.
+
+    Attributes:
+      low_rank: A and B, if there are any.
+      u: the layer's rows times A.
+      x: these rows, if they are kept; of the up projection in the format in which they arrived.
+      v: in the backward, the result's cotangent times B^T.
+    """
+
+    low_rank: Adapted
+    u: jax.Array | None = None
+    x: _Operand | None = None
+    v: jax.Array | None = None
+
+
+_Adapters = dict[str, _Adapter | None]
+
+
+def _through_up(
+    params: Params,
+    rows: jax.Array,
+    arrived: QuantizedArray | None,
+    copies: tuple[Any, _Operand],
+    handle: ep.Handle,
+    of: _Options,
+) -> tuple[jax.Array, _Adapter | None]:
+    """h, and what is kept of an adapter; copies: rows in the format along D, and wi."""
+    bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
+    h = _up(*copies, bias, handle, of.up, of.in_place)
+    if adapter is None or not adapter.is_low_rank:
+        return named("hidden", h), adapter and _Adapter(adapter)
+
+    def project(x: jax.Array, a: jax.Array, layer: Layer) -> jax.Array:
+        return _up(x, a, None, handle, layer, of.in_place)
+
+    x: Any = rows if arrived is None else arrived
+    sizes, plain = handle.group_sizes, _plain_rows(x, of.up)
+    h, u = add_low_rank(h, plain, weight, sizes, of.up, project)
+    return named("hidden", h), _Adapter(adapter, u, x)
+
+
+def _through_down(
+    params: Params,
+    activated: Activated,
+    copies: tuple[Any, _Operand],
+    handle: ep.Handle,
+    of: _Options,
+) -> tuple[jax.Array, _Adapter | None]:
+    """y, and what is kept of an adapter; copies: a in the format along F, and wo."""
+    bias, weight, adapter = params.get("wo_bias"), params["wo"], without_base(params["wo"])
+    y, u = _down(*copies, bias, activated.weights, handle, of.down), None
+    if adapter is not None and adapter.is_low_rank:
+        sizes, a = handle.group_sizes, copies[0]
+        if of.down.recipe is not None:
+            a, _ = activated.apart(sizes, of.down.resolved[0])
+        y, u = add_low_rank(y, a, weight, sizes, of.down)
+    return named("expert_output", y), adapter and _Adapter(adapter, u)
+
+
 def _forward(
     params: Params,
     rows: jax.Array,
@@ -252,19 +337,21 @@ def _forward(
     *,
     of: _Options,
     for_wgrad: bool,
-) -> tuple[_Output, Any, _Operand, jax.Array, Any, _Operand]:
-    """(y and the state, rows along the rows, wi, h, a along the rows, wo), weights as the forward reads them."""
+) -> tuple[_Output, Any, _Operand, jax.Array, Any, _Operand, _Adapters]:
+    """(y and the state, rows along the rows, wi, h, a along the rows, wo, adapters), weights as the forward reads."""
     sizes, up, down = handle.group_sizes, of.up, of.down
-    x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, for_wgrad)
+    trained = {name: for_wgrad and not isinstance(params[name], Adapted) for name in EXPERTS}
+    x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, trained["wi"])
     wi, wi_state = weight_for_fprop(params["wi"], extras["wi"], up)
-    h = named("hidden", _up(x, wi, params.get("wi_bias"), handle, up, of.in_place))
+    h, of_wi = _through_up(params, rows, quantized, (x, wi), handle, of)
     activated = Activated(h, weights, handle.source, of.activation)
-    a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=for_wgrad)
+    a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=trained["wo"])
     wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
-    y = _down(a, wo, params.get("wo_bias"), weights, handle, down)
+    y, of_wo = _through_down(params, activated, (a, wo), handle, of)
     y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
     state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
-    return (y, state if up.delayed else None), x_rows, wi, h, a_rows, wo
+    adapters = {"wi": of_wi, "wo": of_wo}
+    return (y, state if up.delayed else None), x_rows, wi, h, a_rows, wo, adapters
 
 
 def _value(*operands: Any, options: _Options) -> _Output:
@@ -273,29 +360,40 @@ def _value(*operands: Any, options: _Options) -> _Output:
 
 def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
     params, _, weights, _, handle, extras = operands
-    out, x, wi, h, a, wo = _forward(*operands, of=options, for_wgrad=True)
+    out, x, wi, h, a, wo, adapters = _forward(*operands, of=options, for_wgrad=True)
     wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
     wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
-    a = None if options.down.recipe is None else a  # made again
+    a = None if options.down.recipe is None or adapters["wo"] else a  # made again
+    x = None if adapters["wi"] else x
     biases = {name: bias for name, bias in params.items() if name not in EXPERTS}
     keys = tuple(extras[name].key for name in EXPERTS)
-    return out, (*residuals(x, wi), h, *residuals(a, wo), biases, weights, handle, keys)
+    kept = (*residuals(x, wi), h, *residuals(a, wo))
+    return out, (*kept, adapters, biases, weights, handle, keys)
 
 
 def _bwd(
     kept: tuple[Any, ...], cotangents: tuple[jax.Array, Any], *, options: _Options
 ) -> tuple[Any, ...]:
-    x, wi, h, a, wo, biases, weights, handle, keys = kept
+    x, wi, h, a, wo, adapters, biases, weights, handle, keys = kept
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
+    of_wi, of_wo = adapters["wi"], adapters["wo"]
     rows = Moved(dy, _rows_of(handle)) if options.sums else dy
-    of_y = dy_copies(rows, sizes, keys[1], down)
+    of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
+    of_wo = None if of_wo is None else _with_v(of_wo, dy, sizes, down)
+    d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
-    d_h, of_h, d_weights, a = _hidden_gradient(source, a, sizes, keys[0], up, bool(biases))
-    d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
-    d_rows, d_wi = _up_gradients(of_h, x, wi, handle, up, options.in_place)
-    d_params: dict[str, jax.Array | None] = {"wi": d_wi, "wo": d_wo}
+    plain = bool(biases) or any(each is not None and each.u is not None for each in (of_wi, of_wo))
+    copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
+    d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, plain)
+    if of_wo is None:
+        d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
+    else:
+        # Made before the rows' cotangents, so that dy and a are then done with.
+        d_wo, of_h = barrier(_adapter_cotangent(a, dy, of_wo, sizes, down), of_h)
+    d_rows, d_wi = _up_gradients((of_h, d_h), x, wi, of_wi, handle, options)
+    d_params: dict[str, Any] = {"wi": d_wi, "wo": d_wo}
     if biases:
         bo = biases["wo_bias"]
         d_params["wi_bias"] = bias_gradient(d_h, biases["wi_bias"], sizes, up)
@@ -306,26 +404,86 @@ def _bwd(
 
 
 def _hidden_gradient(
-    source: ActivatedGrad, a: Any, sizes: jax.Array, key: Any, layer: Layer, plain: bool
+    source: ActivatedGrad,
+    a: Any,
+    quantized: Callable[[Any], Copies],
+    sizes: jax.Array,
+    layer: Layer,
+    plain: bool,
 ) -> tuple[Any, Any, jax.Array, Any]:
     """(dh where it is needed `plain`, its copies, dw, a as its weight's gradient contracts it)."""
     if layer.recipe is not None and not plain:
-        copies = dy_copies(source, sizes, key, layer)
+        copies = quantized(source)
         return None, copies, copies.d_weights, a
     d_h, d_weights, again = source.with_activation(sizes, layer.resolved[2])
-    return d_h, dy_copies(d_h, sizes, key, layer), d_weights, again if a is None else a
+    return d_h, quantized(d_h), d_weights, again if a is None else a
+
+
+def _with_v(adapter: _Adapter, dy: jax.Array, sizes: jax.Array, layer: Layer) -> _Adapter:
+    """The adapter with its v, if it has A and B."""
+    if adapter.u is None:
+        return adapter
+    return adapter._replace(v=low_rank_v(dy, adapter.u, adapter.low_rank, sizes, layer))
+
+
+def _add_adapter_dgrad(
+    dx: jax.Array, adapter: _Adapter | None, sizes: jax.Array, layer: Layer
+) -> jax.Array:
+    """dx with the part that goes through an adapter."""
+    if adapter is None or adapter.v is None:
+        return dx
+    added: jax.Array = add_low_rank_dgrad(dx, adapter.v, adapter.low_rank, sizes, layer)
+    return added
+
+
+def _adapter_cotangent(
+    x: Any, dy: jax.Array, adapter: _Adapter, sizes: jax.Array, layer: Layer
+) -> Adapted | None:
+    """Of A and B, x and dy plain; None where there are none."""
+    if adapter.u is None or adapter.v is None:
+        return None
+    inner = adapter.u, adapter.v
+    made: Adapted = low_rank_gradient(x, dy, inner, adapter.low_rank, sizes, layer)
+    return made
 
 
 def _up_gradients(
-    of_h: Any, x: Any, wi: _Operand, handle: ep.Handle, layer: Layer, in_place: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of the rows and of wi."""
-    sizes, row_map = handle.group_sizes, _rows_of(handle)
-    spec = None if in_place else where_at_rest(x, None)
-    d_rows = input_gradient(of_h.along_features, wi, sizes, layer, result_spec=spec)
-    if in_place:
-        x, d_rows = move_rows(x, row_map), move_rows(d_rows, row_map.inverse)
-    return d_rows, weight_gradient(x, of_h.along_rows, wi, sizes, layer)
+    d_h: tuple[Any, Any],
+    x: Any,
+    wi: _Operand,
+    adapter: _Adapter | None,
+    handle: ep.Handle,
+    of: _Options,
+) -> tuple[jax.Array, Any]:
+    """The cotangents of the rows and of wi; d_h: its copies, and plain."""
+    (of_h, plain), sizes, row_map = d_h, handle.group_sizes, _rows_of(handle)
+    if adapter is not None:
+        adapter, d_wi = _up_adapter(plain, adapter, handle, of)
+        d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
+        x = adapter.x
+    spec = None if of.in_place or x is None else where_at_rest(x, None)
+    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
+    d_rows = _add_adapter_dgrad(d_rows, adapter, sizes, of.up)
+    if of.in_place:
+        x = move_rows(x, row_map) if adapter is None else x
+        d_rows = move_rows(d_rows, row_map.inverse)
+    if adapter is None:
+        d_wi = weight_gradient(x, of_h.along_rows, wi, sizes, of.up)
+    return d_rows, d_wi
+
+
+def _up_adapter(
+    d_h: Any, adapter: _Adapter, handle: ep.Handle, of: _Options
+) -> tuple[_Adapter, Any]:
+    """The adapter of wi with its v, and its cotangent."""
+    sizes = handle.group_sizes
+    adapter = _with_v(adapter, d_h, sizes, of.up)
+    if adapter.x is None:
+        return adapter, None
+    # Else the compiler takes the forward's plain rows, and keeps them alive in between.
+    rows = _plain_rows(barrier(adapter.x, d_h)[0], of.up)
+    rows = move_rows(rows, _rows_of(handle)) if of.in_place else rows
+    return adapter, _adapter_cotangent(rows, d_h, adapter, sizes, of.up)
 
 
 def _rows_of(handle: ep.Handle) -> RowMap:

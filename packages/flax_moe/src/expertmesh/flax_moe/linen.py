@@ -9,14 +9,24 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.lora import (
+    LoRA,
+    lora_axes,
+    lora_initializers,
+    lora_shapes,
+    with_lora,
+)
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_shapes
 from expertmesh.flax_moe.quantization import init_quant_state
 
-__all__ = ["EXPERT_BIAS", "QUANT_STATE", "MoEBlock"]
+__all__ = ["EXPERT_BIAS", "LORA", "QUANT_STATE", "MoEBlock"]
 
 EXPERT_BIAS = "expert_bias"
 """The collection of the biases that steer the choice of experts."""
+
+LORA = "lora"
+"""The collection of adapters."""
 
 QUANT_STATE = "quant_state"
 """The collection of what delayed scaling remembers."""
@@ -33,10 +43,14 @@ class MoEBlock(nn.Module):
     Under DelayedScaling there is "quant_state", the tree of `init_quant_state`, in the collection `QUANT_STATE`. It is
     read only, too: the next step's is `{"quant_state": out.quant_state}`.
 
+    With `lora` the weights are frozen, and the collection `LORA` has the arrays of `init_lora`, such as "wi_a" and
+    "wi_b": differentiate and optimize that collection alone. Its A are drawn from the key of "params".
+
     Attributes:
       config: see MoEConfig.
       logical_axes: names for `flax.linen.LogicallyPartitioned`; None: plain arrays.
       kernel_init: of the weights; see `init_params`.
+      lora: of the adapters; None: there are none.
 
     The call returns the whole MoEOutput: add its losses to yours. Nothing is sown; `capture_intermediates` finds it.
     """
@@ -44,6 +58,7 @@ class MoEBlock(nn.Module):
     config: MoEConfig
     logical_axes: LogicalAxes | None = LogicalAxes()
     kernel_init: Initializer | None = None
+    lora: LoRA | None = None
 
     @nn.compact
     def __call__(
@@ -65,6 +80,8 @@ class MoEBlock(nn.Module):
             name: self.param(name, self._init(name), shape, self.config.param_dtype)
             for name, shape in shapes.items()
         }
+        if self.lora is not None:
+            params = with_lora(params, self._adapters(x.shape[-1], self.lora), self.lora)
         return moe(
             params,
             x,
@@ -87,6 +104,26 @@ class MoEBlock(nn.Module):
             return init
         names = self.logical_axes.of(name, gated=self.config.act.gated)
         return nn.with_logical_partitioning(init, names)
+
+    def _adapters(self, model_dim: int, lora: LoRA) -> dict[str, dict[str, jax.Array]]:
+        shapes = lora_shapes(model_dim, self.config, lora)
+        return {
+            name: {part: self._adapter(name, part, shape) for part, shape in parts.items()}
+            for name, parts in shapes.items()
+        }
+
+    def _adapter(self, name: str, part: str, shape: tuple[int, ...]) -> jax.Array:
+        assert self.lora is not None
+        lora, init = self.lora, lora_initializers(name, self.lora)[part]
+        if self.logical_axes is not None:
+            axes = lora_axes(name, self.logical_axes, gated=self.config.act.gated)
+            init = nn.with_logical_partitioning(init, axes[part])
+
+        def drawn() -> Any:
+            return init(self.make_rng("params"), shape, lora.dtype)
+
+        made: jax.Array = self.variable(LORA, f"{name}_{part}", drawn).value
+        return made
 
     def _expert_bias(self) -> jax.Array | None:
         if not self.config.use_expert_bias:

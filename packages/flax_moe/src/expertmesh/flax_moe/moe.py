@@ -37,6 +37,7 @@ from expertmesh.flax_moe.checks import (
     check_tokens,
     ep_axes,
     experts_held,
+    type_of,
 )
 from expertmesh.flax_moe.chunks import merge_chunks, split_chunks
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
@@ -80,7 +81,8 @@ def moe(
         `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
         `config.shared_expert_gate` `shared_gate` [D]. With `config.latent_dim` L also `latent_down` [D, L] and
         `latent_up` [L, D], and D of the experts' is L. `wi`, `wi_bias` and `shared_wi` may be halves, of the names of
-        `split_wi`. See `init_params`, `param_specs`.
+        `split_wi`. The weights of GEMMs may be frozen, with adapters beside them (`with_lora`). See `init_params`,
+        `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
@@ -185,7 +187,7 @@ def _weight_axes(experts: Params, config: MoEConfig, ep_axis: tuple[str, ...]) -
     """The Explicit axes that split the experts' weights, and neither by the EP group nor along F: those of fsdp."""
     axes: dict[str, None] = {}
     for name in EXPERTS:
-        sharding, dims = jax.typeof(experts[name]).sharding, LogicalAxes(mlp=None)
+        sharding, dims = type_of(experts[name]).sharding, LogicalAxes(mlp=None)
         entries = pad_spec(sharding.spec, experts[name].ndim)
         for dim, entry in zip(dims.of(name, gated=config.act.gated), entries, strict=True):
             axes |= dict.fromkeys(entry_axes(entry) if dim else ())

@@ -10,6 +10,13 @@ from jax.nn.initializers import Initializer
 
 from expertmesh.core.specs import spec_axes
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.lora import (
+    LoRA,
+    lora_axes,
+    lora_initializers,
+    lora_shapes,
+    with_lora,
+)
 from expertmesh.flax_moe.moe import moe
 from expertmesh.flax_moe.params import LogicalAxes, initializers, param_names, param_shapes
 from expertmesh.flax_moe.quantization import init_quant_state
@@ -36,6 +43,9 @@ class MoEBlock(nnx.Module):
     Under DelayedScaling there is `quant_state`, a QuantState of the tree of `init_quant_state`. It is read only, too:
 
         block.quant_state.set_value(out.quant_state)
+
+    With `lora` the weights are frozen, and beside each there are `{name}_lora_a` and `{name}_lora_b`, of the tree of
+    `init_lora`, as `flax.nnx.LoRAParam`s: differentiate and optimize by `wrt=nnx.LoRAParam`.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class MoEBlock(nnx.Module):
         rngs: nnx.Rngs,
         logical_axes: LogicalAxes | None = LogicalAxes(),  # noqa: B008  a frozen value
         kernel_init: Initializer | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         """Draws the parameters from `rngs.params()`.
 
@@ -56,8 +67,9 @@ class MoEBlock(nnx.Module):
           logical_axes: names for each parameter's `out_sharding`; None: no such metadata. The parameter is laid out at
             once where all its names are, or by `flax.core.spmd.logical_axis_rules` map to, axes of the mesh in context.
           kernel_init: of the weights; see `init_params`.
+          lora: of the adapters; None: there are none.
         """
-        self.config = config
+        self.config, self.lora = config, lora
         init = initializers(config, kernel_init)
         for name, shape in param_shapes(model_dim, config).items():
             metadata = {}
@@ -65,11 +77,36 @@ class MoEBlock(nnx.Module):
                 metadata = _metadata(logical_axes.of(name, gated=config.act.gated))
             value = init[name](rngs.params(), shape, config.param_dtype)
             setattr(self, name, nnx.Param(value, **metadata))
+        if lora is not None:
+            self._add_adapters(model_dim, lora, rngs, logical_axes)
         if config.use_expert_bias:
             self.expert_bias = ExpertBias(jnp.zeros(config.num_candidates, jnp.float32))
         state = init_quant_state(config)
         if state is not None:
             self.quant_state = QuantState(state)
+
+    def _add_adapters(
+        self, model_dim: int, lora: LoRA, rngs: nnx.Rngs, logical_axes: LogicalAxes | None
+    ) -> None:
+        for name, parts in lora_shapes(model_dim, self.config, lora).items():
+            for part, shape in parts.items():
+                metadata = {}
+                if logical_axes is not None:
+                    axes = lora_axes(name, logical_axes, gated=self.config.act.gated)
+                    metadata = _metadata(axes[part])
+                value = lora_initializers(name, lora)[part](rngs.params(), shape, lora.dtype)
+                setattr(self, f"{name}_lora_{part}", nnx.LoRAParam(value, **metadata))
+
+    def _params(self) -> dict[str, Any]:
+        """What `moe` takes."""
+        params = {name: getattr(self, name)[...] for name in param_names(self.config)}
+        if self.lora is None:
+            return params
+        adapters = {
+            name: {part: getattr(self, f"{name}_lora_{part}")[...] for part in "ab"}
+            for name in self.lora.of(self.config)
+        }
+        return with_lora(params, adapters, self.lora)
 
     def __call__(
         self,
@@ -87,7 +124,7 @@ class MoEBlock(nnx.Module):
         """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
         state = None if init_quant_state(self.config) is None else self.quant_state.get_value()
         return moe(
-            {name: getattr(self, name)[...] for name in param_names(self.config)},
+            self._params(),
             x,
             self.config,
             expert_bias=self.expert_bias[...] if self.config.use_expert_bias else None,

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource, current_resource
 from expertmesh.core.specs import merge_dim
 from expertmesh.flax_moe.config import MoEConfig
@@ -391,6 +392,11 @@ def check_params(
       num_experts: experts in the arrays: `config.num_experts`, or those of one shard inside a `shard_map`.
     """
     check_names(function, params, config)
+    for name, w in params.items():
+        if isinstance(w, Adapted):
+            raise TypeError(
+                f"{function}: {name} must be an array; got an Adapted; merge_lora makes one of it and its adapter"
+            )
     check_shapes(function, params, model_dim, config, num_experts)
 
 

@@ -6,8 +6,16 @@
     dbias                  the sum of dy over the tokens, in no format
 
 Without a recipe the format is the identity: each operand is its own copy.
+
+A weight may be an `Adapted`: it is then frozen, so that x is not kept for dw, which is None, and with A and B
+
+    y += u B,  u = x A        v = dy B^T        dx += v A^T        dA = x^T v        dB = u^T dy
+
+in no format: the same three GEMMs, twice.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +24,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.features import warn_if_emulated
+from expertmesh.core.linear.adapted import (
+    Adapted,
+    base_of,
+    is_low_rank,
+    low_rank_spec,
+    without_base,
+)
 from expertmesh.core.linear.layer import (
     DenseState,
     Layer,
@@ -33,7 +48,7 @@ from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, ser
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
-from expertmesh.core.quantization.delayed_scaling import DelayedState
+from expertmesh.core.quantization.quantize import dequantize
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import Recipe
@@ -53,7 +68,7 @@ def apply_linear(
     """The layer's result; with a state (result, state).
 
     Args:
-      x, w: plain, or without a recipe both quantized, which then are constants.
+      x, w: plain, or without a recipe both quantized, which then are constants; w may be an Adapted.
       group_sizes: None unless the layer is grouped.
       flat: of the result, which has one row of tokens or one participant, take this one.
     """
@@ -82,7 +97,7 @@ def layer_of(
     """The static options of a call, after the errors, which name `name`; `specs`: of x, w and the result."""
     check_extra(name, w, extra, recipe)
     if recipe is not None:
-        warn_if_emulated(recipe, x, w)
+        warn_if_emulated(recipe, *jax.tree.leaves((x, w)))
     return Layer(
         law=law,
         recipe=recipe,
@@ -166,8 +181,9 @@ def input_gradient(
 ) -> jax.Array:
     """The cotangent of x at `result_spec`; dy and w in their formats along N."""
     law, (_, w_spec, out_spec) = layer.law, layer.resolved
-    if layer.recipe is not None:
+    if is_quantized(w):
         w, dy = barrier(w, dy)
+        w = w if is_quantized(dy) else _widened(w, layer)
     return multiply(
         law.dgrad,
         f"{law.fprop.name}'s input gradient",
@@ -207,18 +223,28 @@ def where_at_rest(x: Any, spec: PartitionSpec | None) -> PartitionSpec | None:
 
 
 def weight_for_fprop(w: Any, extra: NonDiffOperands, layer: Layer) -> tuple[Any, Any]:
-    """(w as the forward reads it, its state after that or None)."""
-    law, spec = layer.law, layer.resolved[1]
+    """(w as the forward reads it, its state after that or None); of an Adapted its weight."""
+    law, spec, w = layer.law, layer.resolved[1], base_of(w)
     if layer.recipe is None:
-        return cast_sharded(w, layer.x_dtype, spec, law.weight_roles), None
+        return _widened(w, layer), None
     state = extra.state.weight if extra.state is not None else None
     if extra.weight_quantized is not None:
         return extra.weight_quantized.forward, state
     return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
 
 
+def _widened(w: Any, layer: Layer) -> jax.Array:
+    """A weight in the dtype of x, where it is at rest."""
+    law, spec = layer.law, layer.resolved[1]
+    w = dequantize(w, spec=spec) if is_quantized(w) else w
+    return cast_sharded(w, layer.x_dtype, spec, law.weight_roles)
+
+
 def weight_for_dgrad(w: Any, forward: Any, extra: NonDiffOperands, layer: Layer) -> Any:
-    """w as the backward reads it; `forward`: as the forward does."""
+    """w as the backward reads it, or what it makes that of; `forward`: as the forward does."""
+    w = base_of(w)
+    if layer.recipe is None and is_quantized(w):
+        return w  # Kept in 8 bits, not in 16.
     if extra.weight_quantized is not None:
         return extra.weight_quantized.for_dgrad()
     if layer.recipe is None or serves_both(layer.formats):
@@ -242,33 +268,114 @@ def x_copies(
 
 
 def dy_copies(
-    dy: Any, group_sizes: Any, key: jax.Array | None, layer: Layer, *, tokens: int = 1
+    dy: Any,
+    group_sizes: Any,
+    key: jax.Array | None,
+    layer: Layer,
+    *,
+    tokens: int = 1,
+    for_wgrad: bool = True,
 ) -> Copies:
-    """dy along the last of N and along the last dimension of tokens, `tokens`; dy: or `Rows` in groups."""
+    """dy along the last of N and, if `for_wgrad`, along the last dimension of tokens, `tokens`.
+
+    dy may be `Rows` in groups.
+    """
     if layer.recipe is None:
         if isinstance(dy, Rows):
             dy, _ = dy.apart(group_sizes, layer.resolved[2])
         return Copies(dy, dy, None)
     keys = gradient_keys(layer, key)
-    out: Copies = layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=tokens)
+    along_tokens = tokens if for_wgrad else None
+    out: Copies = layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=along_tokens)
     return out
 
 
+def low_rank_layers(w: Adapted, layer: Layer) -> tuple[Layer, Layer]:
+    """Those of x A and of u B, of the layer of x W."""
+    assert w.a is not None and w.b is not None
+    (x_spec, w_spec, out_spec), lead = layer.caller, layer.law.batch_dims
+    of_a, of_b = low_rank_spec(w_spec, w.b.ndim, lead)
+
+    def thin(part: jax.Array, out_dtype: jnp.dtype, *specs: PartitionSpec | None) -> Layer:
+        known: Any = dict(caller=specs, resolved=specs, w_dtype=jnp.dtype(part.dtype))
+        return dataclasses.replace(layer, recipe=None, out_dtype=out_dtype, **known)
+
+    inner = thin(w.a, layer.x_dtype, x_spec, of_a, None)
+    return inner, thin(w.b, layer.out_dtype, None, of_b, out_spec)
+
+
+def add_low_rank(
+    y: jax.Array,
+    x: jax.Array,
+    w: Any,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+    project: Callable[[jax.Array, jax.Array, Layer], jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(y + u B, u) of a weight with A and B, which the backward reads again; x plain.
+
+    Args:
+      project: `project(x, a, layer) -> x a`, of a layer that reads rows where they are; None: a GEMM as of W.
+    """
+    of_a, of_b = low_rank_layers(w, layer)
+    of_b = dataclasses.replace(of_b, caller=(*of_b.caller[:2], at_rest(y, of_b.caller[2])))
+    if project is None:
+        u = forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
+    else:
+        u = project(x, _widened(w.a, of_a), of_a)
+    return y + forward_gemm(u, _widened(w.b, of_b), group_sizes, None, of_b), u
+
+
+def low_rank_v(
+    dy: jax.Array, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
+) -> jax.Array:
+    """v = dy B^T, where u is; dy plain."""
+    _, of_b = low_rank_layers(w, layer)
+    b, spec = _widened(w.b, of_b), at_rest(u, None)
+    return input_gradient(dy, b, group_sizes, of_b, result_spec=spec)
+
+
+def add_low_rank_dgrad(
+    dx: jax.Array, v: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
+) -> jax.Array:
+    """dx + v A^T."""
+    of_a, _ = low_rank_layers(w, layer)
+    a, spec = _widened(w.a, of_a), at_rest(dx, layer.caller[0])
+    return dx + input_gradient(v, a, group_sizes, of_a, result_spec=spec)
+
+
+def low_rank_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    inner: tuple[jax.Array, jax.Array],
+    w: Any,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+) -> Adapted:
+    """The cotangent of a weight with A and B; x and dy plain, inner: u and v."""
+    (of_a, of_b), (u, v) = low_rank_layers(w, layer), inner
+    d_a = weight_gradient(x, v, w.a, group_sizes, of_a)
+    return Adapted(None, d_a, weight_gradient(u, dy, w.b, group_sizes, of_b))
+
+
 def _forward(
-    x: Any,
-    x_state: DelayedState | None,
+    x: jax.Array,
+    copies: tuple[Any, Any, Any],
     w: Any,
     group_sizes: jax.Array | None,
     bias: jax.Array | None,
     extra: NonDiffOperands,
     layer: Layer,
-) -> tuple[Any, Any]:
-    """(what the layer returns, w as it was read), of x in its format along K."""
-    w, w_state = weight_for_fprop(w, extra, layer)
-    y = forward_gemm(x, w, group_sizes, bias, layer)
+) -> tuple[Any, Any, jax.Array | None]:
+    """(what the layer returns, w as it was read, u of a low rank)."""
+    along_k, _, x_state = copies
+    read, w_state = weight_for_fprop(w, extra, layer)
+    y, u = forward_gemm(along_k, read, group_sizes, bias, layer), None
+    if is_low_rank(w):
+        y, u = add_low_rank(y, x, w, group_sizes, layer)
     if x_state is None or w_state is None:
-        return y, w
-    return (y, DenseState(x_state, w_state)), w
+        return y, read, u
+    return (y, DenseState(x_state, w_state)), read, u
 
 
 def _value(
@@ -280,8 +387,8 @@ def _value(
     *,
     layer: Layer,
 ) -> Any:
-    x, _, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=False)
-    return _forward(x, x_state, w, group_sizes, bias, extra, layer)[0]
+    copies = x_copies(x, group_sizes, extra, layer, for_wgrad=False)
+    return _forward(x, copies, w, group_sizes, bias, extra, layer)[0]
 
 
 def _fwd(
@@ -293,19 +400,30 @@ def _fwd(
     *,
     layer: Layer,
 ) -> tuple[Any, tuple[Any, ...]]:
-    x, along_tokens, x_state = x_copies(x, group_sizes, extra, layer, for_wgrad=True)
-    out, forward = _forward(x, x_state, w, group_sizes, bias, extra, layer)
-    kept = residuals(along_tokens, weight_for_dgrad(w, forward, extra, layer))
-    return out, (*kept, group_sizes, bias, extra.key)
+    adapter = without_base(w)
+    copies = x_copies(x, group_sizes, extra, layer, for_wgrad=adapter is None)
+    out, read, u = _forward(x, copies, w, group_sizes, bias, extra, layer)
+    needed = copies[1] if adapter is None else x if adapter.is_low_rank else None
+    kept = residuals(needed, weight_for_dgrad(w, read, extra, layer))
+    return out, (*kept, (adapter, u), group_sizes, bias, extra.key)
 
 
 def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
-    x, w, group_sizes, bias, key = carried
+    x, w, (adapter, u), group_sizes, bias, key = carried
     dy = cotangent[0] if layer.delayed else cotangent
-    copies = dy_copies(dy, group_sizes, key, layer, tokens=x.ndim - 2)
-    spec = where_at_rest(x, layer.caller[0])
+    tokens = dy.ndim - w.ndim + layer.law.batch_dims
+    trained = adapter is None
+    copies = dy_copies(dy, group_sizes, key, layer, tokens=tokens, for_wgrad=trained)
+    spec = layer.caller[0] if x is None else where_at_rest(x, layer.caller[0])
     dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
-    dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
+    if adapter is None:
+        dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
+    elif adapter.is_low_rank:
+        v = low_rank_v(dy, u, adapter, group_sizes, layer)
+        dx = add_low_rank_dgrad(dx, v, adapter, group_sizes, layer)
+        dw = low_rank_gradient(x, dy, (u, v), adapter, group_sizes, layer)
+    else:
+        dw = None
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 
 

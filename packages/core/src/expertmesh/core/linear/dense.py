@@ -16,6 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.gemm import DENSE, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
@@ -29,7 +30,7 @@ __all__ = ["dense"]
 
 def dense(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | Adapted,
     bias: jax.Array | None = None,
     *,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
@@ -47,7 +48,7 @@ def dense(
 
     Args:
       x: float[..., *K].
-      weight: float[*K, *N].
+      weight: float[*K, *N]; or an `Adapted`, whose weight is frozen and then has one dimension of K.
       bias: float[*N] or None.
       contracting_dims: the last dimensions of `x` and as many first ones of `weight`, in order; may be negative.
         Several count as one, merged.
@@ -71,9 +72,10 @@ def dense(
         blocks of 32, or in four bits); blocks that a shard would straddle.
       TypeError: an operand is no array of floats.
 
-    Differentiable in `x`, `weight` and `bias`. Kept for the backward: `x` quantized along the tokens, and `weight`
-    quantized along N, each where it was, under the checkpoint names "quantized_x" and "quantized_weight". Gradients are
-    accumulated in float32 and have the dtype and the layout of their primals.
+    Differentiable in `x`, `weight` (of an `Adapted` in `a` and `b` alone) and `bias`. Kept for the backward: `x`
+    quantized along the tokens, and `weight` quantized along N, each where it was, under the checkpoint names
+    "quantized_x" and "quantized_weight". Gradients are accumulated in float32 and have the dtype and the layout of
+    their primals.
 
     Under sharding as `gemm`; each device quantizes its shard of the weight, and data and scales are gathered, anew in
     the backward. Scales of a whole tensor are reduced first, over the axes that shard it.
@@ -82,6 +84,11 @@ def dense(
     extra = NonDiffOperands(state, key, weight_quantized)
     check_arrays("dense", FLOATS, x=x, weight=weight)
     count = num_contracted("dense", x, weight, contracting_dims, 0)
+    if count > 1 and isinstance(weight, Adapted):
+        raise ValueError(
+            f"dense: an Adapted must have one dimension of K; got {count} contracted ones of {weight.shape}; "
+            "reshape its weight and a"
+        )
     if count > 1:
         x, weight = (
             x.reshape(*x.shape[:-count], prod(x.shape[-count:])),

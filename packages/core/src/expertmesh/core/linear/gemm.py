@@ -117,11 +117,13 @@ def _dy_copies(
     keys: tuple[jax.Array | None, jax.Array | None],
     layer: Layer,
     *,
-    tokens: int,
+    tokens: int | None,
 ) -> Copies:
     del group_sizes
     formats, spec = layer.formats, layer.resolved[2]
     along_n = quantize(dy, formats.grad_dgrad, axis=dy.ndim - 1, key=keys[0], spec=spec)
+    if tokens is None:
+        return Copies(along_n, None, None)
     if quantized_once(formats.grad_dgrad, formats.grad_wgrad):
         return Copies(along_n, along_n, None)
     along_tokens = quantize(dy, formats.grad_wgrad, axis=tokens, key=keys[1], spec=spec)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_weight import QuantizedWeight
@@ -34,7 +35,7 @@ __all__ = ["grouped_dense"]
 
 def grouped_dense(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | Adapted,
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -55,7 +56,7 @@ def grouped_dense(
 
     Args:
       x: float[P, C, K], or [C, K] with one-dimensional `group_sizes` (P = 1).
-      weight: float[E, K, *N].
+      weight: float[E, K, *N], or an `Adapted`, whose weight is frozen.
       group_sizes: int32[P, G], rows of each group (see `grouped_gemm`). The groups' first rows must be multiples of
         `required_alignment(recipe)`, as those of `plan_permute(..., alignment=)` are.
       bias: float[E, *N] or None; added to the rows of the groups only.
@@ -82,7 +83,8 @@ def grouped_dense(
       ValueError: as `grouped_gemm` and `dense`.
       TypeError: as `grouped_gemm`.
 
-    Differentiable in `x`, `weight` and `bias`; empty groups have gradients of exact zeros, padding rows too.
+    Differentiable in `x`, `weight` (of an `Adapted` in `a` and `b` alone) and `bias`; empty groups have gradients of
+    exact zeros, padding rows too.
     Kept for the backward as by `dense`.
 
     Under sharding as `grouped_gemm`; each device quantizes its shard of the weight, and data and scales are gathered,

@@ -545,10 +545,9 @@ def _dy_copies(
     keys: tuple[jax.Array | None, jax.Array | None],
     layer: Layer,
     *,
-    tokens: int,
+    tokens: int | None,
 ) -> Copies:
-    del tokens
-    both = layer.formats.grad_dgrad, layer.formats.grad_wgrad
+    both = layer.formats.grad_dgrad, None if tokens is None else layer.formats.grad_wgrad
     return grouped_quantize_both(dy, group_sizes, both, keys=keys, spec=layer.resolved[2])
 
 

@@ -13,7 +13,7 @@ from expertmesh.core.linear.quantize_weight import QuantizedWeight, check_state
 from expertmesh.core.mesh import current_resource, filter_roles
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
-from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
 
@@ -102,7 +102,8 @@ class Linear:
       row_roles: of the dimensions of x before K (see `MeshResource.axes`).
       quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`;
         x of groups, and dy, may be `Rows`.
-      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them.
+      quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them,
+        None where no copy along them is needed.
     """
 
     name: str
@@ -270,12 +271,13 @@ def residuals(x: Any, w: Any) -> tuple[Any, Any]:
     return named(x, "quantized_x"), named(w, "quantized_weight")
 
 
-def barrier(weight: QuantizedArray, dy: QuantizedArray) -> tuple[QuantizedArray, QuantizedArray]:
-    """Both, the weight not before `dy` is known.
+def barrier[Kept, Cotangent](kept: Kept, dy: Cotangent) -> tuple[Kept, Cotangent]:
+    """Both, what is kept of the forward not before `dy` is known.
 
-    Else the compiler takes the forward's gathered weight for the backward's, and keeps it alive in between.
+    Else the compiler takes what the forward made of it, as a weight that was gathered, for the backward's, and keeps
+    that alive in between.
     """
-    out: tuple[QuantizedArray, QuantizedArray] = jax.lax.optimization_barrier((weight, dy))
+    out: tuple[Kept, Cotangent] = jax.lax.optimization_barrier((kept, dy))
     return out
 
 

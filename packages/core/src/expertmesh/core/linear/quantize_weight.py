@@ -6,15 +6,17 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.linear.adapted import base_of
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
-from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantize import dequantize, quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import (
     DelayedScaling,
     LayerFormats,
     Recipe,
+    TensorFormat,
     as_recipe,
     current_recipe,
 )
@@ -50,7 +52,8 @@ def quantize_weight(
     """Quantizes a weight once for all calls of a layer in which it does not change, such as a step's microbatches.
 
     Args:
-      weight: float[K, *N] of `dense`, or float[E, K, *N] with `batch_dims=1` of `grouped_dense`.
+      weight: float[K, *N] of `dense`, or float[E, K, *N] with `batch_dims=1` of `grouped_dense`; or an Adapted, whose
+        weight it then is.
       recipe: of the layer; None: the one in context.
       batch_dims: leading dimensions whose elements have scales of their own.
       state: of the weight, under DelayedScaling; with E entries where `batch_dims=1`.
@@ -74,7 +77,7 @@ def quantize_weight(
             "under autocast(recipe)"
         )
     check_state("quantize_weight", recipe, state)
-    weight = jax.lax.stop_gradient(weight)
+    weight = jax.lax.stop_gradient(base_of(weight))
     resource, roles = current_resource(), ("experts", "fsdp")[1 - batch_dims :]
     if spec is None and resource is not None:
         spec = PartitionSpec(*map(resource.entry, roles))
@@ -87,26 +90,45 @@ def quantize_weight(
 
 
 def forward_copy(
-    weight: jax.Array,
+    weight: Any,
     recipe: Recipe,
     batch_dims: int,
     state: DelayedState | None,
     spec: PartitionSpec | None,
 ) -> tuple[QuantizedArray, DelayedState | None]:
-    """(the weight quantized along K, its new state)."""
-    if state is not None and isinstance(recipe, DelayedScaling):
-        return quantize_delayed(weight, state, recipe, spec=spec)
+    """(the weight quantized along K, its new state); a QuantizedArray of the format is its own copy."""
     format, last = recipe.formats().weight, weight.ndim - 1
-    q = quantize(weight, format, axis=batch_dims, across=last, batch_dims=batch_dims, spec=spec)
-    return q, None
+    if state is not None and isinstance(recipe, DelayedScaling):
+        return quantize_delayed(_plain(weight, spec), state, recipe, spec=spec)
+    return _copy(weight, format, (batch_dims, last), batch_dims, spec), None
 
 
 def dgrad_copy(
-    weight: jax.Array, recipe: Recipe, batch_dims: int, spec: PartitionSpec | None
+    weight: Any, recipe: Recipe, batch_dims: int, spec: PartitionSpec | None
 ) -> QuantizedArray:
-    """The weight quantized along the last of N."""
+    """The weight quantized along the last of N; as `forward_copy`."""
     format, last = recipe.formats().weight_dgrad, weight.ndim - 1
-    return quantize(weight, format, axis=last, across=batch_dims, batch_dims=batch_dims, spec=spec)
+    return _copy(weight, format, (last, batch_dims), batch_dims, spec)
+
+
+def _copy(
+    weight: Any,
+    format: TensorFormat,
+    dims: tuple[int, int],
+    batch_dims: int,
+    spec: PartitionSpec | None,
+) -> QuantizedArray:
+    """Of a weight along and across these dimensions."""
+    square = format.block is not None and format.block[0] == format.block[1]
+    if isinstance(weight, QuantizedArray) and weight.format == format and square:
+        return weight
+    axis, across = dims
+    options: dict[str, Any] = dict(axis=axis, across=across, batch_dims=batch_dims, spec=spec)
+    return quantize(_plain(weight, spec), format, **options)
+
+
+def _plain(weight: Any, spec: PartitionSpec | None) -> jax.Array:
+    return dequantize(weight, spec=spec) if isinstance(weight, QuantizedArray) else weight
 
 
 def serves_both(formats: LayerFormats) -> bool:

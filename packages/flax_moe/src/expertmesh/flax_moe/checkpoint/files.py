@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Checkpoint", "Tensors", "write_checkpoint"]
+__all__ = ["Checkpoint", "Tensors", "read_file", "write_checkpoint", "write_file"]
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -55,7 +55,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         self.folder = pathlib.Path(folder)
         self._arrays: dict[str, np.ndarray] = {}
         for path in _files(self.folder):
-            self._arrays |= _mapped(path)
+            self._arrays |= read_file(path)
         self.config: dict[str, Any] = json.loads((self.folder / CONFIG).read_text())
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -86,8 +86,8 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def _mapped(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Each tensor of a file, on no memory of its own."""
+def read_file(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Each tensor of a safetensors file, on no memory of its own."""
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     start = 8 + int(data[:8].view("<u8")[0]) if data.size >= 8 else 8
     if start > data.size:
@@ -186,6 +186,13 @@ def write_checkpoint(
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+
+
+def write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """A safetensors file of arrays, which has its name only when it is whole."""
+    types = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    tensors = Tensors(types=types, make=lambda: arrays)
+    _write_file(path, [tensors], {"format": "pt"}, _Progress(tensors.nbytes, None))
 
 
 @dataclasses.dataclass

@@ -1,0 +1,90 @@
+"""A frozen weight with an adapter of low rank beside it: LoRA (arXiv:2106.09685).
+
+    y = x W + (x A) B            dA = x^T (dy B^T)      dB = (x A)^T dy      dx = dy W^T + (dy B^T) A^T
+
+It is one operand of a layer, a pytree that stands where the weight stands. So whatever takes a weight takes it, in each
+mesh mode, and no argument is added to anything; and that W is frozen follows from the type, so that a backward rule
+makes no GEMM for it, also where nothing would remove one that is not read.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from expertmesh.core.specs import pad_spec
+
+__all__ = ["Adapted", "low_rank_spec"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """W, which gets no gradient, and A and B, which do.
+
+    Attributes:
+      weight: float[*E, K, *N], E being a grouped layer's experts; or a QuantizedArray, which is used as it is where its
+        format is the recipe's and else dequantized, for each GEMM anew.
+      a, b: float[*E, K, R] and float[*E, R, *N], in whose dtypes their gradients are; the factor alpha / rank is part
+        of one of them. Both None: the weight is frozen, and nothing is added.
+
+    A GEMM of A or B is in the dtype of x, whatever the recipe.
+    """
+
+    weight: Any
+    a: jax.Array | None = None
+    b: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return tuple(self.weight.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return len(self.weight.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weight; what dequantizing gives where it is quantized."""
+        return jnp.dtype(self.weight.dtype)
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether there are A and B."""
+        return self.a is not None
+
+
+def is_low_rank(w: Any) -> bool:
+    """Whether w is an Adapted with A and B."""
+    return isinstance(w, Adapted) and w.is_low_rank
+
+
+def base_of(w: Any) -> Any:
+    """The weight itself."""
+    return w.weight if isinstance(w, Adapted) else w
+
+
+def without_base(w: Any) -> Adapted | None:
+    """A and B of an Adapted, for a backward rule; None of a weight that is trained."""
+    return dataclasses.replace(w, weight=None) if isinstance(w, Adapted) else None
+
+
+def low_rank_spec(
+    spec: PartitionSpec | None, ndim: int, batch_dims: int
+) -> tuple[PartitionSpec | None, PartitionSpec | None]:
+    """Where A and B are, by the weight's spec: the rank is never split.
+
+    Args:
+      spec: of the weight [*E, K, *N]; None: not known, nor are theirs.
+      ndim: of the weight.
+      batch_dims: dimensions of E.
+    """
+    if spec is None:
+        return None, None
+    entries = tuple(pad_spec(spec, ndim))
+    lead, K, N = entries[:batch_dims], entries[batch_dims], entries[batch_dims + 1 :]
+    return PartitionSpec(*lead, K, None), PartitionSpec(*lead, None, *N)
