@@ -91,7 +91,8 @@ def test_exponents_as_they_are_stored():
 def test_two_levels_of_tiny_numbers():
     """amax / 6 is subnormal, its product with the tensor's multiplier is not."""
     format = NVFP4BlockScaling().formats().x
-    amax, g = bits_of(2.0**-125), jnp.float32(2.0**127)
+    amax, g = bits_of(2.0**-125, 2.0**-134), jnp.float32(2.0**127)
     multiplier, scale = block_scales(jnp.asarray(amax), format, "float32", g)
-    assert scale.astype(jnp.float32) == 0.6875  # 2/3 in e4m3
-    np.testing.assert_array_equal(multiplier, np.float32(2.0**127) / np.float32(0.6875))
+    want = np.float32([0.6875, 2.0**-9])  # 2/3 and 2/3 * 2^-9 in e4m3
+    np.testing.assert_array_equal(scale.astype(jnp.float32), want)
+    np.testing.assert_array_equal(multiplier[0], np.float32(2.0**127) / want[0])

@@ -232,7 +232,7 @@ def _down(
     a: _Operand,
     wo: _Operand,
     bias: jax.Array | None,
-    weights: jax.Array,
+    weights: jax.Array | None,
     handle: ep.Handle,
     layer: Layer,
 ) -> jax.Array:
@@ -298,7 +298,7 @@ def _through_up(
     bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
     h = _up(*copies, bias, handle, of.up, of.in_place)
     if adapter is None or not adapter.is_low_rank:
-        return named("hidden", h), adapter and _Adapter(adapter)
+        return named("hidden", h), None if adapter is None else _Adapter(adapter)
 
     def project(x: jax.Array, a: jax.Array, layer: Layer) -> jax.Array:
         return _up(x, a, None, handle, layer, of.in_place)
@@ -324,7 +324,7 @@ def _through_down(
         if of.down.recipe is not None:
             a, _ = activated.apart(sizes, of.down.resolved[0])
         y, u = add_low_rank(y, a, weight, sizes, of.down)
-    return named("expert_output", y), adapter and _Adapter(adapter, u)
+    return named("expert_output", y), None if adapter is None else _Adapter(adapter, u)
 
 
 def _forward(
@@ -387,6 +387,7 @@ def _bwd(
     plain = bool(biases) or any(each is not None and each.u is not None for each in (of_wi, of_wo))
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, plain)
+    d_wo: Any
     if of_wo is None:
         d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
     else:

@@ -166,9 +166,11 @@ def lora_initializers(name: str, lora: LoRA) -> dict[str, Any]:
 
     def of_a(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if lora.init == "normal":
-            return jax.random.normal(key, shape, dtype) / lora.rank
+            drawn: jax.Array = jax.random.normal(key, shape, dtype) / lora.rank
+            return drawn
         fan_in = shape[int(name in EXPERTS)]
-        return jax.random.uniform(key, shape, dtype, -1, 1) * fan_in**-0.5
+        drawn = jax.random.uniform(key, shape, dtype, -1, 1) * fan_in**-0.5
+        return drawn
 
     return {"a": of_a, "b": jax.nn.initializers.zeros}
 

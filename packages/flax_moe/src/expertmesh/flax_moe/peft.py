@@ -37,7 +37,7 @@ HfConfig = Mapping[str, Any]
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 # Of a config, what would make it something else than W + alpha / rank A B of the modules, and what it must be.
-_PLAIN = {
+_PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),

@@ -50,7 +50,8 @@ class Adapted:
     @property
     def dtype(self) -> jnp.dtype:
         """Of the weight; what dequantizing gives where it is quantized."""
-        return jnp.dtype(self.weight.dtype)
+        dtype: jnp.dtype = jnp.dtype(self.weight.dtype)
+        return dtype
 
     @property
     def is_low_rank(self) -> bool:

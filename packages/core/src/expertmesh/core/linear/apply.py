@@ -416,14 +416,13 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     copies = dy_copies(dy, group_sizes, key, layer, tokens=tokens, for_wgrad=trained)
     spec = layer.caller[0] if x is None else where_at_rest(x, layer.caller[0])
     dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
+    dw: Any = None
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     elif adapter.is_low_rank:
         v = low_rank_v(dy, u, adapter, group_sizes, layer)
         dx = add_low_rank_dgrad(dx, v, adapter, group_sizes, layer)
         dw = low_rank_gradient(x, dy, (u, v), adapter, group_sizes, layer)
-    else:
-        dw = None
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 
 

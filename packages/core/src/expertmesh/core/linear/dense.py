@@ -84,12 +84,12 @@ def dense(
     extra = NonDiffOperands(state, key, weight_quantized)
     check_arrays("dense", FLOATS, x=x, weight=weight)
     count = num_contracted("dense", x, weight, contracting_dims, 0)
-    if count > 1 and isinstance(weight, Adapted):
-        raise ValueError(
-            f"dense: an Adapted must have one dimension of K; got {count} contracted ones of {weight.shape}; "
-            "reshape its weight and a"
-        )
     if count > 1:
+        if isinstance(weight, Adapted):
+            raise ValueError(
+                f"dense: an Adapted must have one dimension of K; got {count} contracted ones of {weight.shape}; "
+                "reshape its weight and a"
+            )
         x, weight = (
             x.reshape(*x.shape[:-count], prod(x.shape[-count:])),
             weight.reshape(prod(weight.shape[:count]), *weight.shape[count:]),
