@@ -204,3 +204,241 @@ def test_a_layer_is_maxtexts(config_of, name):
         assert set(np.abs(updates).round(6)) <= {np.float32(0.01).round(6), 0}
     else:
         assert updates is None
+
+
+def test_replayed_choices_and_other_inputs_of_the_gate(config_of):
+    """`forced_routed_experts` with slots that are not used, `gate_inputs`, `out_sharding`."""
+    block = Block(config_of(**EP4_FSDP2 | MIXTRAL))
+    x = tokens(block.config)
+    choices = jax.random.randint(jax.random.key(1), x.shape[:2] + (2,), 0, 4).at[..., 1].add(4)
+    choices = choices.at[:, ::3, 1].set(-1).at[:, 5].set(-1)
+    arguments = {"gate_inputs": tokens(block.config, 1), "forced_routed_experts": choices}
+    want = block.run(x, **arguments)
+    with expertmesh.maxtext.installed():
+        assert_same(block.run(x, **arguments), want)
+    assert not np.any(want[0][0][:, 5])
+
+
+def test_hash_routing(config_of):
+    """The first layers of DeepSeek-V4: experts by the table of token ids."""
+    block = Block(config_of(**EP4_FSDP2 | DEEPSEEK), functools.partial(layers.RoutedMoE, is_hash_routing=True))
+    table = jnp.arange(64)[:, None] * jnp.array([1, 3]) % 8 + jnp.array([0, 0])
+    table = jnp.stack([table[:, 0], (table[:, 0] + 1 + table[:, 1] % 7) % 8], 1)
+    block.layer.tid2eid[...] = table.astype(jnp.float32)
+    block.graph, block.params, block.rest = nnx.split(block.layer, nnx.Param, ...)
+    x = tokens(block.config)
+    ids = jax.random.randint(jax.random.key(1), x.shape[:2], 0, 64)
+    want = block.run(x, input_ids=ids)
+    with expertmesh.maxtext.installed():
+        assert_same(block.run(x, input_ids=ids), want)
+    assert want[0][1:] == (None, None)
+
+
+MESHES = {
+    "ep-fsdp": (EP4_FSDP2, ("fsdp", ("expert",), False)),
+    "context": (EP2_FSDP2 | {"ici_context_parallelism": 2}, (("fsdp", "context"), ("expert",), False)),
+    "tensor": (EP2_FSDP2 | {"ici_tensor_parallelism": 2}, ("fsdp", ("expert",), False)),
+    "fsdp": ({"ici_fsdp_parallelism": 8}, ("fsdp", None, False)),
+    "experts-over-fsdp": ({"ici_fsdp_parallelism": 8, "shard_exp_on_fsdp": True}, ("fsdp", None, True)),
+    "rule-of-its-own": (
+        EP2_FSDP2 | {"ici_fsdp_parallelism": 4, "custom_mesh_and_rule": "shard-exp-on-fsdp"},
+        ("fsdp", ("expert",), True),
+    ),
+    "context-as-experts": (
+        EP2_FSDP2 | {"ici_context_parallelism": 2, "custom_mesh_and_rule": "cp-as-ep"},
+        ("fsdp", ("context", "expert"), False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_roles_are_derived_from_the_rules(config_of, name):
+    """And the layer is MaxText's there."""
+    options, (fsdp, ep, by_expert) = MESHES[name]
+    block = Block(config_of(**MIXTRAL | options))
+    with block.context():
+        layout = expertmesh.maxtext.layout_of(block.layer)
+    assert layout.resource.fsdp_resource == fsdp
+    assert (layout.ep_axis, layout.shard_exp_on_fsdp) == (ep, by_expert)
+    assert layout.resource.tp_resource == ("tensor" if name == "tensor" else None)
+    assert layout == expertmesh.maxtext.layout_of(block.layer)  # of the config's rules
+    x = tokens(block.config)
+    want = block.run(x)
+    with expertmesh.maxtext.installed():
+        assert_same(block.run(x), want)
+
+
+def test_a_mesh_that_splits_weights_otherwise_is_refused(config_of):
+    options = {"custom_mesh_and_rule": "shard-exp-on-fsdp", "ici_context_parallelism": 2}
+    block = Block(config_of(**MIXTRAL | EP2_FSDP2 | options))
+    with pytest.raises(ValueError, match="logical_axis_rules must .* got E over .*'fsdp'.* D over .*'context'"):
+        expertmesh.maxtext.layout_of(block.layer)
+
+
+REFUSED = {
+    "capacity_factor": 1.25,
+    "ragged_buffer_factor": 1.5,
+    "quantization": "fp8",
+    "moe_quantize_combine_bwd_method": "rowwise",
+    "te_moe_block": True,
+    "use_batch_split_schedule": True,
+    "use_2d_fsdp_sharding": True,
+    "matmul_precision": "highest",
+    "attention": "vllm_rpa",
+    "enable_diloco": True,
+    "moe_log_max_load_ratio": True,
+}
+
+
+class Changed:
+    """A config, but for some fields; MaxText's own checks of their combinations are not of interest."""
+
+    def __init__(self, config, **fields):
+        self.config, self.fields = config, fields
+
+    def __getattr__(self, name):
+        return self.fields[name] if name in self.fields else getattr(self.config, name)
+
+
+def test_what_changes_results_is_refused_by_name(config_of):
+    config = config_of(**MIXTRAL | EP4_FSDP2)
+    for field, value in REFUSED.items():
+        changed = Changed(config, **{field: value})
+        with expertmesh.maxtext.installed(), pytest.raises(ValueError) as error:
+            layers.RoutedMoE(config=changed)
+        assert f"{field} must be " in str(error.value) and f"got {field}={value!r}; " in str(error.value)
+        with pytest.raises(ValueError, match=f"got {field}="):
+            expertmesh.maxtext.RoutedMoE(config=changed)
+    block = Block(config)
+    block.layer.config = Changed(config, mlp_activations=["tanh", "linear"])
+    with block.context(), expertmesh.maxtext.installed(), pytest.raises(ValueError, match="got mlp_activations="):
+        block.layer(tokens(config))
+
+
+def test_it_leaves_nothing_behind():
+    before = layers.RoutedMoE.__init__, layers.RoutedMoE.__call__
+    with pytest.raises(KeyError), expertmesh.maxtext.installed(num_chunks=2):
+        assert layers.RoutedMoE.__call__ is not before[1]
+        raise KeyError
+    assert (layers.RoutedMoE.__init__, layers.RoutedMoE.__call__) == before
+    with pytest.raises(ValueError, match="options must be of recipe, .* got top_k"):
+        with expertmesh.maxtext.installed(top_k=2):
+            pass
+    assert (layers.RoutedMoE.__init__, layers.RoutedMoE.__call__) == before
+
+
+def test_the_classes_have_maxtexts_parameters(config_of):
+    """Names, shapes, initial values and shardings; and compute the same, with shared experts too."""
+    config = config_of(**DEEPSEEK | EP4_FSDP2)
+    theirs, ours = Block(config), Block(config, expertmesh.maxtext.RoutedMoE)
+
+    def described(block):
+        return [
+            (jax.tree_util.keystr(path), np.asarray(v[...]), v.get_metadata())
+            for path, v in jax.tree_util.tree_leaves_with_path(
+                nnx.state(block.layer, nnx.Not(nnx.RngState)), is_leaf=lambda x: isinstance(x, nnx.Variable)
+            )
+        ]
+
+    for mine, want in zip(described(ours), described(theirs), strict=True):
+        assert mine[0] == want[0] and mine[2] == want[2]
+        np.testing.assert_array_equal(mine[1], want[1])
+    x = tokens(config)
+    assert_same(ours.run(x), theirs.run(x))
+
+    def shared(kind):
+        return lambda num_experts, num_experts_per_tok, intermediate_dim, **rest: kind(**rest)
+
+    theirs = Block(config, shared(layers.RoutedAndSharedMoE))
+    ours = Block(config, shared(expertmesh.maxtext.RoutedAndSharedMoE))
+    assert type(ours.layer).__mro__[1] is layers.RoutedAndSharedMoE
+    assert_same(ours.run(x), theirs.run(x))
+
+
+def trained(folder, **options):
+    """Losses and balance losses of the steps, and the model's variables at the end."""
+    config, recorder = make_config(folder, metrics_file=folder / "metrics", **options)
+    state = train.train_loop(config, recorder)
+    rows = [json.loads(line) for line in (folder / "metrics").read_text().splitlines()]
+    losses = [[row["learning/loss"], row["learning/moe_lb_loss"]] for row in rows]
+    variables = nnx.to_pure_dict(nnx.state(state.model, nnx.Not(nnx.RngState)))
+    return np.array(losses), jax.tree.map(np.asarray, variables)
+
+
+JOBS = {
+    "mixtral": MIXTRAL | EP4_FSDP2,
+    "mixtral-explicit": MIXTRAL | EP4_FSDP2 | EXPLICIT,
+    "mixtral-tensor": MIXTRAL | EP2_FSDP2 | {"ici_tensor_parallelism": 2},
+    "deepseek": DEEPSEEK | EP4_FSDP2,
+    "deepseek-explicit": DEEPSEEK | EP4_FSDP2 | EXPLICIT,
+    "deepseek-accumulates": DEEPSEEK | EP4_FSDP2 | {"gradient_accumulation_steps": 2},
+    "deepseek-accumulates-explicit": DEEPSEEK | EP4_FSDP2 | EXPLICIT | {"gradient_accumulation_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A job of MaxText's own, over Auto axes: its dense path has no layout over Explicit ones."""
+    done = {}
+
+    def run(**options):
+        options["shard_mode"] = "auto"
+        key = json.dumps(options, sort_keys=True)
+        if key not in done:
+            done[key] = trained(tmp_path_factory.mktemp("dense"), **options)
+        return done[key]
+
+    return run
+
+
+def biases(variables):
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    return [v for path, v in leaves if jax.tree_util.keystr(path).endswith("['gate']['bias']")]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_training_is_maxtexts(dense, tmp_path, name, record_property):
+    """Three steps of its loop over scanned layers: losses, balance losses, biases, and every parameter."""
+    want, variables = dense(**JOBS[name])
+    with expertmesh.maxtext.installed():
+        got, mine = trained(tmp_path, **JOBS[name])
+    worst = np.max(np.abs(got - want) / want)
+    record_property("relative error of losses", float(worst))
+    print(f"{name}: losses {worst:.1e}")
+    assert got.shape == (3, 2) and worst < 1e-5
+    assert want[-1, 0] < want[0, 0]
+    assert len(biases(mine)) == ("deepseek" in name)
+    for bias, theirs in zip(biases(mine), biases(variables), strict=True):
+        np.testing.assert_array_equal(bias, theirs)
+        assert bias.shape == (2, 8) and np.ptp(bias) >= 0.02
+    assert_same(mine, variables, 1e-3)  # Adam divides by roots of small numbers
+
+
+def test_its_checkpoint_is_read_unchanged(tmp_path):
+    """Saved by MaxText after two steps, continued by the block, then by MaxText: the same losses."""
+    options = MIXTRAL | EP4_FSDP2 | {"async_checkpointing": False, "checkpoint_period": 2}
+    options |= {"enable_checkpointing": True, "learning_rate_schedule_steps": 4}
+    trained(tmp_path, **options, steps=3)
+    saved = sorted(path.name for path in (tmp_path / "tiny/checkpoints").iterdir())
+    assert "2" in saved
+    import shutil
+
+    for name in ("ours", "theirs"):
+        shutil.copytree(tmp_path / "tiny", tmp_path / name / "tiny")
+    with expertmesh.maxtext.installed():
+        got, _ = trained(tmp_path / "ours", **options, steps=4)
+    want, _ = trained(tmp_path / "theirs", **options, steps=4)
+    assert len(got) == len(want) < 3
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_a_recipe(dense, tmp_path, recipe):
+    """Experts in 8 bits, in MaxText's loop: near the losses of float32, and not those."""
+    job = MIXTRAL | {"ici_expert_parallelism": 8}
+    want, _ = dense(**job)
+    with expertmesh.maxtext.installed(recipe=recipe):
+        got, _ = trained(tmp_path, **job)
+    worst = np.max(np.abs(got - want) / want)
+    print(f"{recipe}: losses {worst:.1e}")
+    assert 1e-6 < worst < 1e-2
