@@ -74,9 +74,7 @@ def with_gradients(function, operands):
     return y, *grads
 
 
-@pytest.mark.parametrize(
-    "ours, sharded", [("block", False), ("block", True), ("recipe", True)]
-)
+@pytest.mark.parametrize("ours, sharded", [("block", False), ("block", True), ("recipe", True)])
 def test_values_and_gradients(recipes, operands, ours, sharded):
     function = block if ours == "block" else (lambda *a: recipes.moe_mlp(*a)[0])
     context = contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Arrows train, convert, maxtext -> flax_moe -> ep -> core -> jax, in sources and when imported; no circle, no private name."""
+"""Arrows train, convert, maxtext -> flax_moe -> ep -> core -> jax, in sources and imported; no circles."""
 
 import ast
 import graphlib
