@@ -11,7 +11,11 @@ them. Dispatch, GEMMs, activation and combine are those of `expertmesh.flax_moe.
 Needs `maxtext` (tested: 0.2.5) and what its training loop imports.
 """
 
+import warnings
+
 try:
+    import maxtext
+
     from expertmesh.maxtext.layers import RoutedAndSharedMoE, RoutedMoE, installed
     from expertmesh.maxtext.mesh import Layout, layout_of
 except ModuleNotFoundError as error:
@@ -20,5 +24,13 @@ except ModuleNotFoundError as error:
         "pip install maxtext==0.2.5, and the packages that `with` of the cell maxtext in ci/matrix.toml names",
         name=error.name,
     ) from error
+
+_TESTED = "0.2.5"
+if maxtext.__version__ != _TESTED:
+    warnings.warn(
+        f"expertmesh.maxtext: maxtext should be {_TESTED}, which is tested; got {maxtext.__version__}; an option "
+        "that is new there would be ignored; run the CI cell maxtext with it",
+        stacklevel=2,
+    )
 
 __all__ = ["Layout", "RoutedAndSharedMoE", "RoutedMoE", "installed", "layout_of"]

@@ -6,7 +6,8 @@ Dimension key: B batch, S sequence, D model width, E experts, K choices, F exper
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,15 @@ class RoutedMoE(maxtext_moe.RoutedMoE):
     balance loss and the update of the routing bias, by `load_balance_updates_from_counts`, or raw counts where
     `gradient_accumulation_steps` is above 1. No choice is dropped.
 
+    Attributes:
+      expert_options: those of `installed`, for a subclass to set.
+
     Raises:
       ValueError: a field of the config that would change results and is not honoured, when it is constructed; a mesh
         whose rules the block cannot follow, when it is called.
     """
+
+    expert_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         check_config(config)
@@ -45,25 +51,41 @@ class RoutedMoE(maxtext_moe.RoutedMoE):
 
     def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> Result:
         """As MaxText's: inputs [B, S, D], then `input_ids`, `gate_inputs`, `out_sharding`, `forced_routed_experts`."""
-        return _call(self, {}, inputs, *args, **kwargs)
+        return _call(self, self.expert_options, inputs, *args, **kwargs)
 
 
 class RoutedAndSharedMoE(maxtext_moe.RoutedAndSharedMoE):
     """MaxText's `RoutedAndSharedMoE` with the routed experts of this library; shared experts stay its `MlpBlock`.
 
+    Attributes:
+      expert_options: as of `RoutedMoE`.
+
     Raises:
       ValueError: as `RoutedMoE`.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        with installed():
-            super().__init__(config, *args, **kwargs)
+    expert_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def __call__(self, inputs: jax.Array, *args: Any, **kwargs: Any) -> Result:
-        """As MaxText's."""
-        with installed():
-            result: Result = super().__call__(inputs, *args, **kwargs)
-        return result
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        check_config(config)
+        super().__init__(config, *args, **kwargs)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        original_inputs: jax.Array | None = None,
+        gate_inputs: jax.Array | None = None,
+        intermediate_sharding: NamedSharding | None = None,
+        out_sharding: NamedSharding | None = None,
+        **routing: Any,
+    ) -> Result:
+        """As MaxText's: inputs [B, S, D]; `routing` is `input_ids` and `forced_routed_experts`."""
+        routing |= {"gate_inputs": gate_inputs, "out_sharding": out_sharding}
+        routed, lb_loss, updates = _call(self.routed_moe, self.expert_options, inputs, **routing)
+        shared = self.shared_experts(
+            inputs, intermediate_sharding=intermediate_sharding, out_sharding=out_sharding
+        )
+        return routed + shared, lb_loss, updates
 
 
 @contextlib.contextmanager
@@ -116,6 +138,7 @@ def _call(
     out_sharding: NamedSharding | None = None,
     forced_routed_experts: jax.Array | None = None,
 ) -> Result:
+    check_options(options)
     check_layer(layer)
     x_BSD = inputs.astype(layer.config.dtype)
     scores_BSE, unbiased_BSE = _scores(layer, x_BSD if gate_inputs is None else gate_inputs)
