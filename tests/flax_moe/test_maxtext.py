@@ -31,6 +31,7 @@ layers = pytest.importorskip("maxtext.layers.moe")
 from maxtext.layers.initializers import nd_dense_init  # noqa: E402
 from maxtext.trainers.pre_train import train  # noqa: E402
 from maxtext.utils import maxtext_utils  # noqa: E402
+from maxtext.utils.sharding import create_sharding  # noqa: E402
 
 import expertmesh.maxtext  # noqa: E402
 
@@ -119,13 +120,32 @@ class Block:
                 weight_dtype=config.weight_dtype,
                 rngs=nnx.Rngs(0),
             )
-        self.graph, self.params, self.rest = nnx.split(self.layer, nnx.Param, ...)
+        self.split()
+
+    def split(self):
+        """The layer's variables as they are now, laid out by MaxText's names of their dimensions."""
+        self.graph, params, self.rest = nnx.split(self.layer, nnx.Param, ...)
+        self.params = jax.tree.map(
+            self.placed, params, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+
+    def placed(self, variable):
+        names = variable.get_metadata()["out_sharding"]
+        return variable.replace(jax.device_put(variable[...], self.sharding(names)))
+
+    def sharding(self, names):
+        return create_sharding(self.mesh, names, rules=self.config.logical_axis_rules)
 
     def context(self):
         stack = contextlib.ExitStack()
         stack.enter_context(jax.set_mesh(self.mesh))
         stack.enter_context(partitioning.axis_rules(self.config.logical_axis_rules))
         return stack
+
+    def as_tokens(self, array):
+        features = "activation_embed" if array.shape[-1] == self.config.emb_dim else None
+        names = ("activation_batch", "activation_norm_length", features)
+        return jax.device_put(array, self.sharding(names[: array.ndim]))
 
     def run(self, inputs, **arguments):
         """y, the balance loss, the bias's part, and gradients in parameters, inputs and arguments of floats."""
@@ -139,6 +159,7 @@ class Block:
             return total + (0 if balance is None else 100 * balance), (y, balance, updates)
 
         given = {"inputs": inputs} | arguments
+        given = {k: self.as_tokens(v) for k, v in given.items()}
         whole = {k: v for k, v in given.items() if not jnp.issubdtype(v.dtype, jnp.floating)}
         given = {k: v for k, v in given.items() if k not in whole}
         with self.context():
@@ -202,7 +223,7 @@ def test_a_layer_is_maxtexts(config_of, name):
     if block.layer.gate.bias is not None:
         bias = jax.random.normal(jax.random.key(3), (8,)) * 0.3
         block.layer.gate.bias[...] = bias
-        block.graph, block.params, block.rest = nnx.split(block.layer, nnx.Param, ...)
+        block.split()
     x = tokens(block.config)
     want = block.run(x)
     with expertmesh.maxtext.installed():
@@ -239,7 +260,7 @@ def test_hash_routing(config_of):
     table = jnp.arange(64)[:, None] * jnp.array([1, 3]) % 8 + jnp.array([0, 0])
     table = jnp.stack([table[:, 0], (table[:, 0] + 1 + table[:, 1] % 7) % 8], 1)
     block.layer.tid2eid[...] = table.astype(jnp.float32)
-    block.graph, block.params, block.rest = nnx.split(block.layer, nnx.Param, ...)
+    block.split()
     x = tokens(block.config)
     ids = jax.random.randint(jax.random.key(1), x.shape[:2], 0, 64)
     want = block.run(x, input_ids=ids)
@@ -255,6 +276,11 @@ MESHES = {
         (("fsdp", "context"), ("expert",), False),
     ),
     "tensor": (EP2_FSDP2 | {"ici_tensor_parallelism": 2}, ("fsdp", ("expert",), False)),
+    "data": (EP2_FSDP2 | {"ici_data_parallelism": 2}, ("fsdp", ("expert",), False)),
+    "fsdp_transpose": (
+        EP2_FSDP2 | {"ici_fsdp_transpose_parallelism": 2},
+        ("fsdp", ("expert",), False),
+    ),
     "fsdp": ({"ici_fsdp_parallelism": 8}, ("fsdp", None, False)),
     "experts-over-fsdp": (
         {"ici_fsdp_parallelism": 8, "shard_exp_on_fsdp": True},
@@ -271,19 +297,21 @@ MESHES = {
 }
 
 
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("name", MESHES)
-def test_roles_are_derived_from_the_rules(config_of, name):
+def test_roles_are_derived_from_the_rules(config_of, name, mode):
     """And the layer is MaxText's there."""
     options, (fsdp, ep, by_expert) = MESHES[name]
-    block = Block(config_of(**MIXTRAL | options))
+    block = Block(config_of(**MIXTRAL | options, shard_mode=mode))
     with block.context():
         layout = expertmesh.maxtext.layout_of(block.layer)
     assert layout.resource.fsdp_resource == fsdp
     assert (layout.ep_axis, layout.shard_exp_on_fsdp) == (ep, by_expert)
-    assert layout.resource.tp_resource == ("tensor" if name == "tensor" else None)
+    assert layout.resource.tp_resource == (name if name in ("tensor", "fsdp_transpose") else None)
+    assert layout.resource.dp_resource == (name if name == "data" else None)
     assert layout == expertmesh.maxtext.layout_of(block.layer)  # of the config's rules
     x = tokens(block.config)
-    want = block.run(x)
+    want = Block(config_of(**MIXTRAL | options)).run(x)
     with expertmesh.maxtext.installed():
         assert_same(block.run(x), want)
 

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.common.common_types import DecoderBlockType, ShardMode
 from maxtext.layers import moe as maxtext_moe
-from maxtext.utils.sharding import maybe_shard_with_logical, maybe_shard_with_name
+from maxtext.utils.sharding import maybe_shard_with_logical
 
 from expertmesh.core import global_shard_guard
+from expertmesh.core.specs import pad_spec
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.maxtext.mesh import layout_of
 from expertmesh.maxtext.options import activation_of, check_config, check_layer, check_options
@@ -150,9 +151,12 @@ def _call(
         forced_routed_experts=forced_routed_experts,
     )
     lb_loss = _balance_loss(layer, scores_BSE, unbiased_BSE, idx_BSK)
+    explicit = layer.config.shard_mode == ShardMode.EXPLICIT
+    if explicit:  # tokens are sent whole, whatever activation_embed says
+        x_BSD = _with_whole_rows(x_BSD)
     y_BSD, counts_E = _experts(layer, options, x_BSD, weights_BSK, idx_BSK)
-    if out_sharding is not None and layer.config.shard_mode == ShardMode.EXPLICIT:
-        y_BSD = maybe_shard_with_name(y_BSD, out_sharding, layer.config.shard_mode)
+    if explicit:
+        y_BSD = jax.sharding.reshard(y_BSD, out_sharding or jax.typeof(inputs).sharding)
     return y_BSD, lb_loss, _bias_updates(layer, counts_E)
 
 
@@ -168,6 +172,14 @@ def _scores(
         for s in layer.gate(gate_inputs.astype(dtype))
     )
     return biased, unbiased
+
+
+def _with_whole_rows(x_BSD: jax.Array) -> jax.Array:
+    """The array over Explicit axes with its last dimension gathered."""
+    sharding = jax.typeof(x_BSD).sharding
+    spec = PartitionSpec(*pad_spec(sharding.spec, x_BSD.ndim)[:-1], None)
+    whole: jax.Array = jax.sharding.reshard(x_BSD, NamedSharding(sharding.mesh, spec))
+    return whole
 
 
 def _balance_loss(
@@ -216,7 +228,6 @@ def _experts(
         x_BSD *= jax.nn.sigmoid(weights_BSK.astype(jnp.float32)).astype(layer.dtype)
         weights_BSK = jnp.ones_like(weights_BSK)
     layout = layout_of(layer)
-    explicit = layer.config.shard_mode == ShardMode.EXPLICIT
     params = _params(layer)
     config = MoEConfig(
         num_experts=layer.num_experts,
@@ -231,7 +242,7 @@ def _experts(
         ep_axis=layout.ep_axis,
         **options,
     )
-    with contextlib.nullcontext() if explicit else global_shard_guard(layout.resource):
+    with global_shard_guard(layout.resource):
         out = moe(params, x_BSD, config, topk_idx=idx_BSK, topk_weights=weights_BSK)
     return out.y, out.tokens_per_expert
 
