@@ -4,7 +4,7 @@
 
 # ARGS goes to the program, as in `make test ARGS='-k permute'`. EXTRA=cuda13 (or cuda12) installs JAX for
 # GPUs. ci/matrix.py sets the others, for venvs of other versions of JAX and Triton; UNPINNED
-# is a pattern of names whose pins do not count there.
+# is a pattern of names whose pins do not count there, and ALONE is installed without what it needs.
 ARGS :=
 EXTRA :=
 VENV := .venv
@@ -13,6 +13,7 @@ TRITON :=
 UNPINNED :=
 GROUP := dev
 WITH :=
+ALONE :=
 
 BIN := $(VENV)/bin
 UV := $(BIN)/python -m uv pip
@@ -37,6 +38,7 @@ $(DONE): ci/constraints.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) $(NATI
 	@# Packages are built on the oldest jaxlib's headers, whatever JAX is.
 	$(UV) install -q --compile-bytecode --python $(BIN)/python -c $(PINS) -b ci/constraints.txt \
 	  $(EDITABLE) --group $(GROUP) $(WITH)
+	$(if $(ALONE),$(UV) install -q --no-deps --python $(BIN)/python $(ALONE))
 	touch $@
 
 setup: $(DONE)  ## create .venv

@@ -224,6 +224,7 @@ def make_options(cell: dict) -> dict[str, str]:
         "EXTRA": extra,
         "WITH": " ".join(packages),
     }
+    options |= {"ALONE": " ".join(cell["alone"])} if "alone" in cell else {}
     options |= {name.upper(): version for name, version in others(cell).items()}
     return options | ({"UNPINNED": cell["unpinned"]} if "unpinned" in cell else {})
 

@@ -13,6 +13,7 @@ html_title = "expertmesh"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["maxtext"]  # of expertmesh.maxtext; not installed here
 
 
 def plain_docstring(app, what, name, obj, options, lines):

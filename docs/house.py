@@ -26,6 +26,7 @@ ROOMS = {
     "expertmesh.ep": "ep",
     "expertmesh.flax_moe": "flax_moe",
     "expertmesh.convert": "convert",
+    "expertmesh.maxtext": "maxtext",
     "expertmesh.train": "train",
 }
 FACADE = "expertmesh.core"  # its __init__.py names what is public of all rooms

@@ -37,48 +37,19 @@ from expertmesh.flax_moe import (
 )
 from expertmesh.flax_moe.nnx import MoEBlock
 
-# MaxText's logical names, the part of its rules that the block needs, and its mesh's names by role.
-MAXTEXT_NAMES = LogicalAxes(embed="embed_moe", expert="exp", mlp="mlp_moe")
-MAXTEXT_RULES = (("exp", "expert"), ("embed_moe", "fsdp"), ("mlp_moe", "tensor"))
-MAXTEXT_ROLES = MeshResource(
-    fsdp_resource="fsdp", ep_resource="expert", tp_resource="tensor", dp_resource="data"
-)
-MAXTEXT_PROJECTIONS = ("wi_0", "wi_1", "wo")
-
-
-class RoutedMoE(nnx.Module):
-    """`output, lb_loss, bias_updates = block(inputs)`, as MaxText's decoder layers call theirs.
-
-    Without a rate the third is the counts [E], which MaxText adds over microbatches before it makes an update of them.
-    """
-
-    def __init__(
-        self, emb_dim: int, config: MoEConfig, *, bias_update_rate: float | None, rngs: nnx.Rngs
-    ):
-        self.moe = MoEBlock(emb_dim, config, rngs=rngs, logical_axes=MAXTEXT_NAMES)
-        self.bias_update_rate = bias_update_rate
-
-    def __call__(self, inputs: jax.Array):
-        out = self.moe(inputs)
-        if not self.moe.config.use_expert_bias:
-            return out.y, out.aux_loss, None
-        if self.bias_update_rate is None:
-            return out.y, out.aux_loss, out.tokens_per_expert
-        bias = self.moe.expert_bias[...]
-        moved = update_expert_bias(bias, out.tokens_per_expert, self.bias_update_rate)
-        return out.y, out.aux_loss, moved - bias
+BIAS_RATE = 1e-3
 
 
 @nnx.jit
-def nnx_step(block: RoutedMoE, x: jax.Array, target: jax.Array):
+def nnx_step(block: MoEBlock, x: jax.Array, target: jax.Array):
     """A loss, the gradients of what is an nnx.Param, and the bias moved, by value."""
 
     def loss(block):
-        y, lb_loss, bias_updates = block(x)
-        return jnp.mean(jnp.square(y - target)) + lb_loss, bias_updates
+        out = block(x)
+        return jnp.mean(jnp.square(out.y - target)) + out.aux_loss, out.tokens_per_expert
 
-    (value, bias_updates), grads = nnx.value_and_grad(loss, has_aux=True)(block)
-    block.moe.expert_bias[...] += bias_updates
+    (value, counts), grads = nnx.value_and_grad(loss, has_aux=True)(block)
+    block.expert_bias[...] = update_expert_bias(block.expert_bias[...], counts, BIAS_RATE)
     return value, grads
 
 
@@ -90,7 +61,7 @@ def to_maxtext(params, expert_bias=None) -> dict:
         gate["bias"] = expert_bias
     shared = {
         name: {"kernel": split.pop(f"shared_{name}")}
-        for name in MAXTEXT_PROJECTIONS
+        for name in ("wi_0", "wi_1", "wo")
         if f"shared_{name}" in split
     }
     tree = {"MoeBlock_0": {"gate": gate, **split}}
@@ -98,11 +69,34 @@ def to_maxtext(params, expert_bias=None) -> dict:
 
 
 def from_maxtext(tree):
-    """The parameters and the expert bias (or None); `jax.vmap(from_maxtext, 1)` for scanned layers."""
+    """The parameters and the expert bias (or None) of one layer, `prefuse_moe_weights` or not."""
     block = dict(tree["MoeBlock_0"])
     gate = block.pop("gate")
     shared = {f"shared_{name}": w["kernel"] for name, w in tree.get("shared_experts", {}).items()}
-    return merge_wi({"gate_kernel": gate["kernel"], **block, **shared}), gate.get("bias")
+    params = {"gate_kernel": gate["kernel"], **block, **shared}
+    if "wi" in params:  # [E, D, 2 F]
+        params["wi_0"], params["wi_1"] = jnp.split(params.pop("wi"), 2, axis=-1)
+    return merge_wi(params), gate.get("bias")
+
+
+def move_layers(tree, source: int, destination: int):
+    """Moves the layers of scanned arrays; those of a routing bias, which is no nnx.Param, are first in MaxText."""
+
+    def move(path, w):
+        is_bias = jax.tree_util.keystr(path).endswith("['gate']['bias']")
+        return w if is_bias else jnp.moveaxis(w, source, destination)
+
+    return jax.tree_util.tree_map_with_path(move, tree)
+
+
+def to_maxtext_layers(params, expert_bias=None):
+    """MaxText's tree of scanned layers, of ours whose layers are the first dimension."""
+    return move_layers(jax.vmap(to_maxtext)(params, expert_bias), 0, 1)
+
+
+def from_maxtext_layers(tree):
+    """The parameters and the expert biases [L, E] (or None) of scanned layers, layers first."""
+    return jax.vmap(from_maxtext)(move_layers(tree, 1, 0))
 
 
 def moe_mlp(x, selected_experts, combine_weights, w_gate_up, w_down, *, axis="expert"):
@@ -175,8 +169,8 @@ def save_model(folder, hf_config, layers, fp8=False):
     checkpoint.write_checkpoint(folder, tensors, hf_config, progress=print)
 
 
-def maxtext_example():
-    """A step on MaxText's mesh, whose axes are Auto."""
+def nnx_example():
+    """A step on a mesh of four names, whose axes are Auto, laid out by a framework's logical axis rules."""
     sizes = dict(num_experts=8, top_k=2, expert_dim=8, dtype=jnp.float32)
     config = MoEConfig(**sizes, score_function="sigmoid", use_expert_bias=True, aux_loss_coeff=1e-2)
     mesh = jax.make_mesh(
@@ -186,12 +180,14 @@ def maxtext_example():
     )
     x = jax.random.normal(jax.random.key(0), (8, 4, 16))
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert"))))
+    roles = dict(dp_resource="data", fsdp_resource="fsdp", tp_resource="tensor")
+    rules = (("exp", "expert"), ("embed", "fsdp"), ("mlp", "tensor"))
     with (
         jax.set_mesh(mesh),
-        global_shard_guard(MAXTEXT_ROLES),
-        nnx.logical_axis_rules(MAXTEXT_RULES),
+        global_shard_guard(MeshResource(ep_resource="expert", **roles)),
+        nnx.logical_axis_rules(rules),
     ):
-        block = RoutedMoE(16, config, bias_update_rate=1e-3, rngs=nnx.Rngs(0))
+        block = MoEBlock(16, config, rngs=nnx.Rngs(0), logical_axes=LogicalAxes())
         value, grads = nnx_step(block, x, jnp.ones_like(x))
     return block, x, value, grads
 
@@ -217,5 +213,5 @@ def levanter_example():
 
 
 if __name__ == "__main__":
-    print("MaxText:", maxtext_example()[2])
+    print("NNX:", nnx_example()[2])
     print("levanter: dropped", jax.jit(moe_mlp)(*levanter_example()[1])[1])

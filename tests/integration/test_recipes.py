@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cases.safetensors import read_folder, write_folder
 from cases.scripts import load_script
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import hf, init_params, moe
+from expertmesh.flax_moe import MoEConfig, hf, init_params, moe
 from flax_moe import moe_oracle
 from flax_moe.hf_oracle import DEEPSEEK, QWEN3, make_weights, sparse_mixer
 
@@ -30,10 +30,10 @@ def recipes():
     return load_script(ROOT / "examples/recipes.py")
 
 
-def test_maxtext(recipes):
-    """Laid out by MaxText's rules, the loss is that of the oracle's block, and the bias moves by the rate."""
-    block, x, value, grads = recipes.maxtext_example()
-    params = {name: np.asarray(p[...]) for name, p in nnx.state(block.moe, nnx.Param).items()}
+def test_nnx(recipes):
+    """Laid out by rules, the loss is that of the oracle's block, and the bias moves by the rate."""
+    block, x, value, grads = recipes.nnx_example()
+    params = {name: np.asarray(p[...]) for name, p in nnx.state(block, nnx.Param).items()}
     config = moe_oracle.make_config(
         score_function="sigmoid", use_expert_bias=True, use_bias=False, expert_dim=8
     )
@@ -43,35 +43,15 @@ def test_maxtext(recipes):
     assert 0.005 < balance < 0.02  # the coefficient, where all experts get as many tokens
     counts = want.tokens_per_expert
     moved = 1e-3 * np.sign(counts.mean() - counts)
-    np.testing.assert_allclose(block.moe.expert_bias[...], moved, rtol=1e-6)
-    assert set(grads["moe"]) == {"gate_kernel", "wi", "wo"}
+    np.testing.assert_allclose(block.expert_bias[...], moved, rtol=1e-6)
+    assert set(grads) == {"gate_kernel", "wi", "wo"}
     for name, spec in (
         ("wi", PartitionSpec("expert", "fsdp", None, "tensor")),
         ("wo", PartitionSpec("expert", "tensor", "fsdp")),
     ):
-        for array in (getattr(block.moe, name)[...], grads["moe"][name][...]):
+        for array in (getattr(block, name)[...], grads[name][...]):
             layout = jax.NamedSharding(array.sharding.mesh, spec)
             assert array.sharding.is_equivalent_to(layout, array.ndim), name
-
-
-def test_maxtext_accumulates_counts(recipes):
-    """Without a rate a layer returns counts; those of microbatches add up to the batch's, updates do not."""
-    config = moe_oracle.make_config(
-        score_function="sigmoid", use_expert_bias=True, use_bias=False, num_experts=4
-    )
-    data = moe_oracle.make_data(config, (8, 4, 16))
-    blocks = {
-        rate: recipes.RoutedMoE(16, config, bias_update_rate=rate, rngs=nnx.Rngs(0))
-        for rate in (None, 1e-3)
-    }
-    parts = [blocks[None](x)[2] for x in (data.x[:3], data.x[3:])]
-    gate = np.asarray(blocks[None].moe.gate_kernel[...])
-    want = np.zeros(4, int)
-    for logits in data.x.reshape(-1, 16) @ gate:
-        want[np.argsort(-logits)[:2]] += 1
-    np.testing.assert_array_equal(sum(parts), want)
-    update = 1e-3 * np.sign(want.mean() - want)  # as MaxText finalizes them
-    np.testing.assert_allclose(blocks[1e-3](data.x)[2], update, rtol=1e-6)
 
 
 def test_sparse_mixer(recipes):
@@ -86,23 +66,29 @@ def test_sparse_mixer(recipes):
 
 
 def test_maxtext_names(recipes):
-    """There and back, for one layer and for scanned ones, whose layers are dimension 1."""
-    config = hf.moe_config(DEEPSEEK)
+    """There and back, for one layer, for scanned ones, as many as experts, and for prefused weights."""
+    config = MoEConfig(num_experts=2, top_k=1, expert_dim=12, shared_expert_dim=24)
     layers = [init_params(jax.random.key(i), 16, config) for i in range(2)]
     params = jax.tree.map(lambda *arrays: np.stack(arrays), *layers)
-    bias = np.arange(32.0).reshape(2, 16)
+    bias = np.arange(4.0).reshape(2, 2)  # [L, E], and L is E
     tree = recipes.to_maxtext(layers[0], bias[0])
-    assert tree["MoeBlock_0"]["wi_0"].shape == (16, 16, 12)
-    assert tree["MoeBlock_0"]["gate"]["kernel"].shape == (16, 16)
+    F = config.expert_dim
+    assert tree["MoeBlock_0"]["wi_0"].shape == (2, 16, F)
     assert set(tree["shared_experts"]) == {"wi_0", "wi_1", "wo"}
     np.testing.assert_array_equal(tree["MoeBlock_0"]["wi_1"], layers[0]["wi"][:, :, 1])
-    scanned = jax.vmap(recipes.to_maxtext, out_axes=1)(params, bias)
-    assert scanned["MoeBlock_0"]["wo"].shape == (16, 2, 12, 16)
-    again, again_bias = jax.vmap(recipes.from_maxtext, 1)(scanned)
-    assert set(again) == set(params)
-    for name, w in params.items():
-        np.testing.assert_array_equal(again[name], w)
-    np.testing.assert_array_equal(again_bias, bias)
+    scanned = recipes.to_maxtext_layers(params, bias)
+    block = scanned["MoeBlock_0"]
+    assert block["wo"].shape == (2, 2, F, 16) and block["gate"]["kernel"].shape == (16, 2, 2)
+    np.testing.assert_array_equal(block["wo"][:, 1], layers[1]["wo"])
+    np.testing.assert_array_equal(block["gate"]["bias"], bias)
+    halves = {name: block.pop(name) for name in ("wi_0", "wi_1")}
+    fused = {"wi": jnp.concatenate([*halves.values()], axis=-1)}
+    for weights in (halves, fused):
+        again, again_bias = recipes.from_maxtext_layers(scanned | {"MoeBlock_0": block | weights})
+        assert set(again) == set(params)
+        for name, w in params.items():
+            np.testing.assert_array_equal(again[name], w)
+        np.testing.assert_array_equal(again_bias, bias)
     plain = {k: w for k, w in layers[0].items() if "shared" not in k}
     assert set(recipes.to_maxtext(plain)) == {"MoeBlock_0"}
     assert recipes.from_maxtext(recipes.to_maxtext(plain))[1] is None
@@ -183,5 +169,5 @@ def test_the_page_shows_the_program(recipes):
     text = PAGE.read_text() + (ROOT / "docs/checkpoints.md").read_text()
     shown = re.findall(r"recipes.py\n:pyobject: (\w+)", text)
     assert all(hasattr(recipes, name) for name in shown)
-    wanted = "RoutedMoE nnx_step to_maxtext from_maxtext moe_mlp from_levanter load_model in_fp8 save_model"
+    wanted = "nnx_step to_maxtext from_maxtext from_maxtext_layers moe_mlp from_levanter load_model in_fp8 save_model"
     assert set(wanted.split()) <= set(shown)

@@ -218,6 +218,13 @@ def test_a_cells_venv_has_its_versions_and_the_other_pins(cells, tmp_path):
     assert pins("newest") == {}
     torch = pins("transformers")
     assert plain.keys() - torch.keys() == {n for n in plain if re.match("triton|nvidia-", n)}
+    assert pins("maxtext") == pins("levanter") == plain
+    assert "ALONE" not in cells.make_options(every["maxtext"])
+    alone = cells.make_options(every["levanter"])
+    assert alone["ALONE"].startswith("marin-levanter==") and "levanter" not in alone["WITH"]
+    command = ["make", "-n", "setup", f"VENV={tmp_path}", "ALONE=some==1"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert re.search(r"install -q --no-deps --python \S+ some==1$", said, re.MULTILINE)
     gpu = cells.make_options(every["core-single-gpu-triton3.9.0"])
     assert gpu["EXTRA"] == "cuda13" and gpu["TRITON"] == "3.9.0" and "JAX" not in gpu
     assert cells.make_options(every["full"]) == {"VENV": ".venv"}

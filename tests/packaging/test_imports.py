@@ -1,4 +1,4 @@
-"""Arrows train, convert -> flax_moe -> ep -> core -> jax, in sources and when imported; no circle, no private name."""
+"""Arrows train, convert, maxtext -> flax_moe -> ep -> core -> jax, in sources and imported; no circles."""
 
 import ast
 import graphlib
@@ -14,9 +14,11 @@ PACKAGES = pathlib.Path(__file__).resolve().parents[2] / "packages"
 FORBIDDEN = {
     "core": {"expertmesh.ep", "expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
     "ep": {"expertmesh.flax_moe", "expertmesh.train", "flax", "optax", "orbax"},
-    "flax_moe": {"expertmesh.convert", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
-    "convert": {"expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
-    "train": set(),
+    "flax_moe": {"expertmesh.convert", "expertmesh.maxtext", "expertmesh.train", "maxtext"}
+    | {"optax", "orbax", "matplotlib", "tqdm"},
+    "convert": {"expertmesh.maxtext", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
+    "maxtext": {"expertmesh.convert", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
+    "train": {"expertmesh.maxtext"},
 }
 # What importing a package must not import. Of programs, `--help` and a wrong
 # option answer without waiting for JAX.
@@ -29,7 +31,7 @@ NOT_LOADED = {
 }
 OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
 # The distribution that an import package is part of, where it has another name.
-DISTRIBUTION = {"convert": "flax_moe"}
+DISTRIBUTION = {"convert": "flax_moe", "maxtext": "flax_moe"}
 # Modules that are private to a package, and known to all others of it.
 PRIVATE_MODULES = {"_jax", "_native"}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import sys
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_every_public_function_has_types(package):
         if left := set(missing) - {"self", "cls"}:
             untyped.append((name, sorted(left)))
     assert not untyped
+
+
+def test_what_needs_maxtext_says_so(monkeypatch):
+    """Its public names are in the tests of the cell `maxtext`."""
+    monkeypatch.setitem(sys.modules, "maxtext", None)
+    monkeypatch.delitem(sys.modules, "expertmesh.maxtext", raising=False)
+    with pytest.raises(
+        ModuleNotFoundError, match="must be installed; got .*maxtext.*; pip install maxtext=="
+    ):
+        importlib.import_module("expertmesh.maxtext")
 
 
 def test_the_fields_of_the_mesh_resource():

@@ -20,8 +20,10 @@ from expertmesh.ep import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ["core", "ep", "flax_moe", "train"]
-# The import packages of each; `expertmesh.convert` is a program of flax_moe.
-OWNED = {package: {package} for package in PACKAGES} | {"flax_moe": {"flax_moe", "convert"}}
+# The import packages of each; `expertmesh.convert` is a program of flax_moe, `expertmesh.maxtext` its block in MaxText.
+OWNED = {package: {package} for package in PACKAGES} | {
+    "flax_moe": {"flax_moe", "convert", "maxtext"}
+}
 NEEDS = {package: PACKAGES[: i + 1] for i, package in enumerate(PACKAGES)}
 TRAINING = {"optax", "orbax-checkpoint", "matplotlib", "tqdm"}
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
