@@ -96,3 +96,23 @@ def test_two_levels_of_tiny_numbers():
     want = np.float32([0.6875, 2.0**-9])  # 2/3 and 2/3 * 2^-9 in e4m3
     np.testing.assert_array_equal(scale.astype(jnp.float32), want)
     np.testing.assert_array_equal(multiplier[0], np.float32(2.0**127) / want[0])
+
+
+def test_two_levels_at_the_ends():
+    """Zeros, the largest number, and what is not finite."""
+    format = NVFP4BlockScaling().formats().x
+    most = np.finfo(np.float32).max
+    amax = bits_of(0, 1, 6, np.inf, np.nan)
+    multiplier, scale = block_scales(jnp.asarray(amax), format, "float32", jnp.float32(64))
+    want = np.float32([0, 11, 64, 448, np.nan])  # 64 / 6 in e4m3
+    np.testing.assert_array_equal(scale.astype(jnp.float32), want)
+    with np.errstate(divide="ignore"):
+        want = np.where(want > 0, np.float32(64) / want, want)
+    np.testing.assert_array_equal(multiplier, want)
+    g = np.float32(2688) / most
+    _, scale = block_scales(jnp.asarray(bits_of(most)), format, "float32", jnp.asarray(g))
+    assert scale.astype(jnp.float32) == 448
+    tensors = jnp.float32([64, 1])  # one for each row of blocks
+    both, scale = block_scales(jnp.asarray([amax[1:3]] * 2), format, "float32", tensors[:, None])
+    np.testing.assert_array_equal(scale.astype(jnp.float32), [[11, 64], [0.171875, 1]])
+    np.testing.assert_array_equal(both[0], multiplier[1:3])
