@@ -91,11 +91,12 @@ def test_exponents_as_they_are_stored():
 def test_two_levels_of_tiny_numbers():
     """amax / 6 is subnormal, its product with the tensor's multiplier is not."""
     format = NVFP4BlockScaling().formats().x
-    amax, g = bits_of(2.0**-125, 2.0**-134), jnp.float32(2.0**127)
+    amax, g = bits_of(2.0**-125, 2.0**-134, 0), jnp.float32(2.0**127)
     multiplier, scale = block_scales(jnp.asarray(amax), format, "float32", g)
-    want = np.float32([0.6875, 2.0**-9])  # 2/3 and 2/3 * 2^-9 in e4m3
+    want = np.float32([0.6875, 2.0**-9, 0])  # 2/3 and 2/3 * 2^-9 in e4m3
     np.testing.assert_array_equal(scale.astype(jnp.float32), want)
     np.testing.assert_array_equal(multiplier[0], np.float32(2.0**127) / want[0])
+    assert multiplier[2] == 0
 
 
 def test_two_levels_at_the_ends():
