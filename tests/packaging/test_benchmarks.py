@@ -13,7 +13,7 @@ from cases.scripts import load_script
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUNNABLE = load_script(ROOT / "benchmarks/__init__.py").runnable()
 # Of seconds; the others are run with all that is long.
-QUICK = {"activate_quantize", "group_bias"}
+QUICK = {"group_bias"}
 ALONE = {"compile_time", "moe_block", "dispatch"}  # minutes, or programs of several GPUs
 
 
