@@ -1,6 +1,7 @@
 """Sphinx settings; `make docs` builds."""
 
 import re
+import warnings
 
 project = "expertmesh"
 author = "the expertmesh authors"
@@ -13,7 +14,8 @@ html_title = "expertmesh"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["maxtext"]  # of expertmesh.maxtext; not installed here
+autodoc_mock_imports = ["maxtext"]  # of expertmesh.maxtext; not installed here, so of no version
+warnings.filterwarnings("ignore", "expertmesh.maxtext: maxtext should be")
 
 
 def plain_docstring(app, what, name, obj, options, lines):
