@@ -13,13 +13,15 @@ import pathlib
 import runpy
 import sys
 
+from marks import filled
+
 from expertmesh.core import Activation
 from expertmesh.flax_moe import MoEConfig, hf
 from expertmesh.flax_moe.families import FAMILIES
 
 DOCS = pathlib.Path(__file__).resolve().parent
 EXAMPLES = DOCS.parent / "tests/flax_moe/hf_oracle.py"
-BEGIN, END = "<!-- docs/families.py -->", "<!-- end -->"
+BEGIN = "<!-- docs/families.py -->"
 SIZES = {"num_experts", "top_k", "expert_dim"}
 # What a config's numbers decide is named without a value.
 BY_CONFIG = {"num_groups", "group_topk", "shared_expert_dim", "scaling_factor"}
@@ -64,19 +66,13 @@ def table(measured: dict) -> str:
     return "\n".join(lines)
 
 
-def filled(page: str, content: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     page = DOCS / "checkpoints.md"
     old = page.read_text()
-    new = filled(old, table(json.loads((DOCS / "families.json").read_text())))
+    new = filled(old, BEGIN, table(json.loads((DOCS / "families.json").read_text())))
     if check:
         return int(new != old)
     page.write_text(new)

@@ -10,10 +10,11 @@ import pathlib
 import sys
 
 import block
+from marks import filled
 
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-BEGIN, END = "<!-- docs/performance.py -->", "<!-- end -->"
+BEGIN = "<!-- docs/performance.py -->"
 BLOCK = "moe_block"
 
 
@@ -71,12 +72,6 @@ def plot(results: dict[str, list[dict]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def filled(text: str, content: str) -> str:
-    """The text with what stands between the marks replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{content}\n\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -88,7 +83,7 @@ def main() -> int:
         DOCS.parent / "README.md": block.table(rows, origin),
     }
     old = {page: page.read_text() for page in contents}
-    new = {page: filled(old[page], content) for page, content in contents.items()}
+    new = {page: filled(old[page], BEGIN, content) for page, content in contents.items()}
     if options.check:
         return int(new != old)
     for page, text in new.items():

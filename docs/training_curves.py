@@ -25,12 +25,14 @@ import subprocess
 import sys
 import threading
 
+from marks import filled
+
 from expertmesh.train.checkpoint import write_whole
 from expertmesh.train.data import load_corpus
 from expertmesh.train.options import RECIPES, ModelOptions
 
 DOCS = pathlib.Path(__file__).resolve().parent
-BEGIN, END = "<!-- docs/training_curves.py -->", "<!-- end -->"
+BEGIN = "<!-- docs/training_curves.py -->"
 PLAIN = "bfloat16"
 WITHIN = 0.01  # of the validation loss of bfloat16, for each recipe of 8 bits
 SMOOTHED = 10  # steps of training loss to a point of the plot
@@ -298,13 +300,7 @@ def report(runs: dict[str, dict], docs: pathlib.Path) -> int:
     print(new)
     picture = "![Training losses, and validation losses relative to bfloat16](numerics.png)"
     page = docs / "numerics.md"
-    before, found, rest = page.read_text().partition(BEGIN)
-    if not found:
-        raise ValueError(
-            f"training_curves: {page} must have the line {BEGIN}; got none; add it and {END}"
-        )
-    _, _, after = rest.partition(END)
-    write_whole(page, f"{before}{BEGIN}\n\n{new}\n\n{picture}\n\n{END}{after}")
+    write_whole(page, filled(page.read_text(), BEGIN, f"{new}\n\n{picture}"))
     plot(runs, rows, docs / "numerics.png")
     for row in rows:
         if not row.is_within:

@@ -14,6 +14,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from marks import filled
 
 from expertmesh.core import (
     DelayedScaling,
@@ -29,7 +30,7 @@ from expertmesh.core.testing import compile_partitioned
 from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
 
 PAGE = pathlib.Path(__file__).with_name("numerics.md")
-BEGIN, END = "<!-- docs/wire_bytes.py -->", "<!-- end -->"
+BEGIN = "<!-- docs/wire_bytes.py -->"
 AXES = {"fsdp": 2, "ep": 4}
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS_PER_DEVICE, D, F, E, K = 4096, 2048, 768, 64, 6
@@ -133,9 +134,7 @@ def main() -> None:
     if parser.parse_args().print:
         print(new)
         return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{new}\n\n{END}{after}")
+    PAGE.write_text(filled(PAGE.read_text(), BEGIN, new))
 
 
 if __name__ == "__main__":

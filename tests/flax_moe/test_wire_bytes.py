@@ -33,7 +33,11 @@ def program(name, kind=AxisType.Explicit):
 def table() -> dict[str, str]:
     """Name -> row of the page."""
     page = (DOCS / "numerics.md").read_text()
-    rows = page.partition(script().BEGIN)[2].partition(script().END)[0].split("\n")
+    rows = (
+        page.partition(script().BEGIN)[2]
+        .partition(load_script(DOCS / "marks.py").END)[0]
+        .split("\n")
+    )
     return {row.split("|")[1].strip(): row for row in rows if row.startswith("|")}
 
 
