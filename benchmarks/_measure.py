@@ -25,6 +25,19 @@ from jax.sharding import NamedSharding
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
 
 
+def in_turns(
+    functions: dict[str, Callable], operands: tuple, turns: int, calls: int
+) -> dict[str, list[float]]:
+    """Seconds of a call of each in each turn; programs of so many calls, without pauses, compiled side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = pool.map(lambda f: steps(f, operands, calls), functions.values())
+        programs = dict(zip(functions, made, strict=True))
+    for run in programs.values():
+        run()
+    found = [{name: run() for name, run in programs.items()} for _ in range(turns)]
+    return {name: [turn[name] for turn in found] for name in programs}
+
+
 def program(
     function: Callable, operands: tuple, seconds: float = 0.03, least: int = 20
 ) -> Callable[[], float]:

@@ -8,7 +8,6 @@ Wanted: at most 1.25 times the base.
 """
 
 import argparse
-import concurrent.futures
 import pathlib
 import statistics
 from collections.abc import Iterator
@@ -66,24 +65,16 @@ def memory(function, arrays) -> int:
 
 def rows_of(shape: Shape, rank: int, recipe: str | None) -> Iterator[dict]:
     arrays, functions = programs(shape, rank, recipe)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        timed = pool.map(lambda f: _measure.steps(f, arrays, CALLS), functions.values())
-        sizes = pool.map(lambda f: memory(f, arrays), functions.values())
-        run, used = (
-            dict(zip(functions, timed, strict=True)),
-            dict(zip(functions, sizes, strict=True)),
-        )
-    for once in run.values():
-        once()
-    turns = [{name: once() for name, once in run.items()} for _ in range(TURNS)]
-    median = {name: statistics.median(turn[name] for turn in turns) for name in run}
+    times = _measure.in_turns(functions, arrays, TURNS, CALLS)
+    used = {name: memory(function, arrays) for name, function in functions.items()}
+    median = {name: statistics.median(found) for name, found in times.items()}
     case = f"{recipe or 'bfloat16'} rank {rank}, {shape}"
     for name, words in (("base", "its frozen base alone"), ("full", "training all weights")):
-        ratio = statistics.median(turn[name] / turn["step"] for turn in turns)
+        pairs = zip(times[name], times["step"], strict=True)
+        ratio = statistics.median(other / own for other, own in pairs)
         yield _measure.time_row(
             "lora", case, median["step"], words, median[name], unit="ms", ratio=ratio
         )
-    for name, words in (("base", "its frozen base alone"), ("full", "training all weights")):
         yield _measure.row(
             bench="lora",
             case=case,

@@ -8,7 +8,6 @@ Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, i
 """
 
 import argparse
-import concurrent.futures
 import pathlib
 import statistics
 from collections.abc import Iterator
@@ -50,13 +49,7 @@ def seconds(shape: Shape) -> dict[str, list[float]]:
     functions = {"forward": passes(moe, shape.config())["forward"]}
     for recipe in (None, *RECIPES):
         functions[recipe or "bfloat16"] = passes(moe, shape.config(recipe=recipe))[BOTH]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = pool.map(lambda f: _measure.steps(f, arrays, CALLS), functions.values())
-        programs = dict(zip(functions, made, strict=True))
-    for run in programs.values():
-        run()
-    turns = [{name: run() for name, run in programs.items()} for _ in range(TURNS)]
-    return {name: [turn[name] for turn in turns] for name in programs}
+    return _measure.in_turns(functions, arrays, TURNS, CALLS)
 
 
 def rows_of(shape: Shape) -> Iterator[dict]:
