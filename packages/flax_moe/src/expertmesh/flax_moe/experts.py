@@ -65,7 +65,7 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
-from expertmesh.core.quantization.quantize import dequantize
+from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_both_at_once
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
@@ -262,9 +262,7 @@ def _row_copies(
 
 def _plain_rows(rows: _Operand, layer: Layer) -> jax.Array:
     """Rows in their dtype, of what has arrived."""
-    if not isinstance(rows, QuantizedArray):
-        return rows
-    return dequantize(rows, spec=layer.resolved[0]).astype(layer.x_dtype)
+    return plain(rows, spec=layer.resolved[0]).astype(layer.x_dtype)
 
 
 class _Adapter(NamedTuple):

@@ -29,8 +29,7 @@ from expertmesh.core.config import Config
 from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource
 from expertmesh.core.operands import check_counts
-from expertmesh.core.quantization.quantize import dequantize
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.quantize import plain
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import (
     EXPERTS,
@@ -247,7 +246,7 @@ def merge_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, jax.
     """
     whole = whole_params("merge_lora", params)
     _check_adapters(whole, adapters, lora)
-    merged = {name: _plain(w) for name, w in whole.items()}
+    merged = {name: plain(w) for name, w in whole.items()}
     for name, adapter in adapters.items():
         wide = (merged[name], adapter["a"], adapter["b"])
         w, a, b = (part.astype(jnp.float32) for part in wide)
@@ -256,10 +255,6 @@ def merge_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, jax.
         delta = jnp.einsum(law, a, b, precision=jax.lax.Precision.HIGHEST)
         merged[name] = (w + lora.scale * delta).astype(wide[0].dtype)
     return split_wi(merged) if "wi_0" in params else merged
-
-
-def _plain(w: Any) -> jax.Array:
-    return dequantize(w) if isinstance(w, QuantizedArray) else w
 
 
 def _whole(config: MoEConfig) -> MoEConfig:

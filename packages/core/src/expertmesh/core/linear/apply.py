@@ -48,7 +48,7 @@ from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, ser
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
-from expertmesh.core.quantization.quantize import dequantize
+from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Rows
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import Recipe
@@ -236,8 +236,7 @@ def weight_for_fprop(w: Any, extra: NonDiffOperands, layer: Layer) -> tuple[Any,
 def _widened(w: Any, layer: Layer) -> jax.Array:
     """A weight in the dtype of x, where it is at rest."""
     law, spec = layer.law, layer.resolved[1]
-    w = dequantize(w, spec=spec) if is_quantized(w) else w
-    return cast_sharded(w, layer.x_dtype, spec, law.weight_roles)
+    return cast_sharded(plain(w, spec=spec), layer.x_dtype, spec, law.weight_roles)
 
 
 def weight_for_dgrad(w: Any, forward: Any, extra: NonDiffOperands, layer: Layer) -> Any:

@@ -10,7 +10,7 @@ from expertmesh.core.linear.adapted import base_of
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
-from expertmesh.core.quantization.quantize import dequantize, quantize
+from expertmesh.core.quantization.quantize import plain, quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import (
     DelayedScaling,
@@ -99,7 +99,7 @@ def forward_copy(
     """(the weight quantized along K, its new state); a QuantizedArray of the format is its own copy."""
     format, last = recipe.formats().weight, weight.ndim - 1
     if state is not None and isinstance(recipe, DelayedScaling):
-        return quantize_delayed(_plain(weight, spec), state, recipe, spec=spec)
+        return quantize_delayed(plain(weight, spec=spec), state, recipe, spec=spec)
     return _copy(weight, format, (batch_dims, last), batch_dims, spec), None
 
 
@@ -124,11 +124,7 @@ def _copy(
         return weight
     axis, across = dims
     options: dict[str, Any] = dict(axis=axis, across=across, batch_dims=batch_dims, spec=spec)
-    return quantize(_plain(weight, spec), format, **options)
-
-
-def _plain(weight: Any, spec: PartitionSpec | None) -> jax.Array:
-    return dequantize(weight, spec=spec) if isinstance(weight, QuantizedArray) else weight
+    return quantize(plain(weight, spec=spec), format, **options)
 
 
 def serves_both(formats: LayerFormats) -> bool:

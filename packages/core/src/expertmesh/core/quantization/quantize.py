@@ -493,6 +493,12 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.A
     return out
 
 
+def plain(x: Any, *, spec: PartitionSpec | None = None) -> jax.Array:
+    """What an operand stands for: a QuantizedArray's numbers, by `dequantize`; any other is itself."""
+    out: jax.Array = dequantize(x, spec=spec) if isinstance(x, QuantizedArray) else x
+    return out
+
+
 def _is_of_weights(q: QuantizedArray) -> bool:
     """Whether tensor scales are of leading dimensions; where there are none, what the block lets one know of it."""
     if q.tensor_scale is not None:
