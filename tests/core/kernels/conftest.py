@@ -1,27 +1,41 @@
 """Kernels of other GPUs than the one that is there."""
 
+from functools import partial
+
 import jax
 import pytest
 
 from expertmesh.core import _jax
-from expertmesh.core.kernels import launcher
 
 # What kernels are chosen for; the others are compiled for the GPU that is there.
 CHOSEN_FOR = {"sm_100": 10.0, "sm_89": 8.9, "PTX of sm_89": 8.9, "PTX of sm_80": 8.0}
+OF_8_BITS = ("sm_90", "sm_100", "sm_89", "PTX of sm_89")
 
 
-@pytest.fixture(params=["sm_90", *CHOSEN_FOR])
+def pytest_generate_tests(metafunc):
+    if "capability" in metafunc.fixturenames:
+        every = ("sm_90", *CHOSEN_FOR)
+        names = OF_8_BITS if "quantized" in metafunc.module.__name__ else every
+        metafunc.parametrize("capability", names, indirect=True)
+
+
+@pytest.fixture
 def capability(request, monkeypatch):
     """Hopper's kernels, and those of other GPUs, which run on Hopper too: as compiled for it, or for the others."""
     chosen = CHOSEN_FOR.get(request.param)
     if chosen is None:
         yield
         return
-    if chosen < 8.9 and "quantized" in request.module.__name__:
-        pytest.skip("multiplies no 8 bits")
     jax.clear_caches()  # of programs for the GPU that is there
     monkeypatch.setattr(_jax, "compute_capability", lambda: chosen)
     if request.param.startswith("PTX"):
-        monkeypatch.setattr(launcher, "capability", lambda: round(10 * chosen))
+        compiled = partial(compiled_as_ptx, _jax.compile_triton, round(10 * chosen))
+        monkeypatch.setattr(_jax, "compile_triton", compiled)
     yield
     jax.clear_caches()
+
+
+def compiled_as_ptx(compile_triton, capability, *kernel_and_options):
+    """What `compile_triton` gives for another capability, as PTX, which the driver compiles for this GPU."""
+    *kernel, _ = kernel_and_options
+    return compile_triton(*kernel, capability, "ptx")

@@ -34,8 +34,11 @@ class Device:
         return self.capability == 90 and self.nvrtc
 
     @property
-    def wide(self) -> bool:
-        """Whether it has TMA, 227 KB of shared memory and tensor cores that read it: H100, H200, B200 and their kin."""
+    def reads_shared(self) -> bool:
+        """Whether tensor cores read shared memory, 227 KB that TMA fills: of H100, H200, B200 and their kin.
+
+        Those of other GPUs read registers.
+        """
         return 90 <= self.capability < 120
 
     def programs(self, num_steps: int = 0) -> int:

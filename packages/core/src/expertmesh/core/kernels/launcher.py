@@ -230,7 +230,7 @@ def triton_call(
     options |= {"enable_fp_fusion": True}  # what is left unsaid changes with Triton 3.10
     fixed = tuple(constants.items()), tuple(options.items())
     try:
-        binary, maps = _jax.compile_triton(kernel, types, *fixed, capability(), _form())
+        binary, maps = _jax.compile_triton(kernel, types, *fixed, capability())
     except Exception as error:
         raise KernelError(_not_compiled(kernel, error)) from error
     remaining = iter(maps)
@@ -280,16 +280,6 @@ def capability() -> int:
     """The compute capability that kernels are compiled for, times ten; an H100's where there is no GPU."""
     gpu = _jax.local_gpu()
     return round(float(gpu.compute_capability) * 10) if gpu else 90
-
-
-def _form() -> str:
-    """Machine code, but for a GPU of another capability than what is compiled for."""
-    gpu = _jax.local_gpu()
-    return (
-        "cubin"
-        if gpu is None or round(float(gpu.compute_capability) * 10) == capability()
-        else "ptx"
-    )
 
 
 def divisor(size: int, most: int, least: int = 128) -> int:

@@ -223,7 +223,7 @@ def choose_weights(gemm: Weights) -> Config:
     counts = STEP <= gemm.rows < MAX_GROUP
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
-    tiles = WEIGHTS if gemm.device.wide else NARROW
+    tiles = WEIGHTS if gemm.device.reads_shared else NARROW
     return Config("triton", tiles.fit(gemm.widths[1], gemm.out_dtype), gemm.device.programs())
 
 
@@ -255,5 +255,5 @@ def cuda_rows(gemm: Rows) -> Config:
 
 def triton_rows(gemm: Rows, tiles: Tiles = ROWS) -> Config:
     """The kernel of rows in Triton."""
-    tiles = (tiles if gemm.device.wide else NARROW).fit(gemm.width, gemm.out_dtype)
+    tiles = (tiles if gemm.device.reads_shared else NARROW).fit(gemm.width, gemm.out_dtype)
     return Config("triton", tiles, gemm.programs(tiles.mnk))

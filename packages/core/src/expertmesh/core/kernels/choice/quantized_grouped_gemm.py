@@ -105,7 +105,7 @@ def choose_weights(gemm: Weights) -> Config:
 
 def rows_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
     """Those of the kernel in Triton."""
-    if not device.wide:
+    if not device.reads_shared:
         return (NARROW_ROWS if along else NARROW).fit(width, out_dtype)
     tiles = (ROWS_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)
     # Without blocks a warp has registers for twice as many float32 results.
@@ -115,6 +115,6 @@ def rows_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
 
 def weight_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
     """Those of the kernel in Triton."""
-    if not device.wide:
+    if not device.reads_shared:
         return (NARROW_WEIGHTS if along else NARROW).fit(width, out_dtype)
     return (TILES_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)

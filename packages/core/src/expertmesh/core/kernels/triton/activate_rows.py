@@ -93,13 +93,13 @@ def _activate_rows_grad_kernel(
 def _options(h, group_sizes, activation, tiles: Tiles) -> dict:
     R, F = prod(h.shape[:-2]), h.shape[-1]
     G = prod(group_sizes.shape) if len(h) == 1 else 0
-    # The erf of gelu_exact takes registers. So does any function on other GPUs than H100, B200 and their kin.
-    wide = current_device().wide
-    elements = tiles.elements // (2 if activation.function == "gelu_exact" and wide else 1)
+    # The erf of gelu_exact takes registers. So does any function on GPUs before Hopper, and on consumer Blackwell.
+    spills = not current_device().reads_shared
+    elements = tiles.elements // (2 if activation.function == "gelu_exact" and not spills else 1)
     BF = launcher.divisor(F, min(tiles.columns, elements))
     BR = elements // BF
     return dict(
-        grid=(triton.cdiv(R, BR),), num_warps=tiles.warps * (1 if wide else 2),
+        grid=(triton.cdiv(R, BR),), num_warps=tiles.warps * (2 if spills else 1),
         R=R, G=G, G_POW2=triton.next_power_of_2(max(G, 1)), F=F, BR=BR, BF=BF,
         FUNCTION=activation.function, LIMIT=activation.limit,
         OFFSET=activation.up_offset,
