@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from expertmesh.core.ops.activation import Activation
-from expertmesh.flax_moe.model_fields import Fields, get, must
+from expertmesh.flax_moe.model_fields import Fields, get, must, name_of
 
 __all__ = [
     "after_dense",
@@ -102,7 +102,7 @@ def biased_softmax(fields: Fields) -> dict[str, Any]:
     least = fields.get("moe_norm_min") or 0
     if least > 1e-12:
         raise ValueError(
-            f"hf: moe_norm_min of a {fields['model_type']} must be at most 1e-12; got moe_norm_min={least}; "
+            f"hf: moe_norm_min of a {name_of(fields)} must be at most 1e-12; got moe_norm_min={least}; "
             "MoEConfig divides by the sum of the chosen, whatever it is"
         )
     must(fields, "use_bias", False, why="the block's shared experts have no biases")

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import check_array, initializers, param_names, split_wi
+from expertmesh.flax_moe.params import EXPERTS, check_array, initializers, param_names, split_wi
 
 __all__ = ["upcycle"]
 
@@ -64,22 +64,23 @@ def upcycle(
     _check(config, parts, dense)
     key, of_router = jax.random.split(key)
     whole = dataclasses.replace(config, separate_wi=False)
-    made = _experts(dense, config, parts) | _shared(dense, config)
+    made = _router(of_router, dense, whole, parts)
+    made |= _experts(dense, config, parts) | _shared(dense, config)
     out = {}
     for i, name in enumerate(param_names(whole)):
-        if name == "gate_kernel":
-            shape = dense["wi"].shape[0], config.num_experts // parts
-            columns = initializers(whole)[name](of_router, shape, config.param_dtype)
-            out[name] = jnp.repeat(columns, parts, axis=1)
-            continue
-        if name == "gate_bias":
-            out[name] = jnp.zeros(config.num_experts, config.param_dtype)
-            continue
         w = made[name]
-        if noise and name in ("wi", "wo"):
+        if noise and name in EXPERTS:
             w = _noisy(jax.random.fold_in(key, i), w, noise)
         out[name] = w.astype(config.param_dtype)
     return split_wi(out) if config.separate_wi else out
+
+
+def _router(key: jax.Array, dense: Dense, config: MoEConfig, parts: int) -> dict[str, jax.Array]:
+    """The router's columns, one of all parts of a copy, and its bias, zeros."""
+    shape = dense["wi"].shape[0], config.num_experts // parts
+    columns = initializers(config)["gate_kernel"](key, shape, config.param_dtype)
+    bias = jnp.zeros(config.num_experts, config.param_dtype)
+    return {"gate_kernel": jnp.repeat(columns, parts, axis=1), "gate_bias": bias}
 
 
 def _experts(dense: Dense, config: MoEConfig, parts: int) -> dict[str, jax.Array]:

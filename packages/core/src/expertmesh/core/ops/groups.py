@@ -11,9 +11,8 @@ zeros.
 Dimension key: P participants, C rows per participant, G groups per participant.
 """
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 def each_participant[T](function: Callable[..., T]) -> Callable[..., T]:
     """`jax.vmap(function)`; of one participant the function itself, which JAX traces in half the time."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def of_all(*operands: Any) -> T:
         if jax.tree.leaves(operands)[0].shape[0] != 1:
             return jax.vmap(function)(*operands)

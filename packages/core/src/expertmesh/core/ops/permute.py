@@ -124,7 +124,7 @@ def _plan_group(
     alignment: int,
     num_ranks: int,
 ) -> tuple[jax.Array, ...]:
-    """Integers only; one sort; everything else gathers."""
+    """Integers only; two sorts; everything else gathers."""
     num_local = num_experts // num_ranks
     ids_N, order_N = _sorted(_expert_ids(topk_idx_TK, num_experts))
     start_E1 = jnp.searchsorted(ids_N, jnp.arange(num_experts + 1, dtype=jnp.int32))
