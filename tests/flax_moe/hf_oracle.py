@@ -24,6 +24,7 @@ QWEN3 = {
     "mlp_only_layers": [3],
     "hidden_act": "silu",
 }
+QWEN3_EACH = QWEN3 | {"num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "hidden_size": 16,

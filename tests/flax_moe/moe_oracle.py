@@ -40,6 +40,15 @@ def activation_gradient(h, d_a, activation):
 
 
 GPT_OSS = Activation(function="quick_gelu", limit=0.75, up_offset=1.0)
+# Many options of a block at once.
+MANY = dict(
+    activation=GPT_OSS,
+    shared_expert_dim=20,
+    shared_expert_gate=True,
+    num_chunks=2,
+    remat="save_min",
+    alignment=4,
+)
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS = PartitionSpec(("fsdp", "ep"))

@@ -45,17 +45,17 @@ from expertmesh.flax_moe import (
     with_lora,
 )
 from expertmesh.flax_moe.fp8_blocks import block_format
-from flax_moe.moe_oracle import GPT_OSS, Data, assert_result, make_config, make_data, run
+from flax_moe.hf_oracle import QWEN3_EACH
+from flax_moe.moe_oracle import (
+    MANY,
+    Data,
+    assert_result,
+    make_config,
+    make_data,
+    run,
+)
 
 LORA = LoRA(rank=3, alpha=6)
-ALL = dict(
-    activation=GPT_OSS,
-    shared_expert_dim=20,
-    shared_expert_gate=True,
-    num_chunks=2,
-    remat="save_min",
-    alignment=4,
-)
 ROLES = ("fsdp", "ep", "tp")
 RESOURCE = MeshResource(**{f"{role}_resource": role for role in ROLES})
 
@@ -145,11 +145,11 @@ def ran(mode, config, data, adapters):
 @pytest.mark.parametrize(
     "mode, options",
     [
-        full("single", ALL),
+        full("single", MANY),
         ("single", dict(use_bias=False, expert_dim=8)),
         full("single", dict(latent_dim=8, activation="gelu_exact")),
-        ("explicit", ALL),
-        full("resource", ALL),
+        ("explicit", MANY),
+        full("resource", MANY),
         full("explicit", dict(shard_exp_on_fsdp=True, ep_axis="ep", use_bias=False)),
         full("resource", dict(shard_exp_on_fsdp=True, latent_dim=8)),
         full("auto", dict(use_bias=False)),
@@ -434,15 +434,8 @@ def test_modules(framework):
             assert relative_error(got[names.format(name, part)], v) < 1e-5, (name, part)
 
 
-QWEN = dict(
-    model_type="qwen3_moe",
-    num_experts=3,
-    num_experts_per_tok=2,
-    moe_intermediate_size=6,
-    hidden_size=8,
-    num_hidden_layers=2,
-    hidden_act="silu",
-    norm_topk_prob=True,
+QWEN = QWEN3_EACH | dict(
+    num_experts=3, num_experts_per_tok=2, moe_intermediate_size=6, hidden_size=8
 )
 DEEPSEEK = QWEN | dict(
     model_type="deepseek_v3",

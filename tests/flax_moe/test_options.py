@@ -33,6 +33,7 @@ from flax_moe.moe_oracle import (
     AUTO,
     EXPLICIT,
     GPT_OSS,
+    MANY,
     Data,
     assert_result,
     make_config,
@@ -43,15 +44,6 @@ from flax_moe.moe_oracle import (
     value_and_gradients,
 )
 
-ALL = dict(
-    activation=GPT_OSS,
-    shared_expert_dim=20,
-    shared_expert_gate=True,
-    num_chunks=2,
-    remat="save_min",
-    alignment=4,
-)
-
 
 @pytest.mark.parametrize(
     "kind, tokens",
@@ -60,7 +52,7 @@ ALL = dict(
 )
 def test_all_options_on_three_axes(kind, tokens):
     """With tensor parallelism in the routed and the shared experts; what is laid out like x and the parameters."""
-    config = make_config(**ALL)
+    config = make_config(**MANY)
     data = make_data(config, (8, 3, 16))
     roles = ("fsdp", "ep", "tp")
     resource = MeshResource(**{f"{role}_resource": role for role in roles})
@@ -392,7 +384,7 @@ def test_decoding_equals_the_whole():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_sum_in_an_order_of_chance(dtype):
     """The same bits run after run: nothing in the program adds floating-point numbers by a scatter; with biases."""
-    config = make_config(**ALL, dtype=jnp.dtype(dtype))
+    config = make_config(**MANY, dtype=jnp.dtype(dtype))
     text = jax.jit(value_and_gradients(moe, config)).lower(*make_data(config)).as_text()
     scatters = text.split('"stablehlo.scatter"')[1:]
     results = [re.search(r"\}\) : .* -> (.*)", part)[1] for part in scatters]
@@ -415,7 +407,7 @@ def test_shapes_beyond_two_billion_elements():
 def test_traced_once():
     """Two calls with equal types, and with an equal config that is another object, trace the block once."""
     traced = []
-    config = make_config(**ALL)
+    config = make_config(**MANY)
 
     def block(params, x, config):
         traced.append(1)
@@ -424,7 +416,7 @@ def test_traced_once():
     jitted = jax.jit(block, static_argnums=2)
     for seed in range(2):
         data = make_data(config, seed=seed)
-        jitted.trace(data.params, data.x, make_config(**ALL))
+        jitted.trace(data.params, data.x, make_config(**MANY))
     assert len(traced) == 1
 
 
@@ -539,7 +531,7 @@ def test_parts_of_a_shard():
 
 
 def test_no_tokens_in_parts():
-    config = make_config(**ALL)
+    config = make_config(**MANY)
     data = make_data(config, (0, 4, 16))
     out = jax.jit(lambda *a: moe(*a, config))(*place(data, config, make_mesh((1, 2), EXPLICIT))[:2])
     assert out.y.shape == (0, 4, 16) and int(out.num_dropped) == 0

@@ -9,22 +9,14 @@ import pytest
 
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import LoRA, hf, init_lora, init_params, merge_lora, peft
+from flax_moe.hf_oracle import QWEN3_EACH
 
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("peft")
 
 pytestmark = [pytest.mark.transformers, pytest.mark.default_jax]
 
-CONFIG = dict(
-    model_type="qwen3_moe",
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    hidden_size=16,
-    num_hidden_layers=2,
-    hidden_act="silu",
-    norm_topk_prob=True,
-)
+CONFIG = QWEN3_EACH | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 LORA = LoRA(rank=4, alpha=6.0, targets=("wi", "wo"))
 
 

@@ -15,6 +15,7 @@ import expertmesh.core
 import expertmesh.ep
 import expertmesh.flax_moe
 from expertmesh.flax_moe import linen, nnx
+from flax_moe.hf_oracle import QWEN3_EACH
 
 pytestmark = pytest.mark.default_jax
 
@@ -186,16 +187,8 @@ def shardings(mesh, specs):
 def test_fine_tuning(tmp_path):
     """Run: what is learned lowers the loss, and is the same in one block, merged, and in files."""
     step, files, _ = snippets("fine-tuning.md")
-    hf_config = dict(
-        model_type="qwen3_moe",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        hidden_size=256,
-        num_hidden_layers=1,
-        hidden_act="silu",
-        norm_topk_prob=True,
-    )
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, hidden_size=256)
+    hf_config = QWEN3_EACH | sizes | dict(num_hidden_layers=1)
     config = expertmesh.flax_moe.hf.moe_config(hf_config, dtype="float32")
     params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
     given = dict(config=config, params=params, x=normal(4, 256), target=normal(4, 256))
