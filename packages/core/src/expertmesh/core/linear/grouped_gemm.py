@@ -57,6 +57,8 @@ def _blocks(
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
     """Number of steps, and a function from a step to (group, first row, rows that belong to the group)."""
     ends_G = jnp.cumsum(group_sizes_G)
+    # XLA fails to compile a loop for GPUs whose number of steps is a constant that it has to find.
+    group_sizes_G = jax.lax.optimization_barrier(group_sizes_G)
     steps_G = (group_sizes_G + block - 1) // block
     last_step_G = jnp.cumsum(steps_G)
     return last_step_G[-1], partial(_locate, group_sizes_G, ends_G, steps_G, last_step_G, block)
