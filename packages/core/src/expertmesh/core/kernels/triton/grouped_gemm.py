@@ -61,29 +61,54 @@ def store_zero_rows(
 
 
 @triton.jit
-def matrix_tile(
-    matrix, row, column, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """[ROWS, COLUMNS] of a matrix [..., WIDTH] from a place on: a descriptor's, or by pointers, 0 from row `end` on."""
-    if isinstance(matrix, tl.tensor_descriptor):
-        return matrix.load([row, column])
+def loaded(at, mask):
+    """What pointers to numbers of 8 bits or more point to, zeros outside of the mask, None: everywhere."""
+    if at.dtype.element_ty.primitive_bitwidth == 8:
+        bits = _loaded(at.to(tl.pointer_type(tl.uint8), bitcast=True), mask)
+        return bits.to(at.dtype.element_ty, bitcast=True)
     else:
-        rows = row + tl.arange(0, ROWS)
-        return rows_of(matrix, rows, rows < end, column + tl.arange(0, COLUMNS), WIDTH)
+        return _loaded(at, mask)
+
+
+@triton.jit
+def _loaded(at, mask):
+    if mask is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def matrix_tile(
+    matrix, row, column, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BEYOND: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """[ROWS, COLUMNS] of a matrix [..., WIDTH] from a place on, or [COLUMNS, ROWS] if TRANSPOSED; COLUMNS divides the
+    column. A descriptor's, or by pointers: rows from `end` on are then "zeros", "any" rows, or there are "none", as
+    BEYOND says."""
+    if isinstance(matrix, tl.tensor_descriptor):
+        tile = matrix.load([row, column])
+        return tile.T if TRANSPOSED else tile
+    else:
+        rows = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
+        columns = tl.arange(0, COLUMNS)[:, None] if TRANSPOSED else tl.arange(0, COLUMNS)[None, :]
+        # A step moves one pointer; the offsets, of 32 bits, stay. Transposed by pointers, loads stay in flight.
+        first = matrix + ((tl.zeros((), tl.int64) + row) * WIDTH + column)
+        there = tl.minimum(rows, end - 1 - row) if BEYOND == "any" else rows
+        at = first + (there * WIDTH + columns)
+        live = rows < end - row
+        inside = columns < WIDTH - column
+        if BEYOND == "zeros":
+            return loaded(at, live if WIDTH % COLUMNS == 0 else live & inside)
+        else:
+            return loaded(at, None if WIDTH % COLUMNS == 0 else inside)
 
 
 @triton.jit
 def rows_of(matrix, rows, live, columns, WIDTH: tl.constexpr):
     """Columns of the rows of a matrix [..., WIDTH] that are live; zeros in the others, and beyond the width."""
     where = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    mask = live[:, None] & (columns < WIDTH)[None, :]
-    if matrix.dtype.element_ty.primitive_bitwidth == 8:
-        data = tl.load(
-            matrix.to(tl.pointer_type(tl.uint8), bitcast=True) + where, mask=mask, other=0
-        )
-        return data.to(matrix.dtype.element_ty, bitcast=True)
-    else:
-        return tl.load(matrix + where, mask=mask, other=0)
+    return loaded(matrix + where, live[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -101,9 +126,11 @@ def weight_tile(
     else:
         weight = rhs + group.to(tl.int64) * (D * W)
         if TRANSPOSED:
-            return matrix_tile(weight, tile_n * BN, k * BK, W, D, BN, BK).T
+            beyond: tl.constexpr = "none" if W % BN == 0 else "any"
+            return matrix_tile(weight, tile_n * BN, k * BK, W, D, BN, BK, beyond, True)
         else:
-            return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN)
+            beyond: tl.constexpr = "none" if D % BK == 0 else "zeros"
+            return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN, beyond)
 
 
 @triton.jit
@@ -126,7 +153,7 @@ def _rows_kernel(
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
-            a = matrix_tile(lhs, row, k * BK, C, K, BM, BK)
+            a = matrix_tile(lhs, row, k * BK, C, K, BM, BK, "any")
             b = weight_tile(rhs, group, k, tile_n, K, N, TRANSPOSED, BN, BK)
             acc = tl.dot(a, b, acc)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
@@ -165,14 +192,15 @@ def _weights_kernel(
         columns_n = tile_n * BN + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(0, size // BK):
-            a = matrix_tile(lhs_tiles, first + step * BK, tile_m * BM, end, K, BK, BM)
-            b = matrix_tile(dy_tiles, first + step * BK, tile_n * BN, end, N, BK, BN)
-            acc = tl.dot(a.T, b, acc)
+            row = first + step * BK
+            a = matrix_tile(lhs_tiles, row, tile_m * BM, end, K, BK, BM, "none", True)
+            b = matrix_tile(dy_tiles, row, tile_n * BN, end, N, BK, BN, "none")
+            acc = tl.dot(a, b, acc)
         if size % BK != 0:  # rows of the next group are not loaded: they may hold NaN
             row = first + size // BK * BK
-            a = matrix_tile(lhs, row, tile_m * BM, end, K, BK, BM)
-            b = matrix_tile(dy, row, tile_n * BN, end, N, BK, BN)
-            acc = tl.dot(a.T, b, acc)
+            a = matrix_tile(lhs, row, tile_m * BM, end, K, BK, BM, "zeros", True)
+            b = matrix_tile(dy, row, tile_n * BN, end, N, BK, BN, "zeros")
+            acc = tl.dot(a, b, acc)
         where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
         inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=inside)

@@ -75,7 +75,7 @@ def _rows_kernel(
         some_columns = tl.minimum(columns, W - 1)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
-            a = matrix_tile(lhs, row, k * BK, C, D, BM, BK)
+            a = matrix_tile(lhs, row, k * BK, C, D, BM, BK, "any")
             b = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
             a_scale, b_scale = _scales_of_step(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
@@ -149,11 +149,11 @@ def _weights_kernel(
         beyond = tl.maximum((end - first) // BK, whole)
         for chunk in tl.range(whole, beyond):
             row = first + chunk * BK
-            a = matrix_tile(lhs_tiles, row, tile_m * BM, end, K, BK, BM)
-            b = matrix_tile(dy_tiles, row, tile_n * BN, end, N, BK, BN)
+            a = matrix_tile(lhs_tiles, row, tile_m * BM, end, K, BK, BM, "none", True)
+            b = matrix_tile(dy_tiles, row, tile_n * BN, end, N, BK, BN, "none")
             a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
             b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
-            acc = _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
+            acc = _add_product(acc, a, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
         # Rows of other groups are not loaded: they may hold NaN.
         if (start > first) & (end > start):
             acc = _add_part(
