@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +163,16 @@ class Turns:
         self.mark("done")
 
 
-def kernels(call: Callable, operands: tuple) -> list[tuple[str, float]]:
-    """(name, microseconds) of what the first GPU runs in one call of a compiled program, in order of time."""
+class Kernel(NamedTuple):
+    """What a GPU ran: its name, its time, and the instruction of the program that it belongs to, "" if unknown."""
+
+    name: str
+    microseconds: float
+    instruction: str
+
+
+def kernels(call: Callable, operands: tuple) -> list[Kernel]:
+    """What the first GPU runs in one call of a compiled program, in order of time."""
     jax.block_until_ready(call(*operands))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -173,7 +182,10 @@ def kernels(call: Callable, operands: tuple) -> list[tuple[str, float]]:
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     first = min((name for name in processes.values() if "GPU:" in name), default=None)
     ran = [e for e in events if e.get("ph") == "X" and processes.get(e["pid"]) == first]
-    return [(e["name"], e["dur"]) for e in sorted(ran, key=lambda e: e["ts"])]
+    return [
+        Kernel(e["name"], e["dur"], e.get("args", {}).get("hlo_op", ""))
+        for e in sorted(ran, key=lambda e: e["ts"])
+    ]
 
 
 def _zeros(types, like):

@@ -433,7 +433,7 @@ PHASES = (
 def by_phase(kernels) -> collections.Counter:
     """Microseconds of each phase; what has no name of its own is "other": XLA's fusions, the router's products."""
     seen, total = collections.Counter(), collections.Counter()
-    for name, microseconds in kernels:
+    for name, microseconds, _ in kernels:
         pattern, names = next(((p, n) for p, n in PHASES if re.search(p, name)), ("", ("other",)))
         total[names[min(seen[pattern], len(names) - 1)]] += microseconds
         seen[pattern] += 1

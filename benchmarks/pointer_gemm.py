@@ -1,0 +1,98 @@
+"""Grouped GEMMs of GPUs without TMA, on one that has it: against one dense GEMM, and against `lax.ragged_dot`.
+
+The kernels read operands by pointers. Each is run as compiled for this GPU, with as many steps under way as its shared
+memory holds, and as PTX of compute capability 8.0 with the tiles that such GPUs get: the driver compiles it, so what
+runs is `mma.sync` and `cp.async`. Wanted of the dense rate: 0.80 and 0.45; of `ragged_dot`'s: 3.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _measure
+from benchmarks.grouped_gemm import CPU, GPU, check, on_gpu, operands
+from benchmarks.grouped_gemm import passes as passes_of_ops
+from expertmesh.core import _jax
+from expertmesh.core.kernels.choice.grouped_gemm import NARROW, Config, Tiles
+from expertmesh.core.kernels.device import current_device
+
+OLDEST = 80
+FORMS = {
+    "as compiled for it": dataclasses.replace(NARROW, k=64, stages=4),
+    f"as PTX of {OLDEST / 10}": NARROW,
+}
+
+
+def as_ptx(compile_triton, *arguments):
+    """What `compile_triton` gives for the oldest GPUs, as PTX."""
+    *kernel, _ = arguments
+    return compile_triton(*kernel, OLDEST, "ptx")
+
+
+def passes(arrays, tiles: Tiles):
+    """pass -> function of what the op's takes."""
+    from expertmesh.core.kernels.triton import grouped_gemm as kernels
+
+    config = Config("triton", tiles, current_device().programs())
+    to = {"config": config, "out_dtype": arrays[0].dtype}
+
+    def rows(transposed):
+        options = to | {"transposed": transposed, "clear_padding": True}
+        return lambda a, b, s: kernels.launch_rows(a[0], b, s[0], **options)[None]
+
+    weights = lambda a, b, s: kernels.launch_weights(a[0], b[0], s[0], **to)  # noqa: E731
+    return {"fprop": rows(False), "dgrad": rows(True), "wgrad": weights}
+
+
+def cases_of(name: str, shape, form: str, tiles: Tiles) -> Iterator[_measure.Case]:
+    rows, k, n, groups = shape
+    flops, arrays = 2 * rows * k * n, operands(shape, jnp.bfloat16 if on_gpu() else jnp.float32)
+    ours = passes(arrays, tiles) if on_gpu() else {}
+    for which, (grouped, dense) in passes_of_ops(*arrays).items():
+        function, given = ours.get(which, grouped[0]), grouped[1]
+        case = f"bfloat16 {which} {form}, {name} {rows}x{k}x{n}, {groups} groups"
+        checked = functools.partial(check, which, function, *given)
+        rates = 400e12, 600e12
+        yield _measure.gemm_case(
+            "pointer_gemm", case, flops, (function, given), dense, "dense XLA GEMM", rates, checked
+        )
+    lhs, _, rhs, sizes = arrays
+    ours_of = ours.get("fprop", passes_of_ops(*arrays)["fprop"][0][0]), (lhs, rhs, sizes)
+    ragged = jax.lax.ragged_dot, (lhs[0], rhs, sizes[0])
+    case = f"bfloat16 fprop {form}, {name} {rows}x{k}x{n} against ragged_dot"
+    yield _measure.gemm_case(
+        "pointer_gemm", case, flops, ours_of, ragged, "lax.ragged_dot", (400e12, 60e12)
+    )
+
+
+def rows_of(form: str, tiles: Tiles) -> Iterator[dict]:
+    shapes = GPU if on_gpu() else CPU
+    compiled = _jax.compile_triton
+    if tiles is NARROW:
+        compiled = functools.partial(as_ptx, compiled)
+    with mock.patch.object(_jax, "compile_triton", compiled):
+        cases = [case for each in shapes.items() for case in cases_of(*each, form, tiles)]
+        yield from _measure.measured(cases, pairs=7)
+
+
+def _pass(row: dict) -> str | None:
+    dense = row["reference"].startswith("dense")
+    return row["case"].partition(",")[0] if dense else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    rows = (row for form, tiles in FORMS.items() for row in rows_of(form, tiles))
+    _measure.write(options.json, _measure.with_means(rows, _pass))
+
+
+if __name__ == "__main__":
+    main()
