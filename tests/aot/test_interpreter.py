@@ -1,7 +1,6 @@
 """Bodies of Triton kernels on a CPU, by Triton's interpreter: the tests of few rows that a GPU runs.
 
-Not Hopper's products, which are CUDA C++, nor what writes 8 bits, by machine instructions or in types that
-NumPy lacks.
+Not Hopper's products, which are CUDA C++, nor what writes 8 bits by machine instructions.
 """
 
 import os
@@ -41,6 +40,10 @@ def interpret(tests: list[str], which: str, count: int):
 def test_kernels_of_few_rows():
     few = "gathered or not products and not quantization"
     interpret(["tests/core/kernels/test_small.py"], few, 5)
+
+
+def test_weights_in_square_blocks():
+    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 36)
 
 
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.

@@ -522,6 +522,33 @@ def test_quantize(monkeypatch, recipe, arch):
         _check_launches(launches, arch)
 
 
+@pytest.mark.parametrize("dgrad", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("power_2_scale", [True, False])
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+def test_weights_in_square_blocks(monkeypatch, arch, power_2_scale, dtype, dgrad):
+    """Hopper's, in two orders, and on other GPUs."""
+    from expertmesh.core.kernels.device import Device
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    monkeypatch.setattr(kernels, "current_device", lambda: Device(capability=arch))
+    weight = jax.ShapeDtypeStruct((8, 1504, 2, 1408), dtype)
+    format = Float8BlockScaling(power_2_scale=power_2_scale).formats().weight
+    block = quantize.block_shape("test", weight.shape, format, 1, 3, 1)
+    options = dict(format=format, block=block, batch_dims=1, dgrad=dgrad)
+    launches = _launches(monkeypatch, quantize._quantize_square_op, weight, **options)
+    ((kernel, *_),) = launches
+    assert (kernel is kernels._square_kernel) == (arch == 90)
+    _check_launches(launches, arch)
+    if arch == 90:
+        compiled = _assemble(*launches[0][:4], 3, arch)
+        # A thread has 64 numbers, and writes 16 bytes at once; each copy has conversions of its own, of two numbers.
+        stores = re.findall(r"st\.global\S*\.(v\d\.b\d+)", compiled.asm["ptx"])
+        assert stores == ["v4.b32"] * 4 * (1 + dgrad)
+        conversions = re.findall(r"cvt\.\S*e4m3x2\.f32", compiled.asm["ptx"])
+        assert len(conversions) == 32 * (1 + dgrad)
+
+
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
 @pytest.mark.parametrize("block", [(1, 1, 32), (1, 32, 1), (1, 1, 128), (1, 128, 128)])
 def test_dequantize(monkeypatch, block, arch):

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.marks import needs_triton
-from expertmesh.core import MeshResource, global_shard_guard, grouped_dense, hlo
+from expertmesh.core import MeshResource, dense, global_shard_guard, grouped_dense, hlo
+from expertmesh.core.kernels.cuda import cuda_call
 from expertmesh.flax_moe import MoEConfig, moe, param_shapes, param_specs
 
 pytestmark = [pytest.mark.aot, needs_triton]
@@ -35,6 +36,46 @@ def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
         text = program.compile().as_text()
     rows = re.findall(rf"= (?:f8e\w+|u8)\[\S*{T}\S* (\w+)\(", text)
     assert not {"copy", "transpose", "fusion"}.intersection(rows), rows
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "grouped", "block"])
+def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
+    """Nor anything else of 8 bits, but for rows of a dense layer."""
+    if cuda_call.nvrtc() is None:
+        pytest.skip("needs NVRTC and the extension of core")
+    mesh = h100_mesh({"fsdp": 1})
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    config = MoEConfig(num_experts=E, top_k=2, expert_dim=F, recipe="fp8_block")
+    x, sizes = struct(T, D), struct(E, dtype=jnp.int32)
+    params, function = {
+        "dense": (struct(D, 2, F), lambda w, x, sizes: dense(x, w, recipe="fp8_block")),
+        "grouped": (
+            struct(E, D, 2, F),
+            lambda w, x, sizes: grouped_dense(x, w, sizes, recipe="fp8_block"),
+        ),
+        "block": (
+            {name: struct(*shape) for name, shape in param_shapes(D, config).items()},
+            lambda params, x, sizes: moe(params, x, config).y,
+        ),
+    }[kind]
+
+    def step(params, x, sizes, dy):
+        if not backward:
+            return function(params, x, sizes)
+        y, pull = jax.vjp(lambda params, x: function(params, x, sizes), params, x)
+        return y, pull(dy)
+
+    dy = x if kind == "block" else struct(T, 2, F)
+    with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
+        program = jax.jit(step).trace(params, x, sizes, dy).lower(lowering_platforms=("cuda",))
+        text = program.compile().as_text()
+    ops = re.findall(rf"= (?:f8e\w+|u8)\[(?!\S*{T})\S* ([\w-]+)\(", text)
+    assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops
 
 
 @pytest.mark.parametrize(
@@ -71,8 +112,8 @@ def test_nothing_copies_experts_that_fsdp_splits(h100_mesh, kind, recipe):
     assert {("reduce-scatter", f"f32[{shape}]") for shape in held} <= over_fsdp
     gathered = {shape.partition("[")[0] for kind, shape in over_fsdp if kind == "all-gather"}
     assert gathered == ({"f8e4m3fn", "f32"} if recipe else {"bf16"})
-    # The forward reads 8 bits along D of wi and along F of wo, in which a weight does not lie.
-    used_as_is = "f32" if recipe else "f32|bf16"
+    # With a scale per tensor the forward reads 8 bits along D of wi and along F of wo, in which a weight does not lie.
+    used_as_is = {None: "f32|bf16", "fp8_block": "f32|f8e4m3fn", "fp8_current": "f32"}[recipe]
     whole = rf"(?:{used_as_is})\[{E // 2},(?:{D},2,{F}|2,{F},{D}|{F},{D}|{D},{F})\]"
     ops = re.findall(rf"= {whole}\S* ([\w-]+)\(", text)
     assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops

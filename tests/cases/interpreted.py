@@ -62,12 +62,13 @@ OF_LAUNCH = ("num_warps", "num_stages", "backend_options")
 def triton_call(*operands, kernel, out_type, grid, **constants):
     """The launcher's, through a callback."""
     constants = {name: value for name, value in constants.items() if name not in OF_LAUNCH}
+    names = [name for name in kernel.arg_names if name not in constants]
     blocks = [getattr(x, "box", None) for x in operands]  # of TMA descriptors
 
     def run(*arrays):
-        given = [_operand(np.ascontiguousarray(x), b) for x, b in zip(arrays, blocks, strict=True)]
+        given = [_operand(x, b) for x, b in zip(arrays, blocks, strict=True)]
         results = [_poisoned(t) for t in jax.tree.leaves(out_type)]
-        kernel[grid](*given, *map(Memory, results), **constants)
+        kernel[grid](**dict(zip(names, (*given, *map(Memory, results)), strict=False)), **constants)
         return jax.tree.unflatten(jax.tree.structure(out_type), results)
 
     def expertmesh_core_launch_by_interpreter(*arrays):  # a name that programs show
@@ -78,10 +79,12 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
     )
 
 
-def _operand(array: np.ndarray, block: tuple[int, ...] | None):
+def _operand(x, block: tuple[int, ...] | None):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    memory = Memory(array)
+    if x is None:
+        return None
+    memory = Memory(np.ascontiguousarray(x))
     if block is None:
         return memory
     return TensorDescriptor(memory, list(memory.size()), list(memory.stride()), list(block))

@@ -1,6 +1,7 @@
 """The Triton kernels of quantize and dequantize on a GPU, bit for bit against NumPy."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from expertmesh.core import (
     dequantize,
     quantize,
 )
-from expertmesh.core.quantization.quantize import quantize_with_amax
+from expertmesh.core.kernels.choice import quantize as choice
+from expertmesh.core.quantization.quantize import quantize_square, quantize_with_amax
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 
@@ -80,6 +82,35 @@ def test_quantize(which, dtype):
     x = oracle.wild_numbers(np.random.default_rng(0), (2, 160, 3, 96), np.dtype(jnp.dtype(dtype)))
     q = run_twice(lambda x: quantize(x, format, axis=axis, across=across), jnp.asarray(x))
     check(q, oracle.quantize(x, format, q.block), format)
+
+
+@pytest.mark.parametrize("dgrad", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+# The last dimension is a multiple of a block where one lies between: only then the GEMM has a kernel.
+@pytest.mark.parametrize(
+    "shape, batch_dims", [((2, 160, 2, 256), 1), ((3, 272, 208), 1), ((144, 80), 0)]
+)
+@pytest.mark.parametrize("turned", [True, False])
+def test_weights_in_square_blocks(turned, shape, batch_dims, dtype, dgrad, monkeypatch):
+    """As the forward and as the input gradient reads them: what `quantize` gives, in memory in two orders or in one.
+
+    Partial blocks. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
+    """
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
+    config = choice.Config("triton", choice.BOTH, turned)
+    monkeypatch.setattr(kernels, "choose_square", lambda weights: config)
+    jax.clear_caches()
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)))
+    run = partial(quantize_square, format=BLOCK.weight, dgrad=dgrad, **square)
+    copies = run_twice(lambda x: run(x), jnp.asarray(x))
+    want = quantize(jnp.asarray(x), BLOCK.weight, **square)
+    assert (copies[1] is not None) == dgrad
+    for copy in copies[: 1 + dgrad]:
+        assert copy.block == want.block
+        np.testing.assert_array_equal(codes(copy.data), codes(want.data))
+        np.testing.assert_array_equal(codes(copy.scale), codes(want.scale))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])

@@ -46,8 +46,7 @@ from expertmesh.core.linear.apply import (
     layer_of,
     low_rank_gradient,
     low_rank_v,
-    weight_for_dgrad,
-    weight_for_fprop,
+    w_copies,
     weight_gradient,
     where_at_rest,
     x_copies,
@@ -334,33 +333,31 @@ def _forward(
     extras: _PerLayer,
     *,
     of: _Options,
-    for_wgrad: bool,
+    for_backward: bool,
 ) -> tuple[_Output, Any, _Operand, jax.Array, Any, _Operand, _Adapters]:
-    """(y and the state, rows along the rows, wi, h, a along the rows, wo, adapters), weights as the forward reads."""
+    """(y and the state, rows along the rows, wi, h, a along the rows, wo, adapters), as the backward reads them."""
     sizes, up, down = handle.group_sizes, of.up, of.down
-    trained = {name: for_wgrad and not isinstance(params[name], Adapted) for name in EXPERTS}
+    trained = {name: for_backward and not isinstance(params[name], Adapted) for name in EXPERTS}
     x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, trained["wi"])
-    wi, wi_state = weight_for_fprop(params["wi"], extras["wi"], up)
+    wi, kept_wi, wi_state = w_copies(params["wi"], extras["wi"], up, for_dgrad=for_backward)
     h, of_wi = _through_up(params, rows, quantized, (x, wi), handle, of)
     activated = Activated(h, weights, handle.source, of.activation)
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=trained["wo"])
-    wo, wo_state = weight_for_fprop(params["wo"], extras["wo"], down)
+    wo, kept_wo, wo_state = w_copies(params["wo"], extras["wo"], down, for_dgrad=for_backward)
     y, of_wo = _through_down(params, activated, (a, wo), handle, of)
     y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
     state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
     adapters = {"wi": of_wi, "wo": of_wo}
-    return (y, state if up.delayed else None), x_rows, wi, h, a_rows, wo, adapters
+    return (y, state if up.delayed else None), x_rows, kept_wi, h, a_rows, kept_wo, adapters
 
 
 def _value(*operands: Any, options: _Options) -> _Output:
-    return _forward(*operands, of=options, for_wgrad=False)[0]
+    return _forward(*operands, of=options, for_backward=False)[0]
 
 
 def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
     params, _, weights, _, handle, extras = operands
-    out, x, wi, h, a, wo, adapters = _forward(*operands, of=options, for_wgrad=True)
-    wi = weight_for_dgrad(params["wi"], wi, extras["wi"], options.up)
-    wo = weight_for_dgrad(params["wo"], wo, extras["wo"], options.down)
+    out, x, wi, h, a, wo, adapters = _forward(*operands, of=options, for_backward=True)
     a = None if options.down.recipe is None or adapters["wo"] else a  # made again
     x = None if adapters["wi"] else x
     biases = {name: bias for name, bias in params.items() if name not in EXPERTS}

@@ -44,7 +44,7 @@ from expertmesh.core.linear.layer import (
     resolved_specs,
 )
 from expertmesh.core.linear.pair import both_quantized, multiply
-from expertmesh.core.linear.quantize_weight import dgrad_copy, forward_copy, serves_both
+from expertmesh.core.linear.quantize_weight import weight_copies
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
@@ -222,33 +222,30 @@ def where_at_rest(x: Any, spec: PartitionSpec | None) -> PartitionSpec | None:
     return at_rest(jax.tree.leaves(x)[0], spec)
 
 
-def weight_for_fprop(w: Any, extra: NonDiffOperands, layer: Layer) -> tuple[Any, Any]:
-    """(w as the forward reads it, its state after that or None); of an Adapted its weight."""
-    law, spec, w = layer.law, layer.resolved[1], base_of(w)
+def w_copies(
+    w: Any, extra: NonDiffOperands, layer: Layer, *, for_dgrad: bool
+) -> tuple[Any, Any, Any]:
+    """(w as the forward reads it, what the backward reads or makes it of, its state after that or None).
+
+    Of an Adapted its weight; the second is None unless `for_dgrad`.
+    """
+    w = base_of(w)
     if layer.recipe is None:
-        return _widened(w, layer), None
+        read = _widened(w, layer)
+        kept = w if is_quantized(w) else read  # Kept in 8 bits, not in 16.
+        return read, kept if for_dgrad else None, None
     state = extra.state.weight if extra.state is not None else None
-    if extra.weight_quantized is not None:
-        return extra.weight_quantized.forward, state
-    return forward_copy(w, layer.recipe, law.batch_dims, state, spec)
+    made = extra.weight_quantized
+    if made is not None:
+        return made.forward, made.for_dgrad() if for_dgrad else None, state
+    where = layer.law.batch_dims, state, layer.resolved[1]
+    return weight_copies(w, layer.recipe, *where, for_dgrad=for_dgrad)
 
 
 def _widened(w: Any, layer: Layer) -> jax.Array:
     """A weight in the dtype of x, where it is at rest."""
     law, spec = layer.law, layer.resolved[1]
     return cast_sharded(plain(w, spec=spec), layer.x_dtype, spec, law.weight_roles)
-
-
-def weight_for_dgrad(w: Any, forward: Any, extra: NonDiffOperands, layer: Layer) -> Any:
-    """w as the backward reads it, or what it makes that of; `forward`: as the forward does."""
-    w = base_of(w)
-    if layer.recipe is None and is_quantized(w):
-        return w  # Kept in 8 bits, not in 16.
-    if extra.weight_quantized is not None:
-        return extra.weight_quantized.for_dgrad()
-    if layer.recipe is None or serves_both(layer.formats):
-        return forward
-    return dgrad_copy(w, layer.recipe, layer.law.batch_dims, layer.resolved[1])
 
 
 def x_copies(
@@ -365,16 +362,18 @@ def _forward(
     bias: jax.Array | None,
     extra: NonDiffOperands,
     layer: Layer,
+    *,
+    for_dgrad: bool,
 ) -> tuple[Any, Any, jax.Array | None]:
-    """(what the layer returns, w as it was read, u of a low rank)."""
+    """(what the layer returns, w for the backward if `for_dgrad`, u of a low rank)."""
     along_k, _, x_state = copies
-    read, w_state = weight_for_fprop(w, extra, layer)
+    read, kept, w_state = w_copies(w, extra, layer, for_dgrad=for_dgrad)
     y, u = forward_gemm(along_k, read, group_sizes, bias, layer), None
     if is_low_rank(w):
         y, u = add_low_rank(y, x, w, group_sizes, layer)
     if x_state is None or w_state is None:
-        return y, read, u
-    return (y, DenseState(x_state, w_state)), read, u
+        return y, kept, u
+    return (y, DenseState(x_state, w_state)), kept, u
 
 
 def _value(
@@ -387,7 +386,7 @@ def _value(
     layer: Layer,
 ) -> Any:
     copies = x_copies(x, group_sizes, extra, layer, for_wgrad=False)
-    return _forward(x, copies, w, group_sizes, bias, extra, layer)[0]
+    return _forward(x, copies, w, group_sizes, bias, extra, layer, for_dgrad=False)[0]
 
 
 def _fwd(
@@ -401,9 +400,10 @@ def _fwd(
 ) -> tuple[Any, tuple[Any, ...]]:
     adapter = without_base(w)
     copies = x_copies(x, group_sizes, extra, layer, for_wgrad=adapter is None)
-    out, read, u = _forward(x, copies, w, group_sizes, bias, extra, layer)
+    operands = x, copies, w, group_sizes, bias, extra
+    out, kept_w, u = _forward(*operands, layer, for_dgrad=True)
     needed = copies[1] if adapter is None else x if adapter.is_low_rank else None
-    kept = residuals(needed, weight_for_dgrad(w, read, extra, layer))
+    kept = residuals(needed, kept_w)
     return out, (*kept, (adapter, u), group_sizes, bias, extra.key)
 
 

@@ -1,7 +1,7 @@
 """A weight in the formats of a recipe: the copy that the forward reads, and the one of the input's gradient."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import PartitionSpec
@@ -10,7 +10,7 @@ from expertmesh.core.linear.adapted import base_of
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
-from expertmesh.core.quantization.quantize import plain, quantize
+from expertmesh.core.quantization.quantize import plain, quantize, quantize_square
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import (
     DelayedScaling,
@@ -89,6 +89,31 @@ def quantize_weight(
     return quantized if state is None else (quantized, new_state)
 
 
+def weight_copies(
+    weight: Any,
+    recipe: Recipe,
+    batch_dims: int,
+    state: DelayedState | None,
+    spec: PartitionSpec | None,
+    *,
+    for_dgrad: bool,
+) -> tuple[QuantizedArray, QuantizedArray | None, DelayedState | None]:
+    """(`forward_copy`, `dgrad_copy` if `for_dgrad`, the new state) for GEMMs of the same program.
+
+    Where one copy serves both, the two have equal values; of square blocks each lies as its GEMM reads it.
+    """
+    formats = recipe.formats()
+    format, one = formats.weight, serves_both(formats)
+    if one and format.block is not None and not _is_own_copy(weight, format):
+        dims = dict(axis=batch_dims, across=weight.ndim - 1, batch_dims=batch_dims)
+        source = plain(weight, spec=spec)
+        return *quantize_square(source, format, dgrad=for_dgrad, spec=spec, **dims), None
+    forward, state = forward_copy(weight, recipe, batch_dims, state, spec)
+    if not for_dgrad:
+        return forward, None, state
+    return forward, forward if one else dgrad_copy(weight, recipe, batch_dims, spec), state
+
+
 def forward_copy(
     weight: Any,
     recipe: Recipe,
@@ -119,12 +144,17 @@ def _copy(
     spec: PartitionSpec | None,
 ) -> QuantizedArray:
     """Of a weight along and across these dimensions."""
-    square = format.block is not None and format.block[0] == format.block[1]
-    if isinstance(weight, QuantizedArray) and weight.format == format and square:
+    if _is_own_copy(weight, format):
         return weight
     axis, across = dims
     options: dict[str, Any] = dict(axis=axis, across=across, batch_dims=batch_dims, spec=spec)
     return quantize(plain(weight, spec=spec), format, **options)
+
+
+def _is_own_copy(weight: Any, format: TensorFormat) -> TypeGuard[QuantizedArray]:
+    """Whether the weight is quantized in this format, in square blocks."""
+    square = format.block is not None and format.block[0] == format.block[1]
+    return isinstance(weight, QuantizedArray) and weight.format == format and square
 
 
 def serves_both(formats: LayerFormats) -> bool:

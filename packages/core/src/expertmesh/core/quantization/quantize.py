@@ -335,6 +335,28 @@ def _unsupported(
     return quantize_unsupported(x, format, block)
 
 
+def _square_reference(
+    x: jax.Array, *, dgrad: bool, **options: Any
+) -> tuple[QuantizedArray, QuantizedArray | None]:
+    """(QuantizedArray, the same if `dgrad`)."""
+    q, _ = _quantize_reference(x, None, None, **options)
+    return q, q if dgrad else None
+
+
+def _squares_like(
+    x: jax.Array, *, dgrad: bool, **options: Any
+) -> tuple[QuantizedArray, QuantizedArray | None]:
+    q, _ = _results_like(x, None, None, **options)
+    return q, q if dgrad else None
+
+
+def _square_unsupported(
+    x: jax.Array, *, format: TensorFormat, block: tuple[int, ...], **options: Any
+) -> str | None:
+    del options
+    return quantize_unsupported(x, format, block)
+
+
 _quantize_op = Op(
     "quantize",
     _quantize_reference,
@@ -347,6 +369,17 @@ _quantize_op = Op(
 )
 _quantize_weights_op = dataclasses.replace(
     _quantize_op, roles="experts fsdp, experts, . -> experts fsdp, experts"
+)
+_quantize_square_op = Op(
+    "quantize_square",
+    _square_reference,
+    "batch_dims... ... -> batch_dims... ..., batch_dims... ...",
+    roles="experts fsdp -> experts fsdp, experts fsdp",
+    plan=BlockPlan("quantize"),
+    kernels=(
+        Kernel.triton("expertmesh.core.kernels.triton.quantize", "square", _square_unsupported),
+    ),
+    results_like=_squares_like,
 )
 _dequantize_op = Op(
     "dequantize",
@@ -432,6 +465,38 @@ def quantize_with_amax(
 ) -> tuple[QuantizedArray, jax.Array]:
     """(`quantize` by a given multiplier, the amax of x), float32[*S[:batch_dims]] both."""
     return _quantize("quantize_delayed", x, format, -1, None, batch_dims, multiplier, None, spec)
+
+
+def quantize_square(
+    x: jax.Array,
+    format: TensorFormat,
+    *,
+    axis: int,
+    across: int,
+    batch_dims: int = 0,
+    dgrad: bool,
+    spec: PartitionSpec | None = None,
+) -> tuple[QuantizedArray, QuantizedArray | None]:
+    """`quantize` of a weight in square blocks, for the forward and, if `dgrad`, the input gradient.
+
+    Args:
+      x, format, axis, across, batch_dims, spec: of `quantize`.
+      dgrad: whether there is an input gradient.
+
+    Returns:
+      Two equal arrays. Where the two GEMMs read memory in different orders one kernel writes both, of one read;
+      elsewhere they are one.
+    """
+    check_source("quantize", x, format)
+    out: tuple[QuantizedArray, QuantizedArray | None] = _quantize_square_op(
+        not_differentiable(x, "quantize: use dense or grouped_dense"),
+        operand_specs=(spec,),
+        format=format,
+        block=block_shape("quantize", x.shape, format, axis, across, batch_dims),
+        batch_dims=batch_dims,
+        dgrad=dgrad,
+    )
+    return out
 
 
 def _quantize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from expertmesh.core.kernels.choice.grouped_gemm import MAX_GROUPS
 from expertmesh.core.kernels.device import Device, num_steps
 
 
@@ -49,13 +50,45 @@ class Activated(Rows):
 
 
 @dataclasses.dataclass(frozen=True)
+class Square:
+    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width.
+
+    Attributes:
+      shards: how many devices share the contraction.
+    """
+
+    experts: int
+    contraction: int
+    parts: int
+    width: int
+    block: int
+    shards: int
+    device: Device
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the forward's copy is [experts, parts, width, contraction], as Hopper's kernel reads it.
+
+        Not what is gathered along the contraction: it crosses devices with that dimension first.
+        """
+        return (
+            self.device.runs_cuda
+            and self.block == 128
+            and self.shards == 1
+            and self.experts <= MAX_GROUPS
+            and self.contraction % 16 == 0
+            and self.width % (16 if self.parts == 1 else 128) == 0
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A launch.
 
     Attributes:
       kernel: "triton" or "cuda".
       tiles: the kernel's.
-      transposed: the copy along the rows is [columns, rows].
+      transposed: the copy along the rows is [columns, rows]; of weights, see `Square`.
       programs: of a kernel in CUDA C++.
       registers: of a thread of a kernel in Triton, at most; None: as the compiler decides.
     """
@@ -127,6 +160,11 @@ def choose_scaled(rows: Rows, *, twice: bool) -> Config:
 def choose_both(rows: Rows) -> Config:
     """In blocks, in both directions."""
     return Config("triton", BOTH if rows.block > 32 else BOTH_SMALL, rows.transposed)
+
+
+def choose_square(weights: Square) -> Config:
+    """In square blocks, as the forward and the input gradient read them."""
+    return Config("triton", BOTH, weights.transposed)
 
 
 def choose_activation(rows: Activated) -> Config:

@@ -18,7 +18,14 @@ import triton.language as tl
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.quantize import Rows, Tiles, choose_both, choose_scaled
+from expertmesh.core.kernels.choice.quantize import (
+    Rows,
+    Square,
+    Tiles,
+    choose_both,
+    choose_scaled,
+    choose_square,
+)
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import result_types, scaling, stored_scale
 from expertmesh.core.quantization import numerics
@@ -94,18 +101,28 @@ def count_live(sizes, G: tl.constexpr, G_POW2: tl.constexpr):
 
 
 @triton.jit
-def quantized_tile(
-    wide, BM: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
+def _scaled_tile(
+    wide, BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
+    """(float32[TM, TN] times the multipliers, scale [TM / BM, TN / BN]) in blocks of BM x BN."""
     TM: tl.constexpr = wide.shape[0]
     TN: tl.constexpr = wide.shape[1]
     blocks = wide.reshape(TM // BM, BM, TN // BN, BN)
     amax = tl.max(tl.max(magnitudes_of(blocks), 3), 1)
     multiplier, scale = block_scales(amax, SCALE, LARGEST, LIMIT, FLOOR)
     scaled = blocks * multiplier[:, None, :, None]
-    return scaled.reshape(TM, TN).to(dtype), scale
+    return scaled.reshape(TM, TN), scale
+
+
+@triton.jit
+def quantized_tile(
+    wide, BM: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
+    scaled, scale = _scaled_tile(wide, BM, BN, SCALE, LARGEST, LIMIT, FLOOR)
+    return scaled.to(dtype), scale
 
 
 @triton.jit
@@ -206,6 +223,31 @@ def _both_kernel(
     q, stored = quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
     store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED)
     store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
+
+
+@triton.jit
+def _square_kernel(
+    x, data, scale, data_rows, scale_rows,
+    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """[A, M, B, N] in blocks of BLOCK x BLOCK, and the same data and scales as [A, B, N, M].
+
+    Without the first where `data` and `scale` are None.
+    """
+    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
+    wide = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    dtype: tl.constexpr = data_rows.dtype.element_ty
+    scaled, stored = _scaled_tile(wide, BLOCK, BLOCK, SCALE, LARGEST, LIMIT, FLOOR)
+    if data is not None:
+        tl.store(data + at, scaled.to(dtype), mask=inside)
+        store_scale(scale, stored, a, m, i, n, M, B, N, BLOCK, BLOCK)
+    # Converted again, for the reason that `_scaled_kernel` gives, where the compiler knows which rows are inside of M,
+    # but not that a grid has one dimension.
+    again = tl.where(tl.program_id(1) == 0, scaled, 0).to(dtype)
+    matrix = a.to(tl.int64) * B + i
+    store_along_rows(data_rows + matrix * (M * N), again, at, inside, m, n, N, M, True)
+    store_scale(scale_rows, tl.trans(stored), matrix, n, 0, m, N, 1, M, BLOCK, BLOCK)
 
 
 @triton.jit
@@ -438,6 +480,36 @@ def both(x, sizes, format, index=None):
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
     return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
+
+
+def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
+    """The leaves of what the reference of `quantize_square` gives."""
+    del amax_axes
+    (A, M, B, N), (BLOCK, _) = view(x.shape, block)
+    shards = jax.lax.axis_size(axes) if (axes := origin and origin[batch_dims]) else 1
+    config = choose_square(Square(A, M, B, N, BLOCK, shards, current_device()))
+    if not config.transposed:
+        return blocks(x, None, format, block) * (1 + dgrad)
+    tiles, counts = config.tiles, tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
+    TM = tiles.elements // tiles.columns
+    out = {}
+    if dgrad:
+        out["data"], out["scale"] = result_types(x.shape, counts, format)
+    of_scales = (A, B * triton.cdiv(N, BLOCK), triton.cdiv(M, BLOCK))
+    out["data_rows"], out["scale_rows"] = result_types((A, B * N, M), of_scales, format)
+    absent: dict[str, Any] = {} if dgrad else {"data": None, "scale": None}
+    results = launcher.triton_call(
+        x,
+        kernel=_square_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
+        grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, tiles.columns),),
+        M=M, B=B, N=N, BLOCK=BLOCK, TM=TM, TN=tiles.columns, **absent, **scaling(x.dtype, format),
+    )  # fmt: skip
+    *first, data, scale = (
+        stored_scale(part, format) if number % 2 else part for number, part in enumerate(results)
+    )
+    # Bitcasts, which the one before the GEMM undoes.
+    data, scale = jnp.swapaxes(data, 1, 2), jnp.swapaxes(scale, 1, 2)
+    return data.reshape(x.shape), scale.reshape(counts), *first
 
 
 def _groups(sizes, M: int, x) -> dict:
