@@ -78,6 +78,27 @@ def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
     assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parts_of_a_gathered_weight_are_joined_and_not_turned(h100_mesh, kind):
+    """Parts along the contraction: what moves them keeps the last dimension, of 256 bytes of each part."""
+    if cuda_call.nvrtc() is None:
+        pytest.skip("needs NVRTC and the extension of core")
+    mesh = h100_mesh({"fsdp": 2}, kind)
+    x, w = (
+        jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
+        )
+        for shape in ((T, D), (D, F))
+    )
+    resource = MeshResource(fsdp_resource="fsdp") if kind == AxisType.Auto else None
+    with jax.sharding.set_mesh(mesh), global_shard_guard(resource):
+        program = jax.jit(lambda x, w: dense(x, w, recipe="fp8_block")).trace(x, w)
+        text = program.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert [shape for c in hlo.collectives(text) for shape in c.shapes if "f8" in shape]
+    turned = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* transpose\(.*dimensions={([\d,]+)}", text)
+    assert turned == [(f"{F},2,{D // 2}", "1,0,2")]
+
+
 @pytest.mark.parametrize(
     "kind, recipe",
     [(AxisType.Auto, None), (AxisType.Explicit, "fp8_block"), (AxisType.Auto, "fp8_current")],

@@ -205,15 +205,15 @@ def test_copies_along_the_rows_are_transposed_for_hopper_alone():
 
 
 def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
-    """Not what other kernels read, or the reference; nor what is gathered along the contraction."""
+    """Not what other kernels read, or the reference."""
 
-    def transposed(E=8, K=512, B=2, N=768, block=128, shards=1, device=H100):
-        weights = quantize.Square(E, K, B, N, block, shards, device)
+    def transposed(E=8, K=512, B=2, N=768, block=128, device=H100):
+        weights = quantize.Square(E, K, B, N, block, device)
         return quantize.choose_square(weights).transposed
 
     assert transposed() and transposed(K=1504) and transposed(B=1, N=1504) and transposed(E=1024)
     assert not transposed(device=B200) and not transposed(device=NO_NVRTC)
-    assert not transposed(shards=2) and not transposed(block=32) and not transposed(E=1025)
+    assert not transposed(block=32) and not transposed(E=1025)
     assert not transposed(K=1500) and not transposed(N=1504) and not transposed(B=1, N=1500)
 
 

@@ -51,30 +51,21 @@ class Activated(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width.
-
-    Attributes:
-      shards: how many devices share the contraction.
-    """
+    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width."""
 
     experts: int
     contraction: int
     parts: int
     width: int
     block: int
-    shards: int
     device: Device
 
     @property
     def transposed(self) -> bool:
-        """Whether the forward's copy is [experts, parts, width, contraction], as Hopper's kernel reads it.
-
-        Not what is gathered along the contraction: it crosses devices with that dimension first.
-        """
+        """Whether the forward's copy is [experts, parts, width, contraction], as Hopper's kernel reads it."""
         return (
             self.device.runs_cuda
             and self.block == 128
-            and self.shards == 1
             and self.experts <= MAX_GROUPS
             and self.contraction % 16 == 0
             and self.width % (16 if self.parts == 1 else 128) == 0

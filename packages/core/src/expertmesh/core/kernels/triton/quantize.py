@@ -482,12 +482,11 @@ def both(x, sizes, format, index=None):
     return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
 
 
-def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
+def square(x, *, format, block, dgrad, **options):
     """The leaves of what the reference of `quantize_square` gives."""
-    del amax_axes
+    del options
     (A, M, B, N), (BLOCK, _) = view(x.shape, block)
-    shards = jax.lax.axis_size(axes) if (axes := origin and origin[batch_dims]) else 1
-    config = choose_square(Square(A, M, B, N, BLOCK, shards, current_device()))
+    config = choose_square(Square(A, M, B, N, BLOCK, current_device()))
     if not config.transposed:
         return blocks(x, None, format, block) * (1 + dgrad)
     tiles, counts = config.tiles, tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
