@@ -126,11 +126,11 @@ def weight_tile(
     else:
         weight = rhs + group.to(tl.int64) * (D * W)
         if TRANSPOSED:
-            beyond: tl.constexpr = "none" if W % BN == 0 else "any"
-            return matrix_tile(weight, tile_n * BN, k * BK, W, D, BN, BK, beyond, True)
+            of_width: tl.constexpr = "none" if W % BN == 0 else "any"
+            return matrix_tile(weight, tile_n * BN, k * BK, W, D, BN, BK, of_width, True)
         else:
-            beyond: tl.constexpr = "none" if D % BK == 0 else "zeros"
-            return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN, beyond)
+            of_depth: tl.constexpr = "none" if D % BK == 0 else "zeros"
+            return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN, of_depth)
 
 
 @triton.jit
