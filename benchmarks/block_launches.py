@@ -6,7 +6,6 @@ buffers are off then, as their kernels have no names of instructions.
 """
 
 import argparse
-import math
 import os
 import pathlib
 import re
@@ -16,11 +15,12 @@ import jax
 
 from benchmarks import _measure, moe_block
 from benchmarks.single_gpu_blocks import RECIPES
+from expertmesh.core import hlo
 from expertmesh.flax_moe import moe
 from expertmesh.flax_moe.native import native_moe
 
 # A type in the text of a program, as bf16[8,16]; what an instruction is called, and what follows it.
-TYPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", re.M)
 OURS = "custom-call("
 NAMED = "--xla_gpu_enable_command_buffer="
@@ -35,7 +35,7 @@ def step(block, shape: moe_block.Shape, arrays, recipe: str | None, which: str, 
 def rows_of(shape: moe_block.Shape, mesh, transport: str, show: bool) -> Iterator[dict]:
     """Of the forward, and of both passes."""
     arrays = moe_block.operands(shape, mesh)
-    for which in ("forward", "forward and backward"):
+    for which in moe_block.passes(moe, shape.config()):
         native = step(native_moe, shape, arrays, None, which, transport)
         name, launches = "native_moe", len(_measure.kernels(native, arrays))
         for recipe in (None, *RECIPES):
@@ -77,16 +77,11 @@ def num_bytes(text: str, text_of: dict[str, str]) -> int:
     result, _, rest = text.partition("(") if not text.startswith("(") else text.partition(") ")
     operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
     types = [result, *(_type_of(text_of.get(name, "")) for name in operands)]
-    return sum(_size(*found) for each in types for found in TYPE.findall(each))
+    return sum(hlo.num_bytes(shape) for each in types for shape in TYPE.findall(each))
 
 
 def _type_of(text: str) -> str:
     return text.partition(") ")[0] if text.startswith("(") else text.partition(" ")[0]
-
-
-def _size(name: str, bits: str, dims: str) -> int:
-    wide = 8 if name == "pred" else int(bits)
-    return math.prod(int(dim) for dim in dims.split(",") if dim) * wide // 8
 
 
 def main():

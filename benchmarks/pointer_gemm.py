@@ -23,16 +23,19 @@ from expertmesh.core.kernels.choice.grouped_gemm import NARROW, Config, Tiles
 from expertmesh.core.kernels.device import current_device
 
 OLDEST = 80
-FORMS = {
-    "as compiled for it": dataclasses.replace(NARROW, k=64, stages=4),
-    f"as PTX of {OLDEST / 10}": NARROW,
-}
 
 
 def as_ptx(compile_triton, *arguments):
     """What `compile_triton` gives for the oldest GPUs, as PTX."""
     *kernel, _ = arguments
     return compile_triton(*kernel, OLDEST, "ptx")
+
+
+# Tiles, and what gives a kernel's code in place of `compile_triton`.
+FORMS = {
+    "as compiled for it": (dataclasses.replace(NARROW, k=64, stages=4), _jax.compile_triton),
+    f"as PTX of {OLDEST / 10}": (NARROW, functools.partial(as_ptx, _jax.compile_triton)),
+}
 
 
 def passes(arrays, tiles: Tiles):
@@ -71,11 +74,8 @@ def cases_of(name: str, shape, form: str, tiles: Tiles) -> Iterator[_measure.Cas
     )
 
 
-def rows_of(form: str, tiles: Tiles) -> Iterator[dict]:
-    shapes = GPU if on_gpu() else CPU
-    compiled = _jax.compile_triton
-    if tiles is NARROW:
-        compiled = functools.partial(as_ptx, compiled)
+def rows_of(form: str) -> Iterator[dict]:
+    shapes, (tiles, compiled) = GPU if on_gpu() else CPU, FORMS[form]
     with mock.patch.object(_jax, "compile_triton", compiled):
         cases = [case for each in shapes.items() for case in cases_of(*each, form, tiles)]
         yield from _measure.measured(cases, pairs=7)
@@ -90,7 +90,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    rows = (row for form, tiles in FORMS.items() for row in rows_of(form, tiles))
+    rows = (row for form in FORMS for row in rows_of(form))
     _measure.write(options.json, _measure.with_means(rows, _pass))
 
 
