@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.marks import needs_triton
 from expertmesh.core import MeshResource, dense, global_shard_guard, grouped_dense, hlo
-from expertmesh.core.kernels.cuda import cuda_call
 from expertmesh.flax_moe import MoEConfig, moe, param_shapes, param_specs
 
 pytestmark = [pytest.mark.aot, needs_triton]
@@ -42,8 +41,6 @@ def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
 @pytest.mark.parametrize("kind", ["dense", "grouped", "block"])
 def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
     """Nor anything else of 8 bits, but for rows of a dense layer."""
-    if cuda_call.nvrtc() is None:
-        pytest.skip("needs NVRTC and the extension of core")
     mesh = h100_mesh({"fsdp": 1})
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -81,8 +78,6 @@ def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_parts_of_a_gathered_weight_are_joined_and_not_turned(h100_mesh, kind):
     """Parts along the contraction: what moves them keeps the last dimension, of 256 bytes of each part."""
-    if cuda_call.nvrtc() is None:
-        pytest.skip("needs NVRTC and the extension of core")
     mesh = h100_mesh({"fsdp": 2}, kind)
     x, w = (
         jax.ShapeDtypeStruct(
