@@ -26,7 +26,7 @@ from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Specs, 
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
+from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups, selected
 from expertmesh.core.quantization.delayed_scaling import DelayedState, grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize import dequantize_values
 from expertmesh.core.quantization.quantize_rows import Copies, grouped_quantize_both
@@ -170,8 +170,8 @@ def _accumulate_weights(
 
     def body(step: jax.Array, dw_GKN: jax.Array) -> jax.Array:
         group, first, count = locate(step)
-        live = (jnp.arange(block) < count)[:, None]
-        x, dy = (jnp.where(live, rows_of(first, group), 0) for rows_of in readers)
+        live = jnp.arange(block) < count
+        x, dy = (selected(live, rows_of(first, group)) for rows_of in readers)
         dims = (((0,), (0,)), ((), ()))
         dw_KN = jax.lax.dot_general(
             x, dy, dims, precision=precision_of(lhs), preferred_element_type=jnp.float32

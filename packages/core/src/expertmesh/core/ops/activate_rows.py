@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activation import Activation, function_and_gradient, unsupported
-from expertmesh.core.ops.groups import expand_trailing
+from expertmesh.core.ops.groups import selected
 from expertmesh.core.ops.row_map import holds_token
 
 __all__ = [
@@ -66,7 +66,7 @@ def activate_rows_grad_reference(
 
 
 def _selected(source: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return jnp.where(expand_trailing(holds_token(source), x.ndim), x, jnp.float32(0)).astype(dtype)
+    return selected(holds_token(source), x).astype(dtype)
 
 
 def _kernel(function: str) -> tuple[Kernel, ...]:

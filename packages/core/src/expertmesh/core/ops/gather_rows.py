@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.groups import each_participant
+from expertmesh.core.ops.groups import each_participant, selected
 
 MAX_UNROLLED = 8  # terms; a loop runs over further ones, as often as the fullest output row needs
 
@@ -29,15 +29,7 @@ def select_rows(src_SD: jax.Array, index_N: jax.Array) -> jax.Array:
     if num_src == 0:  # a gather needs a row to read
         src_SD = jnp.pad(src_SD, [(0, 1)] + [(0, 0)] * (src_SD.ndim - 1))
     rows_ND = jnp.take(src_SD, index_N, axis=0, mode="clip")
-    exists_N = exists_N.reshape(index_N.shape + (1,) * (src_SD.ndim - 1))
-    return jnp.where(exists_N, rows_ND, _zeros_like(rows_ND))
-
-
-def _zeros_like(x: jax.Array) -> jax.Array:
-    """Zeros; 2^-127 in float8_e8m0fnu, whose zero would be NaN and make NaN of zero data."""
-    if x.dtype == jnp.float8_e8m0fnu:
-        return jax.lax.bitcast_convert_type(jnp.zeros(x.shape, jnp.uint8), x.dtype)
-    return jnp.zeros_like(x)
+    return selected(exists_N, rows_ND)
 
 
 @each_participant
@@ -59,9 +51,8 @@ def sum_rows(src_SD: jax.Array, index_NK: jax.Array, weight_NK: jax.Array | None
         row_ND: jax.Array = select_rows(src_SD, index_NK[:, k]).astype(wide)
         if weight_NK is not None:
             # Select again: a weight without a row may be NaN.
-            exists_N1 = exists(index_NK[:, k], src_SD.shape[0])[:, None]
             weight_N1 = weight_NK[:, k].astype(wide)[:, None]
-            row_ND = jnp.where(exists_N1, weight_N1 * row_ND, jnp.zeros_like(row_ND))
+            row_ND = selected(exists(index_NK[:, k], src_SD.shape[0]), weight_N1 * row_ND)
         return out_ND + row_ND
 
     out_ND = jnp.zeros((num_out, src_SD.shape[1]), wide)
