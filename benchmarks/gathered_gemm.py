@@ -1,4 +1,4 @@
-"""Grouped GEMM of rows through an index against permute and grouped GEMM, forward.
+"""Grouped GEMMs of rows through an index against permute and grouped GEMM: those of a block's tokens, x and dy.
 
 A rate counts the operations of the product. Higher ratios are better.
 """
@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _measure
-from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
-from expertmesh.core.linear.grouped_gemm import grouped_gemm_op
+from expertmesh.core.linear.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
 from expertmesh.core.ops import permute as permute_ops
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.testing import relative_error
 
 # tokens, width, of the results, experts, choices: the first product of a block
@@ -24,62 +29,98 @@ GPU = {
     "dsv3 w13": (4096, 7168, 4096, 32, 8),
     "mixtral w13": (8192, 4096, 28672, 8, 2),
 }
+# The same of narrow experts, whose gradients are read through an index too.
+NARROW = {
+    "F 256, D 768": (40960, 768, 512, 128, 8),
+    "F 256, D 4096": (32768, 4096, 512, 256, 16),
+    "F 512, D 1536": (24576, 1536, 1024, 64, 4),
+    "F 512, D 4096": (32768, 4096, 1024, 128, 8),
+}
 CPU = {"small": (128, 256, 512, 8, 2)}
 
 
 def operands(shape, dtype):
-    """Tokens, weights, and the plan of random choices."""
+    """Tokens, the results' cotangents, rows of the second product, both weights, and the plan of random choices."""
     tokens, k, n, experts, choices = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (1, tokens, k), dtype)
-    rhs = jax.random.normal(keys[1], (experts, k, n), dtype) * k**-0.5
-    scores = jax.random.normal(keys[2], (1, tokens, experts))
-    topk_idx = jax.lax.top_k(scores, choices)[1].astype(jnp.int32)
-    return x, rhs, permute_ops.plan_permute(topk_idx, num_experts=experts)
-
-
-def check(gathered, x, index, rhs, sizes):
-    """The first rows and columns of some experts."""
-    got, few = jax.jit(gathered)(x, index, rhs, sizes), slice(0, 64)
-    ends = np.cumsum(sizes[0])
-    for expert in range(0, len(ends), max(1, len(ends) // 8)):
-        start = ends[expert] - sizes[0, expert]
-        part = slice(start, min(start + 4, ends[expert]))
-        rows, w = (np.asarray(a, np.float64) for a in (x[0, index[0, part]], rhs[expert, :, few]))
-        assert relative_error(got[0, part, few], rows @ w) < 1e-2, expert
-
-
-def case_of(name, shape, dtype):
-    x, rhs, plan = operands(shape, dtype)
-    index, sizes = plan.token, plan.group_sizes
-    tokens, k, n, experts, choices = shape
-    implementation = "triton" if jax.default_backend() == "gpu" else "reference"
-    options = {"out_dtype": jnp.dtype(dtype), "implementation": implementation}
-
-    def gathered(x, index, rhs, sizes):
-        return gathered_gemm_op(x, index, rhs, sizes, **options)
-
-    def permuted(x, plan, rhs, sizes):
-        return grouped_gemm_op(permute_ops.permute(x, plan), rhs, sizes, **options)
-
+    keys = jax.random.split(jax.random.key(0), 6)
     rows = tokens * choices
-    return _measure.gemm_case(
-        "gathered_gemm",
-        f"{jnp.dtype(dtype).name} fprop {name} {rows}x{k}x{n} of {tokens} tokens, {experts} groups",
-        2 * rows * k * n,
-        (gathered, (x, index, rhs, sizes)),
-        (permuted, (x, plan, rhs, sizes)),
-        "permute, grouped GEMM",
-        check=functools.partial(check, gathered, x, index, rhs, sizes),
-    )
+    shapes = (1, tokens, k), (1, rows, n), (1, rows, n // 2), (experts, k, n), (experts, n // 2, k)
+    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys[:5], shapes, strict=True)]
+    scores = jax.random.normal(keys[5], (1, tokens, experts))
+    topk_idx = jax.lax.top_k(scores, choices)[1].astype(jnp.int32)
+    return *arrays, permute_ops.plan_permute(topk_idx, num_experts=experts)
+
+
+def passes(shape, dtype, narrow: bool):
+    """name -> (function of rows and the others, its tokens, the others, operations of a row)."""
+    x, d_h, a, wi, wo, plan = operands(shape, dtype)
+    sizes, experts = plan.group_sizes, shape[3]
+    to = {"out_dtype": jnp.dtype(dtype)}
+    weights = to | {"num_experts": experts}
+    found = {"fprop": (lambda rows, w: grouped_gemm_op(rows, w, sizes, **to), wi, shape[2])}
+    if narrow:
+        found |= {
+            "wgrad of x": (
+                lambda rows, dy: grouped_gemm_wgrad_op(rows, dy, sizes, **weights),
+                d_h,
+                shape[2],
+            ),
+            "dgrad": (
+                lambda rows, w: grouped_gemm_dgrad_op(rows, w, sizes, **to),
+                wo,
+                shape[2] // 2,
+            ),
+            "wgrad of dy": (
+                lambda rows, lhs: grouped_gemm_wgrad_op(lhs, rows, sizes, **weights),
+                a,
+                shape[2] // 2,
+            ),
+        }
+    return x, plan, found
+
+
+def check(gathered, permuted, *arrays):
+    """Both ways are alike."""
+    got, want = (np.asarray(jax.jit(f)(*arrays).ravel()[:: 2**12]) for f in (gathered, permuted))
+    assert relative_error(got, want.astype(np.float64)) < 1e-2
+
+
+def cases_of(name, shape, dtype, narrow: bool):
+    x, plan, found = passes(shape, dtype, narrow)
+    tokens, k, _, experts, choices = shape
+    rows = tokens * choices
+    for which, (function, other, n) in found.items():
+
+        def gathered(x, plan, other, function=function):
+            return function(Moved(x, RowMap(plan.row, plan.source)), other)
+
+        def permuted(x, plan, other, function=function):
+            return function(permute_ops.permute(x, plan), other)
+
+        arrays = x, plan, other
+        yield _measure.gemm_case(
+            "gathered_gemm",
+            f"{jnp.dtype(dtype).name} {which} {name} {rows}x{k}x{n} of {tokens} tokens, {experts} groups",
+            2 * rows * k * n,
+            (gathered, arrays),
+            (permuted, arrays),
+            "permute, grouped GEMM",
+            check=functools.partial(check, gathered, permuted, *arrays),
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    shapes, dtype = (GPU, jnp.bfloat16) if jax.default_backend() == "gpu" else (CPU, jnp.float32)
-    cases = (case_of(name, shape, dtype) for name, shape in shapes.items())
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    cases = (
+        case
+        for shapes, narrow in ([(GPU, False), (NARROW, True)] if on_gpu else [(CPU, True)])
+        for name, shape in shapes.items()
+        for case in cases_of(name, shape, dtype, narrow)
+    )
     _measure.write(options.json, _measure.measured(cases))
 
 

@@ -58,6 +58,11 @@ def test_products(gpu):
     interpret(["tests/core/kernels/test_grouped_gemm.py"], f"{gpu} and few_rows", 1)
 
 
+@OF_16_BITS
+def test_products_of_gathered_rows(gpu):
+    interpret(["tests/core/kernels/test_gathered_gemm.py"], f"{gpu} and 77 and float16", 1)
+
+
 @OF_8_BITS
 def test_products_of_8_bits(gpu, count):
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)

@@ -121,17 +121,19 @@ def test_grouped_gemm(which, out, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("contraction", [4096, 4104])
-def test_gathered_gemm(contraction, arch):
+def test_gathered_gemm(contraction, transposed, arch):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.triton import gathered_gemm as kernels
 
     bf16 = jnp.dtype("bfloat16")
     gemm = choice.Rows(16384, contraction, 1024, 8, bf16, bf16, _device(arch))
     tiles = choice.choose_gathered(gemm).tiles
-    types = ["*bf16", "*i32", *_tiled(tiles, (1, tiles.k, tiles.n)), "*i32", "*bf16"]
-    sizes = {"T": 4096, "ZEROS_END": 16384, "K": contraction, "N": 1024, "G": 8, "G_POW2": 8}
-    constants = sizes | {"GROUP_M": tiles.group_m}
+    weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
+    types = ["*bf16", "*i32", *_tiled(tiles, weight), "*i32", "*bf16"]
+    sizes = {"T": 4096, "ZEROS_END": 16384, "D": contraction, "W": 1024, "G": 8, "G_POW2": 8}
+    constants = sizes | {"GROUP_M": tiles.group_m, "TRANSPOSED": transposed}
     compiled = _compile(kernels._gathered_rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
@@ -182,10 +184,11 @@ def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, tmp_path):
     assert kinds in ptx
 
 
+@pytest.mark.parametrize("gathers", ["", "lhs", "dy"])
 @pytest.mark.parametrize("operands", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("rows, groups", [(32768, 8), (65536, 256), (32768, 256), (65536, 1024)])
-def test_weight_gradients_on_hopper(rows, groups, out, operands, tmp_path):
+def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_path):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.cuda import grouped_gemm as kernels
     from expertmesh.core.kernels.device import Device
@@ -193,8 +196,12 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, tmp_path):
     wide = out == "float32"
     tiles = choice.choose_weights(choice.Weights(rows, (256, 256), groups, out, Device())).tiles
     assert tiles.stages >= tiles.min_stages
-    ptx, said = _assemble_cuda(kernels.weights_source(operands, out, tiles), tmp_path)
+    text = kernels.weights_source(operands, out, tiles, gathers)
+    ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
+    # Eight rows at once, of 128 columns of lhs or of 256 of dy.
+    copies = {"": 0, "lhs": 8 * 2, "dy": 8 * 4}[gathers]
+    assert ptx.count("cp.async.cg.shared.global") == copies
     own = wide or rows <= choice.SMALL_GROUP * groups  # strips of each warp
     assert f"cp.async.bulk.wait_group.read {3 if own else 0};" in ptx
     kind = {"bfloat16": "bf16", "float16": "f16"}[operands]

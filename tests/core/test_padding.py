@@ -21,7 +21,6 @@ from expertmesh.core import (
     grouped_gemm,
     quantize,
 )
-from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
@@ -32,9 +31,10 @@ from expertmesh.core.linear.grouped_gemm import (
 )
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.groups import cleared
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
-from expertmesh.core.quantization.quantize_rows import Rows, quantize_rows
+from expertmesh.core.quantization.quantize_rows import Moved, Rows, quantize_rows
 
 P, C, K, N, E, T = 2, 96, 32, 64, 5, 7
 # The last groups end within a block of rows, and within a step of the reference.
@@ -77,8 +77,13 @@ def operands(fill):
     )  # fmt: skip
     return SimpleNamespace(
         **{name: selected(a, fill) if name != "source" else a for name, a in given.items()},
-        tokens=normal(4, P, T + 1, K).at[:, T].set(fill),
-        token=jnp.where(jnp.arange(C) < LIVE[:, None], jnp.arange(C) % T, T),
+        moved=Moved(
+            normal(4, P, T + 1, K).at[:, T].set(fill),
+            RowMap(
+                jnp.zeros((P, T + 1), jnp.int32),
+                jnp.where(jnp.arange(C) < LIVE[:, None], jnp.arange(C) % T, T),
+            ),
+        ),
         mx=mx,
         current=[*copies(x, CURRENT), *copies(dy, CURRENT)],
         w=normal(5, E, K, N),
@@ -121,7 +126,10 @@ OPS = {
     "weight gradient, tensors": lambda o: grouped_gemm_wgrad_op(
         o.current[1], o.current[3], SIZES, num_experts=E, out_dtype=F32
     ),
-    "gathered_gemm": lambda o: gathered_gemm_op(o.tokens, o.token, o.w, SIZES, out_dtype=F32),
+    "grouped_gemm, tokens": lambda o: grouped_gemm_op(o.moved, o.w, SIZES, out_dtype=F32),
+    "weight gradient, tokens": lambda o: grouped_gemm_wgrad_op(
+        o.moved, o.dy, SIZES, num_experts=E, out_dtype=F32
+    ),
     "group_bias": lambda o: group_bias_op(o.dy, o.bias, SIZES, o.weights),
     "bias gradient": lambda o: group_bias_grad_op(o.dy, SIZES, None, num_experts=E, out_dtype=F32),
     "bias gradient, weights": lambda o: group_bias_grad_op(

@@ -1,4 +1,4 @@
-"""The kernel of gathered rows on a GPU, against float64 loops."""
+"""The kernels of gathered rows on a GPU, against float64 loops."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    grouped_gemm_wgrad_op,
+)
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.testing import relative_error
 
 # Tokens, rows, contraction, width, groups, padding rows; none is a multiple of a tile.
@@ -16,40 +22,72 @@ SHAPES = [
     (99, 600, 72, 1000, 9, 20),
     (50, 77, 8, 8, 3, 77),
     (40, 200, 8200, 136, 3, 20),  # a contraction that is left to the other kernel
+    (700, 1200, 392, 1352, 20, 30),  # on Hopper the weight gradient's tiles of small groups
 ]
 CASES = [(shape, "bfloat16", "bfloat16") for shape in SHAPES]
-CASES += [(SHAPES[0], "float16", "float32"), (SHAPES[-1], "float16", "float32")]
+CASES += [(SHAPES[i], "float16", "float32") for i in (0, 3, -1)]
 
 
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize("shape, dtype, out", CASES, ids=str)
-def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, out):
+def _operands(shape, dtype):
+    """Tokens of both widths, rows of both, weights, the rows' tokens and the groups' sizes."""
     T, C, K, N, G, dead = shape
     rng = np.random.default_rng(C)
     sizes = rng.multinomial(C - dead, [1 / G] * G).astype(np.int32)
     sizes[1] = 0  # an empty group
     live = sizes.sum()
-    x = rng.normal(size=(T, K)) * 2.0 ** rng.integers(-3, 4, size=(T, 1))
-    x[T - 1] = np.nan  # must reach nothing
+    tokens, rows = (
+        [rng.normal(size=(n, w)) * 2.0 ** rng.integers(-3, 4, size=(n, 1)) for w in (K, N)]
+        for n in (T, C)
+    )
     index = rng.integers(-1, T - 1, C).astype(np.int32)
     index[::7] = T  # no such row
     index[live:] = T - 1
-    x, w = jnp.asarray(x, dtype), jnp.asarray(rng.normal(size=(G, K, N)), dtype)
+    for each in tokens:
+        each[T - 1] = np.nan  # must reach nothing
+    for each in rows:
+        each[live:] = np.nan
+    arrays = [jnp.asarray(x, dtype) for x in (*tokens, *rows, rng.normal(size=(G, K, N)))]
+    return arrays, index, sizes
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("shape, dtype, out", CASES, ids=str)
+def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, out, capability):
+    (x, dy, rows, d_rows, w), index, sizes = _operands(shape, dtype)
 
     @jax.jit
-    def run(x, index, w, sizes):
-        options = {"implementation": "triton", "out_dtype": jnp.dtype(out), "clear_padding": True}
-        return gathered_gemm_op(x[None], index[None], w, sizes[None], **options)[0]
+    def run(x, dy, rows, d_rows, w, index, sizes):
+        # A token's own places are not read.
+        row_map = RowMap(jnp.zeros((1, len(x)), jnp.int32), index[None])
+        x, dy = (Moved(tokens[None], row_map) for tokens in (x, dy))
+        options = {"implementation": "triton", "out_dtype": jnp.dtype(out)}
+        cleared, weights = options | {"clear_padding": True}, options | {"num_experts": len(w)}
+        return (
+            grouped_gemm_op(x, w, sizes[None], **cleared)[0],
+            grouped_gemm_dgrad_op(dy, w, sizes[None], **cleared)[0],
+            grouped_gemm_wgrad_op(x, d_rows[None], sizes[None], **weights),
+            grouped_gemm_wgrad_op(rows[None], dy, sizes[None], **weights),
+        )
 
-    wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
-    missing = (index < 0) | (index >= T)
-    rows = np.where(missing[:, None], 0, wide_x[np.where(missing, 0, index)])
-    want, first = np.zeros((C, N)), 0
+    missing = (index < 0) | (index >= len(x))
+    wide = [np.asarray(a, np.float64) for a in (x, dy, rows, d_rows, w)]
+    of_x, of_dy = (np.where(missing[:, None], 0, a[np.where(missing, 0, index)]) for a in wide[:2])
+    want = [np.zeros((len(index), a.shape[1])) for a in (dy, x)]
+    want += [np.zeros(w.shape) for _ in range(2)]
+    first = 0
     for g, size in enumerate(sizes):
         part = slice(first, first := first + size)
-        want[part] = rows[part] @ wide_w[g]
-    got = run(x, index, w, sizes)
-    assert relative_error(got, want) < (2e-5 if out == "float32" else 5e-3)
-    assert not np.asarray(got[live:]).any() and not np.asarray(got)[missing].any()
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(run(x, index, w, sizes)))
+        want[0][part] = of_x[part] @ wide[4][g]
+        want[1][part] = of_dy[part] @ wide[4][g].T
+        want[2][g] = of_x[part].T @ wide[3][part]
+        want[3][g] = wide[2][part].T @ of_dy[part]
+    operands = x, dy, rows, d_rows, w, index, sizes
+    got, again = run(*operands), run(*operands)
+    for a, b, expected in zip(got, again, want, strict=True):
+        assert relative_error(a, expected) < (2e-5 if out == "float32" else 5e-3)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for a in got[:2]:
+        assert not np.asarray(a[first:]).any() and not np.asarray(a)[missing].any()
+    for a in got[2:]:
+        assert not np.asarray(a[1]).any(), "the empty group has a gradient"

@@ -10,7 +10,9 @@ import pytest
 
 from cases.marks import needs_triton
 from expertmesh.core import grouped_gemm, permute, plan_permute, unpermute
-from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, grouped_gemm_wgrad_op
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -91,7 +93,25 @@ def test_gathered_rows():
     @jax.jit
     def run(table, w, index):
         x, sizes = table[jnp.arange(T) % R], jnp.array([[C]], jnp.int32)
-        return gathered_gemm_op(x[None], index[None], w[None], sizes, out_dtype=table.dtype)[0]
+        rows = Moved(x[None], RowMap(jnp.zeros((1, T), jnp.int32), index[None]))
+        return grouped_gemm_op(rows, w[None], sizes, out_dtype=table.dtype)[0]
 
     y = run(table, w, index)
     assert relative_error(y, _wide(table)[index % R] @ _wide(w)) < 1e-2
+
+
+@pytest.mark.parametrize("gathers", ["lhs", "dy"])
+def test_gradients_of_gathered_rows(gathers):
+    T, C, K, N = 2**19 + 64, 512, 4160, 64
+    table, other = _table(0, R, K), _table(1, C, N)
+    index = T - 1 - np.arange(C, dtype=np.int32) * (T // C)
+
+    @jax.jit
+    def run(table, other, index):
+        x, sizes = table[jnp.arange(T) % R], jnp.array([[C]], jnp.int32)
+        rows = Moved(x[None], RowMap(jnp.zeros((1, T), jnp.int32), index[None]))
+        operands = (rows, other[None]) if gathers == "lhs" else (other[None], rows)
+        return grouped_gemm_wgrad_op(*operands, sizes, num_experts=1, out_dtype=table.dtype)[0]
+
+    got, want = run(table, other, index), _wide(table)[index % R].T @ _wide(other)
+    assert relative_error(got, want if gathers == "lhs" else want.T) < 1e-2

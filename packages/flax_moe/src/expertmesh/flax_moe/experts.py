@@ -14,8 +14,9 @@ quantize is written in 8 bits only: a, and dh without biases. The gradient of a 
 is kept; nor is a without a recipe, as the pass that makes dh makes it again.
 
 Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
-again along the rows; or as tokens that the first GEMM reads in place. Nothing reads padding rows, so nothing is written
-there. They leave in two: as they are, or on one device as each token's sum, whose cotangent is quantized where it is.
+again along the rows; or as tokens that the GEMMs read in place. Nothing reads padding rows, so nothing is written
+there. They leave in two: as they are, or on one device as each token's sum, whose cotangent is read, or quantized,
+where it is.
 
 A weight may be an `Adapted`: then its own gradient is not made, and h += (rows A) B, y += (a A) B with their
 derivatives, as in core's linear/apply.py. These GEMMs read plain rows: those that arrived quantized, dequantized.
@@ -51,7 +52,6 @@ from expertmesh.core.linear.apply import (
     where_at_rest,
     x_copies,
 )
-from expertmesh.core.linear.gathered_gemm import gathered_gemm_op
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
 from expertmesh.core.linear.layer import (
     DenseState,
@@ -188,14 +188,23 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     return config.recipe is None and _all_here(handle) and prod(wi.shape[2:]) <= wi.shape[1]
 
 
+NARROW = (
+    256  # F: the down projection's gradients read their rows' cotangents where their tokens' are
+)
+# That of its weight then loads 1.5 times as much from L2, which pays where products wait for memory anyway.
+
+
 def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
-    """Whether the experts add each token's rows: all are here, and their cotangents are quantized and not read else.
+    """Whether the experts add each token's rows: all are here, and GEMMs or a quantizer alone read their cotangents.
 
     They are then read where their tokens' are, and not written. Where they are written anyway, it gains nothing.
     """
     plain = set(params) == set(EXPERTS) and not any(map(is_low_rank, params.values()))
-    if config.recipe is None or not plain or not _all_here(handle):
+    if not plain or not _all_here(handle):
         return False
+    if config.recipe is None:
+        wi = params["wi"]
+        return wi.shape[-1] <= NARROW and reads_tokens(wi, handle, config)
     formats = config.recipe.formats()
     return quantizes_both_at_once(formats.grad_dgrad, formats.grad_wgrad)
 
@@ -204,27 +213,6 @@ def _all_here(handle: ep.Handle) -> bool:
     """Whether all tokens and all experts are on one device, so that nothing is exchanged."""
     num_tokens = prod(handle.slot.shape[:-1])
     return mesh_of(handle.slot).size <= 1 and handle.row.shape[:2] == (1, num_tokens)
-
-
-def _up(
-    x: _Operand,
-    wi: _Operand,
-    bias: jax.Array | None,
-    handle: ep.Handle,
-    layer: Layer,
-    in_place: bool,
-) -> jax.Array:
-    """h of x in the format along D."""
-    h: jax.Array
-    if not in_place:
-        h = forward_gemm(x, wi, handle.group_sizes, bias, layer)
-        return h
-    tokens = _rows_of(handle).source_row
-    specs = None, None, layer.resolved[1], None
-    operands = x, tokens, wi, handle.group_sizes
-    h = gathered_gemm_op(*operands, out_dtype=layer.out_dtype, operand_specs=specs)
-    h = add_bias(h, bias, handle.group_sizes, layer)
-    return h
 
 
 def _down(
@@ -241,7 +229,7 @@ def _down(
 
 
 def _row_copies(
-    rows: jax.Array,
+    rows: Any,
     quantized: QuantizedArray | None,
     sizes: jax.Array,
     extra: NonDiffOperands,
@@ -257,6 +245,11 @@ def _row_copies(
     format, spec = layer.formats.x_wgrad, layer.resolved[0]
     along_rows = grouped_requantize(quantized, sizes, format, spec=spec)
     return quantized, along_rows, None
+
+
+def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
+    """The rows as GEMMs take them, which may be given as their tokens."""
+    return Moved(rows, _rows_of(handle)) if of.in_place else rows
 
 
 def _plain_rows(rows: _Operand, layer: Layer) -> jax.Array:
@@ -293,16 +286,12 @@ def _through_up(
 ) -> tuple[jax.Array, _Adapter | None]:
     """h, and what is kept of an adapter; copies: rows in the format along D, and wi."""
     bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
-    h = _up(*copies, bias, handle, of.up, of.in_place)
+    sizes = handle.group_sizes
+    h = forward_gemm(*copies, sizes, bias, of.up)
     if adapter is None or not adapter.is_low_rank:
         return named("hidden", h), None if adapter is None else _Adapter(adapter)
-
-    def project(x: jax.Array, a: jax.Array, layer: Layer) -> jax.Array:
-        return _up(x, a, None, handle, layer, of.in_place)
-
     x: Any = rows if arrived is None else arrived
-    sizes, plain = handle.group_sizes, _plain_rows(x, of.up)
-    h, u = add_low_rank(h, plain, weight, sizes, of.up, project)
+    h, u = add_low_rank(h, _placed(_plain_rows(x, of.up), handle, of), weight, sizes, of.up)
     return named("hidden", h), _Adapter(adapter, u, x)
 
 
@@ -338,7 +327,8 @@ def _forward(
     """(y and the state, rows along the rows, wi, h, a along the rows, wo, adapters), as the backward reads them."""
     sizes, up, down = handle.group_sizes, of.up, of.down
     trained = {name: for_backward and not isinstance(params[name], Adapted) for name in EXPERTS}
-    x, x_rows, x_state = _row_copies(rows, quantized, sizes, extras["wi"], up, trained["wi"])
+    source = _placed(rows, handle, of)
+    x, x_rows, x_state = _row_copies(source, quantized, sizes, extras["wi"], up, trained["wi"])
     wi, kept_wi, wi_state = w_copies(params["wi"], extras["wi"], up, for_dgrad=for_backward)
     h, of_wi = _through_up(params, rows, quantized, (x, wi), handle, of)
     activated = Activated(h, weights, handle.source, of.activation)
@@ -461,7 +451,6 @@ def _up_gradients(
     d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
     d_rows = _add_adapter_dgrad(d_rows, adapter, sizes, of.up)
     if of.in_place:
-        x = move_rows(x, row_map) if adapter is None else x
         d_rows = move_rows(d_rows, row_map.inverse)
     if adapter is None:
         d_wi = weight_gradient(x, of_h.along_rows, wi, sizes, of.up)
@@ -477,8 +466,7 @@ def _up_adapter(
     if adapter.x is None:
         return adapter, None
     # Else the compiler takes the forward's plain rows, and keeps them alive in between.
-    rows = _plain_rows(barrier(adapter.x, d_h)[0], of.up)
-    rows = move_rows(rows, _rows_of(handle)) if of.in_place else rows
+    rows = _placed(_plain_rows(barrier(adapter.x, d_h)[0], of.up), handle, of)
     return adapter, _adapter_cotangent(rows, d_h, adapter, sizes, of.up)
 
 

@@ -8,7 +8,7 @@ where e is an expert; a null one adds nothing, or w_tk x_t. At a latent width ex
 is times Lu. It is
 with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
 the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
-one device without a recipe a narrow up projection reads the tokens where they are, not dispatched. A recipe quantizes
+one device without a recipe the GEMMs of narrow experts read tokens where they are, not dispatched. A recipe quantizes
 the operands of the GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are
 dispatched (see quantized_dispatch.py).
 

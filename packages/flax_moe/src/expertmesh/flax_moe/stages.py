@@ -120,7 +120,7 @@ class Computed(NamedTuple):
       rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read. None
         where there are `sums`.
       quant_state: the next call's, of `wi` and `wo`; None unless the recipe is a DelayedScaling.
-      sums: [..., D], each token's sum of its rows, where the experts add them: on one device under a recipe of blocks.
+      sums: [..., D], each token's sum of its rows, where the experts add them: on one device, see `experts`.
     """
 
     handle: ep.Handle
@@ -268,9 +268,9 @@ def experts(
       key: as for `moe`.
 
     Returns:
-      Computed, its rows sharded like those of `dispatched`. On one device, under a recipe that quantizes gradients in
-      blocks of 8 bits, and without biases, it has the tokens' sums in place of rows: the backward then reads the
-      cotangents of tokens where they are.
+      Computed, its rows sharded like those of `dispatched`. On one device and without biases it has the tokens' sums in
+      place of rows where the backward reads the cotangents of tokens where they are: under a recipe that quantizes
+      gradients in blocks of 8 bits, or without one of narrow experts (F at most 256) that read tokens in place.
 
     Raises:
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.

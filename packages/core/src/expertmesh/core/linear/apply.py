@@ -15,7 +15,6 @@ in no format: the same three GEMMs, twice.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,7 +48,7 @@ from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.quantization.quantize import plain
-from expertmesh.core.quantization.quantize_rows import Copies, Rows
+from expertmesh.core.quantization.quantize_rows import Copies, Moved, Rows
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import at_rest, differentiable
@@ -253,8 +252,7 @@ def x_copies(
 ) -> tuple[Any, Any, Any]:
     """(x along K, x along the tokens if `for_wgrad`, the state of x after it or None); x: or `Rows` in groups."""
     if layer.recipe is None:
-        if isinstance(x, Rows):
-            x, _ = x.apart(group_sizes, layer.resolved[0])
+        x = _as_read(x, group_sizes, layer.resolved[0])
         return x, x, None
     state = extra.state.x if extra.state is not None else None
     out: tuple[Any, Any, Any] = layer.law.quantize_x(
@@ -277,13 +275,20 @@ def dy_copies(
     dy may be `Rows` in groups.
     """
     if layer.recipe is None:
-        if isinstance(dy, Rows):
-            dy, _ = dy.apart(group_sizes, layer.resolved[2])
+        dy = _as_read(dy, group_sizes, layer.resolved[2])
         return Copies(dy, dy, None)
     keys = gradient_keys(layer, key)
     along_tokens = tokens if for_wgrad else None
     out: Copies = layer.law.quantize_dy(dy, group_sizes, keys, layer, tokens=along_tokens)
     return out
+
+
+def _as_read(x: Any, group_sizes: Any, spec: PartitionSpec | None) -> Any:
+    """What the GEMMs read of an operand, or of `Rows`, without a recipe: of tokens they read the rows themselves."""
+    if not isinstance(x, Rows) or isinstance(x, Moved):
+        return x
+    rows, _ = x.apart(group_sizes, spec)
+    return rows
 
 
 def low_rank_layers(w: Adapted, layer: Layer) -> tuple[Layer, Layer]:
@@ -302,23 +307,15 @@ def low_rank_layers(w: Adapted, layer: Layer) -> tuple[Layer, Layer]:
 
 def add_low_rank(
     y: jax.Array,
-    x: jax.Array,
+    x: Any,
     w: Any,
     group_sizes: jax.Array | None,
     layer: Layer,
-    project: Callable[[jax.Array, jax.Array, Layer], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(y + u B, u) of a weight with A and B, which the backward reads again; x plain.
-
-    Args:
-      project: `project(x, a, layer) -> x a`, of a layer that reads rows where they are; None: a GEMM as of W.
-    """
+    """(y + u B, u) of a weight with A and B, which the backward reads again; x plain, or `Moved`."""
     of_a, of_b = low_rank_layers(w, layer)
     of_b = dataclasses.replace(of_b, caller=(*of_b.caller[:2], at_rest(y, of_b.caller[2])))
-    if project is None:
-        u = forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
-    else:
-        u = project(x, _widened(w.a, of_a), of_a)
+    u = forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
     return y + forward_gemm(u, _widened(w.b, of_b), group_sizes, None, of_b), u
 
 

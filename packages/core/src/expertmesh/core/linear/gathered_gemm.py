@@ -17,16 +17,12 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
-    plain_rows_unsupported,
-    plan_grouped,
 )
 from expertmesh.core.mesh import cast_sharded
-from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
-from expertmesh.core.ops.gather_rows import select_rows
-from expertmesh.core.ops.groups import each_participant
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["gathered_gemm"]
@@ -50,9 +46,9 @@ def gathered_gemm(
     Raises:
       ValueError: `x`, `rhs` and `plan` do not fit.
 
-    Differentiable in `x` and `rhs`. Kept for the backward: `x`, which is then permuted for the weight's gradient.
-    Sharded as `grouped_gemm`, with the tokens of a participant held whole. On a GPU the forward reads each row where it
-    is, once for each tile of 256 columns; the reference permutes first.
+    Differentiable in `x` and `rhs`. Kept for the backward: `x`. Sharded as `grouped_gemm`, with the tokens of a
+    participant held whole. On a GPU the forward reads each row where it is, once for each tile of 256 columns, and on
+    Hopper so does the weight's gradient, for which other GPUs permute first, as the reference always does.
     """
     check_arrays("gathered_gemm", FLOATS, x=x, rhs=rhs)
     flat = x.ndim == 2
@@ -63,45 +59,15 @@ def gathered_gemm(
         )
     check_operands("gathered_gemm", x, rhs, plan.group_sizes, None)
     check_out_dtype("gathered_gemm", x.dtype)
-    operands = [x, plan.token, plan.row, plan.source, plan.group_sizes]
+    operands = [x, plan.row, plan.source, plan.group_sizes]
     if flat:
         operands = [a[None] for a in operands]
     out = _gathered_gemm(*operands, rhs, rhs_dtype=rhs.dtype, rhs_spec=rhs_spec)
     return out[0] if flat else out
 
 
-def _reference(
-    lhs: jax.Array, index: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
-) -> jax.Array:
-    rows = each_participant(select_rows)(lhs, index)
-    out: jax.Array = grouped_gemm_op.reference(rows, rhs, group_sizes, **options)
-    return out
-
-
-def _unsupported(
-    lhs: jax.Array, index: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any
-) -> str | None:
-    del options
-    if not index.size:
-        return f"there must be rows; the index is {index.shape}"
-    return plain_rows_unsupported(lhs, rhs, group_sizes)
-
-
-gathered_gemm_op = Op(
-    "gathered_gemm",
-    _reference,
-    "p t k, p c, e k n..., p g -> p c n...",
-    summed=("k",),
-    roles="participants . ., participants ., experts fsdp ., participants . -> participants . .",
-    parameter=2,
-    plan=plan_grouped,
-    kernels=(Kernel.triton("expertmesh.core.kernels.triton.gathered_gemm", "rows", _unsupported),),
-)
-
-
 def _fwd(
     x: jax.Array,
-    token: jax.Array,
     row: jax.Array,
     source: jax.Array,
     group_sizes: jax.Array,
@@ -109,29 +75,30 @@ def _fwd(
     *,
     rhs_dtype: DTypeLike,
     rhs_spec: PartitionSpec | None,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     del rhs_dtype
     rhs = cast_sharded(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
-    options = dict(out_dtype=x.dtype, operand_specs=(None, None, rhs_spec, None))
-    out = gathered_gemm_op(x, token, rhs, group_sizes, clear_padding=True, **options)
-    return out, (x, rhs, row, source, group_sizes)
+    rows = Moved(x, RowMap(row, source))
+    options = dict(out_dtype=x.dtype, operand_specs=(None, rhs_spec, None))
+    out = grouped_gemm_op(rows, rhs, group_sizes, clear_padding=True, **options)
+    return out, (rows, rhs, group_sizes)
 
 
 def _bwd(
     residuals: Any, d_out: jax.Array, *, rhs_dtype: DTypeLike, rhs_spec: PartitionSpec | None
 ) -> tuple[jax.Array | None, ...]:
-    x, rhs, row, source, group_sizes = residuals
-    specs = (None, rhs_spec, None)
-    d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, out_dtype=x.dtype, operand_specs=specs)
+    rows, rhs, group_sizes = residuals
+    options = dict(out_dtype=rows.dtype, operand_specs=(None, rhs_spec, None))
+    d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, **options)
     d_rhs = grouped_gemm_wgrad_op(
-        move_rows(x, RowMap(row, source)),
+        rows,
         d_out,
         group_sizes,
         num_experts=rhs.shape[0],
         out_dtype=rhs_dtype,
         result_specs=(at_rest(rhs, rhs_spec),),
     )
-    return move_rows(d_rows, RowMap(source, row)), None, None, None, None, d_rhs
+    return move_rows(d_rows, rows.row_map.inverse), None, None, None, d_rhs
 
 
 _gathered_gemm = differentiable(_fwd, _bwd)

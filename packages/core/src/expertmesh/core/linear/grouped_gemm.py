@@ -29,7 +29,13 @@ from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
 from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups, selected
 from expertmesh.core.quantization.delayed_scaling import DelayedState, grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize import dequantize_values
-from expertmesh.core.quantization.quantize_rows import Copies, grouped_quantize_both
+from expertmesh.core.quantization.quantize_rows import (
+    Copies,
+    Moved,
+    grouped_quantize_both,
+    is_moved,
+    written,
+)
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.rule import (
@@ -218,6 +224,7 @@ def _rows_reference(
     out_dtype: DTypeLike,
     clear_padding: bool = False,
 ) -> jax.Array:
+    lhs = written(lhs)
     (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
     shape = P, C, *(N if contract_rhs == 1 else (K,))
     if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
@@ -237,6 +244,7 @@ def _rows_reference(
 def _wgrad_reference(
     lhs: Any, dy: Any, group_sizes: jax.Array, *, num_experts: int, out_dtype: DTypeLike
 ) -> jax.Array:
+    lhs, dy = written(lhs), written(dy)
     shape = (num_experts, lhs.shape[2], *dy.shape[2:])
     if 0 in (*lhs.shape, *dy.shape):
         return _vary_like(jnp.zeros(shape, out_dtype), lhs, dy, group_sizes)
@@ -382,14 +390,34 @@ def _idle_axes(
 def _kernels(
     function: str, plain: Callable[..., str | None], quantized: Callable[..., str | None]
 ) -> tuple[Kernel, ...]:
-    """Of plain and of quantized operands, with what keeps operands from each."""
-    modules = "grouped_gemm", "quantized_grouped_gemm"
+    """Of plain operands, of those with rows that are `Moved`, and of quantized ones; what keeps operands from each."""
+    of_modules: dict[str, tuple[Callable[..., str | None], Callable[..., bool]]] = {
+        "grouped_gemm": (plain, _are_rows),
+        "gathered_gemm": (_OfBases(plain), is_moved),
+        "quantized_grouped_gemm": (quantized, is_quantized),
+    }
     return tuple(
         Kernel.triton(f"expertmesh.core.kernels.{module}", function, unsupported, takes)
-        for module, unsupported, takes in zip(
-            modules, (plain, quantized), (is_plain, is_quantized), strict=True
-        )
+        for module, (unsupported, takes) in of_modules.items()
     )
+
+
+def _are_rows(*operands: Any) -> bool:
+    return is_plain(*operands) and not is_moved(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfBases:
+    """What keeps operands from a kernel, of what those that are `Moved` are read from."""
+
+    unsupported: Callable[..., str | None]
+
+    def __call__(self, *operands: Any, **options: Any) -> str | None:
+        moved = [x for x in operands if isinstance(x, Moved)]
+        if not all(x.row_map.source.size for x in moved):
+            return "there must be rows"
+        bases = (x.base if isinstance(x, Moved) else x for x in operands)
+        return self.unsupported(*bases, **options)
 
 
 def plain_rows_unsupported(

@@ -164,7 +164,7 @@ quantize_rows_op = Op(
     "grouped_quantize",
     _reference,
     "p n ..., p g, p g, key -> p n ..., p n ..., p g, p n",
-    whole=("n", "g", "key"),
+    whole=("n", "g", "key", "s", "j"),  # the last two: of `Moved`
     roles="participants . ., participants ., participants ., . "
     "-> participants . ., participants . ., participants ., participants .",
     plan=BlockPlan("grouped_quantize"),
@@ -242,23 +242,24 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moved(Rows):
-    """`move_rows(base, row_map)`: rows of tokens [P, S, D], which one pass reads where they are and quantizes."""
+    """`move_rows(base, row_map)`: rows of tokens [P, S, D], which a pass that quantizes them, or a grouped GEMM, reads
+    where they are."""
 
     row_map: RowMap
-    op: ClassVar[Op] = dataclasses.replace(
-        quantize_rows_op,
-        sharding="p s d, p g, p g, key -> p n d, p n d, p g, p n",
-        whole=("s", "k", "n", "g", "key"),
-    )
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.row_map.source.shape, *self.base.shape[2:])
 
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        # Only the rule has names for the places of a token and for the rows.
-        k, n = ("k", "n") if of_groups == "g" else (of_groups, of_groups)
-        return of_data, (*of_data[:2], k), (*of_data[:1], n)
+        # Only the rule has names for the tokens and for the places of one.
+        s, j = ("s", "j") if of_groups == "g" else (of_groups, of_groups)
+        lead, rank = of_data[:1], self.row_map.row.ndim
+        return (*lead, s, *of_data[2:]), (*lead, s, j)[:rank], of_data[:2]
 
     def rows(self) -> jax.Array:
         out: jax.Array = each_participant(select_rows)(self.base, self.row_map.source_row)
@@ -397,6 +398,16 @@ def grouped_quantize(
     options: dict[str, Any] = dict(multiplier=multiplier, keys=(key, key), spec=spec)
     out: QuantizedArray = quantize_rows(name, Rows(x), group_sizes, formats, **options)[along_rows]
     return out
+
+
+def is_moved(*operands: Any) -> bool:
+    """Whether one of the operands is `Moved`."""
+    return any(isinstance(x, Moved) for x in operands)
+
+
+def written(x: Any) -> Any:
+    """An operand, inside of an op: rows that are `Moved` as an array."""
+    return x.rows() if isinstance(x, Moved) else x
 
 
 def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None) -> bool:

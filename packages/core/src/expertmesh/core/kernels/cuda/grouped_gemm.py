@@ -81,17 +81,26 @@ def rows_source(
     )
 
 
-def launch_weights(lhs, dy, group_sizes, *, config: Config, out_dtype):
-    """[C, K] x [C, N] -> [G, K, N]."""
+# Operands of a weight gradient whose rows may be found by an index, as the kernel has them.
+GATHERS = {"": 0, "lhs": 1, "dy": 2}
+
+
+def launch_weights(lhs, dy, group_sizes, *, config: Config, out_dtype, index=None, gathers=""):
+    """[C, K] x [C, N] -> [G, K, N].
+
+    Rows of the operand `gathers`, "lhs" or "dy", are its rows at the index, int32[C], zeros where that is negative.
+    """
+    operands = {"lhs": lhs, "dy": dy}
+    others = [operands.pop(gathers), index] if gathers else []
     return weight_gradients.launch(
-        _windows(lhs), _windows(dy), group_sizes,
-        source=weights_source(lhs.dtype, out_dtype, config.tiles), name="grouped_gemm_weights",
+        *map(_windows, operands.values()), *others, group_sizes,
+        source=weights_source(lhs.dtype, out_dtype, config.tiles, gathers), name="grouped_gemm_weights",
         config=config, widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
     )  # fmt: skip
 
 
-def weights_source(dtype, out_dtype, tiles: WeightTiles) -> str:
-    """The kernel of weight gradients in CUDA C++ for operands of this type."""
+def weights_source(dtype, out_dtype, tiles: WeightTiles, gathers: str = "") -> str:
+    """The kernel of weight gradients in CUDA C++ for operands of this type; `gathers`: as of `launch_weights`."""
     kind = WGMMA_TYPES[jnp.dtype(dtype).name]
     function = "template <> __device__ __forceinline__ void multiply<{}>"
     # Both operands lie along their columns, not along the contraction.
@@ -100,8 +109,8 @@ def weights_source(dtype, out_dtype, tiles: WeightTiles) -> str:
         for n in (128, 256)
     )
     return weight_gradients.source(
-        "grouped_gemm_weights.cu", out_dtype, tiles, INSTRUCTIONS=instructions
-    )
+        "grouped_gemm_weights.cu", out_dtype, tiles, {"GATHERS": GATHERS[gathers]}, INSTRUCTIONS=instructions
+    )  # fmt: skip
 
 
 def _windows(x):

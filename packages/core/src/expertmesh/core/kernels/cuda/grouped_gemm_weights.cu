@@ -8,8 +8,12 @@
 // ends a tile. A consumer keeps a result in registers, rounded, of which a piece leaves in each step of the next tile.
 // Products and loads have all of the 128 bytes that shared memory gives in a clock.
 //
-// Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too. What stands alone on a line is
-// replaced: INSTRUCTIONS (`multiply` for both widths).
+// Rows of one operand may be those of another array at an index. Two more warps then copy them, a unit of 16 bytes a
+// thread, to where TMA would have them. A block copies for itself what it would share.
+//
+// Compiled at run time after `weight_gradients.cuh`, whose macros are this one's too, and GATHERS: the operand whose
+// rows are found by an index, 1 lhs, 2 dy, 0 none. What stands alone on a line is replaced: INSTRUCTIONS (`multiply`
+// for both widths).
 
 constexpr int ROWS = 64;               // of a step, and of a window
 constexpr int DEPTH = 16;              // rows of one instruction
@@ -17,6 +21,8 @@ constexpr int PANEL = ROWS * 128;      // bytes of 64 columns of an operand, whi
 constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
 constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
 static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL, "as launched");
+constexpr bool GATHERS_LHS = GATHERS == 1, GATHERS_DY = GATHERS == 2;
+constexpr int GATHERERS = GATHERS ? 64 : 0;  // threads that copy: the last ones of the producer's
 
 template <int WIDTH>
 __device__ void multiply(float* d, u64 lhs, u64 dy, int accumulate);
@@ -27,6 +33,7 @@ INSTRUCTIONS
 // begins, and its extent. Consumers, which have no registers for it, read it until the tile has left: while they
 // multiply the next one, when the producer is at most as many tiles further as there are stages.
 constexpr int NOTES = 256, NOTE_BYTES = 16, NUM_NOTES = 8;
+static_assert(STAGES > 1 || !GATHERS, "a stage is full when the next one's copies are under way");
 static_assert(LIVE + 4 <= NOTES && NOTES + NUM_NOTES * NOTE_BYTES <= 1024 && STAGES + 1 < NUM_NOTES, "there is room");
 
 // The rows of a tile (none: there is no other tile), whether its window has rows of the next group, too, and whether it
@@ -104,18 +111,19 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
         const Extent extent = Extent::of(tiles.end - row, tiles.end < ROWS, panels < TILE_N / 64);
         put(note_at(ring.smem, tile), make_int4(tiles.group, tiles.m, tiles.n, extent.word));
       }
-      expect_bytes(ready, (panels + OF_TILE) * PANEL);
+      expect_bytes(ready, (panels * !GATHERS_DY + OF_TILE * !GATHERS_LHS) * PANEL);
       // A block loads half of what both have.
       if (tiles.beside) {
-        load_shared(lhs, at + OF_LHS + rank * PANEL, ready, tiles.m + rank * 64, y, window);
+        if (!GATHERS_LHS) load_shared(lhs, at + OF_LHS + rank * PANEL, ready, tiles.m + rank * 64, y, window);
 #pragma unroll 1
-        for (int i = 0; i < panels; i++) load(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
+        for (int i = 0; i < panels * !GATHERS_DY; i++) load(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
       } else {
 #pragma unroll 1
-        for (int i = rank * panels / 2; i < (rank + 1) * panels / 2; i++)
+        for (int i = rank * panels / 2; i < (rank + 1) * panels / 2 * !GATHERS_DY; i++)
           load_shared(dy, at + i * PANEL, ready, tiles.n + i * 64, y, window);
 #pragma unroll
-        for (int i = 0; i < OF_TILE; i++) load(lhs, at + OF_LHS + i * PANEL, ready, tiles.m + i * 64, y, window);
+        for (int i = 0; i < OF_TILE * !GATHERS_LHS; i++)
+          load(lhs, at + OF_LHS + i * PANEL, ready, tiles.m + i * 64, y, window);
       }
       ring.next();
     }
@@ -124,6 +132,64 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
   put(note_at(ring.smem, tile), make_int4(0, 0, 0, 0));
   arrive(ring.full());
 }
+
+#if GATHERS
+constexpr int UNIT = 16;  // bytes of a copy
+
+// Begins to read a row's place; -1 from `end` on.
+__device__ __forceinline__ int read_place(const int* index, int row, int end) {
+  int place = -1;
+  if (row < end) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(place) : "l"(index + row));
+  return place;
+}
+
+// Copies a unit, or zeros where there is none. In L2 comes the line's other half, too.
+__device__ __forceinline__ void copy_unit(u32 to, const u8* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"(to), "l"(from), "r"(exists ? UNIT : 0) : "memory");
+}
+
+// This thread's copies for a stage are there, but for those of the last BEHIND steps, and the tensor cores see them.
+template <int BEHIND>
+__device__ __forceinline__ void copies_are_there(u32 ready) {
+  asm volatile("cp.async.wait_group %0;" ::"n"(BEHIND) : "memory");
+  fence_shared();
+  arrive(ready);
+}
+
+// The rows of an operand of this width at their index, negative where there is none: eight rows at once, of each panel
+// eight units. A thread's rows have one place in the swizzle. A stage is full when the next one's copies are under way.
+// GATHERERS threads.
+__device__ __forceinline__ void gather_tiles(const u8* from, const int* index, int width, CutTiles tiles, Ring ring) {
+  constexpr int PANELS = GATHERS_LHS ? TILE_M / 64 : TILE_N / 64;
+  const int lane = threadIdx.x % 32, line = threadIdx.x % GATHERERS / 8, unit = threadIdx.x % 8;
+  const u32 to = (GATHERS_LHS ? OF_LHS : 0) + unit_at(0, line, unit);
+  u32 before = 0;  // the barrier of the stage before
+  while (tiles.next()) {
+    const int first = (GATHERS_LHS ? tiles.m : tiles.n) + unit * (UNIT / 2);  // the thread's column
+    for (int row = tiles.start; row < tiles.end; row += ROWS) {
+      const int low = read_place(index, row + lane, tiles.end), high = read_place(index, row + 32 + lane, tiles.end);
+      wait_barrier(ring.empty(), ring.parity);
+      const u32 at = ring.at() + to;
+#pragma unroll
+      for (int i = 0; i < ROWS / 8; i++) {
+        const int place = __shfl_sync(~0u, i < 4 ? low : high, i % 4 * 8 + line);
+        const u8* const source = from + ((u64)(u32)max(place, 0) * width + first) * 2;
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++)
+          copy_unit(at + panel * PANEL + i * 1024, source + panel * 128, place >= 0 && first + panel * 64 < width);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (before) copies_are_there<1>(before);
+      before = ring.full();
+      ring.next();
+    }
+  }
+  if (before) copies_are_there<0>(before);
+  wait_barrier(ring.empty(), ring.parity);
+  arrive(ring.full());
+}
+#endif
 
 // Zeros in the rows of some panels from `live` on, whatever they hold. A consumer.
 __device__ __forceinline__ void clear_rows(u32 panel, int panels, int live) {
@@ -190,14 +256,22 @@ __device__ __forceinline__ void multiply_tiles(Ring ring, Sending sender) {
   wait_for_stores();
 }
 
+// With GATHERS, of the operands the one that TMA loads, then the other and its index.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) grouped_gemm_weights(
-    const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy, const int* sizes, int K, int N,
-    int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {
+#if GATHERS
+    const __grid_constant__ TensorMap lhs, const u8* gathered, const int* index,
+#else
+    const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy,
+#endif
+    const int* sizes, int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {
+#if GATHERS
+  const TensorMap& dy = lhs;
+#endif
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
-    init_stages(smem, STAGES, 4 * CONSUMERS);
+    init_stages(smem, STAGES, 4 * CONSUMERS, 1 + GATHERERS);
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
@@ -206,6 +280,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
     if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
+#if GATHERS
+    if (threadIdx.x >= 128 - GATHERERS)
+      gather_tiles(gathered, index, GATHERS_LHS ? K : N, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
+#endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Sending sender{{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}}};

@@ -211,10 +211,10 @@ __device__ __forceinline__ int consumer_of_warp() { return __shfl_sync(~0u, (int
 // Barriers of stages in shared memory: at most eight that are full, and as many that are empty.
 constexpr int FULL = 0, EMPTY = 64;
 
-// Of stages that so many warps release in each of both blocks. One thread.
-__device__ __forceinline__ void init_stages(u32 smem, int stages, int warps) {
+// Of stages that so many threads fill, and so many warps release in each of both blocks. One thread.
+__device__ __forceinline__ void init_stages(u32 smem, int stages, int warps, int filling = 1) {
   for (int i = 0; i < stages; i++) {
-    init_barrier(smem + FULL + 8 * i, 1);
+    init_barrier(smem + FULL + 8 * i, filling);
     init_barrier(smem + EMPTY + 8 * i, 2 * warps);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -7,10 +7,11 @@ from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config, We
 from expertmesh.core.kernels.cuda.cuda_call import cuda_call, source_text
 
 
-def source(file: str, out_dtype, tiles: WeightTiles, **lines: str) -> str:
-    """The kernel in `file`, in CUDA C++, for results of this type; `lines` as in `source_text`."""
+def source(file: str, out_dtype, tiles: WeightTiles, more=(), **lines: str) -> str:
+    """The kernel in `file`, in CUDA C++, for results of this type; `more` macros, `lines` as in `source_text`."""
     out_dtype = jnp.dtype(out_dtype)
     defined: dict[str, object] = dict(
+        more,
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
         STAGE_BYTES=tiles.stage_bytes, STAGES_AT=tiles.stages_at(out_dtype), STAGED=tiles.staged,
         HANDED=tiles.handed_of(out_dtype), OWN=tiles.strips, BAND=tiles.band,

@@ -1,18 +1,15 @@
 """Grouped GEMM of rows through an index, for NVIDIA GPUs from compute capability 8.0.
 
-As the forward of `grouped_gemm.py`, but a program copies its tile's rows by pointers, 128 bytes of each a step.
-Dimension key as in `linear/gathered_gemm.py`.
+As the forward and the input gradient of `grouped_gemm.py`, but a program copies its tile's rows by pointers, 128 bytes
+of each a step. Dimension key as in `linear/gathered_gemm.py`; D the contraction, W the width of the result.
 """
-
-from math import prod
 
 import jax
 import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.grouped_gemm import Config, Rows, choose_gathered
-from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.choice.grouped_gemm import Config
 from expertmesh.core.kernels.triton.grouped_gemm import (
     banded_tile,
     group_of_tile,
@@ -26,15 +23,15 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
 @triton.jit
 def _gathered_rows_kernel(
     lhs, index, rhs, group_sizes, out,
-    T: tl.constexpr, ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    T: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[index[r]] @ rhs[group of r]; zeros where there is no such row, and in padding rows up to
-    ZEROS_END."""
+    """out[r] = lhs[index[r]] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros where there is no
+    such row, and in padding rows up to ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
-    num_n: tl.constexpr = (N + BN - 1) // BN
+    num_n: tl.constexpr = (W + BN - 1) // BN
     depth = tl.arange(0, BK)[None, :]
 
     # Not flattened: the index is read before the rows.
@@ -44,40 +41,35 @@ def _gathered_rows_kernel(
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         source = tl.load(index + rows, mask=rows < end, other=-1)
         there = ((source >= 0) & (source < T))[:, None]
-        at = lhs + source.to(tl.int64)[:, None] * K + depth
+        at = lhs + source.to(tl.int64)[:, None] * D + depth
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, (K + BK - 1) // BK):
+        for k in tl.range(0, (D + BK - 1) // BK):
             inside = there
-            if K % BK != 0:
-                inside = there & (k * BK + depth < K)
+            if D % BK != 0:
+                inside = there & (k * BK + depth < D)
             a = tl.load(at + k * BK, mask=inside, other=0)
-            b = weight_tile(rhs, group, k, tile_n, K, N, False, BN, BK)
+            b = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
             acc = tl.dot(a, b, acc)
         columns = tile_n * BN + tl.arange(0, BN)
-        where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        live = (rows < end)[:, None] & (columns < N)[None, :]
+        where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
+        live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
-    store_zero_rows(out, tl.sum(size_G), ZEROS_END, N, BN, NUM_PROGRAMS)
+    store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_PROGRAMS)
 
 
-def rows(lhs, index, rhs, group_sizes, *, out_dtype, clear_padding=False):
-    """[1, T, K] at [1, C] x [G, K, *N] -> [1, C, *N]."""
-    K, N = lhs.shape[2], prod(rhs.shape[2:])
-    (C,), G = index.shape[1:], group_sizes.shape[1]
-    config = choose_gathered(Rows(C, K, N, G, lhs.dtype, out_dtype, current_device()))
-    operands = lhs[0], index[0], rhs.reshape(-1, K, N), group_sizes[0]
-    options = dict(config=config, out_dtype=out_dtype, clear_padding=clear_padding)
-    return launch(*operands, **options).reshape(1, C, *rhs.shape[2:])
-
-
-def launch(lhs, index, rhs, group_sizes, *, config: Config, out_dtype, clear_padding: bool):
-    (C,), (G, K, N), tiles = index.shape, rhs.shape, config.tiles
+def launch_rows(
+    lhs, index, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, clear_padding: bool
+):  # fmt: skip
+    """[T, D] at [C] x [G, D, W], or [G, W, D] if `transposed`, -> [C, W]."""
+    (C,), (T, D), G, tiles = index.shape, lhs.shape, group_sizes.shape[0], config.tiles
+    W = rhs.shape[1] if transposed else rhs.shape[2]
+    rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        lhs, index, tiled(rhs, (1, tiles.k, tiles.n), tiles), group_sizes,
+        lhs, index, tiled(rhs, rhs_block, tiles), group_sizes,
         kernel=_gathered_rows_kernel,
-        out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
+        out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
-        T=lhs.shape[0], ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
+        T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip

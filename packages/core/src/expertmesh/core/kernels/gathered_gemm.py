@@ -1,0 +1,71 @@
+"""Grouped GEMMs of rows that are read where their tokens are, for NVIDIA GPUs from compute capability 8.0.
+
+As `grouped_gemm.py`, whose dimension key this is; T tokens.
+"""
+
+from math import prod
+
+import jax.numpy as jnp
+
+from expertmesh.core.kernels import grouped_gemm
+from expertmesh.core.kernels.choice import grouped_gemm as choice
+from expertmesh.core.kernels.cuda import grouped_gemm as cuda
+from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.triton import gathered_gemm as triton
+from expertmesh.core.ops.gather_rows import exists
+from expertmesh.core.ops.row_map import move_rows
+from expertmesh.core.quantization.quantize_rows import Moved
+
+
+def rows(lhs: Moved, rhs, group_sizes, *, out_dtype, clear_padding=False):
+    """The forward: [1, T, K] at [1, C] x [G, K, *N] -> [1, C, *N]."""
+    K, N = rhs.shape[1], prod(rhs.shape[2:])
+    options = dict(out_dtype=out_dtype, transposed=False, clear_padding=clear_padding)
+    out = _multiply_rows(lhs, rhs.reshape(-1, K, N), group_sizes[0], **options)
+    return out.reshape(1, -1, *rhs.shape[2:])
+
+
+def rows_dgrad(dy: Moved, rhs, group_sizes, *, out_dtype, clear_padding=False):
+    """The input gradient: [1, T, *N] at [1, C] x [G, K, *N] -> [1, C, K]."""
+    N = prod(rhs.shape[2:])
+    options = dict(out_dtype=out_dtype, transposed=True, clear_padding=clear_padding)
+    return _multiply_rows(dy, rhs.reshape(*rhs.shape[:2], N), group_sizes[0], **options)[None]
+
+
+def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
+    """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N], rows of one operand, or of both, being `Moved`.
+
+    Only Hopper's kernel reads the rows of one where they are. Else, and of both those of dy, they are written first.
+    """
+    (_, C, K), N = lhs.shape, prod(dy.shape[2:])
+    gemm = choice.Weights(C, (K, N), num_experts, out_dtype, current_device())
+    config = choice.choose_weights(gemm)
+    in_place = config.kernel == "cuda"
+    if isinstance(dy, Moved) and (not in_place or isinstance(lhs, Moved)):
+        dy = move_rows(dy.base, dy.row_map)
+    if isinstance(lhs, Moved) and not in_place:
+        lhs = move_rows(lhs.base, lhs.row_map)
+    if not in_place:
+        return grouped_gemm.weights(
+            lhs, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
+        )
+    gathers, moved = ("lhs", lhs) if isinstance(lhs, Moved) else ("dy", dy)
+    a, b = (x.base if x is moved else x for x in (lhs, dy))
+    index = moved.row_map.source_row[0]
+    index = jnp.where(exists(index, moved.base.shape[1]), index, -1)
+    options = dict(config=config, out_dtype=out_dtype, index=index, gathers=gathers)
+    out = cuda.launch_weights(a[0], b.reshape(b.shape[1], N), group_sizes[0], **options)
+    return out.reshape(-1, K, *dy.shape[2:])
+
+
+def _multiply_rows(x: Moved, rhs, group_sizes, *, out_dtype, transposed: bool, clear_padding: bool):
+    """[T, D] at [C] x [G, D, W], or [G, W, D] if `transposed`, -> [C, W]."""
+    index = x.row_map.source_row[0]
+    tokens = x.base.reshape(x.base.shape[1], -1)
+    D, W = tokens.shape[1], rhs.shape[1 if transposed else 2]
+    gemm = choice.Rows(
+        index.shape[0], D, W, group_sizes.shape[0], tokens.dtype, out_dtype, current_device()
+    )
+    options = dict(out_dtype=out_dtype, transposed=transposed, clear_padding=clear_padding)
+    config = choice.choose_gathered(gemm)
+    return triton.launch_rows(tokens, index, rhs, group_sizes, config=config, **options)
