@@ -60,7 +60,8 @@ def test_products(gpu):
 
 @OF_16_BITS
 def test_products_of_gathered_rows(gpu):
-    interpret(["tests/core/kernels/test_gathered_gemm.py"], f"{gpu} and 77 and float16", 1)
+    which = f"{gpu} and float16-float32 and not 300 and not 700"
+    interpret(["tests/core/kernels/test_gathered_gemm.py"], which, 1)
 
 
 @OF_8_BITS
