@@ -26,7 +26,14 @@ from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Specs, 
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
-from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups, selected
+from expertmesh.core.ops.groups import (
+    cleared,
+    expand_trailing,
+    group_of,
+    of_rows,
+    row_groups,
+    selected,
+)
 from expertmesh.core.quantization.delayed_scaling import DelayedState, grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize import dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
@@ -80,7 +87,7 @@ def _locate(
     step: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(group, first row, rows that belong to the group) of a step."""
-    group = jnp.searchsorted(last_step_G, step, side="right").astype(jnp.int32)
+    group = group_of(last_step_G, step)
     first = (
         ends_G[group] - group_sizes_G[group] + (step - last_step_G[group] + steps_G[group]) * block
     )

@@ -37,8 +37,14 @@ def each_participant[T](function: Callable[..., T]) -> Callable[..., T]:
 def row_groups(group_sizes_PG: jax.Array, num_rows: int) -> jax.Array:
     """int32[P, C] group of each row; G for padding rows."""
     rows_C = jnp.arange(num_rows, dtype=jnp.int32)
-    groups_of = each_participant(lambda ends_G: jnp.searchsorted(ends_G, rows_C, side="right"))
+    groups_of = each_participant(partial(group_of, row=rows_C))
     return groups_of(jnp.cumsum(group_sizes_PG, axis=1, dtype=jnp.int32))
+
+
+def group_of(ends_G: jax.Array, row: jax.Array) -> jax.Array:
+    """int32, like `row`: the group each lies in, G behind the last. Compares with all: no loop to trace and compile."""
+    groups: jax.Array = jnp.searchsorted(ends_G, row, side="right", method="compare_all")
+    return groups.astype(jnp.int32)
 
 
 @partial(jax.jit, static_argnames="fill")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, is_routed, wide_ids
-from expertmesh.core.ops.groups import each_participant
+from expertmesh.core.ops.groups import each_participant, group_of
 from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
 
 
@@ -127,7 +127,7 @@ def _plan_group(
     """Integers only; two sorts; everything else gathers."""
     num_local = num_experts // num_ranks
     ids_N, order_N = _sorted(_expert_ids(topk_idx_TK, num_experts))
-    start_E1 = jnp.searchsorted(ids_N, jnp.arange(num_experts + 1, dtype=jnp.int32))
+    start_E1 = group_of(ids_N, jnp.arange(-1, num_experts, dtype=jnp.int32))
     count_E = start_E1[1:] - start_E1[:-1]
     size_E = jax.lax.div(count_E + (alignment - 1), jnp.int32(alignment)) * alignment
     end_E = _cumsum_per_rank(size_E, num_ranks)
@@ -185,7 +185,7 @@ def choices_of_rows(
 ) -> jax.Array:
     """Each row asks which expert's zone it lies in, and how far: no scatter."""
     row_C = jnp.arange(capacity, dtype=jnp.int32)
-    expert_C = jnp.searchsorted(end_e, row_C, side="right")
+    expert_C = group_of(end_e, row_C)
     # Behind the last zone no row is an expert's.
     last_e1, shift_e1 = (
         jnp.append(x, jnp.int32(0)) for x in (offset_e + count_e, start_e - offset_e)
