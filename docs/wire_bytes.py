@@ -1,10 +1,13 @@
-"""Writes the table of docs/numerics.md: the bytes that a step of the block moves between devices, under each recipe.
+"""Writes the tables of bytes that cross devices, of docs/numerics.md and docs/expert-parallelism.md.
 
-    python docs/wire_bytes.py            write it
-    python docs/wire_bytes.py --print    only print it
+    python docs/wire_bytes.py            write them
+    python docs/wire_bytes.py --print    only print them
 
-Nothing runs: the step is compiled for a mesh of CPU devices, and its collectives are read as the partitioner leaves
-them. XLA:CPU would widen 8-bit collectives afterwards.
+The first is of a step of the block, under each recipe. Nothing runs: it is compiled for a mesh of CPU devices, and its
+collectives are read as the partitioner leaves them. XLA:CPU would widen 8-bit collectives afterwards.
+
+The second is of an exchange over hosts, by formula; tests/aot/test_two_level.py compares it with programs that are
+compiled for H100s.
 """
 
 import argparse
@@ -30,6 +33,7 @@ from expertmesh.core.testing import compile_partitioned
 from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
 
 PAGE = pathlib.Path(__file__).with_name("numerics.md")
+PAGE_OF_LINKS = PAGE.with_name("expert-parallelism.md")
 BEGIN = "<!-- docs/wire_bytes.py -->"
 AXES = {"fsdp": 2, "ep": 4}
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
@@ -54,6 +58,10 @@ LEGS = (
     "backward combine",
     "weight gradients",
 )
+# (hosts, hosts that a token reaches at most), of 8 ranks each; K is 8.
+HOSTS = ((2, 2), (4, 4), (4, 2), (8, 8), (8, 2))
+RANKS = 8
+LINKS = ("between hosts", "inside a host")
 _OVER_FSDP = {"all-gather": "weight gathers", "reduce-scatter": "weight gradients"}
 
 
@@ -120,6 +128,49 @@ def line(name: str, legs: dict[str, int], plain: dict[str, int]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def links(transport: str, num_hosts: int, most_hosts: int) -> dict[str, tuple[float, float]]:
+    """Bytes that a rank receives in a dispatch and in a combine, for each of its tokens and features: of each of LINKS.
+
+    Tokens are of bfloat16, buffers dropless; what ranks add up travels in float32, what hosts add up in bfloat16.
+    """
+    if transport == "all_to_all":  # a block for each rank
+        rows, back = ((num_hosts - 1) * RANKS, RANKS - 1), (4, 4)
+    else:  # a block for each host, and inside all that came for each rank
+        assert transport == "two_level:all_to_all"
+        rows = ((num_hosts - 1) * most_hosts / num_hosts, (RANKS - 1) * num_hosts)
+        back = (2, 4)
+    return {link: (2 * n, b * n) for link, n, b in zip(LINKS, rows, back, strict=True)}
+
+
+def received_over_links(text: str) -> dict[str, int]:
+    """Bytes that one device receives over each of LINKS by a program's all-to-alls, but for those of rounds."""
+    over = dict.fromkeys(LINKS, 0)
+    for found in hlo.collectives(text):
+        if found.kind == "all-to-all" and "while/body" not in found.op_name:
+            group, size = found.groups[0], sum(map(hlo.num_bytes, found.shapes))
+            near = sum(rank // RANKS == group[0] // RANKS for rank in group)
+            over["between hosts"] += size * (len(group) - near) // len(group)
+            over["inside a host"] += size * (near - 1) // len(group)
+    return over
+
+
+def table_of_links() -> str:
+    lines = [
+        "| hosts | a token goes to | transport | between hosts | inside a host | between hosts, against `all_to_all` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for num_hosts, most_hosts in HOSTS:
+        flat = sum(links("all_to_all", num_hosts, most_hosts)["between hosts"])
+        for transport in ("all_to_all", "two_level:all_to_all"):
+            each = [sum(of) for of in links(transport, num_hosts, most_hosts).values()]
+            cells = [f"{value:g} D" for value in each]
+            reached = f"{most_hosts} hosts" if most_hosts < num_hosts else "all"
+            lines.append(
+                f"| {num_hosts} | {reached} | `{transport}` | {' | '.join(cells)} | {each[0] / flat:.3f} |"
+            )
+    return "\n".join(lines)
+
+
 def table() -> str:
     measured = {name: moved(compiled(options)) for name, options in ROWS.items()}
     head = [f"| | {' | '.join(LEGS)} |", f"|---|{'---|' * len(LEGS)}"]
@@ -130,11 +181,13 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--print", action="store_true", help="leave the page alone")
-    new = table()
-    if parser.parse_args().print:
-        print(new)
-        return
-    PAGE.write_text(filled(PAGE.read_text(), BEGIN, new))
+    options = parser.parse_args()
+    for page, make in ((PAGE_OF_LINKS, table_of_links), (PAGE, table)):
+        new = make()
+        if options.print:
+            print(new)
+        else:
+            page.write_text(filled(page.read_text(), BEGIN, new))
 
 
 if __name__ == "__main__":

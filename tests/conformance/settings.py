@@ -23,6 +23,8 @@ from expertmesh.ep import EpConfig, is_supported, recv_capacity
 AXES = ("dp", "fsdp", "ep")
 TOKENS = PartitionSpec(AXES)
 RESOURCE = MeshResource(dp_resource="dp", fsdp_resource="fsdp", ep_resource="ep")
+# Of two levels: hosts are along fsdp.
+RESOURCE_OF_HOSTS = MeshResource(dp_resource="dp", ep_resource=("fsdp", "ep"))
 
 # The collectives of one dispatch and of one combine, by the number of ranks.
 TRANSPORTS: Mapping[str, Callable[[int], tuple[dict[str, int], dict[str, int]]]] = {
@@ -30,8 +32,20 @@ TRANSPORTS: Mapping[str, Callable[[int], tuple[dict[str, int], dict[str, int]]]]
     "all_to_all": lambda ranks: ({"all-to-all": 1}, {"all-to-all": 1}),
     "ragged": lambda ranks: ({"ragged-all-to-all": 1}, {"ragged-all-to-all": 1}),
     "nvlink": lambda ranks: ({}, {}),
+    "two_level:all_to_all": lambda ranks: ({"all-to-all": 2}, {"all-to-all": 2}),
+    "two_level:ring": lambda ranks: (
+        {"all-to-all": 1, "all-gather": 1},
+        {"all-to-all": 1, "reduce-scatter": 1},
+    ),
+    "two_level:nvlink": lambda ranks: ({"all-to-all": 1}, {"all-to-all": 1}),
 }
-TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if is_supported(name)[0]}
+
+
+def _supported(transport: str) -> bool:
+    return all(is_supported(name)[0] for name in transport.split(":"))
+
+
+TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if _supported(name)}
 # How a program is laid out: "explicit" and "resource" axes, a "manual" shard_map over all of them, "auto" axes of which
 # the library knows nothing, "single" for no mesh.
 MODES = ("explicit", "resource", "manual", "auto")
@@ -44,6 +58,10 @@ MESHES = {
     4: ((1, 1, 4), (2, 1, 2), (1, 2, 2)),
     8: ((2, 1, 4), (2, 2, 2), (1, 1, 8)),
 }[max(n for n in (1, 2, 4, 8) if n <= jax.device_count())]
+# Those of two hosts, along fsdp: no more than choices, so that one block for each of them holds what it is sent.
+HOSTS = {1: ((1, 1, 1),), 2: ((1, 2, 1),), 4: ((1, 2, 2),), 8: ((1, 2, 4), (2, 2, 2))}[
+    prod(MESHES[0])
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +93,18 @@ class Setting:
         return self.mode in ("single", "auto")
 
     @property
+    def ep(self) -> tuple[str, ...]:
+        """The axes of the EP group."""
+        return ("fsdp", "ep") if self.transport.startswith("two_level") else ("ep",)
+
+    @property
+    def resource(self) -> MeshResource:
+        """Who has which role on the mesh."""
+        return RESOURCE if self.ep == ("ep",) else RESOURCE_OF_HOSTS
+
+    @property
     def num_ranks(self) -> int:
-        return 1 if self.is_whole else self.mesh_shape["ep"]
+        return 1 if self.is_whole else prod(self.mesh_shape[name] for name in self.ep)
 
     @property
     def num_participants(self) -> int:
@@ -89,7 +117,8 @@ class Setting:
 
     def config(self, num_experts: int, **changes) -> EpConfig:
         """The axis of the EP group is named where no MeshResource names it."""
-        axis = {"single": (), "resource": None}.get(self.mode, "ep")
+        named = self.ep[0] if len(self.ep) == 1 else self.ep
+        axis = {"single": (), "resource": None}.get(self.mode, named)
         return EpConfig(num_experts=num_experts, transport=self.transport, axis=axis, **changes)
 
     def oracle(self, topk_idx: np.ndarray, num_experts: int, capacity=None, alignment=1):
@@ -98,7 +127,7 @@ class Setting:
         if self.is_whole:
             blocks = [np.arange(num_tokens)]
         else:
-            blocks = list(shards(self.mesh_shape, (AXES,), (num_tokens,), ("ep",)))
+            blocks = list(shards(self.mesh_shape, (AXES,), (num_tokens,), self.ep))
         if capacity is None:
             capacity = recv_capacity(num_experts, top_k, len(blocks[0]), self.num_ranks, alignment)
         return Exchange(topk_idx, blocks, self.num_ranks, num_experts, capacity, alignment)
@@ -106,12 +135,22 @@ class Setting:
 
 def _exchanges() -> list[Setting]:
     """Every transport in every mode that knows the layout; each mode has its mesh, some are in bfloat16."""
-    pairs = itertools.product(MODES[:3], TRANSPORTS)
-    meshes = dict(zip(MODES[:3], itertools.cycle(MESHES), strict=False))
+    pairs = itertools.product(enumerate(MODES[:3]), enumerate(TRANSPORTS))
     return [
-        Setting(mode, transport, meshes[mode], "bfloat16" if (i + i // 4) % 4 == 3 else "float32")
-        for i, (mode, transport) in enumerate(pairs)
+        Setting(
+            mode,
+            transport,
+            sizes_for(mode, transport),
+            ("float32", "float32", "bfloat16")[(i + j) % 3],
+        )
+        for (i, mode), (j, transport) in pairs
     ]
+
+
+def sizes_for(mode: str, transport: str) -> tuple[int, int, int]:
+    """The mesh of the settings of a mode: with hosts for a transport of two levels."""
+    meshes = HOSTS if transport.startswith("two_level") else MESHES
+    return meshes[MODES.index(mode) % len(meshes)]
 
 
 def _one_each(settings: list[Setting]) -> list[Setting]:
@@ -139,8 +178,9 @@ elif _NVLINK:
     SETTINGS = EACH_MODE = _NVLINK
     MORE = []
 else:  # what these processes run, each of them compiles
-    SETTINGS = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
-    EACH_MODE, MORE = (SETTINGS[1:], []) if jax.process_count() == 2 else ([], [])
+    first = _MESHES_EACH[:2] if jax.process_count() == 2 else _MESHES_EACH[:1]
+    SETTINGS = first + [s for s in _EVERY if s.transport == "two_level:all_to_all"][:1]
+    EACH_MODE, MORE = (first[1:], []) if jax.process_count() == 2 else ([], [])
 # A block's weights are split over the axes fsdp and ep at once.
 SPLIT_BOTH_WAYS = [Setting("explicit", s.transport, MESHES[-1]) for s in _NVLINK[:1]]
 
@@ -190,7 +230,7 @@ def in_mode(setting: Setting, function: Callable, in_specs, out_specs=TOKENS):
 
 def roles(setting: Setting):
     """The context of a call in this setting."""
-    return global_shard_guard(RESOURCE if setting.mode == "resource" else None)
+    return global_shard_guard(setting.resource if setting.mode == "resource" else None)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from cases.covering import covering
 from conformance.settings import (
     EACH_MODE,
     MESHES,
-    RESOURCE,
     SPLIT_BOTH_WAYS,
     TOKENS,
     Setting,
@@ -41,7 +40,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 def config_of(setting, name):
     options = dict(aux_loss_coeff=0.0, z_loss_coeff=0.0, transport=setting.transport)
-    ep_axis = "ep" if setting.mode == "manual" else None
+    ep_axis = setting.ep if setting.mode == "manual" else None
     return moe_oracle.make_config(**options | OPTIONS[name] | dict(ep_axis=ep_axis))
 
 
@@ -59,8 +58,8 @@ def block(*operands, names, config, steered):
 
 def specs_of(setting, config, names):
     if setting.mode == "manual":  # in the user's own shard_map each device has all of its experts
-        return tuple(PartitionSpec(*["ep"] * (n != "gate_kernel")) for n in names)
-    return tuple(param_specs(config, RESOURCE)[n] for n in names)
+        return tuple(PartitionSpec(*[setting.ep] * (n != "gate_kernel")) for n in names)
+    return tuple(param_specs(config, setting.resource)[n] for n in names)
 
 
 @pytest.mark.any_device

@@ -14,12 +14,12 @@ from conformance import test_block as block
 from conformance import test_grouped_gemm as grouped
 from conformance.settings import (
     GROUPED_GEMMS,
-    MESHES,
     TOKENS,
     TRANSPORTS,
     Setting,
     compile_on_mesh,
     parametrize,
+    sizes_for,
 )
 from conformance.test_exchange import exchange
 from expertmesh.ep import recv_capacity
@@ -30,7 +30,7 @@ SMALL = 2**13  # bytes: counters, sums, vectors of experts
 BLOCK = 128  # the most rows that the reference of the grouped GEMM pads its operands with
 NUM_EXPERTS = 8
 ONE = Setting("single", "local")
-ON_MESH = [Setting("resource", transport, MESHES[0]) for transport in TRANSPORTS]
+ON_MESH = [Setting("resource", name, sizes_for("resource", name)) for name in TRANSPORTS]
 
 
 def temp_bytes(setting, function, shapes, specs, **static):

@@ -1,4 +1,4 @@
-"""The tests marked `any_process` again, over the devices of 2 and of 4 processes: one start of each for all of them."""
+"""The tests marked `any_process` again, over the devices of 2, 4 and 8 processes: one start of each for all of them."""
 
 import pathlib
 
@@ -28,7 +28,9 @@ def run_the_suite(paths=(HERE,), select="any_process and not full", keyword=""):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "processes", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
+)
 def test_the_suite_over_several_processes(multiprocess, processes):
     results = multiprocess(
         "conformance.test_processes:run_the_suite",

@@ -37,7 +37,7 @@ def test_quantized_in_each_mode(setting):
         expert_dim=hidden,
         recipe=RECIPES[setting.mode],
         transport=setting.transport,
-        ep_axis="ep" if setting.mode == "manual" else None,
+        ep_axis=setting.ep if setting.mode == "manual" else None,
         aux_loss_coeff=0.0,
         z_loss_coeff=0.0,
     )
@@ -55,7 +55,7 @@ def test_quantized_in_each_mode(setting):
         steered=False,
     )
     whole = [np.arange(40)]
-    blocks = shards(setting.mesh_shape, (AXES,), (8, 5), ("ep",))
+    blocks = shards(setting.mesh_shape, (AXES,), (8, 5), setting.ep)
     blocks = whole if setting.is_whole else list(blocks)
     want = quantized_oracle.run(data, config, blocks, setting.num_ranks)
     assert_close(y, want.y, TOLERANCE, "y")

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from expertmesh.ep import EpConfig, recv_capacity
+from expertmesh.ep.capacity import most_hosts
 
 
 def search(num_local, num_tokens, most, alignment):
@@ -73,6 +74,17 @@ def test_errors(changed, words):
         (dict(transport="nccl"), ValueError, "auto, local, ring, all_to_all"),
         (dict(transport="nvlink:1"), ValueError, "'nvlink:N' for at most N >= 2"),
         (dict(transport=48), ValueError, "got transport=48"),
+        (dict(transport="two_level:two_level"), ValueError, "got transport='two_level:two_level'"),
+        (dict(transport="two_level:nvlink:1"), ValueError, "'two_level:' and another of them"),
+        (dict(transport="two_level:"), ValueError, "got transport='two_level:'"),
+        (dict(transport="ring:ring"), ValueError, "got transport='ring:ring'"),
+        (dict(num_groups=0, group_topk=1), ValueError, "num_groups=0"),
+        (
+            dict(num_groups=4),
+            ValueError,
+            "must go together; got num_groups=4, group_topk=None",
+        ),
+        (dict(group_topk=2), ValueError, "must go together"),
         (dict(overflow="warn"), ValueError, "drop, error; got overflow='warn'"),
         (dict(axis=["ep"]), TypeError, "axis=['ep']"),
         (dict(axis=("ep", 1)), TypeError, "axis=('ep', 1)"),
@@ -89,6 +101,11 @@ def test_config_errors(changed, kind, words):
     [
         dict(capacity=32, alignment=16),
         dict(transport="nvlink:2"),
+        dict(transport="two_level"),
+        dict(transport="two_level:auto"),
+        dict(transport="two_level:ring"),
+        dict(transport="two_level:nvlink:48"),
+        dict(num_groups=4, group_topk=2),
         dict(overflow="error"),
         dict(axis="ep"),
         dict(axis=()),
@@ -110,6 +127,8 @@ def test_defaults():
         ("axis", None),
         ("overflow", "drop"),
         ("debug", False),
+        ("num_groups", None),
+        ("group_topk", None),
     ]
 
 
@@ -118,3 +137,24 @@ def test_config_is_a_value():
     assert hash(EpConfig(num_experts=8)) == hash(EpConfig(num_experts=8))
     with pytest.raises(TypeError):
         EpConfig(8)
+
+
+def reached(num_experts, num_hosts, top_k, num_groups, group_topk):
+    """The most hosts of any allowed choice, by trying all."""
+    held, size = num_experts // num_hosts, num_experts // num_groups
+    most = 0
+    for groups in itertools.combinations(range(num_groups), min(group_topk, num_groups)):
+        hosts = {x // held for g in groups for x in range(g * size, (g + 1) * size)}
+        most = max(most, min(len(hosts), top_k))
+    return most
+
+
+@pytest.mark.parametrize("E", [8, 12, 24])
+def test_hosts_of_a_token(E):
+    """As many as some choice reaches; where groups and hosts cut each other's experts, no fewer."""
+    divisors = [n for n in range(1, E + 1) if E % n == 0]
+    for H, G, topk, K in itertools.product(divisors, divisors, (1, 2, 3), (1, 2, 6)):
+        bound, want = most_hosts(E, H, K, G, topk), reached(E, H, K, G, topk)
+        nested = H % G == 0 or G % H == 0
+        assert bound == want if nested else want <= bound <= min(H, K), (E, H, G, topk, K)
+        assert most_hosts(E, H, K) == min(H, K)

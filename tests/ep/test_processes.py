@@ -1,6 +1,8 @@
-"""bootstrap and the overflow error where the EP group crosses processes: the same words in every process."""
+"""EP groups over processes: the same words of bootstrap and the overflow error in each, the same rows by two levels."""
 
 import pytest
+
+from cases.covering import full
 
 pytestmark = pytest.mark.multiprocess
 
@@ -43,3 +45,65 @@ def test_two_processes(multiprocess):
     assert first[:2] == [2, 4]
     assert "demand=12 rows, capacity=10, at rank 1 of EP group 1" in first[2]
     assert "2 choices dropped" in first[2]
+
+
+def check_two_levels(shape, steps):
+    """Runs in each process: random skewed steps by two levels and by one, of numbers whose sums are exact."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from ep.exchange_oracle import routing
+    from expertmesh.ep import EpConfig, combine, dispatch, hosts, prepare
+
+    hosts.host_of = lambda device: device.process_index  # XLA knows that all are on one host
+    axis = ("host", "ep")
+    mesh = jax.make_mesh(tuple(shape), axis, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    auto = EpConfig(num_experts=16, axis=axis, alignment=8, num_groups=8, group_topk=2)
+
+    def put(x):
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    def differ(topk_idx, x):
+        two = prepare(topk_idx, EpConfig.from_dict(auto.to_dict() | {"transport": "two_level"}))
+        one = prepare(topk_idx, EpConfig.from_dict(auto.to_dict() | {"transport": "all_to_all"}))
+        results = []
+        for handle in (two, one):
+            rows, pull = jax.vjp(functools.partial(dispatch, handle), x)
+            results += [(rows, combine(handle, rows * 2), pull(rows)[0], handle.source)]
+        return sum(jnp.sum(a != b) for a, b in zip(*results, strict=True)), jnp.sum(results[0][1])
+
+    step = jax.jit(differ)
+    wrong, moved = 0, 0
+    for seed in range(steps):
+        kind = ("skewed", "holes", "uniform", "one")[seed % 4]
+        rng = np.random.default_rng(seed)
+        x = rng.integers(1, 9, (96, 5)).astype(jnp.bfloat16)
+        different, total = step(put(routing(kind, 96, 4, 16, seed)), put(x))
+        wrong, moved = wrong + int(different), moved + float(total)
+    handle = jax.eval_shape(functools.partial(prepare, config=auto), put(routing("one", 96, 4, 16)))
+    return [handle.transport, wrong, moved > 0]
+
+
+@pytest.mark.parametrize(
+    "processes, shape, steps, transport",
+    [
+        (2, (2, 4), 12, "two_level"),
+        full(4, (4, 2), 200, "two_level"),
+        full(8, (4, 2), 200, "auto"),  # each process is a host, so the inner axis is over hosts too
+    ],
+)
+def test_two_levels_are_one_exchange(multiprocess, processes, shape, steps, transport):
+    results = multiprocess(
+        "ep.test_processes:check_two_levels",
+        processes=processes,
+        devices=8 // processes,
+        timeout=400,
+        shape=shape,
+        steps=steps,
+    )
+    assert results == [[transport, 0, True]] * processes

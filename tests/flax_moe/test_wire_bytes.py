@@ -1,4 +1,4 @@
-"""What crosses devices in a step of the quantized block, and the table of docs/numerics.md, which is made of it."""
+"""What crosses devices in a step of the quantized block, and the tables that docs/wire_bytes.py makes of it."""
 
 import functools
 import pathlib
@@ -44,6 +44,22 @@ def table() -> dict[str, str]:
 def check(name):
     plain, legs = (script().moved(program(n)) for n in ("bfloat16", name))
     assert table()[name] == script().line(name, legs, plain)
+
+
+def test_the_table_of_links_is_current():
+    page = (DOCS / "expert-parallelism.md").read_text()
+    assert f"\n{script().table_of_links()}\n" in page
+
+
+def test_over_hosts_a_token_crosses_once_for_each_host():
+    """Four hosts, two of them for a token: less than 0.4 of what one level moves, and the hosts of a token times D."""
+    two, one = (
+        script().links(transport, 4, 2)["between hosts"]
+        for transport in ("two_level:all_to_all", "all_to_all")
+    )
+    assert sum(two) <= 0.4 * sum(one)
+    others = 2 * 3 / 4  # of a token's two hosts, if its own is one as often as any
+    assert two == (2 * others, 2 * others)
 
 
 @pytest.mark.full

@@ -128,7 +128,7 @@ def _describe(config: EpConfig, handle: Handle, dtype: DTypeLike, platform: str)
         experts_per_rank=experts_per_rank,
         capacity=capacity,
         max_rows=most_rows(experts_per_rank, group_tokens * top_k, config.alignment),
-        transport=choose_auto(exchange) if config.transport == "auto" else config.transport,
+        transport=choose_auto(exchange) if handle.transport == "auto" else handle.transport,
     )
 
 

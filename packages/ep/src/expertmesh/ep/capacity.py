@@ -73,6 +73,24 @@ def most_rows(num_local: int, num_choices: int, alignment: int) -> int:
     return roundup(num_choices + padding, alignment)
 
 
+def most_hosts(
+    num_experts: int,
+    num_hosts: int,
+    top_k: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+) -> int:
+    """Hosts that a token's experts can be on, if they are in `group_topk` of `num_groups` equal groups of experts."""
+    bound = min(num_hosts, top_k)
+    if num_groups is None or group_topk is None:
+        return bound
+    # A host and a group hold consecutive experts; where neither divides the other, a group reaches one host more.
+    size, held = -(-num_experts // num_groups), num_experts // num_hosts
+    ends = [(first, first + size - 1) for first in range(0, num_experts, size)]
+    each = max(min(last, num_experts - 1) // held - first // held + 1 for first, last in ends)
+    return min(bound, group_topk * each)
+
+
 def roundup(value: int, multiple: int) -> int:
     """The smallest multiple that is not less than value."""
     return -(-value // multiple) * multiple

@@ -9,6 +9,7 @@ from expertmesh.ep.transports import BY_NAME
 
 TRANSPORTS = ("auto", *BY_NAME)
 SMS = re.compile(r"nvlink:([1-9]\d*)")
+TWO_LEVEL = "two_level"
 OVERFLOW_POLICIES = ("drop", "error")
 
 
@@ -22,8 +23,10 @@ class EpConfig(Config):
         shapes, which never drops a row as long as each token's experts are different.
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
       transport: one of the table in docs/expert-parallelism.md, such as "ring" or "nvlink", or "nvlink:48", the same on
-        at most 48 SMs. "auto" is "nvlink" where all GPUs of the job are known to reach each other over NVLink and its
-        kernels can be compiled, else the one of "local", "ring" and "all_to_all" that moves the fewest bytes.
+        at most 48 SMs, or "two_level:nvlink", between hosts and then "nvlink" inside them. "auto" is "two_level" where
+        the first of several EP axes goes over hosts and the others stay inside one, "nvlink" where all GPUs of the job
+        are known to reach each other over NVLink and its kernels can be compiled, else the one of "local", "ring" and
+        "all_to_all" that moves the fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
         context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
       overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the
@@ -31,6 +34,9 @@ class EpConfig(Config):
         below the tokens of one participant is refused at once.
       debug: checks what only values show (ids >= num_experts), if the program is run by
         `jax.experimental.checkify.checkify`. Off by default: such a check is an effect; `flax.linen.scan` refuses it.
+      num_groups, group_topk: of the router (`expertmesh.core.RouterConfig`): a token's experts are in at most
+        `group_topk` of `num_groups` equal groups, so that it is sent to fewer hosts; None: in any. "two_level" makes
+        its first blocks as large as that. Choices that break it are exchanged all the same, in more rounds.
 
     Raises:
       ValueError, TypeError: a field that breaks its rule.
@@ -43,6 +49,8 @@ class EpConfig(Config):
     axis: str | tuple[str, ...] | None = None
     overflow: str = "drop"
     debug: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -65,6 +73,16 @@ class EpConfig(Config):
                 f"got overflow={self.overflow!r}; use 'drop'"
             )
         _check_axis(self.axis)
+        _check_groups(self.num_groups, self.group_topk)
+
+
+def _check_groups(num_groups: int | None, group_topk: int | None) -> None:
+    check_counts("EpConfig", optional=True, num_groups=num_groups, group_topk=group_topk)
+    if (num_groups is None) != (group_topk is None):
+        raise ValueError(
+            "EpConfig: num_groups and group_topk must go together; got "
+            f"num_groups={num_groups}, group_topk={group_topk}; pass both of the router's, or neither"
+        )
 
 
 def _check_axis(axis: object) -> None:
@@ -77,10 +95,17 @@ def _check_axis(axis: object) -> None:
 
 
 def check_transport(function: str, name: object) -> None:
-    limit = SMS.fullmatch(name) if isinstance(name, str) else None
-    if name in TRANSPORTS or limit and int(limit[1]) >= 2:
+    if name in TRANSPORTS or isinstance(name, str) and _is_detailed(name):
         return
     raise ValueError(
-        f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs; "
-        f"got transport={name!r}; use 'auto'"
+        f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs, or "
+        f"'two_level:' and another of them; got transport={name!r}; use 'auto'"
     )
+
+
+def _is_detailed(name: str) -> bool:
+    inside = name.removeprefix(f"{TWO_LEVEL}:")
+    limit = SMS.fullmatch(inside)
+    if limit:
+        return int(limit[1]) >= 2
+    return inside != name and inside != TWO_LEVEL and inside in TRANSPORTS

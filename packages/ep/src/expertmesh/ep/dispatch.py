@@ -48,7 +48,10 @@ class Handle:
       num_dropped: int32[P]; choices of experts here that have no row.
       axis: the EP axes, major first; None where one participant holds everything (static).
       ep_size: R (static).
-      transport, overflow: the config's (static).
+      transport, overflow: the config's (static); "two_level" where "auto" stands for it.
+      host_row: int32[P, G, K]; of choices with a row at the i-th rank of the participant's host `i * C + n`, -1 for all
+        others. None where the exchange has one level.
+      most_hosts: hosts that a token's rows are expected on at most; 1 where the exchange has one level (static).
     """
 
     slot: jax.Array
@@ -62,26 +65,47 @@ class Handle:
     ep_size: int = dataclasses.field(metadata=dict(static=True))
     overflow: str = dataclasses.field(metadata=dict(static=True))
     transport: str = dataclasses.field(metadata=dict(static=True))
+    host_row: jax.Array | None = None
+    most_hosts: int = dataclasses.field(default=1, metadata=dict(static=True))
 
     @property
     def maps(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The operands of every transport."""
+        """Where single values go."""
         return self.slot, self.source, self.row
 
+    @property
+    def row_maps(self) -> tuple[jax.Array | None, ...]:
+        """The operands of every transport."""
+        return *self.maps, self.host_row
 
-def _route(slot: jax.Array, source_1C: jax.Array, row_1GK: jax.Array) -> Route:
-    return Route(flatten_leading(slot), source_1C[0], row_1GK[0])
+
+def _route(
+    slot: jax.Array,
+    source_1C: jax.Array,
+    row_1GK: jax.Array,
+    host_1GK: jax.Array | None,
+    most_hosts: int,
+) -> Route:
+    host_GK = None if host_1GK is None else host_1GK[0]
+    return Route(flatten_leading(slot), source_1C[0], row_1GK[0], host_GK, most_hosts)
 
 
 def _prepare_reference(
-    topk_idx: jax.Array, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
-) -> tuple[jax.Array, ...]:
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    axis: Axis,
+    two_level: bool,
+) -> tuple[jax.Array | None, ...]:
     route, plan = make_route(
         flatten_leading(topk_idx),
         num_experts=num_experts,
         capacity=capacity,
         alignment=alignment,
         axis=axis,
+        two_level=two_level,
     )
     each = (
         route.source_C,
@@ -91,7 +115,13 @@ def _prepare_reference(
         plan.total,
         plan.num_dropped,
     )
-    return route.slot_TK.reshape(topk_idx.shape), *(x[None] for x in each)
+    host_row = None if route.host_GK is None else route.host_GK[None]
+    return route.slot_TK.reshape(topk_idx.shape), *(x[None] for x in each), host_row
+
+
+def _prepare_like(topk_idx: jax.Array, *, two_level: bool, **options: Any) -> tuple[Any, ...]:
+    del options
+    return *(topk_idx,) * 7, topk_idx if two_level else None
 
 
 def _dispatch_reference(
@@ -99,11 +129,13 @@ def _dispatch_reference(
     slot: jax.Array,
     source_1C: jax.Array,
     row_1GK: jax.Array,
+    host_1GK: jax.Array | None,
     *,
     axis: Axis,
     transport: str,
+    most_hosts: int,
 ) -> jax.Array:
-    route = _route(slot, source_1C, row_1GK)
+    route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
     move = find_transport(transport, route, tokens.dtype, axis).dispatch
     return move(flatten_leading(tokens), route, axis=axis)[None]
 
@@ -113,12 +145,14 @@ def _combine_reference(
     slot: jax.Array,
     source_1C: jax.Array,
     row_1GK: jax.Array,
+    host_1GK: jax.Array | None,
     *,
     axis: Axis,
     transport: str,
+    most_hosts: int,
     wire_format: TensorFormat | str | None,
 ) -> jax.Array:
-    route = _route(slot, source_1C, row_1GK)
+    route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
     move = find_transport(transport, route, rows_1CD.dtype, axis, wire_format).combine
     tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
@@ -130,12 +164,14 @@ def _dispatch_quantized_reference(
     slot: jax.Array,
     source_1C: jax.Array,
     row_1GK: jax.Array,
+    host_1GK: jax.Array | None,
     *,
     axis: Axis,
     transport: str,
+    most_hosts: int,
     format: TensorFormat,
 ) -> tuple[jax.Array, jax.Array]:
-    route = _route(slot, source_1C, row_1GK)
+    route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
     parts_T = flatten_leading(data), flatten_leading(scale)
     chosen = find_transport(transport, route, jnp.uint8, axis)
     if hasattr(chosen, "dispatch_parts"):
@@ -167,25 +203,26 @@ def _combine_values_reference(
 _prepare = Op(
     "ep_prepare",
     _prepare_reference,
-    "t... k -> t... k, p c, p g k, p e, p e, p, p",
+    "t... k -> t... k, p c, p g k, p e, p e, p, p, p g k",
     plan=partition.plan_prepare,
+    results_like=_prepare_like,
 )
 _dispatch_rows = Op(
     "ep_dispatch",
     _dispatch_reference,
-    "t... d, t... k, p c, p g k -> p c d",
+    "t... d, t... k, p c, p g k, p g k -> p c d",
     plan=partition.plan_dispatch,
 )
 _combine_rows = Op(
     "ep_combine",
     _combine_reference,
-    "p c d, t... k, p c, p g k -> t... d",
+    "p c d, t... k, p c, p g k, p g k -> t... d",
     plan=partition.plan_combine,
 )
 _dispatch_quantized = Op(
     "ep_dispatch_quantized",
     _dispatch_quantized_reference,
-    "t... d, t... b, t... k, p c, p g k -> p c d, p c b",
+    "t... d, t... b, t... k, p c, p g k, p g k -> p c d, p c b",
     plan=partition.plan_dispatch_quantized,
 )
 _dispatch_values = Op(
@@ -236,12 +273,15 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
     axis = partition.resolve_axis(config, topk_idx)
     if config.debug:
         debug_check_ids("prepare", topk_idx, config.num_experts)
-    slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped = _prepare(
+    transport = partition.resolve_transport(config, axis, topk_idx)
+    two_level = partition.is_two_level(transport, axis)
+    slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped, host_row = _prepare(
         topk_idx,
         num_experts=config.num_experts,
         capacity=config.capacity,
         alignment=config.alignment,
         axis=axis,
+        two_level=two_level,
     )
     handle = Handle(
         slot=slot,
@@ -254,7 +294,9 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         axis=axis,
         ep_size=config.num_experts // tokens_per_expert.shape[-1],
         overflow=config.overflow,
-        transport=config.transport,
+        transport=transport,
+        host_row=host_row,
+        most_hosts=partition.hosts_of_token(config, axis, topk_idx) if two_level else 1,
     )
     _check_floor(config, handle)
     return handle
@@ -296,9 +338,10 @@ def _dispatched_quantized(handle: Handle, tokens: QuantizedArray, transport: str
     data, scale = _dispatch_quantized(
         tokens.data,
         tokens.scale,
-        *handle.maps,
+        *handle.row_maps,
         axis=handle.axis,
         transport=transport,
+        most_hosts=handle.most_hosts,
         format=tokens.format,
     )
     return dataclasses.replace(tokens, data=data, scale=scale, block=(1, 1, tokens.block[-1]))
@@ -382,8 +425,8 @@ def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
 
 
 def _dispatch_fwd(tokens: jax.Array, handle: Handle, *, transport: str) -> tuple[jax.Array, Handle]:
-    rows = _dispatch_rows(tokens, *handle.maps, axis=handle.axis, transport=transport)
-    return rows, handle
+    options = dict(axis=handle.axis, transport=transport, most_hosts=handle.most_hosts)
+    return _dispatch_rows(tokens, *handle.row_maps, **options), handle
 
 
 def _dispatch_bwd(handle: Handle, d_rows: jax.Array, *, transport: str) -> tuple[jax.Array, None]:
@@ -397,8 +440,13 @@ def _combine_fwd(
     transport: str,
     wire_format: TensorFormat | str | None = None,
 ) -> tuple[jax.Array, Handle]:
-    options = dict(axis=handle.axis, transport=transport, wire_format=wire_format)
-    return _combine_rows(rows, *handle.maps, **options), handle
+    options = dict(
+        axis=handle.axis,
+        transport=transport,
+        most_hosts=handle.most_hosts,
+        wire_format=wire_format,
+    )
+    return _combine_rows(rows, *handle.row_maps, **options), handle
 
 
 def _combine_bwd(handle: Handle, d_tokens: jax.Array, *, transport: str) -> tuple[jax.Array, None]:

@@ -28,8 +28,10 @@ from expertmesh.core.specs import (
     merge_known,
     mesh_of,
 )
-from expertmesh.ep.config import EpConfig
-from expertmesh.ep.route import Axis
+from expertmesh.ep import hosts
+from expertmesh.ep.capacity import most_hosts
+from expertmesh.ep.config import TWO_LEVEL, EpConfig
+from expertmesh.ep.route import Axis, outer_axis
 
 
 def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
@@ -62,6 +64,27 @@ def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
             f"num_experts={config.num_experts}, ep_size={size}, axis={named!r}; change one of them"
         )
     return entry_axes(named)
+
+
+def is_two_level(transport: str, axis: Axis) -> bool:
+    """Whether an exchange goes between hosts and then inside them: that takes two EP axes."""
+    return transport.partition(":")[0] == TWO_LEVEL and len(axis or ()) > 1
+
+
+def resolve_transport(config: EpConfig, axis: Axis, x: jax.Array) -> str:
+    """The config's; for "auto" "two_level" where the first EP axis is known to go over hosts."""
+    if config.transport != "auto" or len(axis or ()) < 2:
+        return config.transport
+    mesh = mesh_of(x)
+    assert axis is not None
+    return TWO_LEVEL if hosts.are_over(hosts.of_mesh(mesh), mesh.axis_names, axis) else "auto"
+
+
+def hosts_of_token(config: EpConfig, axis: Axis, topk_idx: jax.Array) -> int:
+    """Hosts that a token's experts are on at most, under the config's groups."""
+    num_hosts = axis_size(mesh_of(topk_idx).shape, outer_axis(axis))
+    top_k = topk_idx.shape[-1]
+    return most_hosts(config.num_experts, num_hosts, top_k, config.num_groups, config.group_topk)
 
 
 class Layout(NamedTuple):
@@ -162,13 +185,14 @@ def _warn_resharded(function: str, spec: Spec, expected: Spec) -> None:
     )
 
 
-def _route_specs(layout: Layout) -> tuple[PartitionSpec, ...]:
-    """Specs of slot [..., K], source [P, C], row [P, G, K]."""
+def _route_specs(layout: Layout, num_maps: int = 3) -> tuple[PartitionSpec, ...]:
+    """Specs of slot [..., K], source [P, C], row [P, G, K] and, of two levels, host_row [P, G, K]."""
     each = layout.participants
+    rows = PartitionSpec(each, None, None)
     return (
         PartitionSpec(*layout.leading, None),
         PartitionSpec(each, None),
-        PartitionSpec(each, None, None),
+        *(rows,) * (num_maps - 2),
     )
 
 
@@ -181,40 +205,42 @@ def _layout_like(query: Query, operand: int) -> Layout:
 
 
 def plan_prepare(query: Query) -> Plan:
-    """topk_idx[..., K] -> slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped."""
+    """topk_idx[..., K] -> slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped, host_row."""
     layout = _layout_like(query, 0)
     maps = _route_specs(layout)
     if layout.participants and entry_axes(query.operand_specs[0][-1]):
         _warn_resharded("prepare", query.operand_specs[0], maps[0])
     each = layout.participants
     counts = (PartitionSpec(each, None),) * 2 + (PartitionSpec(each),) * 2
-    return Plan((maps[0],), (*maps, *counts))
+    host_row = maps[-1:] if query.options.get("two_level") else ()
+    return Plan((maps[0],), (*maps, *counts, *host_row))
 
 
 def plan_dispatch(query: Query) -> Plan:
-    """tokens[..., D], slot, source, row -> rows[P, C, D]. The handle's layout leads."""
+    """tokens[..., D], the maps -> rows[P, C, D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
     d = _features("dispatch", query, layout)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
-    return Plan((tokens, *_route_specs(layout)), (rows,))
+    return Plan((tokens, *_route_specs(layout, len(query.shapes) - 1)), (rows,))
 
 
 def plan_dispatch_quantized(query: Query) -> Plan:
-    """data[..., D], scale[..., B], slot, source, row -> data[P, C, D], scale[P, C, B]; B is split as D is."""
+    """data[..., D], scale[..., B], the maps -> data[P, C, D], scale[P, C, B]; B is split as D is."""
     layout = _layout_like(query, 2)
     d = _features("dispatch", query, layout, query.options["format"].block[1])
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
-    return Plan((tokens, tokens, *_route_specs(layout)), (rows, rows))
+    maps = _route_specs(layout, len(query.shapes) - 2)
+    return Plan((tokens, tokens, *maps), (rows, rows))
 
 
 def plan_combine(query: Query) -> Plan:
-    """rows[P, C, D], slot, source, row -> tokens[..., D]. The handle's layout leads."""
+    """rows[P, C, D], the maps -> tokens[..., D]. The handle's layout leads."""
     layout = _layout_like(query, 1)
     wire_format = query.options.get("wire_format")
     blocks = wire_format.block if isinstance(wire_format, TensorFormat) else None
     d = _features("combine", query, layout, blocks[1] if blocks else 1)
     tokens, rows = PartitionSpec(*layout.leading, d), PartitionSpec(layout.participants, None, d)
-    return Plan((rows, *_route_specs(layout)), (tokens,))
+    return Plan((rows, *_route_specs(layout, len(query.shapes) - 1)), (tokens,))
 
 
 def plan_dispatch_values(query: Query) -> Plan:

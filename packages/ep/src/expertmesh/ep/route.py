@@ -20,11 +20,13 @@ Axis = tuple[str, ...] | None
 
 
 class Route(NamedTuple):
-    """What a transport needs to move rows; see Handle for the formulas."""
+    """What a transport needs to move rows; see Handle for the formulas. Without `host_GK` there is one level."""
 
     slot_TK: jax.Array
     source_C: jax.Array
     row_GK: jax.Array
+    host_GK: jax.Array | None = None
+    most_hosts: int = 1
 
     @property
     def token_C(self) -> jax.Array:
@@ -40,6 +42,16 @@ def group_size(axis: Axis) -> int:
 def group_rank(axis: Axis) -> jax.Array | int:
     """This device's rank in its EP group."""
     return jax.lax.axis_index(axis) if axis else 0
+
+
+def outer_axis(axis: Axis) -> Axis:
+    """The EP axis over hosts, of an exchange of two levels."""
+    return (axis or ())[:1]
+
+
+def inner_axis(axis: Axis) -> Axis:
+    """The EP axes inside a host."""
+    return (axis or ())[1:]
 
 
 def all_gather(x: jax.Array, axis: Axis) -> jax.Array:
@@ -64,7 +76,13 @@ def take_rows(src_SD: jax.Array, index_NK: jax.Array) -> jax.Array:
 
 
 def make_route(
-    topk_idx_TK: jax.Array, *, num_experts: int, capacity: int | None, alignment: int, axis: Axis
+    topk_idx_TK: jax.Array,
+    *,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    axis: Axis,
+    two_level: bool = False,
 ) -> tuple[Route, RowPlan]:
     """Plans the whole group's rows on every rank, from the ids alone: payloads then move without a handshake.
 
@@ -87,7 +105,16 @@ def make_route(
     slot_GK = jnp.where(plan.row_TK < 0, -1, owner_GK * capacity + plan.row_TK)
     slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
     row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
-    return Route(slot_TK, plan.source_C, row_GK), plan
+    host_GK = _rows_of_host(slot_GK, capacity, axis) if two_level else None
+    return Route(slot_TK, plan.source_C, row_GK, host_GK), plan
+
+
+def _rows_of_host(slot_GK: jax.Array, capacity: int, axis: Axis) -> jax.Array:
+    """`i * C + n` for choices with a row at rank i of this rank's host, -1 for others."""
+    inside = inner_axis(axis)
+    rows = group_size(inside) * capacity
+    place_GK = slot_GK - group_rank(axis) // group_size(inside) * rows
+    return jnp.where((place_GK >= 0) & (place_GK < rows), place_GK, -1)  # slots of none are below 0
 
 
 def _known_ids(topk_idx_TK: jax.Array, num_experts: int) -> jax.Array:

@@ -94,7 +94,7 @@ class MoEConfig(Config):
         axes types say where arrays are; this one is then for `param_specs`.
       score_function, use_pre_softmax, num_groups, group_topk, group_best, normalize, scaling_factor: see
         `expertmesh.core.RouterConfig`, the type of `router`.
-      transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns.
+      transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns, with the router's groups.
       alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
         buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
@@ -214,8 +214,11 @@ class MoEConfig(Config):
           axis: mesh axes of the EP group.
           capacity: receive rows per participant; None: the worst case.
         """
+        own: dict[str, Any] = {}
+        if self.num_null_experts:  # groups are of null experts too, which are on no host
+            own = dict(num_groups=None, group_topk=None)
         alignment = self.row_alignment
-        return _part(EpConfig, self, axis=axis, capacity=capacity, alignment=alignment)
+        return _part(EpConfig, self, axis=axis, capacity=capacity, alignment=alignment, **own)
 
     def under(self, recipe: Recipe | None) -> "MoEConfig":
         """This config where `recipe` is in context: its own recipe comes first.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -11,7 +12,15 @@ from jax.typing import DTypeLike
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.support import compute_capability, platform_of, warn_once
 from expertmesh.ep.route import Axis, Route, group_size
-from expertmesh.ep.transports import all_to_all, local, nvlink, ragged, reach, ring
+from expertmesh.ep.transports import (
+    all_to_all,
+    local,
+    nvlink,
+    ragged,
+    reach,
+    ring,
+    two_level,
+)
 from expertmesh.ep.transports.block_transport import BlockTransport
 from expertmesh.ep.transports.choice import Exchange, choose
 from expertmesh.ep.wire import Wire
@@ -33,18 +42,6 @@ class Transport(Protocol):
         """Why the transport cannot do this exchange, or None."""
 
 
-# All that the package knows of a transport by its name.
-BY_NAME: Mapping[str, Transport] = MappingProxyType(
-    {
-        "local": local,
-        "ring": ring,
-        "all_to_all": BlockTransport(all_to_all.exchange),
-        "ragged": BlockTransport(ragged.exchange, ragged.unsupported),
-        "nvlink": nvlink.Nvlink(),
-    }
-)
-
-
 def find_transport(
     name: str,
     route: Route,
@@ -60,7 +57,7 @@ def find_transport(
     exchange = _exchange(route, dtype, axis)
     if not exchange.moves:
         return local
-    base, _, sms = (choose_auto(exchange) if name == "auto" else name).partition(":")
+    base, _, detail = (choose_auto(exchange) if name == "auto" else name).partition(":")
     if reason := BY_NAME[base].unsupported(exchange):
         raise ValueError(
             f"dispatch: transport must be one that can do the exchange; got transport={name!r}, "
@@ -68,7 +65,29 @@ def find_transport(
         )
     if wire is not None and BY_NAME[base].unsupported(dataclasses.replace(exchange, wire=wire)):
         return BY_NAME["all_to_all"]
-    return nvlink.Nvlink(int(sms)) if sms else BY_NAME[base]
+    return _detailed(base, detail) if detail else BY_NAME[base]
+
+
+def _detailed(base: str, detail: str) -> Transport:
+    """What follows the colon: the most SMs, or the transport inside a host."""
+    return nvlink.Nvlink(int(detail)) if base == "nvlink" else _two_level(detail)
+
+
+def _two_level(inside: str) -> two_level.TwoLevel:
+    return two_level.TwoLevel(partial(find_transport, inside))
+
+
+# All that the package knows of a transport by its name.
+BY_NAME: Mapping[str, Transport] = MappingProxyType(
+    {
+        "local": local,
+        "ring": ring,
+        "all_to_all": BlockTransport(all_to_all.exchange),
+        "ragged": BlockTransport(ragged.exchange, ragged.unsupported),
+        "nvlink": nvlink.Nvlink(),
+        "two_level": _two_level("auto"),
+    }
+)
 
 
 def _exchange(route: Route, dtype: DTypeLike, axis: Axis) -> Exchange:
@@ -81,6 +100,7 @@ def _exchange(route: Route, dtype: DTypeLike, axis: Axis) -> Exchange:
         ep_size=group_size(axis),
         dtype=dtype,
         platform=platform_of(route.slot_TK),
+        levels=1 if route.host_GK is None else 2,
     )
 
 

@@ -27,12 +27,12 @@ def block_rows(num_tokens: int, capacity: int) -> int:
 def blocks_of_tokens(tokens_TD: jax.Array, route: Route, size: int) -> jax.Array:
     """What this rank sends in a dispatch."""
     block = block_rows(tokens_TD.shape[0], route.source_C.shape[0])
-    return take_rows(tokens_TD, _members(sent(route, size), block))
+    return take_rows(tokens_TD, members(sent(route, size), block)[:, None])
 
 
 def rows_of_blocks(blocks_RBD: jax.Array, route: Route, size: int) -> jax.Array:
     """This rank's rows, from the blocks that it received."""
-    place_G = _places(received(route, size), blocks_RBD.shape[0] // size).reshape(-1)
+    place_G = places(received(route, size), blocks_RBD.shape[0] // size).reshape(-1)
     index_C = jnp.where(route.token_C < 0, -1, place_G[route.token_C])
     return take_rows(blocks_RBD, index_C[:, None])
 
@@ -41,7 +41,7 @@ def blocks_of_sums(rows_CD: jax.Array, route: Route, size: int) -> jax.Array:
     """What this rank sends in a combine."""
     num_tokens, top_k = route.slot_TK.shape
     block = block_rows(num_tokens, rows_CD.shape[0])
-    token_RB = _members(received(route, size), block).reshape(size, block)
+    token_RB = members(received(route, size), block).reshape(size, block)
     token_RB = jnp.where(token_RB < 0, -1, token_RB + num_tokens * jnp.arange(size)[:, None])
     index_BK = jnp.where(token_RB.reshape(-1, 1) < 0, -1, route.row_GK[token_RB.reshape(-1)])
     return take_rows(rows_CD.astype(sum_dtype(rows_CD.dtype, top_k)), index_BK)
@@ -69,17 +69,17 @@ def _ranks_of_choices(route: Route, size: int) -> jax.Array:
     return jnp.where(route.slot_TK < 0, size, route.slot_TK // capacity)
 
 
-def _places(member_RT: jax.Array, block: int) -> jax.Array:
+def places(member_RT: jax.Array, block: int) -> jax.Array:
     """Where each member is in the flat [R * B] blocks."""
     return jnp.cumsum(member_RT, axis=1) - 1 + block * jnp.arange(member_RT.shape[0])[:, None]
 
 
-def _members(member_RT: jax.Array, block: int) -> jax.Array:
-    """int32[R * B, 1]: the token at each place of the blocks, -1 where there is none. The inverse of `_places`."""
+def members(member_RT: jax.Array, block: int) -> jax.Array:
+    """int32[R * B]: the token at each place of the blocks, -1 where there is none. The inverse of `places`."""
     count_RT = jnp.cumsum(member_RT, axis=1)
     find = partial(jnp.searchsorted, v=jnp.arange(1, block + 1))
     token_RB = jax.vmap(find)(count_RT).astype(jnp.int32)
-    return jnp.where(token_RB < member_RT.shape[1], token_RB, -1).reshape(-1, 1)
+    return jnp.where(token_RB < member_RT.shape[1], token_RB, -1).reshape(-1)
 
 
 def _places_of_choices(route: Route, block: int, size: int) -> jax.Array:
@@ -87,6 +87,6 @@ def _places_of_choices(route: Route, block: int, size: int) -> jax.Array:
     rank_TK = _ranks_of_choices(route, size)
     earlier_KK = jnp.tri(rank_TK.shape[1], k=-1, dtype=bool)
     repeated_TK = jnp.any((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK, axis=-1)
-    place_TR = _places(sent(route, size), block).T
+    place_TR = places(sent(route, size), block).T
     place_TK = jnp.take_along_axis(place_TR, jnp.minimum(rank_TK, size - 1), axis=1)
     return jnp.where(repeated_TK | (rank_TK == size), -1, place_TK)

@@ -23,6 +23,7 @@ class Exchange:
       dtype: of tokens and rows.
       platform: JAX's lowering platform.
       wire: the format or dtype of sums on their way back; None: as they are.
+      levels: 2 where the handle says which rows are on which host.
     """
 
     num_tokens: int = 1
@@ -32,6 +33,7 @@ class Exchange:
     dtype: DTypeLike = jnp.float32
     platform: str
     wire: TensorFormat | str | None = None
+    levels: int = 1
 
     @property
     def moves(self) -> bool:
