@@ -566,6 +566,19 @@ TABLE = [
         *("'smoke'", "ring"),
     ),
     row(
+        "transport inside a host",
+        lambda: ep(transport="two_level:smoke"),
+        ValueError,
+        *("'two_level:smoke'", "'two_level:' and another of them"),
+    ),
+    row(
+        "two levels over one axis",
+        lambda: dispatch(prepare(on_mesh(IDX), ep(transport="two_level")), on_mesh(X)),
+        ValueError,
+        *("'two_level'", "two mesh axes", "transport='auto'"),
+    ),
+    row("groups without their number", lambda: ep(group_topk=2), ValueError, "num_groups=None"),
+    row(
         "implementation",
         lambda: MISSING_KERNEL(X, implementation="quick"),
         ValueError,

@@ -107,3 +107,56 @@ def test_two_levels_are_one_exchange(multiprocess, processes, shape, steps, tran
         steps=steps,
     )
     assert results == [[transport, 0, True]] * processes
+
+
+def start_otherwise(late=False):
+    """Runs in each process: what bootstrap says where the last one differs, or does not come in time."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from expertmesh.ep import EpConfig, bootstrap
+
+    last = jax.process_index() == jax.process_count() - 1
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+    tokens = jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=sharding)
+    config = EpConfig(num_experts=4, axis="ep", transport="all_to_all")
+    said = [bootstrap(config, tokens, top_k=2).transport]
+    other = EpConfig(num_experts=4, axis="ep", capacity=16, alignment=8 if last else 4)
+    if last and late:
+        time.sleep(2)
+        return said
+    try:
+        bootstrap(other, tokens, top_k=1 if last else 2, timeout=1 if late else 60)
+    except (ValueError, RuntimeError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    if not late:  # it has forgotten nothing that it must not
+        said.append(bootstrap(config, tokens, top_k=2).transport)
+    return said
+
+
+@pytest.mark.parametrize(
+    "late, words",
+    [
+        (
+            False,
+            [
+                "ValueError: bootstrap: all processes must mean the same exchange",
+                "alignment=4 in process 0, 8 in process 1",
+                "top_k=2 in process 0, 1 in process 1",
+            ],
+        ),
+        (True, ["RuntimeError", "waited 1 s for process 1 (host 0, devices 2, 3 of the job)"]),
+    ],
+)
+def test_bootstrap_says_which_process_is_another(multiprocess, late, words):
+    results = multiprocess(
+        "ep.test_processes:start_otherwise", processes=2, devices=2, timeout=120, late=late
+    )
+    assert results[0][0] == "all_to_all" and (late or results[0] == results[1])
+    assert all(word in results[0][1] for word in words), results[0]
+    assert late or results[0][2] == "all_to_all"
+    assert "capacity" not in results[0][1]  # which is the same

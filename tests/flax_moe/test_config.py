@@ -155,6 +155,14 @@ def test_router_part():
     assert MoEConfig(**VALID, **options).router == RouterConfig(top_k=2, **options)
 
 
+@pytest.mark.parametrize("null, groups", [(0, (4, 2)), (8, (None, None))])
+def test_the_exchange_knows_the_routers_groups(null, groups):
+    """But for those that null experts are in, which are on no host."""
+    options = dict(score_function="sigmoid", num_groups=4, group_topk=2, num_null_experts=null)
+    exchange = MoEConfig(**VALID, **options).exchange(axis=("host", "ep"))
+    assert (exchange.num_groups, exchange.group_topk) == groups
+
+
 @pytest.mark.parametrize(
     "changes, error, words",
     [

@@ -4,15 +4,17 @@ public. ci/matrix.toml has a cell for each pair of versions.
 * `has_jax_triton`: jax-triton 0.4.1 runs with jax < 0.12; its rule for dead code lacks an argument that jax 0.12 gives.
 * `compile_triton`: triton 3.8 and 3.9 document no compiler ahead of time; the swizzles that it chooses for descriptors
   stand in its metadata alone.
+* `coordination_service`: what `jax.distributed.initialize` begins; JAX has no other way to find a process that is late.
 * `varying_axes`: all versions of JAX, whose types do not show these axes otherwise.
 """
 
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax._src import distributed
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -68,6 +70,25 @@ def platform(operands: Sequence[Any]) -> str:
     device = _meshes(operands)[0].abstract_device
     name = device.platform if device is not None else jax.default_backend()
     return "cuda" if name == "gpu" else name
+
+
+class Store(Protocol):
+    """Texts by key, which all processes of a job share."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Says it, once for each key."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All that was said under keys that begin so."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """What was said, or will be in time; else JaxRuntimeError, DEADLINE_EXCEEDED."""
+
+
+def coordination_service() -> Store | None:
+    """None in a job of one process."""
+    store: Store | None = distributed.global_state.client
+    return store
 
 
 def local_gpu() -> jax.Device | None:

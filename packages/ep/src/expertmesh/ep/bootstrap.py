@@ -1,7 +1,9 @@
 """bootstrap: everything that can be wrong with an exchange, found before the first step."""
 
 import dataclasses
+import importlib.metadata
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from expertmesh.core.mesh import current_resource
 from expertmesh.core.specs import constrain, pad_spec
 from expertmesh.core.support import platform_of
+from expertmesh.ep.agreement import check_processes
 from expertmesh.ep.capacity import most_rows
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, prepare
@@ -43,7 +47,13 @@ class EpGroup:
     transport: str
 
 
-def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top_k: int) -> EpGroup:
+def bootstrap(
+    config: EpConfig,
+    tokens: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    top_k: int,
+    timeout: float = 60.0,
+) -> EpGroup:
     """Checks the sizes of an exchange, runs one, and compares what comes back. Optional: nothing depends on it.
 
     Opens the communicators, so that the first step need not, and finds wrong sizes, a missing axis and a transport that
@@ -55,13 +65,15 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
       tokens: what `dispatch` will be given, [..., D]; its values are not read:
         `jax.ShapeDtypeStruct((B, S, D), dtype, sharding=NamedSharding(mesh, spec))`. No sharding: one device.
       top_k: K.
+      timeout: seconds for which it waits for the other processes.
 
     Returns:
       EpGroup.
 
     Raises:
-      RuntimeError: called under jit; or the exchange brings wrong values back.
-      ValueError: what `prepare` and `dispatch` refuse; a capacity above the group's maximum.
+      RuntimeError: called under jit; a process that does not call it in time; or the exchange brings wrong values back.
+      ValueError: what `prepare` and `dispatch` refuse; a capacity above the group's maximum; options, sizes, meshes or
+        versions that differ between processes. In all processes alike.
       TypeError: a dtype that they refuse.
 
     Costs one dispatch and one combine of these sizes, and their compilation.
@@ -71,6 +83,7 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
             "bootstrap: it must be called outside jit, since it runs an exchange; got a call under tracing; "
             "call bootstrap(config, jax.ShapeDtypeStruct(shape, dtype, sharding=...), top_k=K) before the first step"
         )
+    check_processes("bootstrap", _facts(config, tokens, top_k), timeout=timeout)
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
         raise ValueError(f"bootstrap: top_k must be an int >= 1; got top_k={top_k!r}; pass K")
     topk_idx, x = _operands(config, tokens, top_k)
@@ -88,6 +101,23 @@ def bootstrap(config: EpConfig, tokens: jax.ShapeDtypeStruct | jax.Array, *, top
             f"transport={group.transport!r}, ep_size={group.ep_size}; try another transport, and check the links"
         )
     return group
+
+
+def _facts(config: EpConfig, tokens: Any, top_k: int) -> dict[str, str]:
+    """What must be the same in all processes."""
+    sharding = getattr(tokens, "sharding", None)
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    values: dict[str, object] = config.to_dict() | {
+        "top_k": top_k,
+        "shape": tuple(tokens.shape),
+        "dtype": jnp.dtype(tokens.dtype).name,
+        "mesh": mesh and dict(mesh.shape),
+        "spec": mesh and sharding and sharding.spec,
+        "resource": current_resource(),
+        "jax": jax.__version__,
+        "expertmesh": importlib.metadata.version("expertmesh-ep"),
+    }
+    return {name: repr(value) for name, value in values.items()}
 
 
 def _operands(
