@@ -160,3 +160,64 @@ def test_bootstrap_says_which_process_is_another(multiprocess, late, words):
     assert all(word in results[0][1] for word in words), results[0]
     assert late or results[0][2] == "all_to_all"
     assert "capacity" not in results[0][1]  # which is the same
+
+
+def lose_one(how):
+    """Runs in each process: steps of an exchange, which the last process leaves, or comes late to, after two."""
+    import os
+    import signal
+    import socket
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from expertmesh.ep import EpConfig, combine, dispatch, prepare, wait_for
+
+    last = jax.process_index() == jax.process_count() - 1
+    mesh = jax.make_mesh((2, 3), ("host", "ep"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec(("host", "ep")))
+    idx = jax.device_put(jnp.arange(24, dtype=jnp.int32)[:, None] % 6, sharding)
+    config = EpConfig(num_experts=6, axis=("host", "ep"), transport="two_level")
+
+    @jax.jit
+    def step(idx, x):
+        handle = prepare(idx, config)
+        return combine(handle, dispatch(handle, x))
+
+    x = jax.device_put(jnp.ones((24, 4)), sharding)
+    for n in range(3):
+        if last and n == 2 and how == "gone":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last and n == 2:
+            time.sleep(6)
+        began = time.monotonic()
+        try:
+            x = wait_for(step(idx, x), phase=f"step {n}", timeout=3 if n == 2 else 60)
+        except RuntimeError as error:
+            took = time.monotonic() - began
+            time.sleep(0 if jax.process_index() else 4)  # it has the others' coordination service
+            return [n, str(error), took < 5, socket.gethostname()]
+    return [n, "all is well", True, socket.gethostname()]
+
+
+@pytest.mark.parametrize("how", ["gone", "late"])
+def test_survivors_say_who_is_missing(multiprocess, how):
+    results = multiprocess(
+        "ep.test_processes:lose_one",
+        processes=3,
+        devices=2,
+        timeout=120,
+        killed=2 if how == "gone" else None,
+        how=how,
+    )
+    if how == "late":  # its own step ends, as if nothing had been
+        assert results[2][1] == "all is well"
+    for n, said, in_time, host in results[:2]:
+        assert n == 2 and in_time
+        assert "every process must take part in 'step 2'" in said
+        assert (
+            f"waiting for: process 2 (host 0, devices 4, 5 of the job, last in 'step 1' on {host})"
+            in said
+        )

@@ -75,8 +75,8 @@ def platform(operands: Sequence[Any]) -> str:
 class Store(Protocol):
     """Texts by key, which all processes of a job share."""
 
-    def key_value_set(self, key: str, value: str) -> None:
-        """Says it, once for each key."""
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Says it, once for each key unless that may be overwritten."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """All that was said under keys that begin so."""

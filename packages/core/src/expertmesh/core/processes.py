@@ -6,7 +6,7 @@ import jax
 
 from expertmesh.core import _jax
 
-__all__ = ["gather_texts"]
+__all__ = ["gather_texts", "say", "texts_of_all"]
 
 
 def gather_texts(name: str, text: str, *, timeout: float) -> list[str | None]:
@@ -35,6 +35,25 @@ def gather_texts(name: str, text: str, *, timeout: float) -> list[str | None]:
     return [
         _read(store, f"{folder(process)}{number}", end) for process in range(jax.process_count())
     ]
+
+
+def say(name: str, text: str) -> None:
+    """What this process says under a name from now on; nothing in a job of one process."""
+    if store := _jax.coordination_service():
+        store.key_value_set(_key(name, jax.process_index()), text, allow_overwrite=True)
+
+
+def texts_of_all(name: str) -> list[str | None]:
+    """What each process said last under a name; None for one that never did, and in a job of one process."""
+    store = _jax.coordination_service()
+    if store is None:
+        return [None]
+    said = dict(store.key_value_dir_get(f"expertmesh/{name}/"))
+    return [said.get(_key(name, process)) for process in range(jax.process_count())]
+
+
+def _key(name: str, process: int) -> str:
+    return f"expertmesh/{name}/{process}"
 
 
 def _read(store: _jax.Store, key: str, end: float) -> str | None:

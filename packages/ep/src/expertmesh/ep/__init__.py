@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from expertmesh.ep.agreement import wait_for
 from expertmesh.ep.bootstrap import EpGroup, bootstrap
 from expertmesh.ep.capacity import recv_capacity
 from expertmesh.ep.config import EpConfig
@@ -25,4 +26,5 @@ __all__ = [
     "raise_overflow",
     "raise_stall",
     "recv_capacity",
+    "wait_for",
 ]

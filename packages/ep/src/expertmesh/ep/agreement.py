@@ -1,12 +1,78 @@
-"""Whether the processes of a job are all there, and mean the same exchange, before a device waits for another."""
+"""Whether the processes of a job are all there, and mean the same exchange: asked on hosts, where devices only wait."""
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
-from expertmesh.core.processes import gather_texts
+from expertmesh.core.processes import gather_texts, say, texts_of_all
 from expertmesh.ep import hosts
+
+__all__ = ["check_processes", "wait_for"]
+
+_PHASE = "phase"
+
+
+def wait_for[T](results: T, *, phase: str, timeout: float = 60.0) -> T:
+    """Waits for what a jitted call returned, and says which processes it waits for in vain. Call it outside jit.
+
+    Devices that exchange wait for each other, in XLA's collectives without end: a process that is gone, or hangs in its
+    input, hangs all. Here each process says in which phase it is; where devices do not answer, it says who is behind.
+
+    Args:
+      results: a pytree of arrays.
+      phase: what this is the result of, the same words in all processes, such as f"step {n}".
+      timeout: seconds.
+
+    Returns:
+      The results, ready.
+
+    Raises:
+      RuntimeError: they are not ready in time, or failed: names the phase, and each process that has not come to it,
+        with the phase that it was last in, its host and its devices.
+
+    Costs one message to JAX's coordination service. Call it in all processes, as often as you want to know.
+    """
+    say(_PHASE, json.dumps([phase, socket.gethostname()]))
+    end = time.monotonic() + timeout
+    failed: list[Exception] = []
+    waiter = threading.Thread(target=_wait, args=(results, failed), daemon=True)
+    waiter.start()
+    waiter.join(timeout)
+    if not waiter.is_alive() and not failed:
+        return results
+    behind = _processes_behind(phase, end)
+    who = ", ".join(behind) or "no process is behind; look at all logs"
+    what = f"failed: {failed[0]}" if failed else f"not ready after {timeout:g} s"
+    raise RuntimeError(
+        f"wait_for: every process must take part in {phase!r}; its results are {what}; waiting for: {who}; "
+        "start the job anew from its last checkpoint"
+    )
+
+
+def _wait(results: Any, failed: list[Exception]) -> None:
+    try:
+        jax.block_until_ready(results)
+    except Exception as error:  # of the runtime, as where a peer's connection is closed
+        failed.append(error)
+
+
+def _processes_behind(phase: str, end: float) -> list[str]:
+    """Those that have not come to a phase until then; a failure may be seen before the others have."""
+    while True:
+        try:
+            texts = texts_of_all(_PHASE)
+        except jax.errors.JaxRuntimeError:  # whom they are told to is gone
+            return [_describe(0)]
+        said = [json.loads(text) if text else None for text in texts]
+        behind = {p: last for p, last in enumerate(said) if last is None or last[0] != phase}
+        if not behind or time.monotonic() > end:
+            return [_describe(p, *(last or ())) for p, last in behind.items()]
+        time.sleep(0.1)
 
 
 def check_processes(function: str, facts: Mapping[str, str], *, timeout: float) -> None:
@@ -30,10 +96,13 @@ def check_processes(function: str, facts: Mapping[str, str], *, timeout: float) 
         )
 
 
-def _describe(process: int) -> str:
+def _describe(process: int, phase: str | None = None, name: str | None = None) -> str:
+    """Where a process is, and when it was last heard of."""
     owned = {n: d for n, d in enumerate(jax.devices()) if d.process_index == process}
     host = ", ".join({str(hosts.host_of(device)) for device in owned.values()})
-    return f"process {process} (host {host}, devices {', '.join(map(str, owned))} of the job)"
+    numbers = ", ".join(map(str, owned))
+    heard = f", last in {phase!r} on {name}" if phase else ""
+    return f"process {process} (host {host}, devices {numbers} of the job{heard})"
 
 
 def _differences(facts: Sequence[Mapping[str, str]]) -> list[str]:
