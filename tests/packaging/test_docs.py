@@ -72,6 +72,11 @@ def test_the_table_of_families_is_made_from_what_was_measured():
     assert subprocess.run(command).returncode == 0, "run `python docs/families.py`"
 
 
+def test_the_page_of_exchanges_at_scale_is_made_by_its_script():
+    command = [sys.executable, ROOT / "docs/scale.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python docs/scale.py`"
+
+
 @pytest.fixture
 def block():
     return load_script(ROOT / "docs/block.py")
