@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 from expertmesh.ep import EpConfig, recv_capacity
@@ -133,6 +134,7 @@ def test_defaults():
 
 
 def test_config_is_a_value():
+    assert type(EpConfig(num_experts=np.int64(8)).num_experts) is int
     assert EpConfig(num_experts=8, axis=("a", "b")) == EpConfig(num_experts=8, axis=("a", "b"))
     assert hash(EpConfig(num_experts=8)) == hash(EpConfig(num_experts=8))
     with pytest.raises(TypeError):
@@ -157,4 +159,5 @@ def test_hosts_of_a_token(E):
         bound, want = most_hosts(E, H, K, G, topk), reached(E, H, K, G, topk)
         nested = H % G == 0 or G % H == 0
         assert bound == want if nested else want <= bound <= min(H, K), (E, H, G, topk, K)
-        assert most_hosts(E, H, K) == min(H, K)
+        assert most_hosts(E, H, K) == most_hosts(E, H, K, G) == min(H, K)
+        assert most_hosts(E, H, K, group_topk=topk) == min(H, K)

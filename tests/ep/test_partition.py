@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import MeshResource, TensorFormat, global_shard_guard
 from expertmesh.core.op import Query
-from expertmesh.ep import EpConfig, partition
+from expertmesh.ep import EpConfig, hosts, partition
 from expertmesh.ep.transports.choice import Exchange, choose
 
 MESH = {"dp": 2, "fsdp": 3, "ep": 4, "tp": 5}
@@ -237,6 +237,67 @@ def test_blocks_are_not_cut(size, block, kept):
     assert partition.plan_combine(back).result_specs == (at,)
 
 
+def test_rows_of_the_host_lie_as_rows_do():
+    maps, shapes = (*MAPS, MAPS[-1]), (*MAP_SHAPES, MAP_SHAPES[-1])
+    tokens, at = ("dp", "ep", None), tuple(PartitionSpec(*spec) for spec in maps)
+    plan = partition.plan_dispatch(query((tokens, *maps), ((2, 4, 8), *shapes), ("ep",)))
+    assert plan.operand_specs[1:] == at
+    rows = (("dp", "ep"), None, None)
+    plan = partition.plan_combine(query((rows, *maps), ((8, 5, 8), *shapes), ("ep",)))
+    assert plan.operand_specs[1:] == at
+    format = TensorFormat(dtype="float8_e4m3fn", block=(1, 4))
+    both = query((tokens, tokens, *maps), ((2, 4, 8), (2, 4, 2), *shapes), ("ep",), format=format)
+    assert partition.plan_dispatch_quantized(both).operand_specs[2:] == at
+
+
+@pytest.mark.parametrize(
+    "transport, axis, two_level",
+    [
+        ("two_level", ("a", "b"), True),
+        ("two_level:ring", ("a", "b", "c"), True),
+        ("two_level", ("a",), False),
+        ("two_level", (), False),
+        ("two_level", None, False),
+        ("ring", ("a", "b"), False),
+    ],
+)
+def test_two_levels_take_two_axes(transport, axis, two_level):
+    assert partition.is_two_level(transport, axis) is two_level
+
+
+@pytest.mark.parametrize(
+    "transport, axis, size, name",
+    [
+        ("auto", ("a", "b"), 4, "two_level"),
+        ("auto", ("a", "b", "c"), 4, "two_level"),
+        ("auto", ("c", "b"), 4, "auto"),
+        ("auto", ("a",), 4, "auto"),
+        ("auto", (), 4, "auto"),
+        ("auto", None, 4, "auto"),
+        ("auto", ("a", "b"), 8, "auto"),  # all on one host
+        ("ring", ("a", "b"), 4, "ring"),
+        ("two_level:ring", ("a", "b"), 4, "two_level:ring"),
+    ],
+)
+def test_what_auto_is_over_hosts(transport, axis, size, name, monkeypatch):
+    """Of a mesh of 8 devices, `size` to a host."""
+    monkeypatch.setattr(hosts, "host_of", lambda device: device.id // size)
+    mesh = AbstractMesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3)
+    config = EpConfig(num_experts=16, transport=transport)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert partition.resolve_transport(config, axis, np.zeros((8, 2), np.int32)) == name
+
+
+def test_hosts_of_a_token():
+    mesh = AbstractMesh((4, 2, 3), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3)
+    grouped = EpConfig(num_experts=24, num_groups=4, group_topk=2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        idx = np.zeros((8, 1, 3), np.int32)
+        assert partition.hosts_of_token(EpConfig(num_experts=24), ("a", "b"), idx) == 3
+        assert partition.hosts_of_token(EpConfig(num_experts=24), ("b", "a"), idx) == 2
+        assert partition.hosts_of_token(grouped, ("a", "b"), idx) == 2
+
+
 def test_sums_in_a_dtype_have_no_blocks():
     rows = query(
         ((None, None, "tp"), *MAPS), ((8, 5, 15), *MAP_SHAPES), ("ep",), wire_format="bfloat16"
@@ -264,6 +325,10 @@ def test_prepare_and_values():
         PartitionSpec(each),
         PartitionSpec(each),
     )
+    two = partition.plan_prepare(
+        query(((None, "dp", None),), ((4, 2, 3),), ("ep",), two_level=True)
+    )
+    assert two.result_specs == (*plan.result_specs, PartitionSpec(each, None, None))
     values = query(((None, None, None), *MAPS), ((2, 4, 3), *MAP_SHAPES), ("ep",))
     maps = tuple(PartitionSpec(*s) for s in MAPS)
     there = partition.plan_dispatch_values(values)

@@ -84,10 +84,10 @@ def most_hosts(
     bound = min(num_hosts, top_k)
     if num_groups is None or group_topk is None:
         return bound
-    # A host and a group hold consecutive experts; where neither divides the other, a group reaches one host more.
+    # A host and a group hold consecutive experts, and a group may begin within a host.
     size, held = -(-num_experts // num_groups), num_experts // num_hosts
-    ends = [(first, first + size - 1) for first in range(0, num_experts, size)]
-    each = max(min(last, num_experts - 1) // held - first // held + 1 for first, last in ends)
+    ends = ((first, first + size - 1) for first in range(0, num_experts, size))
+    each = max(last // held - first // held + 1 for first, last in ends)
     return min(bound, group_topk * each)
 
 

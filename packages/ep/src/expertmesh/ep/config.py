@@ -95,7 +95,7 @@ def _check_axis(axis: object) -> None:
 
 
 def check_transport(function: str, name: object) -> None:
-    if name in TRANSPORTS or isinstance(name, str) and _is_detailed(name):
+    if name in TRANSPORTS or isinstance(name, str) and _has_detail(name):
         return
     raise ValueError(
         f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs, or "
@@ -103,9 +103,10 @@ def check_transport(function: str, name: object) -> None:
     )
 
 
-def _is_detailed(name: str) -> bool:
+def _has_detail(name: str) -> bool:
+    """Whether it is "nvlink" with a number of SMs, or "two_level" with another, "nvlink:48" too."""
     inside = name.removeprefix(f"{TWO_LEVEL}:")
     limit = SMS.fullmatch(inside)
     if limit:
         return int(limit[1]) >= 2
-    return inside != name and inside != TWO_LEVEL and inside in TRANSPORTS
+    return inside != TWO_LEVEL and inside in TRANSPORTS
