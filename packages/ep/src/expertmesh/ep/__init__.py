@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from expertmesh.ep.balance import Balanced, Copies, balance, copy_experts
 from expertmesh.ep.bootstrap import EpGroup, bootstrap
 from expertmesh.ep.capacity import recv_capacity
 from expertmesh.ep.config import EpConfig
@@ -12,13 +13,17 @@ from expertmesh.ep.stall import raise_stall
 from expertmesh.ep.support import is_supported
 
 __all__ = [
+    "Balanced",
+    "Copies",
     "CopyPlan",
     "EpConfig",
     "EpGroup",
     "Handle",
     "Overflow",
+    "balance",
     "bootstrap",
     "combine",
+    "copy_experts",
     "dispatch",
     "dispatch_weights",
     "find_overflow",

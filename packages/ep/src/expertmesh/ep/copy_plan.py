@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.op import Kernel, Op
+from expertmesh.core.op import Kernel, Op, vary_like
 from expertmesh.core.operands import INTEGERS, check_arrays
 
 __all__ = ["CopyPlan", "least_rows_of_a_copy", "plan_copies"]
@@ -166,6 +166,7 @@ def _plan_level(
         goes_on=jnp.array(True),
     )
     step = partial(_step, target=_target(load_R, level), least_rows=least_rows)
+    start = vary_like((counts_Re,), start)
     end = jax.lax.while_loop(lambda state: state.goes_on, step, start)
     return end.expert_RS, end.rows_RS, end.load_R
 
