@@ -1,8 +1,8 @@
 """Which experts are copied to which ranks, and how many rows go to each copy, so that all ranks compute equally many.
 
-Each rank has S spare slots, for copies of other ranks' experts. A step moves rows from the fullest rank, always of its
-largest expert x, to a rank q that has a free slot; `room` is what a rank has below the target, `excess` what it has
-above, `give` what can leave: min(excess, rows of x left). The first of these that exists, ties to the lower rank:
+Each rank has S spare slots, for copies of other ranks' experts. A step moves rows from the fullest rank, of one of its
+experts x, to a rank q that has a free slot; `room` is what a rank has below the target, `excess` what it has above,
+`give` what can leave: min(excess, rows of x left). The first of these that exists, ties to the lower rank:
 
     complete   the largest room <= give of any q                 moves room
     begin      the largest room of a q with two free slots       moves max(give, room / free slots), no more than x has
@@ -10,11 +10,12 @@ above, `give` what can leave: min(excess, rows of x left). The first of these th
     fill       the smallest room of a q                          moves room, no more than x has
 
 Where more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there
-are at most R S of them. The mean load is not always reachable: all steps are run for each of `LEVELS` targets between
-the mean and the fullest rank's load, denser at the mean, and the plan whose fullest rank has the least is taken. It is
-integers throughout, and the same wherever it is made.
+are at most R S of them. The mean load is not always reachable, and no choice of x is always the better one: all steps
+are run for each of `LEVELS` targets between the mean and the fullest rank's load, denser at the mean, once with x the
+rank's largest expert and once the smallest that has the excess, if one has. The plan whose fullest rank has the least
+is taken. It is the same wherever it is made.
 
-Dimension key: E experts, R ranks, e = E / R experts of a rank, S spare slots of a rank, L levels.
+Dimension key: E experts, R ranks, e = E / R experts of a rank, S spare slots of a rank, L = 2 LEVELS plans.
 """
 
 import math
@@ -114,6 +115,9 @@ def least_rows_of_a_copy(*, flops_per_second: float, bytes_per_second: float) ->
     return math.ceil(flops_per_second / bytes_per_second)
 
 
+_NEVER = jnp.iinfo(jnp.int32).min
+
+
 class _State(NamedTuple):
     """Of one level, between two steps.
 
@@ -136,9 +140,9 @@ class _State(NamedTuple):
 def _reference(
     counts_Re: jax.Array, *, num_spare: int, least_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    levels_L = jnp.arange(LEVELS, dtype=jnp.int32)
+    plan_L = jnp.arange(2 * LEVELS, dtype=jnp.int32)
     plan = partial(_plan_level, counts_Re, num_spare=num_spare, least_rows=least_rows)
-    out: tuple[jax.Array, jax.Array, jax.Array] = jax.vmap(plan)(levels_L)
+    out: tuple[jax.Array, jax.Array, jax.Array] = jax.vmap(plan)(plan_L % LEVELS, plan_L >= LEVELS)
     return out
 
 
@@ -152,9 +156,9 @@ def _target(load_R: jax.Array, level: jax.Array) -> jax.Array:
 
 
 def _plan_level(
-    counts_Re: jax.Array, level: jax.Array, *, num_spare: int, least_rows: int
+    counts_Re: jax.Array, level: jax.Array, fits: jax.Array, *, num_spare: int, least_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(expert_RS, rows_RS, load_R) by the steps for one target."""
+    """(expert_RS, rows_RS, load_R) by the steps for one target; `fits`: of the smallest expert that has the excess."""
     load_R = jnp.sum(counts_Re, axis=1, dtype=jnp.int32)
     none_RS = jnp.zeros((counts_Re.shape[0], num_spare), jnp.int32)
     start = _State(
@@ -165,21 +169,24 @@ def _plan_level(
         rows_RS=none_RS,
         goes_on=jnp.array(True),
     )
-    step = partial(_step, target=_target(load_R, level), least_rows=least_rows)
+    target = _target(load_R, level)
+    step = partial(_step, target=target, fits=fits, least_rows=least_rows)
     start = vary_like((counts_Re,), start)
     end = jax.lax.while_loop(lambda state: state.goes_on, step, start)
     return end.expert_RS, end.rows_RS, end.load_R
 
 
-def _step(state: _State, *, target: jax.Array, least_rows: int) -> _State:
+def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int) -> _State:
     left_Re, load_R, free_R, expert_RS, rows_RS, _ = state
     ranks_R = jnp.arange(load_R.size, dtype=jnp.int32)
     own_R = jnp.max(left_Re, axis=1)
     excess_R = jnp.where(own_R > least_rows, load_R - target, 0)
-    sender, local = jnp.argmax(excess_R), jnp.argmax(left_Re, axis=1)
-    local = local[sender]
+    sender = jnp.argmax(excess_R)
+    left_e = left_Re[sender]
+    enough_e = fits & (left_e >= excess_R[sender])
+    local = jnp.argmax(jnp.where(jnp.any(enough_e), jnp.where(enough_e, -left_e, _NEVER), left_e))
     expert = sender * left_Re.shape[1] + local
-    have = left_Re[sender, local]
+    have = left_e[local]
     give = jnp.minimum(excess_R[sender], have)
     held_R = jnp.any(expert_RS == expert, axis=1)
     open_R = (free_R > 0) & (ranks_R != sender) & ~held_R & (give > least_rows)
@@ -195,7 +202,7 @@ def _step(state: _State, *, target: jax.Array, least_rows: int) -> _State:
     )  # fmt: skip
     receiver, moved, found = jnp.int32(0), jnp.int32(0), jnp.array(False)
     for mask_R, key_R, rows_R in reversed(rules):
-        best = jnp.argmax(jnp.where(mask_R, key_R, jnp.iinfo(jnp.int32).min)).astype(jnp.int32)
+        best = jnp.argmax(jnp.where(mask_R, key_R, _NEVER)).astype(jnp.int32)
         here = jnp.any(mask_R)
         receiver = jnp.where(here, best, receiver)
         moved = jnp.where(here, jnp.minimum(rows_R[best], have), moved)

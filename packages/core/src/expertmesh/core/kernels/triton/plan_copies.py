@@ -1,4 +1,4 @@
-"""The plan of copies of experts on NVIDIA GPUs: one warp for each level, all steps in its registers.
+"""The plan of copies of experts on NVIDIA GPUs: one warp for each plan that is tried, all steps in its registers.
 
 The law is that of ep's `copy_plan.py`. What a step looks for is one maximum: of 64-bit keys that hold the rule, the
 value that it goes by, the rank and its free slots. What is wanted low is in a key with its bits turned. Dimension key
@@ -17,6 +17,7 @@ FREE = tl.constexpr(6)
 RULE = tl.constexpr(48)  # the bits above are the rule's
 LAST = tl.constexpr(1023)
 MOST = tl.constexpr(2**31 - 1)
+ENOUGH = tl.constexpr(2**31)  # above all counts: of an expert that has the excess
 
 
 @triton.jit
@@ -26,7 +27,8 @@ def _plan_kernel(
     R_POW2: tl.constexpr, E_POW2: tl.constexpr, S_POW2: tl.constexpr,
 ):  # fmt: skip
     """E: experts of a rank."""
-    level = tl.program_id(0)
+    plan = tl.program_id(0)
+    level = plan % LEVELS
     r = tl.arange(0, R_POW2)
     x = tl.arange(0, E_POW2)
     s = tl.arange(0, S_POW2)
@@ -43,17 +45,21 @@ def _plan_kernel(
     taken = tl.zeros((R_POW2, S_POW2), tl.int32)
     found = True
     while found:
-        largest = tl.max((left.to(tl.int64) << LOW) | (x ^ (E_POW2 - 1))[None, :], 1)
-        own = (largest >> LOW).to(tl.int32)
+        own = tl.max(left, 1)
         excess = load - target
         gives = (own > LEAST) & (excess > LEAST)
         key = tl.max(tl.where(gives, (excess.to(tl.int64) << LOW) | rank_key, -1), 0)
         found = key >= 0
         sender = ((key >> FREE) & LAST).to(tl.int32) ^ LAST
-        of_sender = tl.sum(tl.where(r == sender, largest, 0), 0)
-        have = (of_sender >> LOW).to(tl.int32)
+        above = (key >> LOW).to(tl.int32)
+        enough = (left >= above) & (plan >= LEVELS)
+        wish = tl.where(enough, ENOUGH | (left ^ MOST).to(tl.int64), left.to(tl.int64))
+        wish = (wish << LOW) | (x ^ (E_POW2 - 1))[None, :]
+        of_sender = tl.max(tl.max(tl.where((r == sender)[:, None], wish, -1), 1), 0)
+        have = ((of_sender >> LOW) & MOST).to(tl.int32)
+        have = tl.where(of_sender >> LOW >= ENOUGH, have ^ MOST, have)
         local = (of_sender & (E_POW2 - 1)).to(tl.int32) ^ (E_POW2 - 1)
-        give = min((key >> LOW).to(tl.int32), have)
+        give = min(above, have)
         wanted = sender * E + local
         holds = tl.max((held == wanted).to(tl.int32), 1)
         is_open = (free > 0) & (r != sender) & (holds == 0) & found
@@ -82,11 +88,11 @@ def _plan_kernel(
         free -= to.to(tl.int32)
         load += tl.where(to, moved, 0) - tl.where(r == sender, moved, 0)
         left -= tl.where((r == sender)[:, None] & (x == local)[None, :], moved, 0)
-    slots_at = (level * R + r)[:, None] * S + s[None, :]
+    slots_at = (plan * R + r)[:, None] * S + s[None, :]
     exists = (r < R)[:, None] & (s < S)[None, :]
     tl.store(expert + slots_at, held, mask=exists)
     tl.store(rows + slots_at, taken, mask=exists)
-    tl.store(load_out + level * R + r, load, mask=r < R)
+    tl.store(load_out + plan * R + r, load, mask=r < R)
 
 
 LEVELS = 64  # as there
@@ -94,14 +100,14 @@ LEVELS = 64  # as there
 
 def plan(counts, *, num_spare, least_rows):
     """int32[R, e] -> expert and rows [L, R, S], load [L, R]."""
-    (R, E), S = counts.shape, num_spare
-    slots = jax.ShapeDtypeStruct((LEVELS, R, S), jnp.int32)
+    (R, E), S, L = counts.shape, num_spare, 2 * LEVELS
+    slots = jax.ShapeDtypeStruct((L, R, S), jnp.int32)
     R_POW2, E_POW2, S_POW2 = map(triton.next_power_of_2, (R, E, S))
     return launcher.triton_call(
         counts,
         kernel=_plan_kernel,
-        out_type=(slots, slots, jax.ShapeDtypeStruct((LEVELS, R), jnp.int32)),
-        grid=(LEVELS,),
+        out_type=(slots, slots, jax.ShapeDtypeStruct((L, R), jnp.int32)),
+        grid=(L,),
         num_warps=max(1, min(R_POW2 * max(E_POW2, S_POW2) // 256, 8)),
         R=R, E=E, S=S, LEVELS=LEVELS, LEAST=least_rows,
         R_POW2=R_POW2, E_POW2=E_POW2, S_POW2=S_POW2,
