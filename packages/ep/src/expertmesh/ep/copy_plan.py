@@ -6,7 +6,6 @@ experts x, to a rank q that has a free slot; `room` is what a rank has below the
 
     complete   the largest room <= give of any q                 moves room
     begin      the largest room of a q with two free slots       moves max(give, room / free slots), no more than x has
-    merge      the largest excess of a q that can send it on     moves give
     fill       the smallest room of a q                          moves room, no more than x has
 
 Where more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there
@@ -197,7 +196,6 @@ def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int)
     rules = (
         (open_R & fits_R, room_R, room_R),
         (open_R & larger_R & (free_R > 1), room_R, jnp.maximum(give, -(-room_R // jnp.maximum(free_R, 1)))),
-        (open_R & (room_R <= 0) & (own_R + room_R >= give), -room_R, jnp.full_like(room_R, give)),
         (open_R & larger_R, -room_R, room_R),
     )  # fmt: skip
     receiver, moved, found = jnp.int32(0), jnp.int32(0), jnp.array(False)

@@ -67,9 +67,8 @@ def _plan_kernel(
         complete = is_open & (room > LEAST) & (room <= give)
         fill = is_open & (room > give)
         begin = fill & (free > 1)
-        merge = is_open & (room <= 0) & (own + room >= give)
-        rule = tl.where(complete, 4, tl.where(begin, 3, tl.where(merge, 2, tl.where(fill, 1, 0))))
-        value = tl.where(rule >= 3, room, tl.where(rule == 2, -room, room ^ MOST)).to(tl.int64)
+        rule = tl.where(complete, 3, tl.where(begin, 2, tl.where(fill, 1, 0)))
+        value = tl.where(rule == 1, room ^ MOST, room).to(tl.int64)
         keys = (rule.to(tl.int64) << RULE) | (value << LOW) | rank_key | free
         best = tl.max(tl.where(rule > 0, keys, -1), 0)
         found = found & (best >= 0)
@@ -78,8 +77,8 @@ def _plan_kernel(
         value_of = ((best >> LOW) & MOST).to(tl.int32)
         slots = max((best & 63).to(tl.int32), 1)
         begun = max(give, (value_of + slots - 1) // slots)
-        moved = tl.where(rule_of == 4, value_of, tl.where(rule_of == 3, begun, give))
-        moved = min(tl.where(rule_of == 1, value_of ^ MOST, moved), have)
+        moved = tl.where(rule_of == 3, value_of, tl.where(rule_of == 2, begun, value_of ^ MOST))
+        moved = min(moved, have)
         moved = tl.where(found, moved, 0)
         to = (r == receiver) & found
         at = to[:, None] & (s[None, :] == (S - free)[:, None])
