@@ -60,7 +60,7 @@ EXCHANGE = {
 }
 
 
-def config(transport, recipe=None):
+def config(transport, recipe=None, spare=0):
     return MoEConfig(
         num_experts=E,
         top_k=K,
@@ -69,13 +69,14 @@ def config(transport, recipe=None):
         z_loss_coeff=0.001,
         transport=transport,
         recipe=recipe,
+        num_spare_experts=spare,
     )
 
 
-def compiled(mesh, transport, resource, recipe=None):
+def compiled(mesh, transport, resource, recipe=None, spare=0):
     """Loss and gradients of the parameters and the tokens."""
     tokens = PartitionSpec(("fsdp", "ep"))
-    block = config(transport, recipe)
+    block = config(transport, recipe, spare)
 
     def struct(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -184,3 +185,22 @@ def test_quantized(mode):
     assert SCATTERED <= over_fsdp <= SCATTERED | weights
     assert {key[2].partition("[")[0] for key in over_fsdp - SCATTERED} == {"f8e4m3fn", "f32"}
     assert moved - over_fsdp == ROUTING | EXCHANGE["all_to_all"] | {dispatched}
+
+
+def test_spare_experts(mode):
+    """A block of two weights for each two ranks there in bf16 and back in f32, of this device's part of D; counts."""
+    spare, slots = 2, e + 2
+    program = compiled(mode[0], "all_to_all", mode[1], spare=spare)
+    moved = {key for key in crossing(program) if key[0] != "all-reduce"}
+    copies = {
+        ("all-to-all", "ep", f"{dtype}[{R * spare},{D // 2 * width}]")
+        for dtype in ("bf16", "f32")
+        for width in (2 * F, F)
+    }
+    weights = {
+        (kind, over, shape.replace(f"[{e},", f"[{slots},"))
+        for kind, over, shape in GATHERED | SCATTERED
+    }
+    counts = {("all-gather", "ep", f"s32[{R},{E}]")}
+    assert moved == copies | weights | counts | ROUTING | EXCHANGE["all_to_all"]
+    assert crossing(program)["all-reduce", "fsdp", f"s32[{E}]"] == 1

@@ -46,6 +46,10 @@ def test_weights_in_square_blocks():
     interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 36)
 
 
+def test_plan_of_copies():
+    interpret(["tests/ep/test_copy_plan.py"], "5-3-1-0 or 3-1-5-40", 2)
+
+
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
 OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
 OF_8_BITS = pytest.mark.parametrize(

@@ -87,6 +87,17 @@ def test_plan(experts, num_ranks, compiled):
 
 
 @pytest.mark.parametrize(
+    "ranks, experts, spare", [(64, 256, 2), (8, 128, 2), (256, 256, 4), (1024, 1024, 1)]
+)
+def test_plan_of_copies(ranks, experts, spare, compiled):
+    from expertmesh.core.kernels.triton import plan_copies
+
+    plan = partial(plan_copies.plan, num_spare=spare, least_rows=0)
+    _trace(plan, ((ranks, experts // ranks), "int32"))
+    _check(compiled, wide=False)
+
+
+@pytest.mark.parametrize(
     "experts, dtype, options",
     [
         (256, "float32", {"top_k": 8}),

@@ -51,6 +51,8 @@ TRANSPORTS = {name: moves for name, moves in TRANSPORTS.items() if _supported(na
 MODES = ("explicit", "resource", "manual", "auto")
 # Implementations of the grouped GEMM, with the signature of `grouped_gemm`.
 GROUPED_GEMMS: Mapping[str, Callable] = {"grouped_gemm": grouped_gemm}
+# Slots of each rank for copies of experts, by which an exchange is balanced.
+SPARE = (1, 2)
 # Sizes of AXES, by how many devices there are.
 MESHES = {
     1: ((1, 1, 1),),

@@ -42,11 +42,13 @@ from expertmesh.core import (
 )
 from expertmesh.ep import (
     EpConfig,
+    balance,
     bootstrap,
     combine,
     dispatch,
     dispatch_weights,
     find_overflow,
+    plan_copies,
     prepare,
     raise_overflow,
     recv_capacity,
@@ -389,6 +391,30 @@ TABLE = [
         lambda: prepare(IDX, EpConfig(num_experts=4, capacity=4, overflow="error")),
         ValueError,
         *("capacity=4", "tokens=8", "recv_capacity"),
+    ),
+    row(
+        "room for less than level ranks need",
+        lambda: balance(IDX, EpConfig(num_experts=4), num_spare=1, capacity_factor=0.5),
+        ValueError,
+        "capacity_factor=0.5",
+    ),
+    row(
+        "E % R of a plan of copies",
+        lambda: plan_copies(jnp.ones(6, jnp.int32), num_ranks=4, num_spare=1),
+        ValueError,
+        *("shape=(6,)", "num_ranks=4"),
+    ),
+    row(
+        "spare slots of experts that fsdp splits too",
+        lambda: dataclasses.replace(CONFIG, num_spare_experts=1, shard_exp_on_fsdp=True),
+        ValueError,
+        *("num_spare_experts", "shard_exp_on_fsdp=True"),
+    ),
+    row(
+        "spare slots under a recipe with a state of experts",
+        lambda: dataclasses.replace(CONFIG, num_spare_experts=1, recipe=DelayedScaling()),
+        ValueError,
+        *("num_spare_experts", "DelayedScaling"),
     ),
     row(
         "overflow",

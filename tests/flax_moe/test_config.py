@@ -62,6 +62,8 @@ def test_fields_are_frozen():
         ("debug", False),
         ("alignment", None),
         ("capacity_factor", None),
+        ("num_spare_experts", 0),
+        ("least_rows_per_copy", 0),
         ("ep_axis", None),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -22,8 +22,9 @@ PUBLIC = {
         required_alignment required_bias_histogram route route_map router_statistics router_z_loss
         sequence_balance_loss shard_rows sort_chunks specs to_routing_map topk_weights_to_probs unpermute
         update_expert_bias""",
-    "expertmesh.ep": """EpConfig EpGroup Handle Overflow bootstrap combine dispatch dispatch_weights find_overflow
-        is_supported prepare raise_overflow raise_stall recv_capacity wait_for""",
+    "expertmesh.ep": """Balanced Copies CopyPlan EpConfig EpGroup Handle Overflow balance bootstrap
+        combine copy_experts dispatch dispatch_weights find_overflow is_supported
+        least_rows_of_a_copy plan_copies prepare raise_overflow raise_stall recv_capacity wait_for""",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LoRA LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES
         checkpoint hf init_lora init_params init_quant_state is_supported linen lora_shapes lora_specs merge_lora
         merge_wi moe native_moe nnx param_shapes param_specs peft permute_experts place_experts quantize_weights

@@ -27,6 +27,7 @@ from expertmesh.core.specs import (
     make_entry,
     merge_known,
     mesh_of,
+    strip_axes,
 )
 from expertmesh.ep import hosts
 from expertmesh.ep.capacity import most_hosts
@@ -253,3 +254,21 @@ def plan_combine_values(query: Query) -> Plan:
     """[P, C], slot, source, row -> values[..., K]."""
     maps = _route_specs(_layout_like(query, 1))
     return Plan((maps[1], *maps), (maps[0],))
+
+
+def plan_balance(query: Query) -> Plan:
+    """topk_idx[..., K] -> slots[..., K], expert[R, S]; the axes that part the EP groups are an option."""
+    layout = _layout_like(query, 0)
+    ep = query.options["axis"] or ()
+    outer = tuple(axis for axis in entry_axes(layout.participants) if axis not in ep)
+    choices = PartitionSpec(*layout.leading, None)
+    return Plan((choices,), (choices, PartitionSpec(None, None)), options={"outer": outer})
+
+
+def plan_copies(query: Query) -> Plan:
+    """weights[E, ...], expert[R, S] -> weights[E + R * S, ...], or back: over the EP axes along E, else as they are."""
+    ep = [axis for axis in query.options["axis"] if axis in query.mesh_shape]
+    _, *others = zip(strip_axes(query.operand_specs[0], ep), query.shapes[0], strict=True)
+    cut = (dividing_axes(entry_axes(entry), [n], query.mesh_shape) for entry, n in others)
+    weights = PartitionSpec(make_entry(tuple(ep)), *map(make_entry, cut))
+    return Plan((weights, PartitionSpec(None, None)), (weights,))

@@ -13,7 +13,12 @@ from expertmesh.core.config import Config
 from expertmesh.core.op import check_reduce_dtype
 from expertmesh.core.operands import check_counts
 from expertmesh.core.ops.activation import Activation, check_activation
-from expertmesh.core.quantization.recipe import Recipe, as_recipe, required_alignment
+from expertmesh.core.quantization.recipe import (
+    DelayedScaling,
+    Recipe,
+    as_recipe,
+    required_alignment,
+)
 from expertmesh.core.router.route import RouterConfig
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
@@ -98,6 +103,13 @@ class MoEConfig(Config):
       alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
         buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
+      num_spare_experts: S, spare slots of each rank of the EP group. Each call plans anew which experts are copied to
+        them, so that ranks compute equally many rows, and copies weights there and gradients back: see
+        `expertmesh.ep.balance`. The receive buffer then holds `capacity_factor` times a rank's share of the choices,
+        once if that is None, and what the copies cannot level is dropped and counted. 0: there are none. Not under
+        `shard_exp_on_fsdp` or a DelayedScaling, whose state is of the E experts.
+      least_rows_per_copy: a copy takes more rows than this, and buffers have as many rows more; for a number see
+        `expertmesh.ep.least_rows_of_a_copy`.
       ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
         there is one, else read from the types of the arrays.
 
@@ -147,6 +159,8 @@ class MoEConfig(Config):
     debug: bool = EpConfig.debug
     alignment: int | None = None
     capacity_factor: float | None = None
+    num_spare_experts: int = 0
+    least_rows_per_copy: int = 0
     ep_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +183,7 @@ class MoEConfig(Config):
             _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
         _check_ep_axis(self.ep_axis)
         _check_choices(self)
+        _check_spare_experts(self)
         # The parts refuse what is wrong with their fields.
         self.exchange(axis=())
         _check_variant(self)
@@ -341,6 +356,23 @@ def _check_alignment(config: MoEConfig) -> None:
         raise ValueError(
             f"MoEConfig: alignment must be a multiple of {least} under this recipe; got alignment={config.alignment}, "
             f"recipe={config.recipe}; leave it out for {least}"
+        )
+
+
+def _check_spare_experts(config: MoEConfig) -> None:
+    check_counts("MoEConfig", least=0, num_spare_experts=config.num_spare_experts)
+    check_counts("MoEConfig", least=0, least_rows_per_copy=config.least_rows_per_copy)
+    if not config.num_spare_experts:
+        return
+    if config.shard_exp_on_fsdp:
+        raise ValueError(
+            "MoEConfig: num_spare_experts must go with experts that ep alone splits; got shard_exp_on_fsdp=True; "
+            "leave one of them out"
+        )
+    if isinstance(config.recipe, DelayedScaling):
+        raise ValueError(
+            "MoEConfig: num_spare_experts must go with a recipe without state, which is of experts and not of slots; "
+            f"got recipe={config.recipe}; use Float8CurrentScaling or Float8BlockScaling"
         )
 
 

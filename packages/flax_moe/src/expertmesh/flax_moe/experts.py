@@ -91,6 +91,7 @@ class Dispatched(NamedTuple):
         [1, T, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
       quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
       num_dropped, overflow: as in `MoEOutput`.
+      copies: which experts the spare slots hold, under `MoEConfig.num_spare_experts`; else None.
     """
 
     handle: ep.Handle
@@ -99,6 +100,7 @@ class Dispatched(NamedTuple):
     quantized: QuantizedArray | None
     num_dropped: jax.Array
     overflow: ep.Overflow | None
+    copies: ep.Copies | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

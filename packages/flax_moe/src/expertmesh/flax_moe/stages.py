@@ -76,6 +76,7 @@ from expertmesh.flax_moe.params import (
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
 from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
 from expertmesh.flax_moe.remat import named
+from expertmesh.flax_moe.spare_experts import with_copies
 
 __all__ = [
     "Computed",
@@ -206,6 +207,9 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
 
     Under `config.weigh_inputs` of w x, rounded once, w being a token's one weight; a row's own weight is then 1.
 
+    Under `config.num_spare_experts` the exchange is over slots (`expertmesh.ep.balance`), and its `copies` say
+    which experts the spare ones hold: `experts` copies their weights.
+
     Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
     they are, and 8 bits travel. Without a recipe, where all tokens and experts are on one device and the up projection
     writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
@@ -235,7 +239,8 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     held = experts_held("stages.dispatch", routed.x, config, ep_axis)
     names = (*EXPERTS, *BIASES)
     own = check_part("stages.dispatch", params, names, routed.x.shape[-1], config, held)
-    handle = named("dispatched", _prepare(_sent(routed.topk_idx, config), config, ep_axis))
+    prepared = _prepare(_sent(routed.topk_idx, config), config, ep_axis)
+    handle, copies = named("dispatched", prepared)
     x, weights = _weighed(routed, config)
     weights_PC = named("dispatched", ep.dispatch_weights(handle, weights))
     rows, quantized = _dispatched_rows(own, x, handle, config)
@@ -246,6 +251,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
         quantized=quantized,
         num_dropped=jnp.sum(handle.num_dropped),
         overflow=ep.find_overflow(handle) if config.overflow == "error" else None,
+        copies=copies,
     )
 
 
@@ -277,7 +283,8 @@ def experts(
       TypeError: a parameter that is no array, or not floating point.
 
     Differentiable in `dispatched` and all of these parameters. Moves no token: costs one gather of the weights over
-    fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F.
+    fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F; spare
+    slots an exchange of copies and one of their gradients over the EP axis (`expertmesh.ep.copy_experts`).
     """
     config, params = config.under(current_recipe()), whole_params("stages.experts", params)
     given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
@@ -287,8 +294,9 @@ def experts(
     )
     names, width = (*EXPERTS, *BIASES), dispatched.rows.shape[-1]
     own = check_part("stages.experts", params, names, width, config, held)
+    of_slots, given = with_copies(own, given, dispatched.copies, config, specs=_specs(config))
     with _resource_of(dispatched.handle):
-        rows, state = feed_forward(own, dispatched, config, given=given, specs=_specs(config))
+        rows, state = feed_forward(of_slots, dispatched, config, given=given, specs=_specs(config))
     handle = dispatched.handle
     if adds_rows(own, handle, config):
         sums = rows.reshape(*handle.slot.shape[:-1], rows.shape[-1])
@@ -599,7 +607,26 @@ def _z_loss(
 # ---- dispatch
 
 
-def _prepare(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -> ep.Handle:
+def _prepare(
+    topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]
+) -> tuple[ep.Handle, ep.Copies | None]:
+    """The exchange, and what spare slots hold if there are any."""
+    if config.num_spare_experts == 0:
+        return _prepare_experts(topk_idx, config, ep_axis), None
+    balanced = ep.balance(
+        topk_idx,
+        config.exchange(axis=ep_axis),
+        num_spare=config.num_spare_experts,
+        least_rows=config.least_rows_per_copy,
+        capacity_factor=1.0 if config.capacity_factor is None else config.capacity_factor,
+    )
+    if balanced.copies.expert.size == 0:  # one rank
+        return _prepare_experts(topk_idx, config, ep_axis), None
+    return ep.prepare(balanced.topk_idx, balanced.config), balanced.copies
+
+
+def _prepare_experts(topk_idx: jax.Array, config: MoEConfig, ep_axis: tuple[str, ...]) -> ep.Handle:
+    """The exchange without spare slots."""
     dropless = config.exchange(axis=ep_axis)
     if config.capacity_factor is None or topk_idx.size == 0:
         return ep.prepare(topk_idx, dropless)
