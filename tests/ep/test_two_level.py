@@ -79,6 +79,21 @@ def test_equals_the_oracle(name):
     )
 
 
+@pytest.mark.parametrize("mesh", [HOST_EP, (("host", 2), ("ep", 4))], ids=["4 x 2", "2 x 4"])
+def test_rows_of_the_host(mesh):
+    """host_row[p, g, k]: of a choice at the i-th rank of the host of p, i * C and its row; else -1."""
+    case = Hosts(mesh=mesh, C=6, E=16)
+    topk, ranks = routing("holes", 40, 3, 16), mesh[1][1]
+    oracle = case.oracle(topk)
+    want = np.full((8, 40, 3), -1)
+    for p, n, t, k in oracle.live():
+        first = p // ranks * ranks
+        want[first : first + ranks, t, k] = (p - first) * 6 + n
+    got = on_mesh(case, lambda handle: handle.host_row, topk)
+    np.testing.assert_array_equal(got, want)
+    assert set(np.unique(want)) >= {-1, 0, 6 * ranks - 1}
+
+
 def level(num_tokens, H=4):
     """Each rank has as many tokens for each host: of two hosts for each token."""
     t = np.arange(num_tokens)[:, None]

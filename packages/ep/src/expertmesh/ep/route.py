@@ -46,12 +46,14 @@ def group_rank(axis: Axis) -> jax.Array | int:
 
 def outer_axis(axis: Axis) -> Axis:
     """The EP axis over hosts, of an exchange of two levels."""
-    return (axis or ())[:1]
+    assert axis is not None
+    return axis[:1]
 
 
 def inner_axis(axis: Axis) -> Axis:
     """The EP axes inside a host."""
-    return (axis or ())[1:]
+    assert axis is not None
+    return axis[1:]
 
 
 def all_gather(x: jax.Array, axis: Axis) -> jax.Array:
@@ -82,7 +84,7 @@ def make_route(
     capacity: int | None,
     alignment: int,
     axis: Axis,
-    two_level: bool = False,
+    two_level: bool,
 ) -> tuple[Route, RowPlan]:
     """Plans the whole group's rows on every rank, from the ids alone: payloads then move without a handshake.
 
