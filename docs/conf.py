@@ -9,6 +9,7 @@ import sys
 import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from accessible import change_pages  # noqa: E402
 from docstrings import as_rst  # noqa: E402
 
 project = "expertmesh"
@@ -80,6 +81,11 @@ def setup(app):
         ]
         return tuple(written)
 
+    def finish(app, exception):
+        if exception is None and app.builder.format == "html":
+            change_pages(pathlib.Path(app.outdir))
+
+    app.connect("build-finished", finish)
     app.connect("autodoc-process-signature", sign)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", process, priority=400)  # before Napoleon's 500

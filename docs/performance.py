@@ -192,7 +192,7 @@ def every_row(results: figures.Results) -> str:
         '<p><label for="rows-filter">Show rows with</label> '
         '<input id="rows-filter" type="search" placeholder="fp8_block dgrad"> '
         '<span id="rows-count" role="status"></span></p>\n'
-        '<div class="table-wrapper" tabindex="0" role="region" aria-label="All rows">\n'
+        '<div class="table-wrapper">\n'
         f'<table id="rows" class="docutils">\n<thead><tr>{titles}</tr></thead>\n'
         f"<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n```"
     )

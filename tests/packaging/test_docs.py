@@ -300,6 +300,18 @@ def test_what_follows_code_at_once_is_parted_from_it(docstrings):
     assert docstrings.inline("`a`s and ``b``.", {}) == "``a``\\ s and ``b``."
 
 
+def test_a_page_gets_what_it_lacks_once():
+    accessible = load_script(ROOT / "docs/accessible.py").accessible
+    page = '<p role="heading">x</p><pre>y</pre><div class="table-wrapper wide"><dl>\n<dd>a</dd></dl><dl><dt>'
+    found = accessible(page)
+    assert found == (
+        '<p role="heading" aria-level="2">x</p><pre tabindex="0">y</pre>'
+        '<div class="table-wrapper wide" tabindex="0" role="region" aria-label="Table">'
+        '<dl role="none">\n<dd>a</dd></dl><dl><dt>'
+    )
+    assert accessible(found) == found
+
+
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "a.html").write_text(
