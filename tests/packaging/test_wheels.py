@@ -20,9 +20,11 @@ from expertmesh.ep import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ["core", "ep", "flax_moe", "train"]
-# The import packages of each; `expertmesh.convert` is a program of flax_moe, `expertmesh.maxtext` its block in MaxText.
+# The import packages of each; `expertmesh.convert` is a program of flax_moe, `expertmesh.maxtext` its block in
+# MaxText, `expertmesh.report` a program of train.
 OWNED = {package: {package} for package in PACKAGES} | {
-    "flax_moe": {"flax_moe", "convert", "maxtext"}
+    "flax_moe": {"flax_moe", "convert", "maxtext"},
+    "train": {"train", "report"},
 }
 NEEDS = {package: PACKAGES[: i + 1] for i, package in enumerate(PACKAGES)}
 TRAINING = {"optax", "orbax-checkpoint", "matplotlib", "tqdm"}
