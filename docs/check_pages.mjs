@@ -1,5 +1,5 @@
 // Checks built pages in a real browser: axe finds no serious violation, in both themes, and nothing overflows sideways at
-// 1280 and 390 px.
+// 1280 and 390 px; a reader who searches from the landing page gets to what they ask.
 //
 // node docs/check_pages.mjs FOLDER [PAGE...]   needs playwright-core and axe-core; CHROMIUM is the browser's path
 import { createRequire } from "node:module";
@@ -42,6 +42,27 @@ for (const page of pages) {
       await context.close();
     }
   }
+}
+// From the landing page to an answer, by the search and by links, as a reader goes.
+const WALKS = [
+  { words: "MaxText Mixtral", page: "maxtext.html", says: "python examples/maxtext_mixtral.py" },
+  { words: "Qwen3 MoE layer", page: "recipes.html", says: "load_layer" },
+  { words: "fp8 slower", page: "limits.html", then: "performance.html#what-does-fp8-bring", says: "Wide experts gain" },
+];
+for (const { words, page, then, says } of WALKS) {
+  const tab = await browser.newPage({ viewport: { width: 1280, height: 900 } });
+  try {
+    await tab.goto(pathToFileURL(resolve(folder, "index.html")).href);
+    await tab.fill("input[name=q]", words);
+    await tab.press("input[name=q]", "Enter");
+    await tab.click(`#search-results a[href*="${page}"] >> nth=0`, { timeout: 10000 });
+    if (then) await tab.click(`article a[href*="${then}"] >> nth=0`, { timeout: 10000 });
+    await tab.waitForSelector(`article:has-text("${says}")`, { timeout: 10000 });
+    console.log(`walk "${words}": ${tab.url().split("/").pop()}`);
+  } catch (error) {
+    fault(`walk "${words}": ${error.message.split("\n")[0]}`);
+  }
+  await tab.close();
 }
 await browser.close();
 console.log(`${pages.length} pages in ${2 * WIDTHS.length} views: ${faults} faults`);
