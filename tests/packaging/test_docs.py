@@ -211,7 +211,7 @@ def test_the_table_of_rows_has_each_row():
     assert page.count("<tr><td>") == sum(len(json.loads(path.read_text())) for path in files)
 
 
-@pytest.mark.parametrize("program", ["exchange.py", "house.py"])
+@pytest.mark.parametrize("program", ["exchange.py", "house.py", "pictures.py"])
 def test_figures_are_made_from_the_results_and_the_sources(program):
     command = [sys.executable, ROOT / "docs" / program, "--check"]
     assert subprocess.run(command).returncode == 0, f"run `python docs/{program}`"
