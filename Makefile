@@ -55,8 +55,9 @@ lint: $(DONE)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(DONE)  ## build docs/_build/html
+docs: $(DONE)  ## build docs/_build/html and check its links; DOCS_ONLINE=1 links other libraries' types
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
 
 bench: $(DONE)  ## run every benchmark; JSON into runs/bench/
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -28,6 +28,7 @@ ROOMS = {
     "expertmesh.convert": "convert",
     "expertmesh.maxtext": "maxtext",
     "expertmesh.train": "train",
+    "expertmesh.report": "report",
 }
 FACADE = "expertmesh.core"  # its __init__.py names what is public of all rooms
 CELL, LEFT, TOP = 26, 190, 34

@@ -1,34 +1,32 @@
-"""Writes the tables and plots of docs/performance.md and README.md from the files of benchmarks/results.
+"""Writes the figures and tables of docs/performance.md, README.md and docs/performance-rows.md from benchmarks/results.
 
 python docs/performance.py            write them
 python docs/performance.py --check    exit status 1 if a page is not what would be written
 """
 
 import argparse
+import collections
+import html
 import json
 import pathlib
+import re
 import sys
 
 import block
+import figures
 from marks import filled
 
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN = "<!-- docs/performance.py -->"
-BLOCK = "moe_block"
+README_CHART = "performance_beside.png"
+MEAN = re.compile(r"(\w+) (\w+), mean of (\d+) shapes$")
+BOTH_WAYS = re.compile(r"nvlink, both ways, (\d+) ranks, (\d+) tokens each x (\d+)$")
 
 
-def read(folder: pathlib.Path) -> dict[str, list[dict]]:
+def read(folder: pathlib.Path) -> figures.Results:
     """The rows of each file, by its name."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-
-
-def table(rows: list[dict]) -> str:
-    lines = ["| case | value | reference | ratio |", "|---|---|---|---|"]
-    for row in rows:
-        value = f"{row['value']:.4g} {row['unit']}"
-        lines.append(f"| {row['case']} | {value} | {row['reference']} | {row['ratio']:.2f} |")
-    return "\n".join(lines)
 
 
 def origin(rows: list[dict]) -> str:
@@ -41,35 +39,163 @@ def origin(rows: list[dict]) -> str:
     return "; ".join(sorted(found))
 
 
-def sections(results: dict[str, list[dict]]) -> str:
-    parts = [
-        f"## {name}\n\n`python -m benchmarks.{name}`: {origin(rows)}.\n\n{table(rows)}"
-        for name, rows in results.items()
+def line(cells: list) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def lines(head: list[str], rows: list[list]) -> str:
+    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)])
+
+
+def of_gpus(results: figures.Results) -> str:
+    """How many rows there are of which GPUs."""
+    found = collections.defaultdict(list)
+    for row in (row for each in results.values() for row in each):
+        found[row["device"], row["gpus"]].append(row)
+    head = ["GPUs", "rows", "commits", "newest"]
+    rows = [
+        [
+            f"{count} x {device}",
+            len(each),
+            ", ".join(sorted({row["commit"] for row in each})),
+            max(row["date"] for row in each),
+        ]
+        for (device, count), each in sorted(found.items())
     ]
-    charts = ["![Ratios to the reference of the same run](performance.png)"]
-    charts += [f"![{shows}]({file})" for file, shows, _ in block.charts(results.get(BLOCK, []))]
-    return "\n\n".join([*charts, *parts])
+    return lines(head, rows)
 
 
-def plot(results: dict[str, list[dict]], path: pathlib.Path) -> None:
-    """The ratios, one bar a row."""
-    from matplotlib.figure import Figure
+def of_plain_jax(results: figures.Results) -> str:
+    """Times at the sizes of the tutorial of Transformer Engine's block, which publishes its own on other GPUs."""
+    head = ["tokens", "width", "expert width", "plain JAX, ms", "here, ms", "times as fast"]
+    head.append("Transformer Engine as published, on four GB200s, ms")
+    rows = []
+    for row in block.both_passes(results.get("moe_block", [])):
+        shape, ours = block.shape_of(row), row["value"]
+        times = [f"{ours * row['ratio']:.3g}", f"{ours:.3g}", f"**{row['ratio']:.1f}**"]
+        published = f"{row['gb200']:.3g}" if "gb200" in row else "-"
+        rows.append([shape.tokens, shape.width, shape.expert_width, *times, published])
+    return lines(head, rows)
 
-    rows = [row for each in results.values() for row in each]
-    figure = Figure(figsize=(9, 1 + 0.16 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    start = 0
-    for name, each in results.items():
-        places = range(start, start + len(each))
-        axes.barh(places, [row["ratio"] for row in each], height=0.8, label=name)
-        start += len(each)
-    axes.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=5)
-    axes.axvline(1, color="black", linewidth=0.6)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("times the reference of the same run; higher is better")
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+
+def beside(results: figures.Results) -> str:
+    return f"{of_plain_jax(results)}\n\n{of_gpus(results)}"
+
+
+def of_shapes(results: figures.Results) -> str:
+    """The means of the grouped GEMMs."""
+    rows = []
+    for file in ("grouped_gemm", "quantized_by_tensor", "quantized_grouped_gemm"):
+        for row in results.get(file, []):
+            if match := MEAN.match(row["case"]):
+                recipe, which, shapes = match.groups()
+                name = figures.PASSES.get(which, which)
+                rows.append([recipe, name, f"{row['ratio']:.2f}", row["reference"], shapes])
+    return lines(["format", "GEMM", "times as fast as", "", "shapes"], rows)
+
+
+def of_exchange(results: figures.Results) -> str:
+    """How an exchange of tokens there and back grows."""
+    found: dict[tuple, list] = {}
+    for row in results.get("dispatch", []):
+        if match := BOTH_WAYS.match(row["case"]):
+            name = row["reference"].partition(",")[0]
+            cells = found.setdefault(match.groups(), [row["value"], {}])
+            cells[1][name] = row["value"] * row["ratio"]
+    head = ["tokens of a GPU", "GPUs", "`nvlink`, us", "`ring`, us", "`all_to_all`, us"]
+    rows = [
+        [
+            f"{tokens} x {width}",
+            ranks,
+            f"{ours:.3g}",
+            *(f"{others.get(n, 0):.4g}" for n in ("ring", "all_to_all")),
+        ]
+        for (ranks, tokens, width), (ours, others) in found.items()
+    ]
+    return lines(head, rows)
+
+
+def of_phases(results: figures.Results) -> str:
+    """Each phase's part of both passes."""
+    bars = block.phases(results.get("moe_block", []))
+    total = sum(sum(bar.values()) for bar in bars.values())
+    names = list(dict.fromkeys(phase for bar in bars.values() for phase in bar))
+    ordered = [n for n in (*block.PHASES, *names) if n in names]
+    rows = [
+        [name, *(f"{bar.get(name, 0) / total:.1%}" for bar in bars.values())]
+        for name in dict.fromkeys(ordered)
+    ]
+    return lines(["phase", *(which for _, which in bars)], rows)
+
+
+TABLES = {
+    "performance_beside.png": beside,
+    "performance_shapes.png": of_shapes,
+    "performance_scale.png": of_exchange,
+    "performance_phases.png": of_phases,
+}
+ANSWERS = {
+    "performance_beside.png": """\
+On H200s and H100s; kernels for other GPUs are [compiled, not run](core.md#kernels). Plain JAX is `native_moe`
+(`ragged_all_to_all` and `ragged_dot`), timed in the same run on the mesh fsdp 2 x ep 2. Transformer Engine's block was
+run on the same GPU ([how](beside-transformer-engine.md)); it has no 8 bits on Hopper, so it is BF16 throughout.
+SonicMoE was not run here: its rates are what its paper gives for an H100 (arXiv 2512.14080, figure 14, within 5
+TFLOP/s). The first table has the times beside plain JAX on four H200s, at the sizes of the tutorial of Transformer
+Engine's block; its last column is what that tutorial gives for four GB200s, not run here.""",
+    "performance_shapes.png": """\
+Rows, contraction and width of a GEMM, and its groups. Large groups reach the rate of a dense GEMM; the fewer rows a
+group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
+measured at the two shapes that have its bar.""",
+    "performance_fp8.png": """\
+Wide experts gain: their GEMMs take most of the time, and these are nearly twice as fast. For narrow experts (F of 512
+and below) quantizing costs about what the GEMMs save, and `fp8_current` is slower than bfloat16: it reads all rows once
+more to find their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half
+the time on NVLink.""",
+    "performance_scale.png": """\
+With tokens and choices the time is a line; 16 times the experts cost 8 %. Of one GPU's speed each of four keeps 80 %:
+the rest is the exchange, and the sums of the weights' gradients.""",
+    "performance_phases.png": """\
+In GEMMs, two thirds of it. The sums over devices are the reduce-scatter of the weights' gradients over fsdp.""",
+}
+
+
+def sections(results: figures.Results) -> str:
+    parts = []
+    for figure in figures.figures(results):
+        part = [f"## {figure.question}", f"![{figure.shows}]({figure.file})", ANSWERS[figure.file]]
+        if figure.file in TABLES:
+            part.append(TABLES[figure.file](results))
+        parts += [*part, f"From: {origin(figure.rows)}."]
+    return "\n\n".join(parts)
+
+
+def readme(results: figures.Results) -> str:
+    """The chart that the README shows."""
+    (figure,) = [each for each in figures.figures(results) if each.file == README_CHART]
+    return f"![{figure.shows}](docs/{figure.file})"
+
+
+def every_row(results: figures.Results) -> str:
+    """A table in HTML, as its rows are filtered by what is typed."""
+    head = ["program", "case", "value", "reference", "ratio", "GPUs", "commit", "date"]
+    body = []
+    for name, rows in results.items():
+        for row in rows:
+            cells = [name, row["case"], f"{row['value']:.4g} {row['unit']}", row["reference"]]
+            cells += [f"{row['ratio']:.2f}", f"{row['gpus']} x {row['device']}"]
+            cells += [row["commit"], row["date"]]
+            body.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    titles = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    rows = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+    return (
+        "```{raw} html\n"
+        '<p><label for="rows-filter">Show rows with</label> '
+        '<input id="rows-filter" type="search" placeholder="fp8_block dgrad"> '
+        '<span id="rows-count" role="status"></span></p>\n'
+        '<div class="table-wrapper">\n'
+        f'<table id="rows" class="docutils">\n<thead><tr>{titles}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody>\n</table>\n</div>\n```"
+    )
 
 
 def main() -> int:
@@ -77,10 +203,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     results = read(RESULTS)
-    rows = results.get(BLOCK, [])
     contents = {
         DOCS / "performance.md": sections(results),
-        DOCS.parent / "README.md": block.table(rows, origin),
+        DOCS / "performance-rows.md": every_row(results),
+        DOCS.parent / "README.md": readme(results),
     }
     old = {page: page.read_text() for page in contents}
     new = {page: filled(old[page], BEGIN, content) for page, content in contents.items()}
@@ -88,10 +214,9 @@ def main() -> int:
         return int(new != old)
     for page, text in new.items():
         page.write_text(text)
-    plot(results, DOCS / "performance.png")
-    for file, _, draw in block.charts(rows):
-        draw(DOCS / file)
-    for one in block.growth(rows):
+    for figure in figures.figures(results):
+        figure.draw(DOCS / figure.file)
+    for one in block.growth(results.get("moe_block", [])):
         print(one.describe())
     return 0
 

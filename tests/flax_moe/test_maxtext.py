@@ -517,6 +517,16 @@ def test_scanned_trees_of_jobs(dense):
     jax.tree.map(np.testing.assert_array_equal, recipes.to_maxtext_layers(params, bias), tree)
 
 
+def test_the_example_of_the_page_trains(capsys, monkeypatch):
+    example = load_script(ROOT / "examples/maxtext_mixtral.py")
+    monkeypatch.setattr("sys.argv", ["", "steps=3"])
+    example.main()
+    losses = [
+        float(x) for x in re.findall(r"^step \d: loss ([\d.]+)", capsys.readouterr().out, re.M)
+    ]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
 def test_its_checkpoint_is_read_unchanged(tmp_path):
     """Saved by MaxText after two steps, continued by the block, then by MaxText: the same losses."""
     options = MIXTRAL | EP4_FSDP2 | {"async_checkpointing": False, "checkpoint_period": 2}

@@ -1,7 +1,8 @@
-"""The examples run, on 1 device, on 6 and on 8, and the README shows what is run."""
+"""The examples run, on 1 device, on 6 and on 8; README and the landing page show one of them."""
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,19 +11,48 @@ import pytest
 pytestmark = pytest.mark.default_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples/own_model.py"
+
+
+def run(name, devices):
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert out.returncode == 0, out.stderr
+    return out.stdout
+
+
+def body(name):
+    """An example without its docstring."""
+    return (ROOT / "examples" / name).read_text().split("\n\n", 1)[1]
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 6, 8])
 def test_own_model_runs(devices):
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    out = subprocess.run(
-        [sys.executable, EXAMPLE], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert out.returncode == 0, out.stderr
-    assert "loss" in out.stdout and "'ep'" in out.stdout
+    out = run("own_model.py", devices)
+    assert "loss" in out and "'ep'" in out
 
 
-def test_the_readme_shows_the_example():
-    body = EXAMPLE.read_text().split("\n\n", 1)[1]
-    assert body in (ROOT / "README.md").read_text()
+def test_the_quick_start_runs():
+    out = run("quick_start.py", 1)
+    assert re.search(r"\(4, 128, 256\) \[[\d ]+\] dropped 0", out)
+
+
+def test_the_readme_shows_the_quick_start():
+    shown = body("quick_start.py")
+    assert f"```python\n{shown}```" in (ROOT / "README.md").read_text()
+    assert len([line for line in shown.splitlines() if line]) <= 10
+
+
+def test_the_pages_show_the_examples():
+    """By the file: what is shown is what runs."""
+    for page, name in (("index.md", "quick_start.py"), ("quick-start.md", "own_model.py")):
+        assert f"{{literalinclude}} ../examples/{name}" in (ROOT / "docs" / page).read_text()
+
+
+def test_the_readme_fits_two_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

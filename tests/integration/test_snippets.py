@@ -1,5 +1,6 @@
 """The code that the docs show runs, on what the text around it says is there."""
 
+import importlib
 import pathlib
 import re
 
@@ -217,9 +218,46 @@ def test_upcycling():
         assert jnp.linalg.norm(y - want) < 1e-6 * jnp.linalg.norm(want)
 
 
+class Writer:
+    """TensorBoard's and W&B's, as the page calls them."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, number):
+        self.seen[name] = float(value)
+
+    def add_histogram(self, name, value, number):
+        self.seen[name] = np.asarray(value)
+
+    def log(self, values, step):
+        self.seen |= values
+
+    def Histogram(self, np_histogram):
+        return np_histogram
+
+
+def test_watching_a_run():
+    """Run: both loggers get what the block counted."""
+    step, board, weights, program = snippets("observability.md")
+    config = expertmesh.flax_moe.MoEConfig(**SMALL, aux_loss_coeff=1e-2)
+    params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
+    given = dict(config=config, params=params, x=normal(4, 8, 256), jnp=jnp, np=np)
+    space = run(step, "observability.md", **given)
+    assert space["counts"].sum() == 64 and "tokens_per_expert" not in space["metrics"]
+    named = {name: space[name] for name in ("metrics", "counts")} | {"number": 1, "np": np}
+    writer, wandb = Writer(), Writer()
+    run(board, "observability.md", writer=writer, **named)
+    run(weights, "observability.md", wandb=wandb, **named)
+    assert writer.seen.keys() == wandb.seen.keys() >= {"moe/load", "moe/load_imbalance"}
+    assert writer.seen["moe/load"].sum() == pytest.approx(1)
+    collectives = importlib.import_module("expertmesh.core.hlo").collectives
+    run(program, "observability.md", step=space["step"], collectives=collectives, **given)
+
+
 def test_no_page_is_left_out():
     """Those of the tutorial, the recipes and MaxText are of programs that other tests run."""
     pages = {page.name for page in DOCS.glob("*.md") if snippets(page.name)}
     here = {"core.md", "ep.md", "expert-parallelism.md", "quantization.md", "flax_moe.md"}
-    here |= {"stages.md", "fine-tuning.md"}
+    here |= {"stages.md", "fine-tuning.md", "observability.md"}
     assert pages == here | {"tutorial.md", "recipes.md", "maxtext.md"}

@@ -317,7 +317,7 @@ def listings(workflow):
     (options,) = re.findall(r"ci/matrix.py list --json (.*?)\)", step["run"])
     found = {}
     for job, body in workflow["jobs"].items():
-        if "matrix" in body.get("strategy", {}):
+        if isinstance(body.get("strategy", {}).get("matrix"), str):
             output = re.fullmatch(
                 r"\$\{\{ fromJSON\(needs.plan.outputs.(\w+)\) \}\}", body["strategy"]["matrix"]
             )[1]
@@ -361,6 +361,27 @@ def test_the_whole_history_is_there_where_every_test_runs():
     ]
     assert "make test" in steps_of(WORKFLOWS["ci"]["jobs"]["readme"])
     assert checkout.get("fetch-depth") == 0
+
+
+def test_wheels_are_tried_and_released_for_the_pythons_that_the_metadata_names():
+    jobs = [WORKFLOWS["ci"]["jobs"]["wheels"], WORKFLOWS["release"]["jobs"]["wheel"]]
+    pythons = {tuple(job["strategy"]["matrix"]["python"]) for job in jobs}
+    prefix = "Programming Language :: Python :: "
+    for path in (ROOT / "packages").glob("*/pyproject.toml"):
+        classifiers = tomllib.loads(path.read_text())["project"]["classifiers"]
+        minors = [c.removeprefix(prefix) for c in classifiers if c.startswith(prefix + "3.")]
+        assert pythons == {tuple(minors)}, path
+    row = re.search(r"^\| Python \| (.*?) \|", (ROOT / "docs/support.md").read_text(), re.MULTILINE)
+    assert row and pythons == {tuple(row[1].split(", "))}
+
+
+def test_a_release_is_of_the_repository_that_its_metadata_names():
+    environment = os.environ | {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "a/b"}
+    result = subprocess.run(
+        [ROOT / "ci/build-release", "ep-v0.1.0"], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 1
+    assert "packages/ep/pyproject.toml must be https://host/a/b" in result.stderr
 
 
 def test_gpu_cells_run_where_the_gpus_are():

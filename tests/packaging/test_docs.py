@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -115,8 +116,17 @@ def test_growth_is_compared_with_a_line(block):
     assert "128 experts against 8: +10%" in by_experts.describe()
 
 
-def test_the_block_in_charts_and_a_table(block, tmp_path):
-    """As benchmarks.moe_block writes its rows; in the table are those of both passes against the native block."""
+@pytest.fixture
+def figures(block, monkeypatch):
+    monkeypatch.setitem(sys.modules, "block", block)
+    return load_script(ROOT / "docs/figures.py")
+
+
+ONE = {"unit": "TFLOP/s", "gpus": 1}
+
+
+def rows_of_results():
+    """As the benchmarks write them, by file."""
     shape = SHAPE.format("8x1024", 8, 2)
     mesh = "{'fsdp': 2, 'ep': 2}"
     native = [
@@ -132,30 +142,81 @@ def test_the_block_in_charts_and_a_table(block, tmp_path):
             ("GEMM 1", "backward", 140),
         )
     ]
-    rows = [
-        *native,
-        other,
-        *traced,
-        *growth_of("num_tokens", (4096, 8192), (1, 2)),
+    weak = row_of(f"bfloat16 forward and backward, weak scaling, 4 GPUs, {shape}", 9, "", 0.8)
+    one = SHAPE.format(4096, 128, 8) + ", 1 device"
+    published = "SonicMoE on H100, published, 200 TFLOP/s"
+    single = [
+        row_of(f"bfloat16 forward, {one}", 100.0, published, 0.5) | ONE,
+        row_of(f"bfloat16 backward, {one}", 400.0, published, 2.0) | ONE,
+        row_of(f"fp8_block forward and backward, {one}", 3.0, "our bfloat16 block, 6 ms", 2.0),
+        row_of(f"fp8_block forward and backward, {one}", 3.0, "Transformer Engine 2, 9 ms", 3.0),
     ]
-    table = block.table(rows, lambda rows: f"origin of {len(rows)}")
-    assert "mesh fsdp 2 x ep 2" in table and table.count("\n| 8x1024") == 1
-    assert "| 8x1024 | 2048 | 768 | 20 | 4 | **5.0** |" in table and "origin of 1" in table
-    with_published = block.table([native[1] | {"gb200": 10.5}], lambda rows: "origin")
-    assert "| 8x1024 | 2048 | 768 | 20 | 4 | **5.0** | 10.5 |" in with_published
-    bars = block.phases(rows)
+    gemm = "fprop mixtral w13 16384x4096x28672, 8 groups"
+    dense = [
+        row_of(f"bfloat16 {gemm}", 810, "dense XLA GEMM, 821 TFLOP/s") | ONE,
+        row_of("bfloat16 fprop, mean of 6 shapes", 0.97, "dense XLA GEMM") | {"unit": "times"},
+    ]
+    eight = [row_of(f"fp8_current {gemm}", 1551, "dense 8-bit XLA GEMM, 1589 TFLOP/s") | ONE]
+    sent = "4 ranks, 4096 tokens each x 7168, 8 of 256 experts"
+    exchange = [
+        row_of(f"nvlink, dispatch bfloat16, {sent}", 507),
+        row_of(f"nvlink:48, dispatch bfloat16, {sent}", 518),
+        row_of(f"nvlink, dispatch float8 with scales, {sent}", 285),
+        row_of(f"nvlink, combine bfloat16, sums travel in bfloat16, {sent}", 506),
+        row_of(f"nvlink, combine bfloat16, sums travel in float32, {sent}", 976),
+        row_of(f"nvlink, dispatch bfloat16, {sent}, time against 2 ranks", 2.2),
+    ]
+    grown = growth_of("num_tokens", (4096, 8192), (1, 2))
+    return {
+        "moe_block": [*native, other, *traced, weak, *grown],
+        "single_gpu_blocks": single,
+        "grouped_gemm": dense,
+        "quantized_by_tensor": eight,
+        "dispatch": exchange,
+    }
+
+
+def test_figures_show_what_the_rows_say(block, figures):
+    results, name = rows_of_results(), "4096 tokens, D 2048, F 768, E 128, K 8"
+    assert figures.beside_plain(results) == {
+        "8x1024 tokens, D 2048, F 768, E 8, K 2": {"bfloat16": 5.0}
+    }
+    assert figures.beside_engine(results) == {name: {"fp8_block": 3.0}}
+    # SonicMoE at 200 both ways: 3 units of work in 3 / 200; ours 1 / 100 + 2 / 400.
+    sonic = figures.beside_sonic(results)[name]
+    assert sonic == pytest.approx({"bfloat16": 1.0, "fp8_block": 2.0})
+    assert figures.gemms(results)["fprop"] == {
+        "16384 x 4096 x 28672, 8 groups": {
+            "bfloat16": {"ours": 810, "dense": 821.0},
+            "fp8_current": {"ours": 1551, "dense": 1589.0},
+        }
+    }
+    assert figures.exchanges(results) == {
+        "dispatch": {"bfloat16": 507, "float8": 285},
+        "combine": {"bfloat16": 506},
+    }
+    assert figures.weak_scaling(results) == {1: 1.0, 4: 0.8}
+    bars = block.phases(results["moe_block"])
     assert list(bars.values()) == [{"GEMM 1": 70, "other": 5}, {"GEMM 1": 140}]
-    assert block.charts([]) == []
-    for file, _, draw in block.charts(rows):
-        draw(tmp_path / file)
+
+
+def test_five_figures_are_drawn_and_none_without_rows(figures, tmp_path):
+    assert list(figures.figures({})) == []
+    for figure in figures.figures(rows_of_results()):
+        assert figure.question.endswith("?") and figure.rows
+        figure.draw(tmp_path / figure.file)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "moe_block.png",
-        "moe_block_growth.png",
-        "moe_block_phases.png",
+        f"performance_{name}.png" for name in ("beside", "fp8", "phases", "scale", "shapes")
     ]
 
 
-@pytest.mark.parametrize("program", ["exchange.py", "house.py"])
+def test_the_table_of_rows_has_each_row():
+    page = (ROOT / "docs/performance-rows.md").read_text()
+    files = (ROOT / "benchmarks/results").glob("*.json")
+    assert page.count("<tr><td>") == sum(len(json.loads(path.read_text())) for path in files)
+
+
+@pytest.mark.parametrize("program", ["exchange.py", "house.py", "pictures.py"])
 def test_figures_are_made_from_the_results_and_the_sources(program):
     command = [sys.executable, ROOT / "docs" / program, "--check"]
     assert subprocess.run(command).returncode == 0, f"run `python docs/{program}`"
@@ -168,3 +229,119 @@ def test_a_walk_from_the_block_to_a_launch_is_of_twelve_files():
     assert len(names) == 12 and names[0] == "moe" and names[-1] == "launcher"
     files = {path.stem for path in (ROOT / "packages").glob("*/src/**/*.py")}
     assert set(names) <= files
+
+
+DIRECTIVE = re.compile(
+    r"^\.\. (currentmodule|auto\w+):: ([\w.]+)$|^   :members: (.+)$", re.MULTILINE
+)
+
+
+def documented(page):
+    """The dotted name of each object that a page of the API lists."""
+    module = ""
+    for kind, name, members in DIRECTIVE.findall(page.read_text()):
+        if kind == "currentmodule":
+            module = name
+        elif kind == "automodule":
+            module = name
+            yield name
+        else:
+            yield from (f"{module}.{each}" for each in (members or name).split(", "))
+
+
+@pytest.mark.parametrize("package", ["core", "ep", "flax_moe"])
+def test_every_public_name_is_on_one_page_of_the_api(package):
+    """`remat`'s names are public in the package too."""
+    pages = (ROOT / "docs/api").rglob("*.md")
+    shown = [name.replace(".remat.", ".") for page in pages for name in documented(page)]
+    module = f"expertmesh.{package}"
+    public = [f"{module}.{name}" for name in importlib.import_module(module).__all__]
+    assert {name: shown.count(name) for name in public if shown.count(name) != 1} == {}
+
+
+@pytest.fixture
+def docstrings():
+    return load_script(ROOT / "docs/docstrings.py")
+
+
+def test_docstrings_become_restructured_text(docstrings):
+    """By docutils' own reading: what is code, what is a list, what is text."""
+    source = """Rows [*N] times `w`, where a|b and x_ stand.
+
+Formula:
+
+    out[p] = sum_k w[k] * y[p]
+
+* one `route` of `lhs_spec=`
+* two
+
+| a | b |
+|---|---|
+| 1 | `c` |
+
+Args:
+  x, y: float[P, *N], see `route`.
+  r: r. Not a list.
+
+Returns:
+  MoEOutput: its y [*N],
+  and more.
+
+Last."""
+    lines = docstrings.as_rst(source.splitlines(), {"route": "expertmesh.core.route"})
+    text = "\n".join(lines)
+    assert r"Rows [\*N] times ``w``, where a\|b and x\_ stand." in text
+    assert ".. code-block:: none\n\n    out[p] = sum_k w[k] * y[p]\n" in text
+    assert "\n\n* one :py:obj:`route <expertmesh.core.route>` of ``lhs_spec=``\n* two" in text
+    table = ".. list-table::\n   :header-rows: 1\n\n   * - a\n     - b\n   * - 1\n     - ``c``\n"
+    assert table in text
+    assert "Args:\n  x, y: float[P, \\*N], see :py:obj:`route <expertmesh.core.route>`." in text
+    assert "\n  r: r\\. Not a list." in text
+    assert "\n:returns: MoEOutput: its y [\\*N],\n  and more." in text
+    assert text.rstrip().endswith("\n\nLast.")
+
+
+def test_what_follows_code_at_once_is_parted_from_it(docstrings):
+    assert docstrings.inline("`a`s and ``b``.", {}) == "``a``\\ s and ``b``."
+
+
+def test_a_page_gets_what_it_lacks_once():
+    accessible = load_script(ROOT / "docs/accessible.py").accessible
+    page = '<p role="heading">x</p><pre>y</pre><div class="table-wrapper wide"><dl>\n<dd>a</dd></dl><dl><dt>'
+    found = accessible(page)
+    assert found == (
+        '<p role="heading" aria-level="2">x</p><pre tabindex="0">y</pre>'
+        '<div class="table-wrapper wide" tabindex="0" role="region" aria-label="Table">'
+        '<dl role="none">\n<dd>a</dd></dl><dl><dt>'
+    )
+    assert accessible(found) == found
+
+
+@pytest.fixture
+def site(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">x</h1><a href="sub/b.html#there">b</a><a href="#top"></a><img src="p.png">'
+        '<a href="https://elsewhere/x#y"></a>'
+    )
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/b.html").write_text('<p id="there"><a href="../a.html#gone"></a>')
+    return tmp_path
+
+
+def test_broken_links_of_a_site_are_found(site):
+    checker = load_script(ROOT / "docs/check_site.py")
+    faults = list(checker.broken_links(site))
+    assert faults == ["a.html: no file p.png", "sub/b.html: no anchor ../a.html#gone"]
+    (site / "p.png").write_text("")
+    (site / "a.html").write_text('<a id="gone" href="sub/b.html">')
+    assert list(checker.broken_links(site)) == []
+
+
+def test_a_search_finds_pages_with_all_words():
+    checker = load_script(ROOT / "docs/check_site.py")
+    index = {"docnames": ["a", "b", "c"], "terms": {"aux": [0, 1], "loss": 1}, "titleterms": {}}
+    assert (
+        checker.found_by("aux losses", index) == {"b"} and checker.found_by("fp8", index) == set()
+    )
+    index["titleterms"] = {"fp8": [2]}
+    assert checker.found_by("FP8", index) == {"c"}

@@ -1,4 +1,4 @@
-"""Arrows train, convert, maxtext -> flax_moe -> ep -> core -> jax, in sources and imported; no circles."""
+"""Arrows report -> train, convert, maxtext -> flax_moe -> ep -> core -> jax, in sources and imported; no circles."""
 
 import ast
 import graphlib
@@ -18,7 +18,8 @@ FORBIDDEN = {
     | {"optax", "orbax", "matplotlib", "tqdm"},
     "convert": {"expertmesh.maxtext", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
     "maxtext": {"expertmesh.convert", "expertmesh.train", "optax", "orbax", "matplotlib", "tqdm"},
-    "train": {"expertmesh.maxtext"},
+    "train": {"expertmesh.maxtext", "expertmesh.report"},
+    "report": {"expertmesh.convert", "expertmesh.maxtext", "optax", "orbax", "tqdm"},
 }
 # What importing a package must not import. Of programs, `--help` and a wrong
 # option answer without waiting for JAX.
@@ -28,10 +29,11 @@ NOT_LOADED = {
     "flax_moe": {"expertmesh.train", "nvidia.nccl"},
     "convert": {"jax", "expertmesh.core"},
     "train": {"jax", "expertmesh.core", "optax", "orbax"},
+    "report": {"jax", "expertmesh.core", "optax", "orbax"},
 }
 OPTIONAL = {"triton", "jax_triton", "matplotlib", "tqdm"}
 # The distribution that an import package is part of, where it has another name.
-DISTRIBUTION = {"convert": "flax_moe", "maxtext": "flax_moe"}
+DISTRIBUTION = {"convert": "flax_moe", "maxtext": "flax_moe", "report": "train"}
 # Modules that are private to a package, and known to all others of it.
 PRIVATE_MODULES = {"_jax", "_native"}
 

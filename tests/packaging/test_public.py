@@ -31,6 +31,7 @@ PUBLIC = {
         split_wi stages upcycle with_lora""",
     "expertmesh.convert": "main",
     "expertmesh.train": "main",
+    "expertmesh.report": "main",
 }
 
 

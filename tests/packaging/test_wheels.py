@@ -20,12 +20,15 @@ from expertmesh.ep import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ["core", "ep", "flax_moe", "train"]
-# The import packages of each; `expertmesh.convert` is a program of flax_moe, `expertmesh.maxtext` its block in MaxText.
+# The import packages of each; `expertmesh.convert` is a program of flax_moe, `expertmesh.maxtext` its block in
+# MaxText, `expertmesh.report` a program of train.
 OWNED = {package: {package} for package in PACKAGES} | {
-    "flax_moe": {"flax_moe", "convert", "maxtext"}
+    "flax_moe": {"flax_moe", "convert", "maxtext"},
+    "train": {"train", "report"},
 }
 NEEDS = {package: PACKAGES[: i + 1] for i, package in enumerate(PACKAGES)}
 TRAINING = {"optax", "orbax-checkpoint", "matplotlib", "tqdm"}
+REPOSITORY = re.search(r"^repository-code: \"(.*)\"$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
 NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKAGES}
 
 
@@ -99,6 +102,8 @@ def metadata(wheel):
 def test_wheel(wheels, package):
     with zipfile.ZipFile(wheels[package]) as archive:
         names = archive.namelist()
+        (license,) = [n for n in names if n.endswith(".dist-info/licenses/LICENSE")]
+        assert archive.read(license) == (ROOT / "LICENSE").read_bytes()
     own = tuple(f"expertmesh/{name}/" for name in OWNED[package])
     assert all(n.startswith(own) or ".dist-info/" in n for n in names), names
     sources = ROOT / "packages" / package / "src"
@@ -109,6 +114,14 @@ def test_wheel(wheels, package):
     assert found["Name"] == NAMES[package]
     assert found["Version"] == version(package)
     assert found["Requires-Python"] == ">=3.12"
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Author"] == "The expertmesh authors"
+    assert set(found.get_all("Project-URL")) == {
+        f"Repository, {REPOSITORY}",
+        f"Documentation, {REPOSITORY}/tree/main/docs",
+        f"Changelog, {REPOSITORY}/blob/main/packages/{package}/CHANGELOG.md",
+        f"Issues, {REPOSITORY}/issues",
+    }
     extras = set(found.get_all("Provides-Extra"))
     assert extras == {"cuda12", "cuda13"}
     needs = [Requirement(text) for text in found.get_all("Requires-Dist")]

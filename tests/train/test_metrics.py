@@ -25,6 +25,7 @@ def step_metrics(loss, rows, grad_norm=3.0, dropped=4):
         grad_norm=np.float32(grad_norm),
         num_dropped=np.int32(dropped),
         tokens_per_expert=np.array(rows, np.int32),
+        entropy=np.array([0.5, 0.25], np.float32),
     )
 
 
@@ -45,6 +46,7 @@ def test_rows_keep_every_digit_and_their_order(tmp_path, capsys):
     assert [np.float32(r["loss"]) for r in rows] == [np.float32(1) / s for s in range(1, 8)]
     assert [r["valid_loss"] for r in rows] == ["", "", "0.3", "", "", "0.6", ""]
     assert rows[4]["rows_l0_e0"] == "5" and rows[4]["dropped"] == "4"
+    assert rows[4]["entropy_l0"] == "0.5" and rows[4]["entropy_l1"] == "0.25"
     assert float(rows[4]["imbalance"]) == pytest.approx(5 / 3)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("step 7/9: loss 0.143, ") and "imbalance 1.75" in lines[-1]

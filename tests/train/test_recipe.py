@@ -140,9 +140,9 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
     assert (want is None) == (recipe != "fp8_delayed")
     for a, b in zip(jax.tree.leaves(got.quant_state), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    for name in ("tokens_per_expert", "num_dropped", "aux_loss"):
+    for name in ("tokens_per_expert", "num_dropped", "aux_loss", "entropy"):
         each = np.stack([getattr(o, name) for o in outputs])
-        total = each if name == "tokens_per_expert" else each.sum()
+        total = each if name in ("tokens_per_expert", "entropy") else each.sum()
         np.testing.assert_allclose(getattr(got, name), total, rtol=1e-6)
 
 

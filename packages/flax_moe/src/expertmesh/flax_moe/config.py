@@ -279,6 +279,33 @@ class MoEOutput(NamedTuple):
     overflow: Overflow | None = None
     quant_state: Any = None
 
+    @property
+    def metrics(self) -> dict[str, jax.Array]:
+        """What to watch while training, as arrays that any logger takes; computed where it is read, traced or not.
+
+        Of an output whose arrays are stacked, such as a scan's over layers, each has the leading dimensions.
+
+        Returns:
+          `tokens_per_expert` int32[E], and float32[]: `load_imbalance`, the most tokens of an expert over the mean (1
+          where all have as many); `load_entropy`, that of the experts' shares over log E (1 where all have as many, 0
+          where one has all); `dropped_fraction` of all choices; `aux_loss`; `z_loss`; and `router_entropy` in nats,
+          where there are logits. Without a choice the first two are 0. No communication: what they are made of is
+          replicated.
+        """
+        counts = self.tokens_per_expert.astype(jnp.float32)
+        total = jnp.maximum(jnp.sum(counts, axis=-1), 1)
+        shares, experts = counts / total[..., None], counts.shape[-1]
+        entropy = -jnp.sum(shares * jnp.log(jnp.where(shares > 0, shares, 1)), axis=-1)
+        found = {
+            "tokens_per_expert": self.tokens_per_expert,
+            "load_imbalance": jnp.max(shares, axis=-1) * experts,
+            "load_entropy": entropy / max(math.log(experts), 1e-9),
+            "dropped_fraction": self.num_dropped / total,
+            "aux_loss": self.aux_loss,
+            "z_loss": self.z_loss,
+        }
+        return found if self.entropy is None else found | {"router_entropy": self.entropy}
+
 
 def dispatches_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
     """Whether tokens are quantized before they are dispatched: to 8 bits, with scales of a token's own."""

@@ -3,7 +3,7 @@
 Columns: step, loss (cross entropy, nats per byte), aux_loss, z_loss, grad_norm, dropped (rows),
 imbalance (largest over mean rows per expert, of the worst layer), tokens_per_second (of the steps
 before it, without validation and checkpoints; none before the second), valid_loss (nats per byte, where
-there was a validation after the step), and rows_l<layer>_e<expert>.
+there was a validation after the step), entropy_l<layer> (of the router, in nats) and rows_l<layer>_e<expert>.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 def header(layers: int, experts: int) -> list[str]:
     """The column names."""
     names = ["step", "loss", "aux_loss", "z_loss", "grad_norm", "dropped", "imbalance"]
-    names += ["tokens_per_second", "valid_loss"]
+    names += ["tokens_per_second", "valid_loss", *(f"entropy_l{i}" for i in range(layers))]
     return names + [f"rows_l{i}_e{j}" for i in range(layers) for j in range(experts)]
 
 
@@ -33,6 +33,7 @@ def row(
 ) -> Row:
     """A step's row from metrics that are on the host. Floats are written with all their digits."""
     rows_LE = np.asarray(metrics.tokens_per_expert)
+    entropies = {f"entropy_l{i}": float(x) for i, x in enumerate(metrics.entropy)}
     counts = {f"rows_l{i}_e{j}": int(n) for (i, j), n in np.ndenumerate(rows_LE)}
     return {
         "step": step,
@@ -44,6 +45,7 @@ def row(
         "imbalance": float((rows_LE.max(axis=1) / rows_LE.mean(axis=1)).max()),
         "tokens_per_second": "" if tokens_per_second is None else round(tokens_per_second, 1),
         "valid_loss": "" if valid_loss is None else valid_loss,
+        **entropies,
         **counts,
     }
 

@@ -77,6 +77,7 @@ class Output(NamedTuple):
     z_loss: jax.Array  # float32[], summed over the layers
     tokens_per_expert: jax.Array  # int32[L, E]
     num_dropped: jax.Array  # int32[], summed over the layers
+    entropy: jax.Array  # float32[L], of the routers, in nats
     quant_state: Any  # for the next call; see init_quant_states
 
 
@@ -180,6 +181,7 @@ def forward(
         z_loss=jnp.sum(of_layers.z_loss),
         tokens_per_expert=of_layers.tokens_per_expert,
         num_dropped=jnp.sum(of_layers.num_dropped),
+        entropy=of_layers.entropy,
         quant_state=of_layers.quant_state,
     )
 
@@ -191,6 +193,7 @@ class _OfLayer(NamedTuple):
     z_loss: jax.Array
     tokens_per_expert: jax.Array
     num_dropped: jax.Array
+    entropy: jax.Array
     quant_state: Any
 
 

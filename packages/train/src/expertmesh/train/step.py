@@ -38,6 +38,7 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array  # float32[], before clipping
     num_dropped: jax.Array  # int32[]
     tokens_per_expert: jax.Array  # int32[L, E]
+    entropy: jax.Array  # float32[L], of the routers, in nats
 
 
 class Inputs(NamedTuple):
@@ -178,7 +179,7 @@ def _train_step(
     return TrainState(params, opt_state, quant_state), metrics
 
 
-_MEANS = ("loss", "aux_loss", "z_loss")
+_MEANS = ("loss", "aux_loss", "z_loss", "entropy")
 _SUMS = ("num_dropped", "tokens_per_expert")
 
 
@@ -218,7 +219,7 @@ def _mean_gradient(
     start = (jax.tree.map(jnp.zeros_like, params), inputs.quant_state)
     rows = microbatches(inputs.batch, count)
     (grad, quant_state), losses = jax.lax.scan(add, start, (jnp.arange(count), rows))
-    means = {name: jnp.mean(losses[name]) for name in _MEANS}
+    means = {name: jnp.mean(losses[name], axis=0) for name in _MEANS}
     sums = {name: jnp.sum(losses[name], axis=0) for name in _SUMS}
     return grad, quant_state, means | sums
 

@@ -1,0 +1,33 @@
+"""What pages lack for those who read by keyboard or by ear: levels of headings, and focus for what scrolls."""
+
+import pathlib
+import re
+
+# Each is applied once: what it writes does not match again.
+CHANGES = (
+    # Captions of the tree of pages.
+    (re.compile(r'role="heading">'), 'role="heading" aria-level="2">'),
+    # Code and tables scroll sideways on a narrow screen.
+    (re.compile(r"<pre>"), '<pre tabindex="0">'),
+    (
+        re.compile(r'<div class="(table-wrapper[^"]*)">'),
+        r'<div class="\1" tabindex="0" role="region" aria-label="Table">',
+    ),
+    # The parameters of a signature, one a line, are no definitions.
+    (re.compile(r"<dl>(?=\s*<dd>)"), '<dl role="none">'),
+)
+
+
+def accessible(text: str) -> str:
+    """A page with what it lacks; one that has it is the same."""
+    for pattern, replacement in CHANGES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def change_pages(folder: pathlib.Path) -> None:
+    """Writes those pages of a built site that lack something."""
+    for path in folder.rglob("*.html"):
+        old = path.read_text()
+        if (new := accessible(old)) != old:
+            path.write_text(new)

@@ -1,0 +1,7 @@
+"""`python -m expertmesh.report RUN`."""
+
+import sys
+
+from expertmesh.report.cli import main
+
+sys.exit(main())
