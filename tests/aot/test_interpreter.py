@@ -46,6 +46,11 @@ def test_weights_in_square_blocks():
     interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 36)
 
 
+def test_rows_of_tokens_without_blocks():
+    which = "rows_of_tokens_without_blocks"
+    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 4)
+
+
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
 OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
 OF_8_BITS = pytest.mark.parametrize(
