@@ -50,6 +50,11 @@ def test_plan_of_copies():
     interpret(["tests/ep/test_copy_plan.py"], "5-3-1-0 or 3-1-5-40", 2)
 
 
+def test_rows_of_tokens_without_blocks():
+    which = "rows_of_tokens_without_blocks"
+    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 4)
+
+
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
 OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
 OF_8_BITS = pytest.mark.parametrize(

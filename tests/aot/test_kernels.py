@@ -379,10 +379,12 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
 
 
 def _check_launches(launches, arch):
-    """No spills, and 16 bytes a load."""
+    """No spills, and 16 bytes a load but where rows have a number each."""
     for kernel, types, constants, warps, options in launches:
         compiled = _assemble(kernel, types, constants, warps, 3, arch, **options)
         _check_resources(compiled, arch)
+        if kernel.__name__ == "_group_amax_kernel":
+            continue
         assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
 
 
@@ -503,23 +505,28 @@ def test_quantize(monkeypatch, recipe, arch):
         launches = _launches(monkeypatch, quantize._quantize_weights_op, *operands, **of_weight)
         _check_launches(launches, arch)
     options["directions"] = 0, 1
-    launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)
-    assert len(launches) == 1 + (not blocks), "one for the amax, one for both copies"
-    _check_launches(launches, arch)
+    tokens = x.update(shape=(1, 512, 1536))
+    places = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 512, 8), (1, 4096)))
+    moved = quantize_rows.Moved(tokens, RowMap(*places))
     if not blocks:
-        given = jax.ShapeDtypeStruct(sizes.shape, jnp.float32)
-        launches = _launches(monkeypatch, op, rows, sizes, given, None, **options)
-        assert len(launches) == 1, "the amax comes with the copies"
-        _check_launches(launches, arch)
+        many = sizes.update(shape=(1, 256))
+        given = jax.ShapeDtypeStruct(many.shape, jnp.float32)
+        for source in rows, moved:
+            launches = _launches(monkeypatch, op, source, many, None, None, **options)
+            assert len(launches) == 3, "the amax of rows, of groups, and both copies"
+            _check_launches(launches, arch)
+            launches = _launches(monkeypatch, op, source, many, given, None, **options)
+            assert len(launches) == 2, "the amax of rows comes with the copies"
+            _check_launches(launches, arch)
     else:
+        launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)
+        assert len(launches) == 1, "both copies"
+        _check_launches(launches, arch)
         scale = jnp.float8_e8m0fnu if formats.x.scale == "float8_e8m0fnu" else jnp.float32
         of_x = tuple(-(-n // b) for n, b in zip(x.shape, both[0], strict=True))
         data = x.update(dtype=jnp.float8_e4m3fn), jax.ShapeDtypeStruct(of_x, scale)
         q = QuantizedArray(*data, block=both[0], format=formats.x, dtype="float32")
         source = grouped_requantize.Dequantized(q)
-        tokens = x.update(shape=(1, 512, 1536))
-        places = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 512, 8), (1, 4096)))
-        moved = quantize_rows.Moved(tokens, RowMap(*places))
         launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
         assert len(launches) == 1, "rows would be written in 16 bits"
         _check_launches(launches, arch)

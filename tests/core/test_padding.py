@@ -142,6 +142,7 @@ OPS = {
     ),
     "quantize, blocks": lambda o: quantize_rows("test", Rows(o.x), SIZES, (MX.x, MX.x_wgrad)),
     "quantize, tensors": lambda o: quantize_rows("test", Rows(o.x), SIZES, (CURRENT.x, CURRENT.x)),
+    "quantize, tokens": lambda o: quantize_rows("test", o.moved, SIZES, (CURRENT.x, CURRENT.x)),
     "quantize, multiplier": multiplied,
     "requantize": lambda o: grouped_requantize(o.mx[0], SIZES, MX.x_wgrad),
     "activate_quantize": lambda o: activate_quantize(o.h, SIZES, (MX.x, MX.x), SILU, **of_rows(o)),

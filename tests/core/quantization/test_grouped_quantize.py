@@ -145,7 +145,17 @@ def token_rows(rng, num_tokens, top_k, num_rows):
     return RowMap(jnp.asarray(row.reshape(1, num_tokens, top_k)), jnp.asarray(source[None]))
 
 
-@pytest.mark.parametrize("formats", [(BLOCK.x,) * 2, (MX.x,) * 2, (CURRENT.x,) * 2, (NV.x, None)])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        (BLOCK.x,) * 2,
+        (MX.x,) * 2,
+        (CURRENT.x,) * 2,
+        (CURRENT.x, None),
+        (CURRENT.x, CURRENT.grad_dgrad),
+        (NV.x, None),
+    ],
+)
 def test_rows_of_tokens_where_they_are(formats):
     """As of rows that are written first, whatever tokens hold that no row is of."""
     rng = np.random.default_rng(4)

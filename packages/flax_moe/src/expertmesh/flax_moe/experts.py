@@ -14,9 +14,9 @@ quantize is written in 8 bits only: a, and dh without biases. The gradient of a 
 is kept; nor is a without a recipe, as the pass that makes dh makes it again.
 
 Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
-again along the rows; or as tokens that the GEMMs read in place. Nothing reads padding rows, so nothing is written
-there. They leave in two: as they are, or on one device as each token's sum, whose cotangent is read, or quantized,
-where it is.
+again along the rows; or as tokens that the GEMMs, or what quantizes their operands, read in place. Nothing reads
+padding rows, so nothing is written there. They leave in two: as they are, or on one device as each token's sum, whose
+cotangent is read, or quantized, where it is.
 
 A weight may be an `Adapted`: then its own gradient is not made, and h += (rows A) B, y += (a A) B with their
 derivatives, as in core's linear/apply.py. These GEMMs read plain rows: those that arrived quantized, dequantized.
@@ -65,11 +65,11 @@ from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.quantization.quantize import plain
-from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_both_at_once
+from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_moved
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
-from expertmesh.flax_moe.config import MoEConfig
+from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 from expertmesh.flax_moe.params import EXPERTS, Params
 from expertmesh.flax_moe.quantization import Quantization, placed_like
 from expertmesh.flax_moe.remat import named
@@ -183,11 +183,17 @@ def feed_forward(
 
 
 def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
-    """Whether the up projection reads tokens where they are: all are here, and it writes less than their rows.
+    """Whether the up projection, or the quantizer before it, reads tokens where they are: all are here.
 
-    Where it writes more, a copy of the rows costs little beside it, and is read faster.
+    Without a recipe unless it writes more than their rows: a copy of them costs little beside it, and is read faster.
     """
-    return config.recipe is None and _all_here(handle) and prod(wi.shape[2:]) <= wi.shape[1]
+    recipe = config.recipe
+    if not _all_here(handle) or dispatches_quantized(recipe):
+        return False
+    if recipe is None:
+        return prod(wi.shape[2:]) <= wi.shape[1]
+    formats = recipe.formats()
+    return quantizes_moved(formats.x, formats.x_wgrad)
 
 
 NARROW = (
@@ -208,7 +214,7 @@ def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
         wi = params["wi"]
         return wi.shape[-1] <= NARROW and reads_tokens(wi, handle, config)
     formats = config.recipe.formats()
-    return quantizes_both_at_once(formats.grad_dgrad, formats.grad_wgrad)
+    return quantizes_moved(formats.grad_dgrad, formats.grad_wgrad)
 
 
 def _all_here(handle: ep.Handle) -> bool:

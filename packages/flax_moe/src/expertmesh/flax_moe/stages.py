@@ -211,8 +211,9 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     which experts the spare ones hold: `experts` copies their weights.
 
     Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
-    they are, and 8 bits travel. Without a recipe, where all tokens and experts are on one device and the up projection
-    writes no more than it reads (2 F <= D), nothing is copied: `experts` reads the tokens in place.
+    they are, and 8 bits travel. Where all tokens and experts are on one device nothing is copied, and `experts` reads
+    the tokens in place: under a recipe with one scale per group (`Float8CurrentScaling`, `DelayedScaling`), or without
+    one if the up projection writes no more than it reads (2 F <= D).
 
     Args:
       params: `wi` and, if there are biases, `wi_bias` and `wo_bias`, for their types and shapes: which axes the experts
@@ -276,7 +277,7 @@ def experts(
     Returns:
       Computed, its rows sharded like those of `dispatched`. On one device and without biases it has the tokens' sums in
       place of rows where the backward reads the cotangents of tokens where they are: under a recipe that quantizes
-      gradients in blocks of 8 bits, or without one of narrow experts (F at most 256) that read tokens in place.
+      gradients to 8 bits, or without one of narrow experts (F at most 256) that read tokens in place.
 
     Raises:
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.

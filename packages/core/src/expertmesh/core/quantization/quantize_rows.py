@@ -272,7 +272,7 @@ class Moved(Rows):
         return move_rows(self.base, self.row_map), None
 
     def fuses(self, formats: Formats) -> bool:
-        return quantizes_both_at_once(*formats)
+        return quantizes_moved(*formats)
 
 
 def quantize_rows(
@@ -415,6 +415,16 @@ def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None)
     if last is None or last != rows:
         return False
     return last.block is not None and last.dtype != "float4_e2m1fn"
+
+
+def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
+    """Whether rows that are `Moved` are quantized in these formats where their tokens are.
+
+    Without blocks the amax of a group is that of its tokens, each of which is read once for it.
+    """
+    wanted = {format for format in (last, rows) if format is not None}
+    without_blocks = len(wanted) == 1 and all(format.block is None for format in wanted)
+    return without_blocks or quantizes_both_at_once(last, rows)
 
 
 def grouped_quantize_both(

@@ -19,22 +19,19 @@ def grouped_quantize(
     """
     del key, origin
     x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
+    index = source.row_map.source_row if isinstance(source, Moved) else None
     if format.block is not None:
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
-            index = source.row_map.source_row if isinstance(source, Moved) else None
             return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
-    C = x.shape[1]
+    C, ends = source.shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
 
-    def found(parts):
+    def found(parts, index):
         """The amax of each group, int32[1, G]."""
-        ends = jnp.cumsum(sizes)[:, None]
-        rows = jnp.arange(C)
-        mine = (rows >= ends - sizes[:, None]) & (rows < ends)
-        amax = jnp.max(jnp.where(mine, jnp.max(parts[0], axis=1), 0), axis=1, initial=0)[None]
+        amax = quantize.group_amax(parts[0], index, ends, C)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    shape = 1, C, x.size // C
-    data, scale, *more = quantize.by_tensor(x, multiplier, sizes, shape, found, format, both)
+    shape, options = (1, C, x.size // x.shape[1]), dict(ends=ends, index=index, twice=both)
+    data, scale, *more = quantize.by_tensor(x, multiplier, shape, found, format, **options)
     again = (more.pop(), scale) if both else ()
     return data, scale, *again, *more

@@ -275,16 +275,27 @@ def _dequantize_kernel(
 
 
 @triton.jit
+def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
+    """The group of each row: how many of G groups end at or before it, by bisection."""
+    groups = tl.zeros_like(rows)
+    for step in tl.static_range(STEPS):
+        more = groups + (1 << (STEPS - 1 - step))
+        end = tl.load(ends + more - 1, mask=more <= G, other=0x7FFFFFFF)
+        groups = tl.where(end <= rows, more, groups)
+    return groups
+
+
+@triton.jit
 def _scaled_kernel(
-    x, multiplier, sizes, data, amax, data_rows,
-    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    SPLIT: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+    x, index, multiplier, ends, data, amax, data_rows,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
     as [N, M] (A = 1).
 
-    The multiplier is [A], or with G groups of the rows of M (A = 1) [G]; padding rows count as zeros.
-    Without what is None.
+    The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
+    zeros. Rows are those of x at the index [M] (A = 1), zeros where it is negative, unless it is None. Without what is
+    None.
     """
     NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
@@ -300,13 +311,18 @@ def _scaled_kernel(
         inside = inside & (columns < N)
     live = inside
     if G:
-        index_G = tl.arange(0, G_POW2)
-        end_G = tl.cumsum(tl.load(sizes + index_G, mask=index_G < G, other=0), 0)
-        ended = (end_G[None, :] * SPLIT <= rows) & (index_G < G)[None, :]
-        group_TM = tl.sum(ended.to(tl.int32), 1)
-        live = live & (group_TM < G)[:, None]
+        if data is None:
+            live = live & (rows < tl.load(ends + G - 1))
+        else:
+            group_TM = _groups_of(row_TM, ends, G, STEPS)
+            live = live & (group_TM < G)[:, None]
     at = (a.to(tl.int64) * M + rows) * N + columns
-    wide = tl.load(x + at, mask=live, other=0).to(tl.float32)
+    from_at = at
+    if index is not None:
+        from_TM = tl.load(index + row_TM, mask=row_TM < M, other=-1)
+        live = live & (from_TM >= 0)[:, None]
+        from_at = from_TM.to(tl.int64)[:, None] * N + columns
+    wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     if data is not None:
         if G:
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
@@ -324,6 +340,32 @@ def _scaled_kernel(
         tl.store(amax + part, tl.max(magnitudes_of(wide), 1), mask=row_TM < M)
 
 
+@triton.jit
+def _group_amax_kernel(
+    parts, index, ends, amax,
+    M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """amax[g, i]: the largest of parts [_, PARTS] in the rows of group g of M rows, BLOCK of them in SPLITS * BLOCK.
+
+    Rows are those at the index [M], none where it is negative, unless it is None.
+    """
+    group = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    end = tl.minimum(tl.load(ends + group), M)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for first in tl.range(start + split * BLOCK, end, SPLITS * BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        live = rows < end
+        if index is not None:
+            rows = tl.load(index + rows, mask=live, other=-1)
+            live = live & (rows >= 0)
+        at = rows.to(tl.int64) * PARTS
+        for part in tl.range(PARTS):
+            most = tl.maximum(most, tl.load(parts + at + part, mask=live, other=0))
+    tl.store(amax + tl.program_id(0), tl.max(most, 0))
+
+
 # NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
 ROWS = Tiles(elements=4096, columns=1024, warps=4)
 COLUMNS = Tiles(elements=8192, columns=64, warps=4)
@@ -331,6 +373,8 @@ SQUARE = Tiles(elements=16384, columns=128, warps=8)
 # NVIDIA H200, 2026-11-22
 WIDE_ROWS = Tiles(elements=4096, columns=1024, warps=4)
 WIDE_COLUMNS = Tiles(elements=8192, columns=256, warps=4)
+# Of one group 16 programs read 512 rows at a time: 256 groups fill a GPU, and one that has all rows is no long wait.
+GROUP_SPLITS, GROUP_ROWS = 16, 512
 
 
 def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), origin=()):
@@ -341,34 +385,43 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
     lead, inner = x.shape[:batch_dims], x.shape[batch_dims:]
     shape = (prod(lead), prod(inner[:-1]), prod(inner[-1:]))
 
-    def found(parts):
+    def found(parts, index):
+        del index
         amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    return by_tensor(x, multiplier, None, shape, found, format)
+    return by_tensor(x, multiplier, shape, found, format)
 
 
-def by_tensor(x, multiplier, sizes, shape, found, format, twice=False):
+def by_tensor(x, multiplier, shape, found, format, *, ends=None, index=None, twice=False):
     """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
 
     Then, if `twice`, the data as the weight gradient reads them (A = 1).
 
     Args:
       multiplier: None: of the amax.
-      sizes: int32[G] of the groups; None without.
-      shape: (A, M, N) of `x`.
-      found: from int32[A, M, parts of a row] to the amax of each tensor or group.
+      shape: (A, M, N) of what is quantized: `x`, or its rows at the index.
+      found: from int32[A, rows, parts of a row], and the index where the rows are those of `x`, to the amax of each
+        tensor or group.
+      ends: int32[G] of the groups; None without.
+      index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
     """
+    options = dict(ends=ends, index=index, twice=twice)
     if multiplier is not None:
-        data, parts, *again = scaled(x, multiplier, sizes, shape, format.dtype, True, twice)
-        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts)), *again
-    amax = found(*scaled(x, None, sizes, shape, None, finds_amax=True))
-    multiplier, scale = tensor_scales(amax, format)
-    data, *again = scaled(x, multiplier, sizes, shape, format.dtype, twice=twice)
+        data, parts, *again = scaled(x, multiplier, shape, format.dtype, finds_amax=True, **options)
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *again
+    # A row that is read at several places has one amax.
+    there = shape if index is None else (1, x.shape[1], shape[2])
+    ends_there = ends if index is None else None
+    (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
+    multiplier, scale = tensor_scales(found(parts, index), format)
+    data, *again = scaled(x, multiplier, shape, format.dtype, **options)
     return data, scale, *again
 
 
-def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
+def scaled(
+    x, multiplier, shape, dtype, *, ends=None, index=None, finds_amax=False, twice=False
+):  # fmt: skip
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
     without what is not wanted (dtype=None)."""
     A, M, N = shape
@@ -376,9 +429,11 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
     tiles, transposed = config.tiles, config.transposed
     TN = tiles.columns if transposed else launcher.divisor(N, tiles.columns)
     TM = tiles.elements // TN
+    G = 0 if ends is None else ends.shape[0]
+    like = x.shape if index is None else (1, M, *x.shape[2:])
     out = {}
     if dtype is not None:
-        out["data"] = jax.ShapeDtypeStruct(x.shape, dtype)
+        out["data"] = jax.ShapeDtypeStruct(like, dtype)
     if finds_amax:
         out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
     if transposed:
@@ -386,16 +441,33 @@ def scaled(x, multiplier, sizes, shape, dtype, finds_amax=False, twice=False):
     names = "data", "amax", "data_rows"
     absent: dict[str, Any] = {name: None for name in names if name not in out}
     results = launcher.triton_call(
-        x, multiplier, sizes,
+        x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, **absent, **_groups(sizes, M, x),
+        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
     results = _jax.match_varying((x, *results))[1:]
     if transposed:
-        return *results[:-1], results[-1].T.reshape(x.shape)
+        return *results[:-1], results[-1].T.reshape(like)
     return (*results, results[0]) if twice else results
+
+
+def group_amax(parts, index, ends, num_rows: int):
+    """int32[G], the largest parts of rows in groups: of int32[_, parts of a row] at the index, None: as they are.
+
+    Args:
+      ends: int32[G], of the groups.
+      num_rows: of all groups and padding.
+    """
+    G, SPLITS = ends.shape[0], GROUP_SPLITS
+    amax = launcher.triton_call(
+        parts, index, ends,
+        kernel=_group_amax_kernel, out_type=jax.ShapeDtypeStruct((G, SPLITS), jnp.int32),
+        grid=(G * SPLITS,), num_warps=4,
+        M=num_rows, PARTS=parts.shape[-1], SPLITS=SPLITS, BLOCK=GROUP_ROWS,
+    )  # fmt: skip
+    return jnp.max(_jax.match_varying((parts, amax))[1], axis=1)
 
 
 def view(shape: tuple[int, ...], block: tuple[int, ...]):
