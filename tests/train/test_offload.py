@@ -82,6 +82,7 @@ def assert_same_bits(got, want):
 
 CASES = {
     "microbatches": dict(accum=2, kept=(LAYER_INPUT,)),
+    "quantized microbatches": dict(recipe="fp8_current", accum=2, kept=(LAYER_INPUT,)),
     "dispatched": dict(kept=(LAYER_INPUT, *CHECKPOINT_NAMES["dispatched"])),
     "auto axes": dict(axis_types="auto"),
     "float32": dict(dtype="float32"),
