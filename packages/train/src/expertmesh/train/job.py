@@ -41,6 +41,7 @@ from expertmesh.train.step import (
     make_optimizer,
     make_train_step,
     state_shardings,
+    with_copies,
 )
 from expertmesh.train.stop import StopRequest
 
@@ -218,9 +219,10 @@ def _begin(job: Job) -> tuple[int, TrainState]:
     if job.options.run.resume:
         _on_first_process(lambda: rundir.check_resumable(job.folder, record))
         abstract = abstract_state(job.config, optimizer, shardings)
-        restored = checkpoint.restore(job.folder.checkpoints, abstract, _say)
+        restored = checkpoint.restore(job.folder.checkpoints, abstract.saved, _say)
         if restored is not None:
-            step, state = restored
+            step, saved = restored
+            state = with_copies(job.config, saved, shardings)
             _on_first_process(lambda: metrics.keep_until(job.folder.metrics, step))
             _say(f"resuming after step {step}")
             return step, state
@@ -315,7 +317,7 @@ def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tupl
             if last or stopped or step % run_options.checkpoint_every == 0:
                 _flush(recorder)
                 with recorder.apart(step_metrics):
-                    checkpoint.save(job.folder.checkpoints, step, state, run_options.keep)
+                    checkpoint.save(job.folder.checkpoints, step, state.saved, run_options.keep)
             if stopped and not last:
                 return step, stop.signal_number
     return max(start, training.steps), None

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import DelayedScaling, MeshResource
@@ -39,12 +40,18 @@ from expertmesh.flax_moe import (
     param_specs,
     quantize_weights,
 )
+from expertmesh.flax_moe.params import EXPERTS
 from expertmesh.train.attention import attend
-from expertmesh.train.mesh import place
+from expertmesh.train.mesh import RESOURCE, place
+from expertmesh.train.offload import HOST
+from expertmesh.train.weight import read
 
 VOCAB = 256
 WINDOW = 4
 ROPE_BASE = 10_000.0
+LAYER_INPUT = "layer_input"
+# Parameters that are read by products alone, and leading dimensions of each of which an element is a weight by itself.
+_WEIGHTS = {"embed": 0, "head": 0, "qkv": 1, "out": 1, "wi": 2, "wo": 2}
 
 Params = dict[str, Any]
 
@@ -56,6 +63,8 @@ class ModelConfig:
     Attributes:
       model_dim: a multiple of `heads`, such that each head is of even width.
       remat_layers: keep each layer's input alone for the backward, which computes the layer again.
+      kept_in_host: names of what layers keep for the backward, in the host's memory, and nothing else: LAYER_INPUT and
+        those of `expertmesh.flax_moe.CHECKPOINT_NAMES`; () if it stays on the device.
     """
 
     layers: int
@@ -63,6 +72,7 @@ class ModelConfig:
     heads: int
     moe: MoEConfig
     remat_layers: bool = False
+    kept_in_host: tuple[str, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -90,7 +100,7 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
     D = config.model_dim
     return {
         "embed": _normal(keys[0], (WINDOW, VOCAB, D), WINDOW),
-        "layers": jax.vmap(functools.partial(_init_layer, config))(keys[1:]),
+        "layers": jax.lax.map(functools.partial(_init_layer, config), keys[1:]),
         "norm": jnp.ones(D),
         "head": jnp.zeros((D, VOCAB)),
     }
@@ -139,6 +149,24 @@ def is_matrix(params: Params) -> Params:
     }
 
 
+def weights(config: ModelConfig, of: Callable[[str, int, Any], Any]) -> Params:
+    """A tree as that of `init`: of each weight that products read, `of(name, batch dimensions, dtype they read)`.
+
+    Of all other parameters, which are small, None. The dtype is float32 where the forward casts no weight: quantizers
+    read experts as they are.
+    """
+
+    def one(path: tuple[Any, ...], _: Any) -> Any:
+        name = path[-1].key
+        if name not in _WEIGHTS:
+            return None
+        quantized = name in EXPERTS and config.moe.recipe is not None
+        return of(name, _WEIGHTS[name], config.moe.param_dtype if quantized else config.moe.dtype)
+
+    tree: Params = jax.tree_util.tree_map_with_path(one, specs(config, RESOURCE))
+    return tree
+
+
 def init_quant_states(config: ModelConfig) -> Any:
     """What the layers' quantizers remember before the first step; None but under DelayedScaling."""
     state = init_quant_state(config.moe)
@@ -163,17 +191,16 @@ def forward(
     """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
 
     `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes with stochastic rounding,
-    `weights_quantized` of `quantize_experts`, where several calls have the same parameters.
+    `weights_quantized` of `quantize_experts`, where several calls have the same parameters. Any parameter may be a
+    `Weight`.
     """
-    x_BSD = _embed(params["embed"], bytes_BS, config.moe.dtype)
-    layer: Callable[..., Any] = functools.partial(_layer, config, key)
-    if config.remat_layers:
-        layer = jax.checkpoint(layer, prevent_cse=False)  # a scan's body has nothing to share with
+    x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
+    layer = _rematerialized(functools.partial(_layer, config, key), config)
     numbers = jnp.arange(config.layers)
     x_BSD, of_layers = jax.lax.scan(
         layer, x_BSD, (numbers, params["layers"], quant_state, weights_quantized)
     )
-    head_DV = _gather(params["head"], x_BSD.dtype)
+    head_DV = _gather(read(params["head"]), x_BSD.dtype)
     logits_BSV = _rms_norm(x_BSD, params["norm"]) @ head_DV
     return Output(
         logits=logits_BSV.astype(jnp.float32),
@@ -184,6 +211,20 @@ def forward(
         entropy=of_layers.entropy,
         quant_state=of_layers.quant_state,
     )
+
+
+def _rematerialized(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+    """`layer`, of which the backward has what the config says, and computes the rest again."""
+    if not config.remat_layers and not config.kept_in_host:
+        return layer
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(config.kept_in_host),
+        offload_src="device",
+        offload_dst=HOST,
+    )
+    # A scan's body has nothing to share with.
+    return jax.checkpoint(layer, prevent_cse=False, policy=policy)
 
 
 class _OfLayer(NamedTuple):
@@ -202,6 +243,8 @@ def _layer(
 ) -> tuple[jax.Array, _OfLayer]:
     """Attention and experts; `own` is the layer's number and its part of what is stacked."""
     number, params, quant_state, weights_quantized = own
+    params = read(params)
+    x_BSD = checkpoint_name(x_BSD, LAYER_INPUT)
     x_BSD += _attention(params, _rms_norm(x_BSD, params["attention_norm"]), config)
     output = moe(
         params["moe"],

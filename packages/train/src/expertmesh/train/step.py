@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,22 +12,36 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from expertmesh.core import accumulate_gradient
 from expertmesh.train import model
 from expertmesh.train.mesh import RESOURCE, microbatches
 from expertmesh.train.model import ModelConfig
+from expertmesh.train.offload import HOST, Parameters, cast_in_chunks, in_host, update
 from expertmesh.train.options import TrainingOptions
+from expertmesh.train.weight import Weight
 
 # Of the steps. With a shorter one most tokens crowd on two of eight experts for a while.
 WARMUP = 0.2
 
 
-class TrainState(NamedTuple):
-    """What a checkpoint holds: the parameters, AdamW's moments and step count, and what quantizers remember."""
+class SavedState(NamedTuple):
+    """What a checkpoint holds: the parameters, the optimizer's state, and what quantizers remember."""
 
     params: Any
     opt_state: Any
     quant_state: Any  # see model.init_quant_states
+
+
+class TrainState(NamedTuple):
+    """What a step changes: what a checkpoint holds, and copies of parameters that lie in the host's memory."""
+
+    params: Any
+    opt_state: Any
+    quant_state: Any
+    copies: Any = None  # of each such parameter, in the dtype that products read; None of any other
+
+    @property
+    def saved(self) -> SavedState:
+        return SavedState(self.params, self.opt_state, self.quant_state)
 
 
 class StepMetrics(NamedTuple):
@@ -60,10 +75,13 @@ def schedule(options: TrainingOptions) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(options.steps, 2), peak / 20)
 
 
-def make_optimizer(options: TrainingOptions) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; only matrices decay."""
+Optimizer = optax.GradientTransformationExtraArgs
+
+
+def make_optimizer(options: TrainingOptions) -> Optimizer:
+    """AdamW after clipping by the norm of all gradients, `grad_norm` of its update; only matrices decay."""
     return optax.chain(
-        optax.clip_by_global_norm(options.clip),
+        clip_by_norm(options.clip),
         optax.adamw(
             schedule(options),
             b2=0.95,
@@ -73,54 +91,149 @@ def make_optimizer(options: TrainingOptions) -> optax.GradientTransformation:
     )
 
 
+def clip_by_norm(largest: float) -> Optimizer:
+    """`optax.clip_by_global_norm`, of a part of the gradients: their norm is the update's argument `grad_norm`."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, grad_norm: jax.Array, **extra: Any
+    ) -> tuple[Any, Any]:
+        del params, extra
+
+        def clip(grad: jax.Array) -> jax.Array:
+            return jnp.where(
+                grad_norm < largest, grad, grad / grad_norm.astype(grad.dtype) * largest
+            )
+
+        return jax.tree.map(clip, grads), state
+
+    return Optimizer(lambda params: optax.EmptyState(), update)
+
+
 def state_shardings(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: ModelConfig, optimizer: Optimizer, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Where the state lives: the moments lie with their parameters, the rest is replicated."""
-    specs = model.specs(config, RESOURCE)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    state = jax.eval_shape(lambda: _init(config, optimizer, 0))
+    """Where the state lives: the moments lie with their parameters, the rest is replicated.
+
+    With `offload` the moments of weights that products read are in the host's memory, and such weights too where they
+    are read in another dtype; copies in that dtype are then on the device.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
-    opt_shardings = optax.tree_utils.tree_map_params(
+    state = jax.eval_shape(lambda: _init(config, optimizer, 0))
+    on_device = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.specs(config, RESOURCE))
+    dtypes = _dtypes(config)
+
+    def moments(sharding: NamedSharding, dtype: Any) -> NamedSharding:
+        return sharding.with_memory_kind(HOST) if offload and dtype is not None else sharding
+
+    def copies(param: Any, sharding: NamedSharding, dtype: Any) -> NamedSharding | None:
+        return None if dtype in (None, param.dtype) else sharding
+
+    of_moments = jax.tree.map(moments, on_device, dtypes)
+    of_copies = jax.tree.map(copies, state.params, on_device, dtypes) if offload else None
+    of_params = on_device
+    if offload:
+        of_params = jax.tree.map(
+            lambda at_device, at_rest, copy: at_device if copy is None else at_rest,
+            on_device,
+            of_moments,
+            of_copies,
+        )
+    of_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
         state.opt_state,
-        shardings,
+        of_moments,
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(
-        shardings, opt_shardings, jax.tree.map(lambda _: replicated, state.quant_state)
-    )
+    of_quantizers = jax.tree.map(lambda _: replicated, state.quant_state)
+    return TrainState(of_params, of_state, of_quantizers, of_copies)
 
 
 def init_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState, seed: int
+    config: ModelConfig, optimizer: Optimizer, shardings: TrainState, seed: int
 ) -> TrainState:
-    """The state before the first step; its values depend on `seed` alone, not on the mesh."""
-    out: TrainState = jax.jit(lambda: _init(config, optimizer, seed), out_shardings=shardings)()
-    return out
+    """The state before the first step; its values depend on `seed` alone, not on the mesh.
+
+    What lies in the host's memory is made leaf by leaf, before the device holds anything else.
+    """
+    places, tree = jax.tree.flatten(shardings.saved)
+
+    def made(numbers: list[int]) -> list[jax.Array]:
+        def some() -> list[jax.Array]:
+            leaves = jax.tree.leaves(_init(config, optimizer, seed))
+            return [leaves[i] for i in numbers]
+
+        return jax.jit(some, out_shardings=[places[i] for i in numbers])()
+
+    on_host = in_host(places)
+    leaves = {i: made([i])[0] for i, hosted in enumerate(on_host) if hosted}
+    others = [i for i, hosted in enumerate(on_host) if not hosted]
+    leaves |= dict(zip(others, made(others), strict=True))
+    saved = tree.unflatten([leaves[i] for i in range(len(places))])
+    return with_copies(config, saved, shardings)
 
 
-def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, shardings: TrainState
-) -> TrainState:
-    """The state's shapes, dtypes and shardings, without its values."""
-    out: TrainState = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(lambda: _init(config, optimizer, 0)),
-        shardings,
+def with_copies(config: ModelConfig, saved: SavedState, shardings: TrainState) -> TrainState:
+    """The state with the copies that its shardings say."""
+    if shardings.copies is None:
+        return TrainState(*saved)
+    dtypes, dims = _dtypes(config), chunk_dims(config, saved.params, shardings)
+    copies = jax.tree.map(
+        lambda param, sharding, dtype, dims: (
+            None if sharding is None else cast_in_chunks(param, dtype, dims, sharding)
+        ),
+        saved.params,
+        shardings.copies,
+        dtypes,
+        dims,
     )
-    return out
+    return TrainState(*saved, copies)
 
 
-def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def abstract_state(config: ModelConfig, optimizer: Optimizer, shardings: TrainState) -> TrainState:
+    """The state's shapes, dtypes and shardings, without its values."""
+
+    def struct(leaf: Any, sharding: Any, dtype: Any = None) -> Any:
+        if sharding is None:
+            return None
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+
+    saved = jax.eval_shape(lambda: _init(config, optimizer, 0))
+    out = TrainState(*jax.tree.map(struct, saved, shardings.saved))
+    if shardings.copies is None:
+        return out
+    dtypes = _dtypes(config)
+    return out._replace(copies=jax.tree.map(struct, saved.params, shardings.copies, dtypes))
+
+
+def _dtypes(config: ModelConfig) -> Any:
+    """Of each weight, the dtype that products read it in."""
+    return model.weights(config, lambda _, dims, dtype: jnp.dtype(dtype))
+
+
+def chunk_dims(config: ModelConfig, params: Any, shardings: TrainState) -> Any:
+    """Of each parameter, in how many leading dimensions chunks of it are of size 1: those that no mesh axis splits.
+
+    The smallest chunk is a weight by itself: a layer's, or an expert's.
+    """
+
+    def count(param: Any, sharding: NamedSharding, batch_dims: int | None) -> int:
+        shard = sharding.shard_shape(param.shape)
+        batch = zip(shard[: batch_dims or 0], param.shape, strict=False)
+        return len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], batch)))
+
+    batch_dims = model.weights(config, lambda _, dims, dtype: dims)
+    return jax.tree.map(count, params, shardings.params, batch_dims)
+
+
+def _init(config: ModelConfig, optimizer: Optimizer, seed: int) -> SavedState:
     params = model.init(jax.random.key(seed), config)
-    return TrainState(params, optimizer.init(params), model.init_quant_states(config))
+    return SavedState(params, optimizer.init(params), model.init_quant_states(config))
 
 
 def make_train_step(
     config: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     shardings: TrainState,
     mesh: Mesh,
     *,
@@ -133,7 +246,7 @@ def make_train_step(
     after the other: the update is that of their mean gradient, which is added in the parameters' float32.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    step = functools.partial(_train_step, config, optimizer, seed, grad_accum)
+    step = functools.partial(_train_step, config, optimizer, seed, grad_accum, shardings)
     return jax.jit(
         step,
         donate_argnums=0,
@@ -156,27 +269,62 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
         # Stochastic rounding is in the backward.
         key = key_of_step(config, 0, 0)
-        return _cross_entropy(config, state.params, Inputs(batch, state.quant_state, key))[0]
+        params = state.params
+        if state.copies is not None:
+            params = jax.tree.map(lambda p, copy: p if copy is None else copy, params, state.copies)
+        return _cross_entropy(config, params, Inputs(batch, state.quant_state, key))[0]
 
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _train_step(
     config: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     seed: int,
     grad_accum: int,
+    shardings: TrainState,
     state: TrainState,
     batch: jax.Array,
     step: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
     inputs = Inputs(batch, state.quant_state, key_of_step(config, seed, step))
     gradient = _gradient if grad_accum == 1 else functools.partial(_mean_gradient, grad_accum)
-    grad, quant_state, losses = gradient(config, state.params, inputs)
-    updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-    metrics = StepMetrics(**losses, grad_norm=optax.tree_utils.tree_norm(grad))
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state, quant_state), metrics
+    grad, quant_state, losses = gradient(config, _trained(state), state.copies, inputs)
+    norm = optax.tree_utils.tree_norm(grad)
+    metrics = StepMetrics(**losses, grad_norm=norm)
+    copies = _none_like(state.params) if state.copies is None else state.copies
+    new = update(
+        optimizer,
+        grad,
+        Parameters(state.params, state.opt_state, copies),
+        in_host(Parameters(shardings.params, shardings.opt_state, None)),
+        chunk_dims(config, state.params, shardings),
+        grad_norm=norm,
+    )
+    copies = None if state.copies is None else new.copies
+    return TrainState(new.params, new.opt_state, quant_state, copies), metrics
+
+
+def _none_like(tree: Any) -> Any:
+    return jax.tree.map(lambda _: None, tree)
+
+
+def _trained(state: TrainState) -> Any:
+    """What the losses are differentiated in: the parameters; of one with a copy, what is never read."""
+    if state.copies is None:
+        return state.params
+
+    def slot(param: jax.Array, copy: jax.Array | None) -> jax.Array:
+        return param if copy is None else jnp.zeros_like(copy, param.dtype)
+
+    return jax.tree.map(slot, state.params, state.copies)
+
+
+def _read(trained: Any, copies: Any) -> Any:
+    """What the model reads, for the two."""
+    if copies is None:
+        return trained
+    return jax.tree.map(lambda t, c: t if c is None else Weight(c, t), trained, copies)
 
 
 _MEANS = ("loss", "aux_loss", "z_loss", "entropy")
@@ -184,44 +332,51 @@ _SUMS = ("num_dropped", "tokens_per_expert")
 
 
 def _gradient(
-    config: ModelConfig,
-    params: Any,
-    inputs: Inputs,
-    totals: Any = None,
-    scale: float = 1.0,
+    config: ModelConfig, trained: Any, copies: Any, inputs: Inputs
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """The gradient of `scale` times all losses, on top of `totals`; quantizers' next state; fields of StepMetrics."""
+    """The gradient of all losses; quantizers' next state; fields of StepMetrics."""
+    grad, aux = jax.grad(_losses, has_aux=True)(trained, copies, config, inputs)
+    return grad, *aux
 
-    def scaled(params: Any) -> tuple[jax.Array, Any]:
-        if totals is not None:
-            params = accumulate_gradient(params, totals)
-        loss, output = _cross_entropy(config, params, inputs)
-        return scale * (loss + output.aux_loss + output.z_loss), (loss, output)
 
-    grad, (loss, output) = jax.grad(scaled, has_aux=True)(params)
+def _losses(
+    trained: Any, copies: Any, config: ModelConfig, inputs: Inputs, scale: float = 1.0
+) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
+    """`scale` times the sum of all losses; quantizers' next state and fields of StepMetrics."""
+    loss, output = _cross_entropy(config, _read(trained, copies), inputs)
     fields = {name: getattr(output, name) for name in (*_MEANS[1:], *_SUMS)}
-    return grad, output.quant_state, {"loss": loss, **fields}
+    total = scale * (loss + output.aux_loss + output.z_loss)
+    return total, (output.quant_state, {"loss": loss, **fields})
 
 
 def _mean_gradient(
-    count: int, config: ModelConfig, params: Any, inputs: Inputs
+    count: int, config: ModelConfig, trained: Any, copies: Any, inputs: Inputs
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them."""
-    inputs = inputs._replace(weights_quantized=model.quantize_experts(params, config))
+    """`_gradient` of `count` microbatches, one after the other. Weights are quantized once for all of them.
 
-    def add(carry: tuple[Any, Any], own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
-        (totals, quant_state), (number, rows) = carry, own
+    Each microbatch adds to the same sum in place, layer by layer: there is one such sum, and no gradient beside it.
+    """
+    quantized = model.quantize_experts(_read(trained, copies), config)
+    inputs = inputs._replace(weights_quantized=quantized)
+    totals = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), trained)
+
+    def add(quant_state: Any, own: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        number, rows = own
         key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
         part = inputs._replace(batch=rows, quant_state=quant_state, key=key)
-        grad, quant_state, losses = _gradient(config, params, part, totals, 1 / count)
-        return (grad, quant_state), losses
 
-    start = (jax.tree.map(jnp.zeros_like, params), inputs.quant_state)
+        def losses(trained: Any) -> tuple[jax.Array, Any]:
+            return _losses(trained, copies, config, part, 1 / count)
+
+        total, pull, (quant_state, fields) = jax.vjp(losses, trained, has_aux=True)
+        pull.with_refs(totals)(jnp.ones_like(total))
+        return quant_state, fields
+
     rows = microbatches(inputs.batch, count)
-    (grad, quant_state), losses = jax.lax.scan(add, start, (jnp.arange(count), rows))
+    quant_state, losses = jax.lax.scan(add, inputs.quant_state, (jnp.arange(count), rows))
     means = {name: jnp.mean(losses[name], axis=0) for name in _MEANS}
     sums = {name: jnp.sum(losses[name], axis=0) for name in _SUMS}
-    return grad, quant_state, means | sums
+    return jax.tree.map(jax.freeze, totals), quant_state, means | sums
 
 
 def key_of_step(config: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:

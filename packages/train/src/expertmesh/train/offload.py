@@ -1,0 +1,268 @@
+"""Training state in the host's memory, and an optimizer's step over it that holds one chunk on the device.
+
+A leaf that lies in `pinned_host` is read and written in chunks of its leading dimensions: one of the parameter and of
+the optimizer's state comes to the device, is updated there, and goes back to where it was. Chunks of one leaf are a
+loop of one program; arrays that are donated are updated in place, on the host too.
+
+The optimizer is any of optax whose update of a part of a parameter needs that part alone: its gradient, its state and
+itself. Adam's is elementwise, Muon's of each matrix; a norm over the tree is not, and comes from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+
+HOST = "pinned_host"
+
+
+def unsupported(device: jax.Device) -> str | None:
+    """Why arrays of a device cannot lie in the host's memory, or None."""
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST in kinds:
+        return None
+    return f"{device.device_kind} has no memory of the kind {HOST}, only {', '.join(kinds)}"
+
+
+def in_host(shardings: Any) -> Any:
+    """Of each sharding of a tree, whether it is in the host's memory."""
+    return jax.tree.map(lambda sharding: sharding.memory_kind == HOST, shardings)
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """The array in the host's memory, inside jit."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """The array in the device's memory, inside jit."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def cast_in_chunks(x: jax.Array, dtype: Any, dims: int, sharding: NamedSharding) -> jax.Array:
+    """The array in the host's memory in another dtype on the device, by chunks of size 1 in `dims` dimensions."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        def one(number: jax.Array, out: jax.Array) -> jax.Array:
+            place = _unraveled(number, x.shape[:dims])
+            return _with_part(out, to_device(_part(x, place)).astype(dtype), place)
+
+        if not dims:
+            return to_device(x).astype(dtype)
+        start = jnp.zeros(x.shape, dtype, out_sharding=_in_type(sharding))
+        return jax.lax.fori_loop(0, math.prod(x.shape[:dims]), one, start)
+
+    return jax.jit(cast, out_shardings=sharding)(x)
+
+
+def _in_type(sharding: NamedSharding) -> NamedSharding | None:
+    """The sharding, over Explicit axes."""
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+class Parameters(NamedTuple):
+    """What an update changes.
+
+    Attributes:
+      params: the masters.
+      opt_state: of the optimizer.
+      copies: of masters in other dtypes, which the model reads; None where it reads the master.
+    """
+
+    params: Any
+    opt_state: Any
+    copies: Any
+
+
+_SHARED = -1  # the owner of state that belongs to no parameter, such as a count of steps
+
+
+def update(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    old: Parameters,
+    hosted: Parameters,
+    chunk_dims: Any,
+    **extra: jax.Array,
+) -> Parameters:
+    """One step of the optimizer, leaf after leaf, and chunk after chunk of what is in the host's memory.
+
+    Args:
+      optimizer: see the top of this module.
+      grads: as `old.params`.
+      old: before the step; of what is donated, each chunk is overwritten where it is.
+      hosted: `in_host` of `old`; that of its `copies` is not read.
+      chunk_dims: as `old.params`: chunks are of size 1 in so many leading dimensions, which no mesh axis may split.
+      extra: arguments of the optimizer's update, such as a norm over all gradients.
+
+    Raises:
+      ValueError: a parameter's state that has not its shape.
+    """
+    params, tree = jax.tree.flatten(old.params)
+    state, state_tree = jax.tree.flatten(old.opt_state)
+    copies, dims = tree.flatten_up_to(old.copies), jax.tree.leaves(chunk_dims)
+    of_params, of_state = jax.tree.leaves(hosted.params), jax.tree.leaves(hosted.opt_state)
+    rule = _Rule(optimizer, tree, state_tree, _owners(optimizer, old), extra)
+    shared = after = rule.shared(state)
+    for number, grad in enumerate(tree.flatten_up_to(grads)):
+        own = rule.state_of(number)
+        leaf = _Leaf(
+            step=functools.partial(rule.step, number, shared),
+            grad=grad,
+            arrays=(params[number], *(state[i] for i in own)),
+            hosted=(of_params[number], *(of_state[i] for i in own)),
+            copy=copies[number],
+        )
+        # What is on the device already is updated whole.
+        depth = dims[number] if any(leaf.hosted) else 0
+        (params[number], *new), copies[number], after = leaf.updated(depth, shared)
+        state = _replaced(state, zip(own, new, strict=True))
+    state = _replaced(state, after.items())
+    return Parameters(*map(jax.tree.unflatten, (tree, state_tree, tree), (params, state, copies)))
+
+
+def _owners(optimizer: optax.GradientTransformationExtraArgs, old: Parameters) -> list[int]:
+    """Of each leaf of the optimizer's state, the number of the parameter whose it is, or _SHARED."""
+    count = len(jax.tree.leaves(old.params))
+    numbers = jax.tree.unflatten(jax.tree.structure(old.params), range(count))
+    found = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, number: number,
+        old.opt_state,
+        numbers,
+        transform_non_params=lambda _: _SHARED,
+    )
+    owners: list[int] = jax.tree.leaves(found)
+    return owners
+
+
+def _replaced(leaves: list[Any], new: Iterable[tuple[int, Any]]) -> list[Any]:
+    changed = dict(new)
+    return [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+class _Rule(NamedTuple):
+    """An optimizer for one parameter at a time: in its trees all others are None.
+
+    Attributes:
+      tree, state_tree: of the parameters and of the state.
+      owners: of the state's leaves.
+      extra: arguments of its update.
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+    tree: Any
+    state_tree: Any
+    owners: list[int]
+    extra: dict[str, jax.Array]
+
+    def state_of(self, number: int) -> list[int]:
+        """Which leaves of the state are the parameter's."""
+        return [i for i, owner in enumerate(self.owners) if owner == number]
+
+    def shared(self, state: list[Any]) -> dict[int, jax.Array]:
+        """The leaves of the state that are no parameter's."""
+        return {i: state[i] for i in self.state_of(_SHARED)}
+
+    def step(
+        self, number: int, shared: dict[int, jax.Array], grad: jax.Array, *arrays: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], dict[int, jax.Array]]:
+        """What follows `arrays`, a parameter (or a part of it) and its state, and what follows `shared`."""
+        own, (param, *mine) = self.state_of(number), arrays
+        kept = shared | dict(zip(own, mine, strict=True))
+        before = self.state_tree.unflatten([kept.get(i) for i in range(len(self.owners))])
+        grads, params = (self._alone(number, x) for x in (grad, param))
+        updates, after = self.optimizer.update(grads, before, params, **self.extra)
+        (new,) = jax.tree.leaves(optax.apply_updates(params, updates))
+        found = dict(zip(sorted(kept), jax.tree.leaves(after), strict=True))
+        return (new, *(found[i] for i in own)), {i: found[i] for i in shared}
+
+    def _alone(self, number: int, leaf: jax.Array) -> Any:
+        return self.tree.unflatten(
+            [leaf if i == number else None for i in range(self.tree.num_leaves)]
+        )
+
+
+class _Leaf(NamedTuple):
+    """One parameter in an update.
+
+    Attributes:
+      step: (gradient, *arrays) -> (arrays, shared state) after it, of the whole or of a part.
+      arrays: the master, then its state.
+      hosted: of each, whether it is in the host's memory.
+      copy: of the master, if there is one.
+    """
+
+    step: Callable[..., Any]
+    grad: jax.Array
+    arrays: tuple[jax.Array, ...]
+    hosted: tuple[bool, ...]
+    copy: jax.Array | None
+
+    def updated(self, dims: int, shared: dict[int, jax.Array]) -> tuple[Any, Any, Any]:
+        """The arrays, the copy and the shared state after a step in chunks of size 1 in `dims` dimensions."""
+        shape = self.arrays[0].shape
+        if any(x.shape != shape for x in self.arrays):
+            raise ValueError(
+                f"update: a parameter's state must have its shape; got {[x.shape for x in self.arrays[1:]]} for "
+                f"{shape}; keep that optimizer's state on the device"
+            )
+        start = self.arrays, self.copy, shared
+        if not dims:
+            return self._chunk((), start)
+
+        def one(number: jax.Array, carry: Any) -> Any:
+            return self._chunk(_unraveled(number, shape[:dims]), carry)
+
+        return jax.lax.fori_loop(0, math.prod(shape[:dims]), one, start)
+
+    def _chunk(self, place: tuple[jax.Array, ...], carry: Any) -> Any:
+        arrays, copy, _ = carry
+        parts = (
+            to_device(_part(x, place)) if hosted else _part(x, place)
+            for x, hosted in zip(arrays, self.hosted, strict=True)
+        )
+        new, shared = self.step(_part(self.grad, place), *parts)
+        if copy is not None:
+            copy = _with_part(copy, new[0].astype(copy.dtype), place)
+        arrays = tuple(
+            _with_part(x, to_host(part) if hosted else part, place)
+            for x, part, hosted in zip(arrays, new, self.hosted, strict=True)
+        )
+        return arrays, copy, shared
+
+
+def _unraveled(number: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The indices of an element of an array of these sizes, by its number."""
+    place: list[jax.Array] = []
+    for size in reversed(sizes):
+        number, index = jnp.divmod(number, size)
+        place.insert(0, index)
+    return tuple(place)
+
+
+def _part(x: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+    """x at `place` of its leading dimensions, with these as dimensions of 1."""
+    if not place:
+        return x
+    rest = x.ndim - len(place)
+    sizes = (1,) * len(place) + x.shape[len(place) :]
+    part: jax.Array = jax.lax.dynamic_slice(x, (*place, *(0,) * rest), sizes)
+    return part
+
+
+def _with_part(x: jax.Array, part: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+    """x with another part at `place`."""
+    if not place:
+        return part
+    whole: jax.Array = jax.lax.dynamic_update_slice(
+        x, part, (*place, *(0,) * (x.ndim - len(place)))
+    )
+    return whole

@@ -1,0 +1,193 @@
+"""State in the host's memory: the bits of training with all state on the device, and where each array is."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from expertmesh.core import as_recipe, global_shard_guard
+from expertmesh.flax_moe import CHECKPOINT_NAMES, MoEConfig
+from expertmesh.train import offload
+from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
+from expertmesh.train.model import LAYER_INPUT, ModelConfig
+from expertmesh.train.options import TrainingOptions
+from expertmesh.train.step import (
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    state_shardings,
+    with_copies,
+)
+from expertmesh.train.weight import Weight, read
+
+B, S = 16, 12
+WEIGHTS = ("embed", "head", "layers.moe.wi", "layers.moe.wo", "layers.out", "layers.qkv")
+
+
+class Training:
+    """A model on a mesh, with its state in the host's memory or without."""
+
+    def __init__(
+        self, in_host, *, dtype="bfloat16", recipe=None, axis_types="explicit", kept=(), accum=1
+    ):
+        moe = MoEConfig(
+            num_experts=4,
+            top_k=2,
+            expert_dim=32,
+            aux_loss_coeff=0.01,
+            dtype=jnp.dtype(dtype),
+            param_dtype=jnp.float32,
+            recipe=recipe and as_recipe(recipe),
+        )
+        self.config = ModelConfig(
+            layers=3, model_dim=32, heads=2, moe=moe, remat_layers=True, kept_in_host=kept
+        )
+        self.optimizer = make_optimizer(TrainingOptions(steps=4))
+        self.mesh = make_mesh(2, 4, axis_types)
+        self.shardings = state_shardings(self.config, self.optimizer, self.mesh, offload=in_host)
+        self.step = make_train_step(
+            self.config, self.optimizer, self.shardings, self.mesh, grad_accum=accum
+        )
+        self.rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
+
+    def run(self, steps=2):
+        """The state, and what each step and a validation say."""
+        found = []
+        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
+            state = init_state(self.config, self.optimizer, self.shardings, seed=0)
+            for number in range(1, steps + 1):
+                state, metrics = self.step(state, self.batch(number), number)
+                found.append(jax.device_get(metrics))
+            found.append(float(make_eval_step(self.config, self.mesh)(state, self.batch(9))))
+        return state, found
+
+    def batch(self, number):
+        text = np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
+        return jax.device_put(text, self.rows)
+
+
+def assert_same_bits(got, want):
+    (state, found), (other, expected) = got, want
+    trees = (state.saved, found), (other.saved, expected)
+    for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+CASES = {
+    "microbatches": dict(accum=2, kept=(LAYER_INPUT,)),
+    "quantized microbatches": dict(recipe="fp8_current", accum=2, kept=(LAYER_INPUT,)),
+    "dispatched": dict(kept=(LAYER_INPUT, *CHECKPOINT_NAMES["dispatched"])),
+    "auto axes": dict(axis_types="auto"),
+    "float32": dict(dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_a_state_on_the_device(name):
+    options = CASES[name]
+    plain = {key: value for key, value in options.items() if key != "kept"}
+    assert_same_bits(Training(True, **options).run(), Training(False, **plain).run())
+
+
+def places(tree):
+    """The names of arrays in the host's memory."""
+    return {
+        ".".join(key.key for key in path)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if x.sharding.memory_kind == "pinned_host"
+    }
+
+
+@pytest.mark.parametrize(
+    "options, masters",
+    [
+        ({}, WEIGHTS),
+        (dict(dtype="float32"), ()),
+        (dict(recipe="fp8_current"), ("embed", "head", *WEIGHTS[4:])),
+    ],
+)
+def test_where_each_array_is(options, masters):
+    """Masters that products read in another dtype, and the moments of all weights."""
+    state, _ = Training(True, **options).run(steps=1)
+    adam = state.opt_state[1][0]
+    assert places(state.params) == set(masters)
+    assert places(adam.mu) == places(adam.nu) == set(WEIGHTS)
+    copies = jax.tree_util.tree_leaves_with_path(state.copies)
+    assert {".".join(key.key for key in path) for path, _ in copies} == set(masters)
+    assert all(
+        x.dtype == jnp.bfloat16 and x.sharding.memory_kind != "pinned_host" for _, x in copies
+    )
+
+
+@pytest.mark.parametrize("kept", [(), (LAYER_INPUT,)])
+def test_layers_inputs_are_in_the_host(kept):
+    one = Training(False, dtype="bfloat16", kept=kept)
+    with jax.set_mesh(one.mesh), global_shard_guard(RESOURCE):
+        state = abstract_state(one.config, one.optimizer, one.shardings)
+        text = str(one.step.trace(state, one.batch(1), 1).jaxpr)
+    stacked = set(re.findall(r"bf16(<host>)?\[3,16\S*,12,32\]", text))
+    assert stacked == ({"<host>"} if kept else {""})
+
+
+def test_copies_follow_from_what_is_saved():
+    one = Training(True)
+    state, _ = one.run(steps=1)
+    with jax.set_mesh(one.mesh):
+        again = with_copies(one.config, state.saved, one.shardings)
+    for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+
+
+def test_a_weights_gradient_is_its_masters():
+    """Of the master's dtype, not rounded to the copy's."""
+    copy, x = jnp.ones(3, jnp.bfloat16), jnp.array([1.0, 1 + 2**-12, 3])
+    grad = jax.grad(lambda slot: jnp.sum(read(Weight(copy, slot)) * x))(jnp.zeros(3))
+    np.testing.assert_array_equal(grad, x)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2])
+def test_chunks_of_an_optimizer(dims):
+    """Any elementwise rule of optax, in chunks of leading dimensions."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    params, grads = ({"w": jax.random.normal(key, (2, 3, 4)), "b": jnp.ones(4)} for key in keys)
+    optimizer = optax.with_extra_args_support(optax.adamw(1e-2))
+    state = optimizer.init(params)
+    old = offload.Parameters(params, state, {"w": params["w"].astype(jnp.bfloat16), "b": None})
+    hosted = jax.tree.map(lambda _: False, old)
+    new = jax.jit(
+        lambda old, grads: offload.update(optimizer, grads, old, hosted, {"w": dims, "b": 0})
+    )(old, grads)
+    updates, after = optimizer.update(grads, state, params)
+    want = optax.apply_updates(params, updates)
+    for a, b in zip(
+        *map(jax.tree.leaves, ((new.params, new.opt_state), (want, after))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(new.copies["w"], new.params["w"].astype(jnp.bfloat16))
+
+
+def test_a_state_of_another_shape_is_refused():
+    optimizer = optax.with_extra_args_support(optax.adafactor(1e-2, min_dim_size_to_factor=2))
+    params = {"w": jnp.ones((4, 4))}
+    old = offload.Parameters(params, optimizer.init(params), {"w": None})
+    hosted = jax.tree.map(lambda _: False, old)
+    with pytest.raises(ValueError, match="must have its shape"):
+        offload.update(optimizer, params, old, hosted, {"w": 0})
+
+
+def test_a_device_without_such_a_memory():
+    device = types.SimpleNamespace(
+        device_kind="some GPU", addressable_memories=lambda: [types.SimpleNamespace(kind="device")]
+    )
+    assert "some GPU has no memory of the kind pinned_host, only device" in offload.unsupported(
+        device
+    )
+    assert offload.unsupported(jax.devices()[0]) is None
