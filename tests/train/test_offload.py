@@ -89,7 +89,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if "quantized" in name else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+)
 def test_the_bits_of_a_state_on_the_device(name):
     options = CASES[name]
     plain = {key: value for key, value in options.items() if key != "kept"}

@@ -92,7 +92,9 @@ def update(
     chunk_dims: Any,
     **extra: jax.Array,
 ) -> Parameters:
-    """One step of the optimizer, leaf after leaf, and chunk after chunk of what is in the host's memory.
+    """One step of the optimizer, leaf after leaf and chunk after chunk.
+
+    Of what is on the device too: the same loop rounds alike wherever the state is.
 
     Args:
       optimizer: see the top of this module.
@@ -120,9 +122,7 @@ def update(
             hosted=(of_params[number], *(of_state[i] for i in own)),
             copy=copies[number],
         )
-        # What is on the device already is updated whole.
-        depth = dims[number] if any(leaf.hosted) else 0
-        (params[number], *new), copies[number], after = leaf.updated(depth, shared)
+        (params[number], *new), copies[number], after = leaf.updated(dims[number], shared)
         state = _replaced(state, zip(own, new, strict=True))
     state = _replaced(state, after.items())
     return Parameters(*map(jax.tree.unflatten, (tree, state_tree, tree), (params, state, copies)))
