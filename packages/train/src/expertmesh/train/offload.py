@@ -38,12 +38,14 @@ def in_host(shardings: Any) -> Any:
 
 def to_host(x: jax.Array) -> jax.Array:
     """The array in the host's memory, inside jit."""
-    return jax.device_put(x, jax.memory.Space.Host)
+    out: jax.Array = jax.device_put(x, jax.memory.Space.Host)
+    return out
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """The array in the device's memory, inside jit."""
-    return jax.device_put(x, jax.memory.Space.Device)
+    out: jax.Array = jax.device_put(x, jax.memory.Space.Device)
+    return out
 
 
 def cast_in_chunks(x: jax.Array, dtype: Any, dims: int, sharding: NamedSharding) -> jax.Array:
@@ -57,9 +59,11 @@ def cast_in_chunks(x: jax.Array, dtype: Any, dims: int, sharding: NamedSharding)
         if not dims:
             return to_device(x).astype(dtype)
         start = jnp.zeros(x.shape, dtype, out_sharding=_in_type(sharding))
-        return jax.lax.fori_loop(0, math.prod(x.shape[:dims]), one, start)
+        out: jax.Array = jax.lax.fori_loop(0, math.prod(x.shape[:dims]), one, start)
+        return out
 
-    return jax.jit(cast, out_shardings=sharding)(x)
+    made: jax.Array = jax.jit(cast, out_shardings=sharding)(x)
+    return made
 
 
 def _in_type(sharding: NamedSharding) -> NamedSharding | None:
@@ -107,7 +111,8 @@ def update(
     Raises:
       ValueError: a parameter's state that has not its shape.
     """
-    params, tree = jax.tree.flatten(old.params)
+    tree: Any = jax.tree.structure(old.params)
+    params = jax.tree.leaves(old.params)
     state, state_tree = jax.tree.flatten(old.opt_state)
     copies, dims = tree.flatten_up_to(old.copies), jax.tree.leaves(chunk_dims)
     of_params, of_state = jax.tree.leaves(hosted.params), jax.tree.leaves(hosted.opt_state)
@@ -206,7 +211,7 @@ class _Leaf(NamedTuple):
     hosted: tuple[bool, ...]
     copy: jax.Array | None
 
-    def updated(self, dims: int, shared: dict[int, jax.Array]) -> tuple[Any, Any, Any]:
+    def updated(self, dims: int, shared: dict[int, jax.Array]) -> Any:
         """The arrays, the copy and the shared state after a step in chunks of size 1 in `dims` dimensions."""
         shape = self.arrays[0].shape
         if any(x.shape != shape for x in self.arrays):

@@ -75,7 +75,7 @@ def schedule(options: TrainingOptions) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(options.steps, 2), peak / 20)
 
 
-Optimizer = optax.GradientTransformationExtraArgs
+type Optimizer = optax.GradientTransformationExtraArgs
 
 
 def make_optimizer(options: TrainingOptions) -> Optimizer:
@@ -106,7 +106,8 @@ def clip_by_norm(largest: float) -> Optimizer:
 
         return jax.tree.map(clip, grads), state
 
-    return Optimizer(lambda params: optax.EmptyState(), update)
+    made: Optimizer = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return made
 
 
 def state_shardings(
@@ -156,9 +157,9 @@ def init_state(
 
     What lies in the host's memory is made leaf by leaf, before the device holds anything else.
     """
-    places, tree = jax.tree.flatten(shardings.saved)
+    places = jax.tree.leaves(shardings.saved)
 
-    def made(numbers: list[int]) -> list[jax.Array]:
+    def made(numbers: list[int]) -> Any:
         def some() -> list[jax.Array]:
             leaves = jax.tree.leaves(_init(config, optimizer, seed))
             return [leaves[i] for i in numbers]
@@ -169,7 +170,8 @@ def init_state(
     leaves = {i: made([i])[0] for i, hosted in enumerate(on_host) if hosted}
     others = [i for i, hosted in enumerate(on_host) if not hosted]
     leaves |= dict(zip(others, made(others), strict=True))
-    saved = tree.unflatten([leaves[i] for i in range(len(places))])
+    in_order = [leaves[i] for i in range(len(places))]
+    saved = jax.tree.unflatten(jax.tree.structure(shardings.saved), in_order)
     return with_copies(config, saved, shardings)
 
 
@@ -368,6 +370,7 @@ def _mean_gradient(
         def losses(trained: Any) -> tuple[jax.Array, Any]:
             return _losses(trained, copies, config, part, 1 / count)
 
+        pull: Any  # its types know no `with_refs`
         total, pull, (quant_state, fields) = jax.vjp(losses, trained, has_aux=True)
         pull.with_refs(totals)(jnp.ones_like(total))
         return quant_state, fields
