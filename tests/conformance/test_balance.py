@@ -56,7 +56,8 @@ def test_the_same_as_without_copies(setting, route, num_spare):
     rng = np.random.default_rng(0)
     x, g = (rng.integers(-1, 2, (num_tokens, WIDTH)).astype(setting.dtype) for _ in range(2))
     w = rng.integers(-1, 2, (NUM_EXPERTS, WIDTH, WIDTH)).astype(np.float32)
-    of_experts = PartitionSpec() if setting.is_whole else PartitionSpec("ep")
+    axis = setting.config(NUM_EXPERTS).axis or "ep"
+    of_experts = PartitionSpec() if setting.is_whole else PartitionSpec(axis)
     specs = TOKENS, TOKENS, of_experts, TOKENS
     operands = route(num_tokens), x, w, g
     want, got = (

@@ -37,6 +37,8 @@ def test_the_suite_over_several_processes(multiprocess, processes):
         processes=processes,
         devices=8 // processes,
         timeout=300,
+        # What is balanced by copies is an exchange, of other choices: in nightly runs.
+        keyword="not copies" if processes == 2 else "",
     )
     assert [failed for _, failed in results] == [{}] * processes
     passed = {passed for passed, _ in results}

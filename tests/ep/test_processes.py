@@ -202,7 +202,7 @@ def lose_one(how):
     return [n, "all is well", True, socket.gethostname()]
 
 
-@pytest.mark.parametrize("how", ["gone", "late"])
+@pytest.mark.parametrize("how", ["gone", pytest.param("late", marks=pytest.mark.full)])
 def test_survivors_say_who_is_missing(multiprocess, how):
     results = multiprocess(
         "ep.test_processes:lose_one",

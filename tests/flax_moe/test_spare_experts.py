@@ -38,7 +38,12 @@ MODES = {
     "types and fsdp": (EXPLICIT, (2, 4), 1.5),
     "roles and fsdp": (AUTO, (2, 4), 1.5),
 }
-over_modes = pytest.mark.parametrize(("kind", "shape", "factor"), MODES.values(), ids=MODES)
+# All in nightly runs; over groups, by types and by roles, in every run.
+FULL = pytest.mark.full
+over_modes = pytest.mark.parametrize(
+    ("kind", "shape", "factor"),
+    [pytest.param(*m, id=k, marks=() if "fsdp" in k else FULL) for k, m in MODES.items()],
+)
 
 
 def with_spare(config, spare=2, factor=None):
@@ -119,9 +124,9 @@ def test_rows_are_level_and_buffers_a_share(least):
     "changes",
     [
         {"num_chunks": 2, "remat": "save_min"},
-        {"remat": "recompute", "transport": "ring"},
-        {"num_null_experts": 2, "null_experts": "identity"},
-        {"activation": "relu", "latent_dim": 8, "shared_expert_dim": 4},
+        pytest.param({"remat": "recompute", "transport": "ring"}, marks=FULL),
+        pytest.param({"num_null_experts": 2, "null_experts": "identity"}, marks=FULL),
+        pytest.param({"activation": "relu", "latent_dim": 8, "shared_expert_dim": 4}, marks=FULL),
         {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16},
     ],
     ids=str,
@@ -148,8 +153,15 @@ def test_options_of_the_block(changes):
         )
 
 
-@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling"])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        pytest.param("Float8CurrentScaling", False, marks=FULL),
+        ("Float8CurrentScaling", True),
+        ("Float8BlockScaling", False),
+        pytest.param("Float8BlockScaling", True, marks=FULL),
+    ],
+)
 def test_recipes(recipe, given):
     """Copies of 8 bits are those that the expert's own rank computes with; so are rows whose scales are their own."""
     config = make_config(recipe=recipe, expert_dim=128, use_bias=False, dtype=jnp.bfloat16)

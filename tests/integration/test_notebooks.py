@@ -34,7 +34,11 @@ def run(notebook, folder):
     )
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.full) for path in NOTEBOOKS[1:])],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(notebook, tmp_path):
     result = run(notebook, tmp_path)
     assert result.returncode == 0, result.stderr

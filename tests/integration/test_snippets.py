@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import expertmesh.core
 import expertmesh.ep
 import expertmesh.flax_moe
+from expertmesh.core import grouped_gemm
+from expertmesh.ep import EpConfig, combine
 from expertmesh.flax_moe import linen, nnx
 from flax_moe.hf_oracle import QWEN3_EACH
 
@@ -77,9 +79,15 @@ def test_exchange():
     weighted = jax.jit(lambda **a: run(code, "ep.md", experts=experts, **a)["out"])
     y = weighted(tokens=tokens, topk_weights=weights, topk_idx=idx)
     assert jnp.allclose(y, 3 * weights.sum(axis=1, keepdims=True) * tokens, atol=1e-5)
-    (code,) = snippets("expert-parallelism.md")
-    y = run(code, "expert-parallelism.md", experts=experts, tokens=tokens, topk_idx=idx)["out"]
-    assert jnp.allclose(y, 6 * tokens, atol=1e-5)
+    code, by_copies = snippets("expert-parallelism.md")
+    found = run(code, "expert-parallelism.md", experts=experts, tokens=tokens, topk_idx=idx)
+    assert jnp.allclose(found["out"], 6 * tokens, atol=1e-5)
+    wi = jax.device_put(
+        jnp.broadcast_to(3 * jnp.eye(16), (64, 16, 16)), NamedSharding(mesh, PartitionSpec("ep"))
+    )
+    shown = dict(config=EpConfig(num_experts=64, axis="ep"), tokens=tokens, topk_idx=idx, wi=wi)
+    found = run(by_copies, "expert-parallelism.md", experts=grouped_gemm, **shown)
+    assert jnp.allclose(combine(found["handle"], found["y"]), 6 * tokens, atol=1e-4)
 
 
 def test_quantization():

@@ -111,8 +111,8 @@ def places(tree):
 @pytest.mark.parametrize(
     "options, masters",
     [
-        ({}, WEIGHTS),
-        (dict(dtype="float32"), ()),
+        pytest.param({}, WEIGHTS, marks=pytest.mark.full),
+        pytest.param(dict(dtype="float32"), (), marks=pytest.mark.full),
         (dict(recipe="fp8_current"), ("embed", "head", *WEIGHTS[4:])),
     ],
 )

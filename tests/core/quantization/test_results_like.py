@@ -101,7 +101,8 @@ def test_of_rows_that_are_made(format, routing, checked):
 
 
 def all_names() -> set[str]:
-    """Of the ops that have `results_like`."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("expertmesh.")]
+    """Of core's ops that have `results_like`."""
+    core = "expertmesh.core."
+    modules = [module for name, module in sys.modules.items() if name.startswith(core)]
     values = [value for module in modules for value in vars(module).values()]
     return {op.name for op in values if isinstance(op, Op) and op.results_like}
