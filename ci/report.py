@@ -1,6 +1,6 @@
 """What the cells of matrix.toml and their summaries say: the tables of versions, and a badge. Standard library only.
 
-ci/report.py table            writes the tables of docs/versions.md, from ci/summaries
+ci/report.py table            writes the tables of README.md and docs/versions.md, from ci/summaries
 ci/report.py table --check    exit status 1 if a page is not what would be written
 ci/report.py badge FOLDER     prints shields.io's "endpoint" JSON of the GPU jobs whose summaries are in
                               FOLDER/gpu-JOB/summary.json
@@ -133,12 +133,18 @@ def filled(text: str, content: str) -> str:
 
 
 def write_tables(check: bool) -> int:
-    page = matrix.ROOT / "docs/versions.md"
-    old = page.read_text()
-    new = filled(old, f"{table()}\n\n{runs()}")
-    if not check:
-        page.write_text(new)
-    return int(check and new != old)
+    pages = {
+        matrix.ROOT / "README.md": table(),
+        matrix.ROOT / "docs/versions.md": f"{table()}\n\n{runs()}",
+    }
+    stale = 0
+    for page, content in pages.items():
+        old = page.read_text()
+        new = filled(old, content)
+        stale += new != old
+        if not check:
+            page.write_text(new)
+    return int(check and stale > 0)
 
 
 def badge(folder: pathlib.Path) -> dict:
