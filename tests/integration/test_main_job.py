@@ -153,14 +153,18 @@ def test_killed_with_a_corrupt_checkpoint_and_resumed(whole, text, tmp_path):
 
 @pytest.mark.default_jax
 def test_microbatches_resumed(text, tmp_path, monkeypatch):
-    """Two microbatches of layers that are computed again, quantized with a state: bitwise the run that went on."""
+    """Two microbatches of layers that are computed again, quantized with a state: bitwise the run that went on.
+
+    Its state and its layers' inputs are in the host's memory after that.
+    """
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     out, once = tmp_path / "run", tmp_path / "once"
     options = "--layers 2 --steps 8 --batch-size 16 --grad-accum 2 --remat full --recipe fp8_delayed".split()
     assert "step 8/8" in train(text, out, *options)
     shutil.copytree(out, once)
     shutil.rmtree(out / "checkpoints" / "8")
-    assert "resuming after step 4" in train(text, out, *options, "--resume")
+    resumed = train(text, out, *options, "--resume", "--offload")
+    assert "resuming after step 4" in resumed and "state in the host's memory" in resumed
     assert rows(out) == rows(once)
 
 

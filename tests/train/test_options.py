@@ -2,12 +2,15 @@
 
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from expertmesh.train import cli, job, mesh, rundir
 from expertmesh.train.data import Corpus
 from expertmesh.train.devices import Cluster, detect_cluster, start
+from expertmesh.train.model import LAYER_INPUT
+from expertmesh.train.offload import HOST
 from expertmesh.train.options import (
     DeviceOptions,
     ModelOptions,
@@ -158,6 +161,23 @@ def test_batch_that_does_not_fit_the_devices():
     says = "got batch-size=12 with 8 devices, grad-accum=1; give --batch-size 16"
     with pytest.raises(UsageError, match=says):
         job.plan(options, CORPUS)
+
+
+def test_what_offload_keeps_in_the_host(monkeypatch):
+    for remat, kept in (("none", ()), ("full", (LAYER_INPUT,))):
+        training = TrainingOptions(remat=remat, offload=True)
+        planned = job.plan(Options(training=training), CORPUS)
+        assert planned.config.kept_in_host == kept
+        kinds = {s.memory_kind for s in jax.tree.leaves(job.shardings_of(planned).opt_state)}
+        assert HOST in kinds
+        without = planned._replace(options=Options())
+        kinds = {s.memory_kind for s in jax.tree.leaves(job.shardings_of(without).opt_state)}
+        assert HOST not in kinds
+    monkeypatch.setattr(
+        job, "unsupported", lambda device: "abacus has no memory of the kind pinned_host"
+    )
+    with pytest.raises(UsageError, match="got abacus has no .* leave --offload out"):
+        job.plan(Options(training=TrainingOptions(offload=True)), CORPUS)
 
 
 def test_batch_that_does_not_fit_its_microbatches():

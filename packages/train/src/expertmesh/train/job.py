@@ -28,7 +28,8 @@ from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, 
 from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
 from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
-from expertmesh.train.model import ModelConfig
+from expertmesh.train.model import LAYER_INPUT, ModelConfig
+from expertmesh.train.offload import unsupported
 from expertmesh.train.options import ModelOptions, Options, TrainingError, UsageError
 from expertmesh.train.recorder import Recorder
 from expertmesh.train.rundir import RunFolder
@@ -105,6 +106,10 @@ def plan(options: Options, corpus: Corpus) -> Job:
             "give --transport auto or --mesh ep=1"
         )
     _check_width(options.model, fsdp)
+    if options.training.offload and (missing := unsupported(jax.devices()[0])):
+        raise UsageError(
+            f"--offload must have a host's memory that the devices reach; got {missing}; leave --offload out"
+        )
     by_experts = options.devices.shard_exp_on_fsdp
     if by_experts and options.model.experts % (fsdp * ep):
         raise UsageError(
@@ -123,7 +128,12 @@ def plan(options: Options, corpus: Corpus) -> Job:
     valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
     return Job(
         options=options,
-        config=dataclasses.replace(config, moe=moe, remat_layers=remat == "full"),
+        config=dataclasses.replace(
+            config,
+            moe=moe,
+            remat_layers=remat == "full",
+            kept_in_host=(LAYER_INPUT,) if remat == "full" and options.training.offload else (),
+        ),
         mesh=make_mesh(fsdp, ep, options.devices.axis_types),
         corpus=corpus,
         valid=valid,
@@ -210,12 +220,18 @@ def _batch_size(options: Options) -> int:
     return options.training.batch_size
 
 
+def shardings_of(job: Job) -> TrainState:
+    """Where the job's state lives."""
+    training = job.options.training
+    return state_shardings(job.config, make_optimizer(training), job.mesh, offload=training.offload)
+
+
 def _begin(job: Job) -> tuple[int, TrainState]:
     """Prepares the run folder; returns the last finished step and the state after it."""
     model, training = job.options.model, job.options.training
     record = rundir.record(model, training, job.corpus.fingerprint)
     optimizer = make_optimizer(training)
-    shardings = state_shardings(job.config, optimizer, job.mesh)
+    shardings = shardings_of(job)
     if job.options.run.resume:
         _on_first_process(lambda: rundir.check_resumable(job.folder, record))
         abstract = abstract_state(job.config, optimizer, shardings)
@@ -255,7 +271,7 @@ def _functions(job: Job) -> Functions:
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     optimizer = make_optimizer(training)
-    shardings = state_shardings(job.config, optimizer, job.mesh)
+    shardings = shardings_of(job)
     by_rows = NamedSharding(job.mesh, PartitionSpec(AXES, None))
     place = functools.partial(data.device_windows, seq_len=S, sharding=by_rows)
     eval_step = make_eval_step(job.config, job.mesh)
@@ -419,7 +435,8 @@ def _describe(job: Job) -> str:
             + (f", experts in {model.recipe}" if model.recipe else ""),
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
             f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}, attention by "
-            f"{_attention(job)}",
+            f"{_attention(job)}"
+            + (", state in the host's memory" if job.options.training.offload else ""),
         )
     )
 

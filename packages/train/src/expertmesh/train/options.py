@@ -177,6 +177,11 @@ class TrainingOptions:
         "exchanges; full: layers",
         "NAME",
     )
+    offload: bool = _option(
+        False,
+        bool,
+        "keep the optimizer's state and float32 weights in the host's memory, and layers' inputs under --remat full",
+    )
     learning_rate: float = _option(3e-3, _positive, "peak learning rate of AdamW", "X")
     weight_decay: float = _option(0.1, _non_negative, "weight decay of matrices", "X")
     clip: float = _option(1.0, _positive, "largest norm of the gradient", "X")
