@@ -148,9 +148,9 @@ group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 
 measured at the two shapes that have its bar.""",
     "performance_fp8.png": """\
 Wide experts gain: their GEMMs take most of the time, and these are nearly twice as fast. For narrow experts (F of 512
-and below) quantizing costs about what the GEMMs save, and `fp8_current` is slower than bfloat16: it reads all rows once
-more to find their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half
-the time on NVLink.""",
+and below) quantizing costs about what the GEMMs save, and `fp8_current` is slower than bfloat16: it reads
+activations once more to find their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take
+little more than half the time on NVLink.""",
     "performance_scale.png": """\
 With tokens and choices the time is a line; 16 times the experts cost 8 %. Of one GPU's speed each of four keeps 80 %:
 the rest is the exchange, and the sums of the weights' gradients.""",
