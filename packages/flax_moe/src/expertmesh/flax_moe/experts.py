@@ -196,10 +196,9 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     return quantizes_moved(formats.x, formats.x_wgrad)
 
 
-NARROW = (
-    256  # F: the down projection's gradients read their rows' cotangents where their tokens' are
-)
-# That of its weight then loads 1.5 times as much from L2, which pays where products wait for memory anyway.
+# F up to which the down projection's gradients read their rows' cotangents where their tokens' are. That of its weight
+# then loads 1.5 times as much from L2, which pays where products wait for memory anyway.
+NARROW = 256
 
 
 def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:

@@ -40,15 +40,11 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
     gemm = choice.Weights(C, (K, N), num_experts, out_dtype, current_device())
     config = choice.choose_weights(gemm)
-    in_place = config.kernel == "cuda"
-    if isinstance(dy, Moved) and (not in_place or isinstance(lhs, Moved)):
-        dy = move_rows(dy.base, dy.row_map)
-    if isinstance(lhs, Moved) and not in_place:
-        lhs = move_rows(lhs.base, lhs.row_map)
-    if not in_place:
-        return grouped_gemm.weights(
-            lhs, dy, group_sizes, num_experts=num_experts, out_dtype=out_dtype
-        )
+    if config.kernel != "cuda":
+        options = dict(num_experts=num_experts, out_dtype=out_dtype)
+        return grouped_gemm.weights(_written(lhs), _written(dy), group_sizes, **options)
+    if isinstance(lhs, Moved):
+        dy = _written(dy)
     gathers, moved = ("lhs", lhs) if isinstance(lhs, Moved) else ("dy", dy)
     a, b = (x.base if x is moved else x for x in (lhs, dy))
     index = moved.row_map.source_row[0]
@@ -56,6 +52,11 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     options = dict(config=config, out_dtype=out_dtype, index=index, gathers=gathers)
     out = cuda.launch_weights(a[0], b.reshape(b.shape[1], N), group_sizes[0], **options)
     return out.reshape(-1, K, *dy.shape[2:])
+
+
+def _written(x):
+    """Rows as an array."""
+    return move_rows(x.base, x.row_map) if isinstance(x, Moved) else x
 
 
 def _multiply_rows(x: Moved, rhs, group_sizes, *, out_dtype, transposed: bool, clear_padding: bool):
