@@ -91,8 +91,9 @@ def test_plan(experts, num_ranks, compiled):
 )
 def test_plan_of_copies(ranks, experts, spare, compiled):
     from expertmesh.core.kernels.triton import plan_copies
+    from expertmesh.ep.copy_plan import LEVELS
 
-    plan = partial(plan_copies.plan, num_spare=spare, least_rows=0)
+    plan = partial(plan_copies.plan, num_spare=spare, least_rows=0, levels=LEVELS)
     _trace(plan, ((ranks, experts // ranks), "int32"))
     _check(compiled, wide=False)
 

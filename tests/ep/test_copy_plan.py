@@ -160,7 +160,7 @@ def test_when_a_copy_pays():
     "ranks, local, spare", [(8, 4, 2), (64, 4, 2), (5, 3, 1), (1, 4, 2), (3, 1, 5)]
 )
 def test_the_kernel_plans_the_same(ranks, local, spare, least):
-    options = dict(num_spare=spare, least_rows=least)
+    options = dict(num_spare=spare, least_rows=least, levels=module.LEVELS)
     rng = np.random.default_rng(ranks)
     for power in (2, 4, 0):  # at 0 all are equal
         counts = jnp.asarray(100 * rng.uniform(0.1, 1, (ranks, local)) ** -power, jnp.int32)

@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import is_routed, wide_ids
+from expertmesh.core.operands import routed_ids
+from expertmesh.core.ops.groups import group_of
 from expertmesh.core.ops.permute import plan_rows
 from expertmesh.core.specs import axis_size, mesh_of
 from expertmesh.core.vjp import differentiable
@@ -176,9 +177,7 @@ def _balance_reference(
     outer: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:
     size, rank = group_size(axis), group_rank(axis)
-    ids = wide_ids(topk_idx)
-    ids = jnp.where(is_routed(ids, num_experts), ids, -1).astype(jnp.int32)
-    ids_TK = flatten_leading(ids)
+    ids_TK = flatten_leading(routed_ids(topk_idx, None, num_experts))
     own = plan_rows(ids_TK, num_experts=num_experts, capacity=max(ids_TK.size, 1))
     counts_RE = all_gather(own.tokens_per_expert_e[None], axis)
     total_E = jnp.sum(counts_RE, axis=0, dtype=jnp.int32)
@@ -231,14 +230,12 @@ def _slots(
     expert_N, order_N = jax.lax.sort((expert_N, copy_N), num_keys=1)
     end_N = jnp.cumsum(parts_RS.reshape(-1)[order_N], dtype=jnp.int32)
     # Where an expert's copies begin among all, in copies and in rows.
-    copies_E = jnp.searchsorted(expert_N, jnp.arange(num_experts), method="compare_all")
+    copies_E = group_of(expert_N, jnp.arange(num_experts, dtype=jnp.int32) - 1)
     begin_E = jnp.concatenate([jnp.zeros(1, jnp.int32), end_N])[copies_E]
     slot_N = order_N // num_spare * (num_local + num_spare) + num_local + order_N % num_spare
     x_TK = jnp.maximum(ids_TK, 0)
     beyond_TK = row_TK + first_E[x_TK] - kept_E[x_TK]
-    found_TK = jnp.searchsorted(
-        end_N, begin_E[x_TK] + beyond_TK, side="right", method="compare_all"
-    )
+    found_TK = group_of(end_N, begin_E[x_TK] + beyond_TK)
     copied_TK = slot_N[jnp.minimum(found_TK, slot_N.size - 1)]
     own_TK = x_TK + x_TK // num_local * num_spare
     slot_TK = jnp.where(beyond_TK < 0, own_TK, copied_TK)

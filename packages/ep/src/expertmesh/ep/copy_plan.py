@@ -83,7 +83,8 @@ def plan_copies(
     if num_spare == 0 or counts_Re.size == 0:
         none_RS = jnp.zeros((num_ranks, num_spare), jnp.int32)
         return CopyPlan(none_RS - 1, none_RS, jnp.sum(counts_Re, axis=1, dtype=jnp.int32))
-    return best_of(CopyPlan(*plan_op(counts_Re, num_spare=num_spare, least_rows=least_rows)))
+    options = dict(num_spare=num_spare, least_rows=least_rows, levels=LEVELS)
+    return best_of(CopyPlan(*plan_op(counts_Re, **options)))
 
 
 def best_of(plans: CopyPlan) -> CopyPlan:
@@ -137,25 +138,33 @@ class _State(NamedTuple):
 
 
 def _reference(
-    counts_Re: jax.Array, *, num_spare: int, least_rows: int
+    counts_Re: jax.Array, *, num_spare: int, least_rows: int, levels: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    plan_L = jnp.arange(2 * LEVELS, dtype=jnp.int32)
-    plan = partial(_plan_level, counts_Re, num_spare=num_spare, least_rows=least_rows)
-    out: tuple[jax.Array, jax.Array, jax.Array] = jax.vmap(plan)(plan_L % LEVELS, plan_L >= LEVELS)
+    plan_L = jnp.arange(2 * levels, dtype=jnp.int32)
+    plan = partial(
+        _plan_level, counts_Re, num_spare=num_spare, least_rows=least_rows, levels=levels
+    )
+    out: tuple[jax.Array, jax.Array, jax.Array] = jax.vmap(plan)(plan_L % levels, plan_L >= levels)
     return out
 
 
-def _target(load_R: jax.Array, level: jax.Array) -> jax.Array:
+def _target(load_R: jax.Array, level: jax.Array, levels: int) -> jax.Array:
     """The mean for level 0, the fullest rank's load for the last."""
     num_ranks, most = load_R.shape[0], jnp.max(load_R)
     mean = jnp.sum(load_R // num_ranks) + -(-jnp.sum(load_R % num_ranks) // num_ranks)
-    part = (level * level * level).astype(jnp.float32) * jnp.float32((LEVELS - 1) ** -3)
+    part = (level * level * level).astype(jnp.float32) * jnp.float32((levels - 1) ** -3)
     above = jnp.ceil((most - mean).astype(jnp.float32) * part)
     return jnp.minimum(mean + above.astype(jnp.int32), most)
 
 
 def _plan_level(
-    counts_Re: jax.Array, level: jax.Array, fits: jax.Array, *, num_spare: int, least_rows: int
+    counts_Re: jax.Array,
+    level: jax.Array,
+    fits: jax.Array,
+    *,
+    num_spare: int,
+    least_rows: int,
+    levels: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(expert_RS, rows_RS, load_R) by the steps for one target; `fits`: of the smallest expert that has the excess."""
     load_R = jnp.sum(counts_Re, axis=1, dtype=jnp.int32)
@@ -168,7 +177,7 @@ def _plan_level(
         rows_RS=none_RS,
         goes_on=jnp.array(True),
     )
-    target = _target(load_R, level)
+    target = _target(load_R, level, levels)
     step = partial(_step, target=target, fits=fits, least_rows=least_rows)
     start = vary_like((counts_Re,), start)
     end = jax.lax.while_loop(lambda state: state.goes_on, step, start)
@@ -222,8 +231,8 @@ def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int)
 MAX_RANKS, MAX_SPARE = 1024, 63
 
 
-def _unsupported(counts_Re: jax.Array, *, num_spare: int, least_rows: int) -> str | None:
-    del least_rows
+def _unsupported(counts_Re: jax.Array, *, num_spare: int, **options: int) -> str | None:
+    del options
     num_ranks, num_local = counts_Re.shape
     if num_ranks > MAX_RANKS or num_spare > MAX_SPARE or num_local * num_ranks > 8192:
         return (

@@ -94,12 +94,9 @@ def _plan_kernel(
     tl.store(load_out + plan * R + r, load, mask=r < R)
 
 
-LEVELS = 64  # as there
-
-
-def plan(counts, *, num_spare, least_rows):
+def plan(counts, *, num_spare, least_rows, levels):
     """int32[R, e] -> expert and rows [L, R, S], load [L, R]."""
-    (R, E), S, L = counts.shape, num_spare, 2 * LEVELS
+    (R, E), S, L = counts.shape, num_spare, 2 * levels
     slots = jax.ShapeDtypeStruct((L, R, S), jnp.int32)
     R_POW2, E_POW2, S_POW2 = map(triton.next_power_of_2, (R, E, S))
     return launcher.triton_call(
@@ -108,6 +105,6 @@ def plan(counts, *, num_spare, least_rows):
         out_type=(slots, slots, jax.ShapeDtypeStruct((L, R), jnp.int32)),
         grid=(L,),
         num_warps=max(1, min(R_POW2 * max(E_POW2, S_POW2) // 256, 8)),
-        R=R, E=E, S=S, LEVELS=LEVELS, LEAST=least_rows,
+        R=R, E=E, S=S, LEVELS=levels, LEAST=least_rows,
         R_POW2=R_POW2, E_POW2=E_POW2, S_POW2=S_POW2,
     )  # fmt: skip
