@@ -17,7 +17,7 @@ from marks import filled
 
 from expertmesh.core import Activation
 from expertmesh.flax_moe import MoEConfig, hf
-from expertmesh.flax_moe.families import FAMILIES
+from expertmesh.flax_moe.models.families import FAMILIES
 
 DOCS = pathlib.Path(__file__).resolve().parent
 EXAMPLES = DOCS.parent / "tests/flax_moe/hf_oracle.py"

@@ -44,7 +44,7 @@ from expertmesh.flax_moe import (
     split_wi,
     with_lora,
 )
-from expertmesh.flax_moe.fp8_blocks import block_format
+from expertmesh.flax_moe.models.fp8_blocks import block_format
 from flax_moe.hf_oracle import QWEN3_EACH
 from flax_moe.moe_oracle import (
     MANY,

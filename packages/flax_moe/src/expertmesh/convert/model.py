@@ -9,12 +9,13 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from expertmesh.convert.quantization_config import Plan, check_quantization, with_quantization
-from expertmesh.flax_moe import fp4_blocks, fp8_blocks, hf
+from expertmesh.flax_moe import hf
 from expertmesh.flax_moe.checkpoint import Checkpoint, Tensors, write_checkpoint
 from expertmesh.flax_moe.checkpoint.export import StoredMatrices, bias_tensor, layer_tensors
 from expertmesh.flax_moe.checkpoint.layout import any_layout, own_layout
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
-from expertmesh.flax_moe.places import Layout
+from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models.places import Layout
 
 __all__ = ["convert"]
 

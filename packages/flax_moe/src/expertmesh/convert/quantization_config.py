@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.flax_moe import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
 
 __all__ = ["Plan", "check_quantization", "with_quantization"]
 

@@ -1,7 +1,8 @@
 """Weights of models under Hugging Face's names, to and from the tree of `init_params`.
 
-`families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a checkpoint,
-what in a model in memory, and what its config says of the block. For most of them, a row per expert e, [out, in]:
+`models/families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a
+checkpoint, what in a model in memory, and what its config says of the block. For most of them, a row per expert e,
+[out, in]:
 
     | ours                 | mixtral: block_sparse_moe.   | others: mlp.                                          |
     | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                    |
@@ -25,18 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from expertmesh.flax_moe import fp4_blocks, fp8_blocks
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
-from expertmesh.flax_moe.model_fields import Fields, get, name_of, number, of_text
-from expertmesh.flax_moe.params import (
-    Params,
-    check_names,
-    check_shapes,
-    param_names,
-    param_shapes,
-)
-from expertmesh.flax_moe.places import (
+from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
+from expertmesh.flax_moe.models.model_fields import Fields, get, name_of, number, of_text
+from expertmesh.flax_moe.models.places import (
     Index,
     Layout,
     Place,
@@ -46,6 +40,13 @@ from expertmesh.flax_moe.places import (
     extract,
     matrices_of,
     whole,
+)
+from expertmesh.flax_moe.params import (
+    Params,
+    check_names,
+    check_shapes,
+    param_names,
+    param_shapes,
 )
 
 __all__ = [

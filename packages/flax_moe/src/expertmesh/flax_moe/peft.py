@@ -20,7 +20,15 @@ from jax.typing import DTypeLike
 from expertmesh.flax_moe import hf
 from expertmesh.flax_moe.checkpoint.files import read_file, write_file
 from expertmesh.flax_moe.lora import Adapters, LoRA, low_rank
-from expertmesh.flax_moe.places import Layout, Place, Slices, assemble, extract, matrices_of, whole
+from expertmesh.flax_moe.models.places import (
+    Layout,
+    Place,
+    Slices,
+    assemble,
+    extract,
+    matrices_of,
+    whole,
+)
 from expertmesh.flax_moe.quantization import layers_of
 
 __all__ = [

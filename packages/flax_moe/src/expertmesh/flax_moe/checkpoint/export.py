@@ -10,12 +10,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.flax_moe import fp8_blocks, hf
+from expertmesh.flax_moe import hf
 from expertmesh.flax_moe.checkpoint.files import Tensors
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
-from expertmesh.flax_moe.fp8_blocks import Block
+from expertmesh.flax_moe.models import fp8_blocks
+from expertmesh.flax_moe.models.fp8_blocks import Block
+from expertmesh.flax_moe.models.places import Index, Layout, Place, extract, ranges_of
 from expertmesh.flax_moe.params import EXPERTS, SHARED
-from expertmesh.flax_moe.places import Index, Layout, Place, extract, ranges_of
 
 __all__ = ["StoredMatrices", "bias_tensor", "export_tensors", "layer_tensors"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.flax_moe import hf
-from expertmesh.flax_moe.places import Layout, Place
+from expertmesh.flax_moe.models.places import Layout, Place
 
 __all__ = ["any_layout", "own_layout"]
 

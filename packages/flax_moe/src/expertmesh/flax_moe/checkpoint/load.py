@@ -10,10 +10,11 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.flax_moe import fp4_blocks, fp8_blocks, hf
+from expertmesh.flax_moe import hf
 from expertmesh.flax_moe.checkpoint.layout import any_layout
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
-from expertmesh.flax_moe.places import Ranges, ranges_of
+from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models.places import Ranges, ranges_of
 
 __all__ = ["ShardedLayer", "load_sharded"]
 

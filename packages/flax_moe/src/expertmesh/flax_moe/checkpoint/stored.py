@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from expertmesh.flax_moe import fp8_blocks, hf
-from expertmesh.flax_moe.fp8_blocks import Block
-from expertmesh.flax_moe.places import Layout, Place, Ranges, Slices, assemble
+from expertmesh.flax_moe import hf
+from expertmesh.flax_moe.models import fp8_blocks
+from expertmesh.flax_moe.models.fp8_blocks import Block
+from expertmesh.flax_moe.models.places import Layout, Place, Ranges, Slices, assemble
 
 __all__ = ["StoredLayer"]
 

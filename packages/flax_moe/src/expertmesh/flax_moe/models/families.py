@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from expertmesh.core.ops.activation import Activation
-from expertmesh.flax_moe import family_laws as laws
-from expertmesh.flax_moe.model_fields import Fields
+from expertmesh.flax_moe.models import family_laws as laws
+from expertmesh.flax_moe.models.model_fields import Fields
 
 __all__ = ["EXPERT_BIAS", "FAMILIES", "Array", "Family", "Half", "Names"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from expertmesh.core.ops.activation import Activation
-from expertmesh.flax_moe.model_fields import Fields, get, must, name_of
+from expertmesh.flax_moe.models.model_fields import Fields, get, must, name_of
 
 __all__ = [
     "after_dense",
