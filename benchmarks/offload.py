@@ -36,15 +36,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import _measure
-from expertmesh.core import global_shard_guard
 from expertmesh.flax_moe import MoEConfig
-from expertmesh.train import step as training
-from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
+from expertmesh.train.mesh import make_mesh
 from expertmesh.train.model import LAYER_INPUT, ModelConfig
 from expertmesh.train.options import TrainingOptions
+from expertmesh.train.step import TrainState
+from expertmesh.train.trainer import Trainer
 
 MODES = {"with": True, "without": False}
 WARM, STEPS = 1, 2
@@ -69,6 +68,10 @@ class Shape:
         tokens = f"{self.microbatches} x {self.sequences} x {self.length} tokens"
         return f"{tokens}, {self.width}, F {self.expert_width}, {self.experts} experts, top {self.top_k}"
 
+    @property
+    def batch(self) -> tuple[int, int]:
+        return self.microbatches * self.sequences, self.length + 1
+
     def model(self, layers: int, offload: bool) -> ModelConfig:
         moe = MoEConfig(
             num_experts=self.experts,
@@ -92,46 +95,32 @@ SHAPE = Shape(2048, 16, 8192, 8, 2, 8, 2048, 16)
 SMALL = Shape(32, 2, 32, 4, 2, 2, 16, 2)  # for CPU
 
 
-class Training:
-    """A model of so many layers, with state in the host's memory or without."""
+def trainer(shape: Shape, layers: int, offload: bool) -> Trainer:
+    """Of a model of so many layers, with state in the host's memory or without."""
+    return Trainer(
+        config=shape.model(layers, offload),
+        options=TrainingOptions(steps=8, grad_accum=shape.microbatches, offload=offload),
+        mesh=make_mesh(1, 1, "explicit"),
+    )
 
-    def __init__(self, shape: Shape, layers: int, offload: bool):
-        self.shape, self.config = shape, shape.model(layers, offload)
-        self.optimizer = training.make_optimizer(TrainingOptions(steps=8))
-        self.mesh = make_mesh(1, 1, "explicit")
-        self.shardings = training.state_shardings(
-            self.config, self.optimizer, self.mesh, offload=offload
-        )
-        self.rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
 
-    def compiled(self):
-        """(the step, bytes of it on the device, bytes on the host)."""
-        step = training.make_train_step(
-            self.config,
-            self.optimizer,
-            self.shardings,
-            self.mesh,
-            grad_accum=self.shape.microbatches,
-        )
-        size = (self.shape.microbatches * self.shape.sequences, self.shape.length + 1)
-        batch = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.rows)
-        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
-            state = training.abstract_state(self.config, self.optimizer, self.shardings)
-            program = step.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-        return program, *used(program.memory_analysis())
+def compiled(shape: Shape, one: Trainer):
+    """(the step, bytes of it on the device, bytes on the host)."""
+    batch = jax.ShapeDtypeStruct(shape.batch, jnp.int32, sharding=one.rows)
+    with one.on_mesh():
+        lowered = one.step.lower(one.abstract(), batch, jax.ShapeDtypeStruct((), jnp.int32))
+        program = lowered.compile()
+    return program, *used(program.memory_analysis())
 
-    def state(self):
-        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
-            return training.init_state(self.config, self.optimizer, self.shardings, seed=0)
 
-    def batch(self, number: int):
-        size = (self.shape.microbatches * self.shape.sequences, self.shape.length + 1)
-        text = np.random.default_rng(number).integers(0, 256, size).astype(np.int32)
-        return jax.device_put(text, self.rows)
+def begun(one: Trainer) -> TrainState:
+    with one.on_mesh():
+        return one.init()
 
-    def num_parameters(self) -> int:
-        state = training.abstract_state(self.config, self.optimizer, self.shardings)
-        return sum(p.size for p in jax.tree.leaves(state.params))
+
+def batch_of(shape: Shape, one: Trainer, number: int) -> jax.Array:
+    text = np.random.default_rng(number).integers(0, 256, shape.batch).astype(np.int32)
+    return jax.device_put(text, one.rows)
 
 
 def used(found) -> tuple[int, int]:
@@ -157,8 +146,8 @@ def most_layers(shape: Shape, offload: bool) -> int:
     if limit is None:
         return 2 if offload else 1
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        probes = [Training(shape, layers, offload) for layers in PROBES]
-        few, more = (found[1] for found in pool.map(Training.compiled, probes))
+        probes = [trainer(shape, layers, offload) for layers in PROBES]
+        few, more = (found[1] for found in pool.map(lambda one: compiled(shape, one), probes))
     of_layer = (more - few) / (PROBES[1] - PROBES[0])
     layers = PROBES[0] + int(((1 - SPARE) * limit - few) / of_layer)
     print(f"{few} bytes, {of_layer} more for a layer; {layers} fit in {limit}", flush=True)
@@ -167,11 +156,11 @@ def most_layers(shape: Shape, offload: bool) -> int:
 
 def trained(shape: Shape, offload: bool, layers: int) -> dict:
     """Time and memory of a step of so many layers."""
-    one = Training(shape, layers, offload)
-    step, on_device, on_host = one.compiled()
-    state, seconds, losses = one.state(), [], []
+    one = trainer(shape, layers, offload)
+    step, on_device, on_host = compiled(shape, one)
+    state, seconds, losses = begun(one), [], []
     for number in range(WARM + STEPS):
-        batch = one.batch(number)
+        batch = batch_of(shape, one, number)
         start = time.perf_counter()
         state, metrics = step(state, batch, jnp.int32(number))
         losses.append(float(metrics.loss))
@@ -180,7 +169,7 @@ def trained(shape: Shape, offload: bool, layers: int) -> dict:
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "layers": layers,
-        "parameters": one.num_parameters(),
+        "parameters": sum(p.size for p in jax.tree.leaves(one.abstract().params)),
         "seconds": seconds,
         "losses": losses,
         "compiler": on_device,
@@ -194,11 +183,11 @@ def equal(shape: Shape, steps: int = 4) -> dict:
     shape = dataclasses.replace(shape, microbatches=2)
     found = {}
     for mode, offload in MODES.items():
-        one = Training(shape, PROBES[1], offload)
-        step, *_ = one.compiled()
-        state, losses = one.state(), []
+        one = trainer(shape, PROBES[1], offload)
+        step, *_ = compiled(shape, one)
+        state, losses = begun(one), []
         for number in range(steps):
-            state, metrics = step(state, one.batch(number), jnp.int32(number))
+            state, metrics = step(state, batch_of(shape, one, number), jnp.int32(number))
             losses.append(np.asarray([metrics.loss, metrics.grad_norm]).tobytes())
         found[mode] = losses, jax.device_get(state.saved)
     (ours, state), (theirs, other) = found.values()

@@ -8,19 +8,14 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core import global_shard_guard, hlo
+from expertmesh.core import hlo
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.train.attention import attend
-from expertmesh.train.mesh import AXES, RESOURCE
+from expertmesh.train.mesh import AXES
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import TrainingOptions
-from expertmesh.train.step import (
-    abstract_state,
-    compiler_options,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-)
+from expertmesh.train.step import compiler_options
+from expertmesh.train.trainer import Trainer
 
 pytestmark = pytest.mark.aot
 
@@ -62,14 +57,10 @@ def test_a_step_has_one_layer(h100_mesh, monkeypatch, remat_layers, forwards):
     moe = MoEConfig(num_experts=8, top_k=2, expert_dim=256, transport="all_to_all")
     config = ModelConfig(layers=3, model_dim=256, heads=4, moe=moe, remat_layers=remat_layers)
     mesh = h100_mesh({"fsdp": 2, "ep": 4}, axis_type=AxisType.Explicit)
-    optimizer = make_optimizer(TrainingOptions())
-    rows = NamedSharding(mesh, PartitionSpec(AXES, None))
-    batch = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=rows)
-    shardings = state_shardings(config, optimizer, mesh)
-    state = abstract_state(config, optimizer, shardings)
-    step = make_train_step(config, optimizer, shardings, mesh, grad_accum=2)
-    with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
-        text = step.lower(state, batch, 1).as_text()
+    one = Trainer(config=config, options=TrainingOptions(grad_accum=2), mesh=mesh)
+    batch = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=one.rows)
+    with one.on_mesh():
+        text = one.step.lower(one.abstract(), batch, 1).as_text()
     targets = re.findall(r"custom_call @__cudnn\$(\w+)", text)
     assert sorted(targets) == ["fmhaSoftmax"] * forwards + ["fmhaSoftmaxBackward"]
     assert f"tensor<{B // 16}x{S}x4x64xbf16>" in text and f"x{S}x{S}x" not in text

@@ -7,22 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
-from expertmesh.core import global_shard_guard
+from cases import train
 from expertmesh.flax_moe import MoEConfig, init_params
 from expertmesh.train import model
-from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
+from expertmesh.train.mesh import RESOURCE
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import TrainingOptions
-from expertmesh.train.step import (
-    abstract_state,
-    init_state,
-    make_optimizer,
-    make_train_step,
-    schedule,
-    state_shardings,
-)
+from expertmesh.train.step import schedule
 
 pytestmark = pytest.mark.default_jax
 
@@ -122,29 +115,19 @@ def test_attention_against_loops(params):
 @pytest.mark.full
 def test_auto_axes_keep_the_layout_of_the_state():
     """The compiler may choose layouts where axes are Auto: two steps compile once, nothing moves."""
-    optimizer = make_optimizer(TrainingOptions())
-    mesh = make_mesh(2, 4, "auto")
-    rows = NamedSharding(mesh, PartitionSpec(AXES, None))
-    batch_BS = np.random.default_rng(2).integers(0, 256, (B, S + 1)).astype(np.int32)
-    with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
-        shardings = state_shardings(CONFIG, optimizer, mesh)
-        state = init_state(CONFIG, optimizer, shardings, seed=0)
-        step = make_train_step(CONFIG, optimizer, shardings, mesh)
-        for number in range(2):
-            state, _ = step(state, jax.device_put(batch_BS, rows), number)
-    assert step._cache_size() == 1
-    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+    one = train.trainer(CONFIG, axis_type=AxisType.Auto)
+    state, _ = train.run(one, (B, S + 1), last=2)
+    assert one.step._cache_size() == 1
+    for leaf, sharding in zip(*map(jax.tree.leaves, (state, one.shardings)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def test_parameters_do_not_depend_on_the_mesh():
-    optimizer = make_optimizer(TrainingOptions())
     alone = model.init(jax.random.key(3), CONFIG)
-    for sizes, axis_types in (((2, 4), "explicit"), ((8, 1), "auto")):
-        mesh = make_mesh(*sizes, axis_types)
-        with jax.set_mesh(mesh):
-            shardings = state_shardings(CONFIG, optimizer, mesh)
-            state = init_state(CONFIG, optimizer, shardings, seed=3)
+    for sizes, axis_type in (((2, 4), AxisType.Explicit), ((8, 1), AxisType.Auto)):
+        one = train.trainer(CONFIG, sizes=sizes, axis_type=axis_type, seed=3)
+        with one.on_mesh():
+            state = one.init()
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -173,18 +156,12 @@ def test_each_layer_is_drawn_by_itself():
 
 def test_depth_changes_no_program():
     """Lines of the step's program; of a loop over layers each layer would add its own."""
-    optimizer = make_optimizer(TrainingOptions())
 
     def lines(layers):
-        config = dataclasses.replace(CONFIG, layers=layers)
-        mesh = make_mesh(2, 4, "explicit")
-        with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
-            shardings = state_shardings(config, optimizer, mesh)
-            state = abstract_state(config, optimizer, shardings)
-            rows = NamedSharding(mesh, PartitionSpec(AXES, None))
-            batch_BS = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=rows)
-            step = make_train_step(config, optimizer, shardings, mesh)
-            return len(step.lower(state, batch_BS, 0).as_text().splitlines())
+        one = train.trainer(dataclasses.replace(CONFIG, layers=layers))
+        with one.on_mesh():
+            lowered = one.step.lower(one.abstract(), train.abstract_batch(one, (B, S + 1)), 0)
+        return len(lowered.as_text().splitlines())
 
     assert lines(2) == lines(7)
 

@@ -8,69 +8,42 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
-from expertmesh.core import as_recipe, global_shard_guard
+from cases import train
+from expertmesh.core import as_recipe
 from expertmesh.flax_moe import CHECKPOINT_NAMES, MoEConfig
 from expertmesh.train import offload
-from expertmesh.train.mesh import AXES, RESOURCE, make_mesh
 from expertmesh.train.model import LAYER_INPUT, ModelConfig
-from expertmesh.train.options import TrainingOptions
-from expertmesh.train.step import (
-    abstract_state,
-    init_state,
-    make_eval_step,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-    with_copies,
-)
 from expertmesh.train.weight import Weight, read
 
-B, S = 16, 12
+SIZE = 16, 13
 WEIGHTS = ("embed", "head", "layers.moe.wi", "layers.moe.wo", "layers.out", "layers.qkv")
 
 
-class Training:
-    """A model on a mesh, with its state in the host's memory or without."""
+def trainer(offload, *, dtype="bfloat16", recipe=None, kept=(), **options):
+    """Of three layers, with its state in the host's memory or without."""
+    moe = MoEConfig(
+        num_experts=4,
+        top_k=2,
+        expert_dim=32,
+        aux_loss_coeff=0.01,
+        dtype=jnp.dtype(dtype),
+        param_dtype=jnp.float32,
+        recipe=recipe and as_recipe(recipe),
+    )
+    config = ModelConfig(
+        layers=3, model_dim=32, heads=2, moe=moe, remat_layers=True, kept_in_host=kept
+    )
+    return train.trainer(config, offload=offload, **options)
 
-    def __init__(
-        self, in_host, *, dtype="bfloat16", recipe=None, axis_types="explicit", kept=(), accum=1
-    ):
-        moe = MoEConfig(
-            num_experts=4,
-            top_k=2,
-            expert_dim=32,
-            aux_loss_coeff=0.01,
-            dtype=jnp.dtype(dtype),
-            param_dtype=jnp.float32,
-            recipe=recipe and as_recipe(recipe),
-        )
-        self.config = ModelConfig(
-            layers=3, model_dim=32, heads=2, moe=moe, remat_layers=True, kept_in_host=kept
-        )
-        self.optimizer = make_optimizer(TrainingOptions(steps=4))
-        self.mesh = make_mesh(2, 4, axis_types)
-        self.shardings = state_shardings(self.config, self.optimizer, self.mesh, offload=in_host)
-        self.step = make_train_step(
-            self.config, self.optimizer, self.shardings, self.mesh, grad_accum=accum
-        )
-        self.rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
 
-    def run(self, steps=2):
-        """The state, and what each step and a validation say."""
-        found = []
-        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
-            state = init_state(self.config, self.optimizer, self.shardings, seed=0)
-            for number in range(1, steps + 1):
-                state, metrics = self.step(state, self.batch(number), number)
-                found.append(jax.device_get(metrics))
-            found.append(float(make_eval_step(self.config, self.mesh)(state, self.batch(9))))
-        return state, found
-
-    def batch(self, number):
-        text = np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
-        return jax.device_put(text, self.rows)
+def trained(one, steps=2):
+    """The state, and what each step and a validation say."""
+    state, found = train.run(one, SIZE, last=steps)
+    with one.on_mesh():
+        found.append(float(one.evaluate(state, train.batch(one, 9, SIZE))))
+    return state, found
 
 
 def assert_same_bits(got, want):
@@ -81,10 +54,10 @@ def assert_same_bits(got, want):
 
 
 CASES = {
-    "microbatches": dict(accum=2, kept=(LAYER_INPUT,)),
-    "quantized microbatches": dict(recipe="fp8_current", accum=2, kept=(LAYER_INPUT,)),
+    "microbatches": dict(grad_accum=2, kept=(LAYER_INPUT,)),
+    "quantized microbatches": dict(recipe="fp8_current", grad_accum=2, kept=(LAYER_INPUT,)),
     "dispatched": dict(kept=(LAYER_INPUT, *CHECKPOINT_NAMES["dispatched"])),
-    "auto axes": dict(axis_types="auto"),
+    "auto axes": dict(axis_type=AxisType.Auto),
     "float32": dict(dtype="float32"),
 }
 
@@ -96,7 +69,7 @@ CASES = {
 def test_the_bits_of_a_state_on_the_device(name):
     options = CASES[name]
     plain = {key: value for key, value in options.items() if key != "kept"}
-    assert_same_bits(Training(True, **options).run(), Training(False, **plain).run())
+    assert_same_bits(trained(trainer(True, **options)), trained(trainer(False, **plain)))
 
 
 def places(tree):
@@ -118,7 +91,7 @@ def places(tree):
 )
 def test_where_each_array_is(options, masters):
     """Masters that products read in another dtype, and the moments of all weights."""
-    state, _ = Training(True, **options).run(steps=1)
+    state, _ = trained(trainer(True, **options), steps=1)
     adam = state.opt_state[1][0]
     assert places(state.params) == set(masters)
     assert places(adam.mu) == places(adam.nu) == set(WEIGHTS)
@@ -131,19 +104,18 @@ def test_where_each_array_is(options, masters):
 
 @pytest.mark.parametrize("kept", [(), (LAYER_INPUT,)])
 def test_layers_inputs_are_in_the_host(kept):
-    one = Training(False, dtype="bfloat16", kept=kept)
-    with jax.set_mesh(one.mesh), global_shard_guard(RESOURCE):
-        state = abstract_state(one.config, one.optimizer, one.shardings)
-        text = str(one.step.trace(state, one.batch(1), 1).jaxpr)
+    one = trainer(False, dtype="bfloat16", kept=kept)
+    with one.on_mesh():
+        text = str(one.step.trace(one.abstract(), train.abstract_batch(one, SIZE), 1).jaxpr)
     stacked = set(re.findall(r"bf16(<host>)?\[3,16\S*,12,32\]", text))
     assert stacked == ({"<host>"} if kept else {""})
 
 
 def test_copies_follow_from_what_is_saved():
-    one = Training(True)
-    state, _ = one.run(steps=1)
-    with jax.set_mesh(one.mesh):
-        again = with_copies(one.config, state.saved, one.shardings)
+    one = trainer(True)
+    state, _ = trained(one, steps=1)
+    with one.on_mesh():
+        again = one.restored(state.saved)
     for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.sharding == b.sharding

@@ -6,65 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from expertmesh.core import DelayedScaling, as_recipe, global_shard_guard
+from cases import train
+from expertmesh.core import DelayedScaling, as_recipe
 from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.train import checkpoint, data, job, model, options
-from expertmesh.train.mesh import AXES, RESOURCE
 from expertmesh.train.model import ModelConfig
-from expertmesh.train.options import ModelOptions, Options, TrainingOptions, UsageError
-from expertmesh.train.step import (
-    abstract_state,
-    init_state,
-    key_of_step,
-    make_eval_step,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-)
+from expertmesh.train.options import ModelOptions, Options, UsageError
+from expertmesh.train.step import key_of_step
 
 pytestmark = pytest.mark.default_jax
 
 B, S = 8, 7
+SIZE = B, S + 1
 
 
 def model_of(recipe):
     moe = MoEConfig(num_experts=4, top_k=2, expert_dim=32, dtype=jnp.float32, recipe=recipe)
     return ModelConfig(layers=1, model_dim=32, heads=2, moe=moe)
-
-
-class Training:
-    """A model on a mesh, and its batches."""
-
-    def __init__(self, recipe, sizes=(1, 1)):
-        self.config = model_of(recipe)
-        self.optimizer = make_optimizer(TrainingOptions(steps=4))
-        self.mesh = jax.make_mesh(
-            sizes,
-            AXES,
-            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
-            devices=jax.devices()[: np.prod(sizes)],
-        )
-        self.shardings = state_shardings(self.config, self.optimizer, self.mesh)
-        self.step = make_train_step(self.config, self.optimizer, self.shardings, self.mesh)
-
-    def init(self):
-        return init_state(self.config, self.optimizer, self.shardings, seed=0)
-
-    def abstract(self):
-        return abstract_state(self.config, self.optimizer, self.shardings)
-
-    def batch(self, number):
-        rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
-        batch = np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
-        return jax.device_put(batch, rows)
-
-    def run(self, state, first, last):
-        for number in range(first, last + 1):
-            state, metrics = self.step(state, self.batch(number), number)
-        return state, metrics
 
 
 def test_the_names_are_those_of_core():
@@ -78,19 +38,18 @@ def test_the_names_are_those_of_core():
 @pytest.mark.full
 def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     """Three steps are, bit for bit, two steps, a checkpoint, and the third; the state is not that of the start."""
-    training = Training(DelayedScaling(amax_history_len=3), (1, 2))
-    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
-        begun = jax.tree.map(np.asarray, training.init().quant_state)
-        state, _ = training.run(training.init(), 1, 2)
-        checkpoint.save(tmp_path, 2, state, keep=1)
-        whole = training.run(state, 3, 3)
-        step, restored = checkpoint.restore(tmp_path, training.abstract(), pytest.fail)
+    one = train.trainer(model_of(DelayedScaling(amax_history_len=3)), sizes=(1, 2))
+    with one.on_mesh():
+        begun = jax.tree.map(np.asarray, one.init().quant_state)
+        state, _ = train.run(one, SIZE, last=2)
+        checkpoint.save(tmp_path, 2, state.saved, keep=1)
+        whole = train.run(one, SIZE, state=state, first=3, last=3)
+        step, saved = checkpoint.restore(tmp_path, one.abstract().saved, pytest.fail)
         assert step == 2
-        remembered = jax.tree.map(np.asarray, restored.quant_state)
-        again = training.run(restored, 3, 3)
-        evaluate = make_eval_step(training.config, training.mesh)
+        remembered = jax.tree.map(np.asarray, saved.quant_state)
+        again = train.run(one, SIZE, state=one.restored(saved), first=3, last=3)
         same, other = (
-            float(evaluate(again[0]._replace(quant_state=s), training.batch(9)))
+            float(one.evaluate(again[0]._replace(quant_state=s), train.batch(one, 9, SIZE)))
             for s in (again[0].quant_state, begun)
         )
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
@@ -149,14 +108,13 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
 @pytest.mark.full
 def test_random_rounding_is_of_the_step():
     """The third step, as another step and as itself; before it there is no gradient to round."""
-    training = Training(as_recipe("nvfp4"))
+    one = train.trainer(model_of(as_recipe("nvfp4")), sizes=(1, 1))
 
     def norm_of_third(number):
-        state, _ = training.run(training.init(), 1, 2)
-        batch = training.batch(3)
-        return float(training.step(state, batch, number)[1].grad_norm)
+        state, _ = train.run(one, SIZE, last=2)
+        return float(one.step(state, train.batch(one, 3, SIZE), number)[1].grad_norm)
 
-    with jax.set_mesh(training.mesh), global_shard_guard(RESOURCE):
+    with one.on_mesh():
         third, again, as_fourth = map(norm_of_third, (3, 3, 4))
     assert third == again != as_fourth
 
@@ -185,8 +143,7 @@ def test_what_does_not_fit_is_bad_input(changes, words):
     corpus = data.Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
     planned = job.plan(Options(model=chosen), corpus)
     with (
-        jax.set_mesh(planned.mesh),
-        global_shard_guard(RESOURCE),
+        planned.trainer.on_mesh(),
         pytest.raises(UsageError, match=f"^--recipe and --transport must fit .*{words}") as error,
     ):
         job._functions(planned)

@@ -6,21 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.core import as_recipe, global_shard_guard, hlo
+from cases import train
+from expertmesh.core import as_recipe, hlo
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import model
-from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, microbatches
+from expertmesh.train.mesh import AXES, make_mesh, microbatches
 from expertmesh.train.model import ModelConfig
-from expertmesh.train.options import REMAT, TrainingOptions
-from expertmesh.train.step import (
-    abstract_state,
-    init_state,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-)
+from expertmesh.train.options import REMAT
 
 pytestmark = pytest.mark.default_jax
 
@@ -29,39 +23,14 @@ CONFIG = ModelConfig(layers=2, model_dim=32, heads=2, moe=MOE)
 B, S = 32, 12
 
 
-class Training:
-    """A model on a mesh, and its batches."""
-
-    def __init__(self, config=CONFIG, axis_types="explicit", grad_accum=1):
-        self.config = config
-        self.optimizer = make_optimizer(TrainingOptions(steps=4))
-        self.mesh = make_mesh(2, 4, axis_types)
-        self.shardings = state_shardings(config, self.optimizer, self.mesh)
-        self.step = make_train_step(
-            config, self.optimizer, self.shardings, self.mesh, grad_accum=grad_accum
-        )
-
-    def compiled(self):
-        rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
-        batch = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=rows)
-        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
-            state = abstract_state(self.config, self.optimizer, self.shardings)
-            return self.step.lower(state, batch, 0).compile()
-
-    def run(self, steps=3):
-        """The state after some steps, and the metrics of each."""
-        found = []
-        with jax.set_mesh(self.mesh), global_shard_guard(RESOURCE):
-            state = init_state(self.config, self.optimizer, self.shardings, seed=0)
-            rows = NamedSharding(self.mesh, PartitionSpec(AXES, None))
-            for number in range(1, steps + 1):
-                state, metrics = self.step(state, jax.device_put(batch(number), rows), number)
-                found.append(jax.device_get(metrics))
-        return jax.device_get(state), found
+def trained(one, steps=3):
+    """The state after some steps, and the metrics of each."""
+    state, found = train.run(one, (B, S + 1), last=steps)
+    return jax.device_get(state), found
 
 
 def batch(number):
-    return np.random.default_rng(number).integers(0, 256, (B, S + 1)).astype(np.int32)
+    return train.text(number, (B, S + 1))
 
 
 def assert_same_training(got, want, rtol=1e-5):
@@ -78,18 +47,19 @@ def assert_same_training(got, want, rtol=1e-5):
 
 @pytest.fixture(scope="module")
 def whole():
-    return Training().run()
+    return trained(train.trainer(CONFIG))
 
 
-@pytest.mark.parametrize("axis_types, count", [("explicit", 4), ("auto", 2)])
-def test_microbatches_train_as_the_batch(whole, axis_types, count):
-    assert_same_training(Training(axis_types=axis_types, grad_accum=count).run(), whole)
+@pytest.mark.parametrize("axis_type, count", [(AxisType.Explicit, 4), (AxisType.Auto, 2)])
+def test_microbatches_train_as_the_batch(whole, axis_type, count):
+    parts = train.trainer(CONFIG, axis_type=axis_type, grad_accum=count)
+    assert_same_training(trained(parts), whole)
 
 
 def test_each_microbatch_is_balanced_by_itself():
     """The balance loss of a step is the mean over microbatches, which are made of rows of every device."""
     config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, aux_loss_coeff=0.1))
-    _, (metrics,) = Training(config, grad_accum=2).run(steps=1)
+    _, (metrics,) = trained(train.trainer(config, grad_accum=2), steps=1)
     params = model.init(jax.random.key(0), config)
     by_device = batch(1).reshape(8, 2, B // 16, S + 1)
     losses = [
@@ -118,7 +88,7 @@ def test_quantizers_remember_each_microbatch():
     """Under DelayedScaling, what one forward after the other over the same weights leaves."""
     moe = dataclasses.replace(MOE, recipe=as_recipe("fp8_delayed"))
     config = dataclasses.replace(CONFIG, moe=moe)
-    state, _ = Training(config, grad_accum=2).run(steps=1)
+    state, _ = trained(train.trainer(config, grad_accum=2), steps=1)
     params, expected = model.init(jax.random.key(0), config), model.init_quant_states(config)
     by_device = batch(1).reshape(8, 2, B // 16, S + 1)
     for i in range(2):
@@ -149,18 +119,21 @@ def test_weights_that_are_quantized_once(recipe):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("axis_types", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
-def test_shards_of_weights_are_quantized_once(monkeypatch, axis_types):
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.full)]
+)
+def test_shards_of_weights_are_quantized_once(monkeypatch, axis_type):
     """A step on a mesh trains as one whose every microbatch quantizes its weights."""
     config = dataclasses.replace(
         CONFIG, moe=dataclasses.replace(MOE, recipe=as_recipe("fp8_current"))
     )
     calls, quantize = [], model.quantize_experts
     monkeypatch.setattr(model, "quantize_experts", lambda *a: calls.append(a) or quantize(*a))
-    once = Training(config, axis_types, grad_accum=2).run(steps=2)
+    options = dict(axis_type=axis_type, grad_accum=2)
+    once = trained(train.trainer(config, **options), steps=2)
     assert len(calls) == 1  # traced once, outside of the loop over microbatches
     monkeypatch.setattr(model, "quantize_experts", lambda *a: None)
-    assert_same_training(once, Training(config, axis_types, grad_accum=2).run(steps=2))
+    assert_same_training(once, trained(train.trainer(config, **options), steps=2))
 
 
 def test_weights_that_calls_change_are_not_quantized_once():
@@ -181,9 +154,11 @@ def remat():
         policy = name if name in REMAT_POLICIES else "save_all"
         moe = dataclasses.replace(MOE, remat=policy)
         config = dataclasses.replace(CONFIG, moe=moe, remat_layers=name == "full", layers=4)
-        training = Training(config)
-        memory = training.compiled().memory_analysis().temp_size_in_bytes
-        found[name] = memory, training.run(steps=2)
+        one = train.trainer(config)
+        with one.on_mesh():
+            lowered = one.step.lower(one.abstract(), train.abstract_batch(one, (B, S + 1)), 0)
+        memory = lowered.compile().memory_analysis().temp_size_in_bytes
+        found[name] = memory, trained(one, steps=2)
     return found
 
 

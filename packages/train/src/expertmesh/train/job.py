@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from expertmesh.core import global_shard_guard
 from expertmesh.core.support import platform_of
 from expertmesh.ep import raise_stall, recv_capacity
 from expertmesh.ep.transports import choose_auto
@@ -27,24 +26,15 @@ from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
-from expertmesh.train.mesh import AXES, RESOURCE, make_mesh, mesh_sizes
+from expertmesh.train.mesh import make_mesh, mesh_sizes
 from expertmesh.train.model import LAYER_INPUT, ModelConfig
 from expertmesh.train.offload import unsupported
 from expertmesh.train.options import ModelOptions, Options, TrainingError, UsageError
 from expertmesh.train.recorder import Recorder
 from expertmesh.train.rundir import RunFolder
-from expertmesh.train.step import (
-    TrainState,
-    TrainStep,
-    abstract_state,
-    init_state,
-    make_eval_step,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-    with_copies,
-)
+from expertmesh.train.step import TrainState, TrainStep
 from expertmesh.train.stop import StopRequest
+from expertmesh.train.trainer import Trainer
 
 SMALLEST_BATCH = 8
 
@@ -53,12 +43,19 @@ class Job(NamedTuple):
     """Everything that is decided before the first step."""
 
     options: Options  # with the values that depend on the devices filled in
-    config: ModelConfig
-    mesh: Mesh
+    trainer: Trainer
     corpus: Corpus
     valid: npt.NDArray[np.int32]  # [V, S + 1], the validation windows
     order1_loss: float  # of the order-1 model on `valid`
     folder: RunFolder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.trainer.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.trainer.mesh
 
 
 class Functions(NamedTuple):
@@ -79,7 +76,7 @@ def run(options: Options) -> int:
     devices.start(options.devices)
     job = plan(options, corpus)
     _say(_describe(job))
-    with jax.set_mesh(job.mesh), global_shard_guard(RESOURCE):
+    with job.trainer.on_mesh():
         functions = _functions(job)
         start, state = _begin(job)
         began = time.perf_counter()
@@ -126,15 +123,16 @@ def plan(options: Options, corpus: Corpus) -> Job:
     )
     V, S = _num_windows(options), options.model.seq_len
     valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
+    config = dataclasses.replace(
+        config,
+        moe=moe,
+        remat_layers=remat == "full",
+        kept_in_host=(LAYER_INPUT,) if remat == "full" and options.training.offload else (),
+    )
+    mesh = make_mesh(fsdp, ep, options.devices.axis_types)
     return Job(
         options=options,
-        config=dataclasses.replace(
-            config,
-            moe=moe,
-            remat_layers=remat == "full",
-            kept_in_host=(LAYER_INPUT,) if remat == "full" and options.training.offload else (),
-        ),
-        mesh=make_mesh(fsdp, ep, options.devices.axis_types),
+        trainer=Trainer(config=config, options=options.training, mesh=mesh),
         corpus=corpus,
         valid=valid,
         order1_loss=order1.loss(order1.fit(corpus.train), valid),
@@ -220,25 +218,16 @@ def _batch_size(options: Options) -> int:
     return options.training.batch_size
 
 
-def shardings_of(job: Job) -> TrainState:
-    """Where the job's state lives."""
-    training = job.options.training
-    return state_shardings(job.config, make_optimizer(training), job.mesh, offload=training.offload)
-
-
 def _begin(job: Job) -> tuple[int, TrainState]:
     """Prepares the run folder; returns the last finished step and the state after it."""
-    model, training = job.options.model, job.options.training
-    record = rundir.record(model, training, job.corpus.fingerprint)
-    optimizer = make_optimizer(training)
-    shardings = shardings_of(job)
+    record = rundir.record(job.options.model, job.options.training, job.corpus.fingerprint)
     if job.options.run.resume:
         _on_first_process(lambda: rundir.check_resumable(job.folder, record))
-        abstract = abstract_state(job.config, optimizer, shardings)
-        restored = checkpoint.restore(job.folder.checkpoints, abstract.saved, _say)
+        abstract = job.trainer.abstract().saved
+        restored = checkpoint.restore(job.folder.checkpoints, abstract, _say)
         if restored is not None:
             step, saved = restored
-            state = with_copies(job.config, saved, shardings)
+            state = job.trainer.restored(saved)
             _on_first_process(lambda: metrics.keep_until(job.folder.metrics, step))
             _say(f"resuming after step {step}")
             return step, state
@@ -246,7 +235,7 @@ def _begin(job: Job) -> tuple[int, TrainState]:
         _on_first_process(lambda: metrics.keep_until(job.folder.metrics, 0))
     else:
         _on_first_process(lambda: rundir.begin(job.folder, record))
-    return 0, init_state(job.config, optimizer, shardings, training.seed)
+    return 0, job.trainer.init()
 
 
 def _on_first_process(action: Callable[[], str | None]) -> None:
@@ -270,11 +259,8 @@ def _functions(job: Job) -> Functions:
       UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
-    optimizer = make_optimizer(training)
-    shardings = shardings_of(job)
-    by_rows = NamedSharding(job.mesh, PartitionSpec(AXES, None))
-    place = functools.partial(data.device_windows, seq_len=S, sharding=by_rows)
-    eval_step = make_eval_step(job.config, job.mesh)
+    trainer = job.trainer
+    place = functools.partial(data.device_windows, seq_len=S, sharding=trainer.rows)
     valid_starts = data.spread_starts(len(job.valid), len(job.corpus.valid), S)
     valid = [
         place(job.corpus.valid, starts)
@@ -286,26 +272,17 @@ def _functions(job: Job) -> Functions:
         return place(job.corpus.train, starts)
 
     def evaluate(state: TrainState) -> float:
-        return float(np.mean([float(eval_step(state, rows)) for rows in valid]))
+        return float(np.mean([float(trainer.evaluate(state, rows)) for rows in valid]))
 
-    train_step = make_train_step(
-        job.config,
-        optimizer,
-        shardings,
-        job.mesh,
-        seed=training.seed,
-        grad_accum=training.grad_accum,
-    )
-    abstract = abstract_state(job.config, optimizer, shardings)
-    rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=by_rows)
+    rows = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=trainer.rows)
     try:
-        jax.eval_shape(train_step, abstract, rows, 0)
+        jax.eval_shape(trainer.step, trainer.abstract(), rows, 0)
     except ValueError as error:
         raise UsageError(
             "--recipe and --transport must fit the model, its shards and the devices; got "
             f"{job.options.model.recipe}, {job.options.model.transport}: {error}"
         ) from error
-    return Functions(batch, train_step, evaluate)
+    return Functions(batch, trainer.step, evaluate)
 
 
 def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tuple[int, int | None]:
