@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import re
 
@@ -18,7 +19,9 @@ from expertmesh.core.kernels.choice import quantize
 from expertmesh.core.kernels.choice import quantized_grouped_gemm as quantized
 from expertmesh.core.kernels.cuda import activate_quantize, grouped_requantize
 from expertmesh.core.kernels.device import MIN_STEPS, Device, current_device
+from expertmesh.core.linear import pair
 from expertmesh.core.ops.activation import Activation
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 RESULTS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks/results"
@@ -215,6 +218,27 @@ def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
     assert not transposed(device=B200) and not transposed(device=NO_NVRTC)
     assert not transposed(block=32) and not transposed(E=1025)
     assert not transposed(K=1500) and not transposed(N=1504) and not transposed(B=1, N=1500)
+
+
+@pytest.mark.parametrize("parts", [(), (1,), (2,), (1, 2)])
+def test_a_weight_is_transposed_exactly_where_its_forward_reads_it_so(parts):
+    """By shapes of [E, K, *parts, N]: where the op takes a kernel, and that is Hopper's."""
+    formats, found = Float8BlockScaling().formats(), set()
+
+    def in_blocks(shape, format, block):
+        data = jax.ShapeDtypeStruct(shape, format.dtype)
+        return QuantizedArray(data, None, block=block, format=format, dtype=BF16)
+
+    for E, K, N in itertools.product((8, 1024, 1025), (96, 100), (48, 40, 384)):
+        x = in_blocks((1, 8, K), formats.x, (1, 1, 128))
+        w = in_blocks((E, K, *parts, N), formats.weight, (1, 128, *(1,) * len(parts), 128))
+        reason = pair.rows_unsupported(x, w, w.shape[1:], BF16)
+        B = math.prod(parts)
+        gemm = quantized.Rows(8, K, B * N, E, jnp.dtype(E4M3), BF16, H100, 128)
+        read = reason is None and quantized.choose_rows(gemm).kernel == "block_scaled"
+        assert quantize.Square(E, K, B, N, 128, H100).transposed == read, (E, K, N)
+        found.add(read)
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -12,7 +12,13 @@ from jax.typing import DTypeLike
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
 from expertmesh.core.quantization.quantize import dequantize_values
-from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized, is_quantized
+from expertmesh.core.quantization.quantized import (
+    QuantizedArray,
+    blocked_weight_unsupported,
+    check_quantized,
+    is_quantized,
+    widths_unsupported,
+)
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import not_differentiable
 
@@ -35,8 +41,8 @@ def rows_unsupported(
 ) -> str | None:
     """What keeps rows times a weight [K, *N], contracted along K or N, from the kernels, or None."""
     K, *N = weight_shape
-    if 128 in rows.block and len(N) > 1 and N[-1] % 128:
-        return f"the last dimension of the weight must consist of blocks of 128; it is {N[-1]}"
+    if 128 in rows.block and (reason := blocked_weight_unsupported(prod(N[:-1]), N[-1])):
+        return reason
     return unsupported(rows, w, (K, prod(N)), (1, 2), out_dtype)
 
 
@@ -61,8 +67,10 @@ def unsupported(
     capability = _jax.compute_capability()
     if capability is not None and capability < 8.9:
         return f"tensor cores multiply 8 bits from compute capability 8.9 on; this GPU has {capability}"
-    if a.data.size == 0 or any(width == 0 or width % 16 for width in widths):
-        return f"there must be rows, and widths that are multiples of 16; widths are {widths}"
+    if a.data.size == 0:
+        return "there must be rows"
+    if reason := widths_unsupported(*widths):
+        return reason
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
     return None

@@ -150,3 +150,17 @@ def _broken_rules(q: QuantizedArray) -> Iterator[str]:
             yield "tensor scales must be of leading dimensions"
     elif q.ndim < 2 or lead.ndim != 2 or lead.shape != sizes.shape or lead.shape[0] != q.shape[0]:
         yield "the scales of groups and group_sizes must be [P, G], data [P, C, ...]"
+
+
+def widths_unsupported(*widths: int) -> str | None:
+    """What keeps GEMMs of a weight of 8 bits, of these sizes of K and N, from the kernels, or None."""
+    if any(width == 0 or width % 16 for width in widths):
+        return f"widths must be multiples of 16; they are {widths}"
+    return None
+
+
+def blocked_weight_unsupported(parts: int, width: int) -> str | None:
+    """As `widths_unsupported`, of a weight [K, parts, width] in blocks of 128: no block may be of two parts."""
+    if parts > 1 and width % 128:
+        return f"the last dimension of the weight must consist of blocks of 128; it is {width}"
+    return None

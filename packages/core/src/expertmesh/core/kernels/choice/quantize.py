@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from expertmesh.core.kernels.choice.grouped_gemm import MAX_GROUPS
+from expertmesh.core.kernels.choice import quantized_grouped_gemm as gemm
 from expertmesh.core.kernels.device import Device, num_steps
+from expertmesh.core.quantization.quantized import blocked_weight_unsupported, widths_unsupported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +63,16 @@ class Square:
 
     @property
     def transposed(self) -> bool:
-        """Whether the forward's copy is [experts, parts, width, contraction], as Hopper's kernel reads it."""
-        return (
-            self.device.runs_cuda
-            and self.block == 128
-            and self.experts <= MAX_GROUPS
-            and self.contraction % 16 == 0
-            and self.width % (16 if self.parts == 1 else 128) == 0
+        """Whether the forward's copy is [experts, parts, width, contraction]: its GEMM is Hopper's kernel of blocks."""
+        K, N = self.contraction, self.parts * self.width
+        if self.block != gemm.BLOCK or widths_unsupported(K, N):
+            return False
+        if blocked_weight_unsupported(self.parts, self.width):
+            return False
+        forward = gemm.Rows(
+            1, K, N, self.experts, jnp.float8_e4m3fn, jnp.bfloat16, self.device, self.block
         )
+        return gemm.choose_rows(forward).kernel == "block_scaled"
 
 
 @dataclasses.dataclass(frozen=True)
