@@ -4,7 +4,8 @@
     tests/faults/run.py --list                print them, and whether each can be planted
 
 A fault is found if pytest ends with exit status 1: some test failed. Tests that can't be collected, or that pass, do
-not find it. The same tests must pass in a copy without any fault. Standard library only.
+not find it. The same tests must pass in a copy without any fault. A fault whose test needs a package that is not
+installed is skipped. Standard library only.
 
 Git has 300 more, most of them of one op each: `git log -- 'tests/faults/*.patch'`.
 """
@@ -12,6 +13,7 @@ Git has 300 more, most of them of one op each: `git log -- 'tests/faults/*.patch
 import argparse
 import concurrent.futures
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import re
@@ -51,6 +53,11 @@ class Fault:
     new: str
     test: str
     crash: bool = False
+    needs: str = ""
+
+    @property
+    def is_testable(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -136,6 +143,10 @@ def run_faults(faults: list[Fault], original: pathlib.Path, jobs: int) -> int:
         print("the packages are not imported from the copy: PYTHONPATH does not come first")
         return len(faults)
     print(f"without a fault: the tests of {len(faults)} faults", flush=True)
+    for fault in faults:
+        if not fault.is_testable:
+            print(f"skip   {fault.name:32}         needs {fault.needs}", flush=True)
+    faults = [fault for fault in faults if fault.is_testable]
     red, failed = red_without_fault(faults, original, jobs), 0
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         planted = [None if f.name in red else pool.submit(look_for, f, original) for f in faults]
@@ -165,7 +176,10 @@ def main() -> int:
             failed = list_faults(chosen, original)
         else:
             failed = run_faults(chosen, original, options.jobs)
-    print(f"{len(chosen) - failed} passed, {failed} failed", flush=True)
+    skipped = 0 if options.list else sum(not fault.is_testable for fault in chosen)
+    print(
+        f"{len(chosen) - failed - skipped} passed, {failed} failed, {skipped} skipped", flush=True
+    )
     return bool(failed)
 
 

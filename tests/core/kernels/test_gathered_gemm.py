@@ -1,4 +1,4 @@
-"""The kernels of gathered rows on a GPU, against float64 loops."""
+"""The kernels of gathered rows, against float64 loops: on a GPU, and what the one in CUDA C++ is given without one."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
+from expertmesh.core.kernels.device import Device
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
@@ -92,3 +93,46 @@ def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, out, capability)
         assert not np.asarray(a[first:]).any() and not np.asarray(a)[missing].any()
     for a in got[2:]:
         assert not np.asarray(a[1]).any(), "the empty group has a gradient"
+
+
+@needs_triton
+@pytest.mark.parametrize("moved", ["lhs", "dy", "both"])
+def test_what_hoppers_weight_gradient_is_given(moved, monkeypatch):
+    """The operand whose rows it finds, and their index, by a launch in NumPy."""
+    from expertmesh.core.kernels import gathered_gemm as kernels
+
+    gathered = []
+
+    def launch(lhs, dy, group_sizes, *, config, out_dtype, index, gathers):
+        del config
+        gathered.append(gathers)
+        operands = {"lhs": np.asarray(lhs, np.float64), "dy": np.asarray(dy, np.float64)}
+        operands[gathers] = np.stack(
+            [
+                operands[gathers][i] if i >= 0 else 0 * operands[gathers][0]
+                for i in np.asarray(index)
+            ]
+        )
+        assert [len(x) for x in operands.values()] == [len(index)] * 2
+        ends = np.cumsum(np.asarray(group_sizes))
+        parts = [slice(end - size, end) for size, end in zip(group_sizes, ends, strict=True)]
+        products = [operands["lhs"][part].T @ operands["dy"][part] for part in parts]
+        return jnp.asarray(np.stack(products), out_dtype)
+
+    monkeypatch.setattr(kernels, "current_device", Device)
+    monkeypatch.setattr(kernels.cuda, "launch_weights", launch)
+    (x, dy, rows, d_rows, w), index, sizes = _operands(FEW, "bfloat16")
+    row_map = RowMap(jnp.zeros((1, len(x)), jnp.int32), jnp.asarray(index[None]))
+    lhs = rows[None] if moved == "dy" else Moved(x[None], row_map)
+    other = d_rows[None] if moved == "lhs" else Moved(dy[None], row_map)
+    options = dict(num_experts=len(w), out_dtype=jnp.float32)
+    got = kernels.weights(lhs, other, jnp.asarray(sizes[None]), **options)
+    missing = (index < 0) | (index >= len(x))
+    wide = [np.asarray(a, np.float64) for a in (x, dy, rows, d_rows)]
+    of_x, of_dy = (np.where(missing[:, None], 0, a[np.where(missing, 0, index)]) for a in wide[:2])
+    of_x, of_dy = wide[2] if moved == "dy" else of_x, wide[3] if moved == "lhs" else of_dy
+    first = 0
+    for g, size in enumerate(sizes):
+        part = slice(first, first := first + size)
+        assert relative_error(got[g], of_x[part].T @ of_dy[part]) < 1e-6, g
+    assert gathered == ["dy" if moved == "dy" else "lhs"]
