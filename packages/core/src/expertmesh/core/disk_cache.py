@@ -23,8 +23,7 @@ def kept(key: str, make: Callable[[], bytes]) -> bytes:
       The bytes. They lie in `expertmesh` under $XDG_CACHE_HOME, else under ~/.cache; where that cannot be written they
       are made anew each time.
     """
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    path = base / "expertmesh" / hashlib.sha256(key.encode()).hexdigest()
+    path = _path_of(key)
     if (content := _read(path)) is not None:
         return content
     try:
@@ -37,6 +36,11 @@ def kept(key: str, make: Callable[[], bytes]) -> bytes:
             content = make()
             _write(path, content)
     return content
+
+
+def _path_of(key: str) -> pathlib.Path:
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return base / "expertmesh" / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _read(path: pathlib.Path) -> bytes | None:

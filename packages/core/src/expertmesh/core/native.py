@@ -30,8 +30,12 @@ def load_extension(package: str, distribution: str, fingerprint: str) -> ModuleT
     if module.SOURCES != fingerprint:
         return f"{what} was built from other sources; {rebuild}"
     # XLA refuses handlers that know more than it does only when it starts, and then does not start.
-    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    known = re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)
-    if module.FFI_VERSION > tuple(map(int, known)):
+    if module.FFI_VERSION > _version_of_jaxlib():
         return f"{what} was built for a newer jaxlib; {rebuild}"
     return module
+
+
+def _version_of_jaxlib() -> tuple[int, ...]:
+    """Of XLA's interface for handlers, as the installed jaxlib's headers have it."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    return tuple(map(int, re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)))

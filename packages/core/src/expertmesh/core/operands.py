@@ -96,10 +96,9 @@ def check_counts(name: str, *, optional: bool = False, least: int = 1, **counts:
                 f"{name}: {option} must be an int; got {option}={value!r}; pass a Python int"
             )
         if value < least:
+            others = " or 0" * (least == 0) + " or None" * optional
             raise ValueError(
-                f"{name}: {option} must be at least {least}; got {option}={value}; pass a positive int"
-                + " or 0" * (least == 0)
-                + " or None" * optional
+                f"{name}: {option} must be at least {least}; got {option}={value}; pass a positive int{others}"
             )
 
 

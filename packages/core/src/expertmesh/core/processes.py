@@ -24,17 +24,12 @@ def gather_texts(name: str, text: str, *, timeout: float) -> list[str | None]:
     store = _jax.coordination_service()
     if store is None:
         return [text]
-
-    def folder(process: int) -> str:
-        return f"expertmesh/{name}/{process}/"
-
-    own = folder(jax.process_index())
+    folders = [f"expertmesh/{name}/{process}/" for process in range(jax.process_count())]
+    own = folders[jax.process_index()]
     number = len(store.key_value_dir_get(own))  # of this call, under this name
     store.key_value_set(f"{own}{number}", text)
     end = time.monotonic() + timeout
-    return [
-        _read(store, f"{folder(process)}{number}", end) for process in range(jax.process_count())
-    ]
+    return [_read(store, f"{folder}{number}", end) for folder in folders]
 
 
 def say(name: str, text: str) -> None:

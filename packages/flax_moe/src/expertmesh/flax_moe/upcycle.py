@@ -133,8 +133,7 @@ def _parts(dense: Dense, config: MoEConfig) -> int:
             f"upcycle: wi must be [D, {'2, ' if pair else ''}Fd] and wo [Fd, D], by the activation "
             f"{config.activation}; got wi {wi}, wo {wo}; transpose them, or stack gate and up projections"
         )
-    shapes = {"wi_bias": wi[1:], "wo_bias": wo[1:]}
-    for name, shape in shapes.items():
+    for name, shape in {"wi_bias": wi[1:], "wo_bias": wo[1:]}.items():
         if name in dense and dense[name].shape != shape:
             raise ValueError(
                 f"upcycle: {name} must be {shape}, by the weights; got {dense[name].shape}; reshape it"

@@ -59,11 +59,8 @@ def unsupported(
       widths: K and the size of N.
       block_dims: along how many dimensions of either operand blocks of 128 lie.
     """
-    if a.block and a.tensor_scale is not None:
-        return "there is no kernel for blocks with two levels of scales"
-    long = [[size for size in q.block if size > 1] for q in (a, b)]
-    if long not in ([[], []], [[32], [32]], [[128] * dims for dims in block_dims]):
-        return f"there is no kernel for blocks of {a.block} and {b.block}"
+    if reason := _blocks_unsupported(a, b, block_dims):
+        return reason
     capability = _jax.compute_capability()
     if capability is not None and capability < 8.9:
         return f"tensor cores multiply 8 bits from compute capability 8.9 on; this GPU has {capability}"
@@ -73,6 +70,17 @@ def unsupported(
         return reason
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
+    return None
+
+
+def _blocks_unsupported(
+    a: QuantizedArray, b: QuantizedArray, block_dims: tuple[int, int]
+) -> str | None:
+    if a.block and a.tensor_scale is not None:
+        return "there is no kernel for blocks with two levels of scales"
+    long = [[size for size in q.block if size > 1] for q in (a, b)]
+    if long not in ([[], []], [[32], [32]], [[128] * dims for dims in block_dims]):
+        return f"there is no kernel for blocks of {a.block} and {b.block}"
     return None
 
 

@@ -83,6 +83,10 @@ def block_scales(
     if format.scale == "float32":
         multiplier = amax_multiplier(magnitudes, most, numerics.largest(dtype))
         return multiplier, reciprocal(multiplier)
+    return _power_of_2_scales(magnitudes, most)
+
+
+def _power_of_2_scales(magnitudes: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
     biased = jnp.minimum(254 - numerics.excess(magnitudes, most), 254)
     biased = jnp.where(numerics.is_regular(magnitudes), biased, 127)
     return numerics.power_of_2(biased), numerics.power_of_2(254 - biased)

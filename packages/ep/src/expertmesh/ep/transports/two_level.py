@@ -104,9 +104,8 @@ def inner_route(route: Route, axis: Axis) -> Route:
     token_RB = blocks.members(member_RT, block).reshape(size * num_hosts, block)
     token_RB = jnp.where(token_RB < 0, -1, token_RB + first_HI.T.reshape(-1, 1))
     token_IS = token_RB.reshape(size, num_hosts * block)
-    own_S = jax.lax.dynamic_index_in_dim(
-        token_IS, group_rank(inner_axis(axis)), axis=0, keepdims=False
-    )
+    rank = group_rank(inner_axis(axis))
+    own_S = jax.lax.dynamic_index_in_dim(token_IS, rank, keepdims=False)
     return Route(
         slot_TK=_rows_of(own_S, route.host_GK),
         source_C=jnp.where(
