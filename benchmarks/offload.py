@@ -1,16 +1,16 @@
 """The largest model of one layer shape that a GPU trains, with and without state in the host's memory.
 
 With: AdamW's moments and float32 masters of weights in `pinned_host`, bfloat16 copies on the device, layers' inputs in
-`pinned_host` too. Without: all on the device. Both: bfloat16 products, layers computed again in the backward, gradients
+`pinned_host` too. Without: all on the device. Both: bfloat16 GEMMs, layers computed again in the backward, gradients
 added in float32 over microbatches, one expert's or layer's weight updated at a time.
 
 How many layers fit is what the compiler's memory of two and of four layers says, and one less as long as they do not
 run. Each count is a process of its own, so that the device's peak is its own. The time is that of a step after the
 first. Two models of other sizes are compared by the time of a layer: a step has the same tokens, and each layer the
-same products, so that is time per parameter and token.
+same GEMMs, so that is time per parameter and token.
 
 A step moves 12 bytes of each parameter to the device and 12 back, whatever its tokens: at 50 GB/s and one after the
-other 0.48 ns. Its products are 8 x the parameters that a token has x tokens; with 2 of 8 experts at 400 TFLOP/s that is
+other 0.48 ns. Its GEMMs are 8 x the parameters that a token has x tokens; with 2 of 8 experts at 400 TFLOP/s that is
 1.5 ns for 2**18 tokens. So many a step has here, as 16 microbatches.
 
 Losses and parameters are compared bit for bit after some steps of four layers.

@@ -149,7 +149,7 @@ def feed_forward(
 
     Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
     recipe quantized along the rows), h, and under a recipe a, quantized along the rows, and both weights; of an Adapted
-    rows as they arrived, its two products [P, C, r], and no a. Costs and communication are those of two
+    rows as they arrived, its two thin results [P, C, r], and no a. Costs and communication are those of two
     `grouped_dense`; a sharded F costs the backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
@@ -197,7 +197,7 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
 
 
 # F up to which the down projection's gradients read their rows' cotangents where their tokens' are. That of its weight
-# then loads 1.5 times as much from L2, which pays where products wait for memory anyway.
+# then loads 1.5 times as much from L2, which pays where GEMMs wait for memory anyway.
 NARROW = 256
 
 

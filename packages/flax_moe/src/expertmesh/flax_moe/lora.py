@@ -11,7 +11,7 @@ Adapters are a tree of their own, {name: {"a": A, "b": B}}: what you differentia
 makes parameters of both trees whose weights are `expertmesh.core.Adapted`, and `moe` and its stages take them as they
 take arrays. So the law y = x W + (x A) B is stated once, where GEMMs are, and no stage, mesh mode or option has an
 argument or a path for it. The gate and up projections are one GEMM, and so are their adapters: A of 2 r columns, B with
-zeros off the diagonal, which is 2 r F more products for each row.
+zeros off the diagonal, which is 2 r F more multiplications for each row.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts, r rank.
 """

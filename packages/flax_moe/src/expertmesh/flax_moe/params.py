@@ -171,7 +171,7 @@ _Init = Callable[..., jax.Array]
 def initializers(config: MoEConfig, kernel_init: Initializer | None = None) -> dict[str, _Init]:
     """`init(key, shape, dtype)` of each parameter: variance 1 / fan-in of one expert; zeros for biases.
 
-    The fan-in is the size that a product contracts: D of `gate_kernel`, `shared_wi`, `shared_gate` and `latent_down`, D
+    The fan-in is the size that a GEMM contracts: D of `gate_kernel`, `shared_wi`, `shared_gate` and `latent_down`, D
     or L of `wi`, L of `latent_up`, F of `wo`, S of `shared_wo`. The expert dimension is a batch dimension.
 
     Args:
