@@ -17,6 +17,7 @@ from expertmesh.core import (
     activate,
     global_shard_guard,
     grouped_quantize,
+    quantize,
     quantize_weight,
 )
 from expertmesh.core.hlo import collectives
@@ -25,11 +26,13 @@ from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 from expertmesh.core.testing import magnitudes
 
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
+NO_TP = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
 TOKENS = ("fsdp", "ep")
 COLUMNS = P(TOKENS, None, "tp")
 MX, NV = MXFP8BlockScaling().formats(), NVFP4BlockScaling().formats()
 FORMATS = {"mx": (MX.x, MX.x_wgrad), "nv": (NV.x, NV.x_wgrad)}
 SIZES = np.full((4, 1), 64, np.int32)
+WEIGHTED = dict(weights=np.ones((4, 64), np.float32), row_source=np.zeros((4, 64), np.int32))
 GELU = Activation(function="gelu", gated=False)
 
 
@@ -56,6 +59,11 @@ CASES = {
         rows(2),
         P(TOKENS, None, None, "tp"),
     ),
+    "activate_quantize times weights": (
+        lambda h: activate_quantize(h, SIZES, FORMATS["nv"], "silu", spec=COLUMNS, **WEIGHTED),
+        rows(2),
+        P(TOKENS, None, None, "tp"),
+    ),
     "grouped_quantize_both": (
         lambda x: grouped_quantize_both(x, SIZES, FORMATS["mx"], spec=COLUMNS),
         rows(),
@@ -71,6 +79,11 @@ CASES = {
         rows()[0],
         P(None, "tp"),
     ),
+    "quantize, of experts": (
+        lambda w: quantize(w, MX.weight, axis=1, batch_dims=1),
+        rows(),
+        P("ep", "fsdp"),
+    ),
     "quantize_weight of experts": (
         lambda w: quantize_weight(w, "mxfp8", batch_dims=1, spec=P(None, None, "tp")),
         rows(),
@@ -83,11 +96,17 @@ def mesh():
     return jax.make_mesh((2, 2, 2), (*TOKENS, "tp"), axis_types=(AxisType.Auto,) * 3)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_only_amaxes_cross_devices(name):
+BY_SPEC = [name for name in CASES if name.startswith("activate_quantize")]
+
+
+@pytest.mark.parametrize(
+    "name, resource", [*((name, RESOURCE) for name in CASES), *((name, NO_TP) for name in BY_SPEC)]
+)
+def test_only_amaxes_cross_devices(name, resource):
+    """By roles and by specs, also of an axis without a role."""
     function, x, spec = CASES[name]
     placed = jax.device_put(x, NamedSharding(mesh(), spec))
-    with global_shard_guard(RESOURCE):
+    with global_shard_guard(resource):
         program = jax.jit(function).lower(placed).compile()
     found = collectives(program.as_text())
     assert all(one.kind == "all-reduce" for one in found), found
@@ -108,6 +127,5 @@ def test_rows_over_an_axis_with_a_role_are_no_reason_to_warn():
     with warnings.catch_warnings(), global_shard_guard(RESOURCE):
         warnings.simplefilter("error", RuntimeWarning)
         jax.jit(quantized).lower(x)
-    idle = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
-    with pytest.warns(RuntimeWarning, match="'tp' shards an operand"), global_shard_guard(idle):
+    with pytest.warns(RuntimeWarning, match="'tp' shards an operand"), global_shard_guard(NO_TP):
         jax.jit(quantized).lower(x)

@@ -127,19 +127,12 @@ def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
     Differentiable; the backward computes the activation again from h. No communication if any dimension but the 2 is
     sharded.
     """
-    return activate_at(h, activation, None)
-
-
-def activate_at(
-    h: jax.Array, activation: str | Activation, spec: PartitionSpec | None
-) -> jax.Array:
-    """`activate`, whose result is at `spec` over Auto axes under a MeshResource; None: where tokens are."""
     check_activation("activate", activation)
     activation = Activation.of(activation)
     check_arrays("activate", FLOATS, h=h)
     if activation.gated:
         _check_pair("activate", h)
-    return _activate(h, activation=activation, spec=spec and with_pair(spec))
+    return _activate(h, activation=activation)
 
 
 def with_pair(spec: PartitionSpec) -> PartitionSpec:
@@ -159,7 +152,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     Raises:
       ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
     """
-    return _activate(h, activation=check_gated("gated_activation", h, activation), spec=None)
+    return _activate(h, activation=check_gated("gated_activation", h, activation))
 
 
 def check_gated(name: str, h: jax.Array, activation: str | Activation) -> Activation:
@@ -277,7 +270,7 @@ def unsupported(h: jax.Array, *rest: jax.Array | None, activation: Activation) -
     return None if h.size else "there must be elements"
 
 
-_activate_op = Op(
+activation_op = Op(
     "activation",
     gated_reference,
     "... c f -> ... f",
@@ -301,18 +294,12 @@ def _with_parts(h: jax.Array, activation: Activation) -> jax.Array:
     return h if activation.gated else jnp.expand_dims(h, -2)
 
 
-def _fwd(
-    h: jax.Array, *, activation: Activation, spec: PartitionSpec | None
-) -> tuple[jax.Array, jax.Array]:
-    h_parts = _with_parts(h, activation)
-    return _activate_op(h_parts, activation=activation, operand_specs=(spec,)), h
+def _fwd(h: jax.Array, *, activation: Activation) -> tuple[jax.Array, jax.Array]:
+    return activation_op(_with_parts(h, activation), activation=activation), h
 
 
-def _bwd(
-    h: jax.Array, d_out: jax.Array, *, activation: Activation, spec: PartitionSpec | None
-) -> tuple[jax.Array]:
-    h_parts, specs = _with_parts(h, activation), (spec, None)
-    d_h = gated_grad_op(h_parts, d_out, activation=activation, operand_specs=specs)
+def _bwd(h: jax.Array, d_out: jax.Array, *, activation: Activation) -> tuple[jax.Array]:
+    d_h = gated_grad_op(_with_parts(h, activation), d_out, activation=activation)
     return (d_h if activation.gated else jnp.squeeze(d_h, -2),)
 
 

@@ -24,7 +24,7 @@ from expertmesh.core.ops.activate_rows import (
 )
 from expertmesh.core.ops.activation import (
     Activation,
-    activate_at,
+    activation_op,
     check_gated,
     function_unsupported,
     gated_grad_op,
@@ -212,7 +212,9 @@ class Activated(Rows):
         self, group_sizes: jax.Array, spec: PartitionSpec | None
     ) -> tuple[jax.Array, jax.Array | None]:
         if self.weights is None:
-            return activate_at(self.base, self.activation, spec), None
+            of_h = spec and self.base_spec(spec)
+            options: dict[str, Any] = dict(activation=self.activation, operand_specs=(of_h,))
+            return activation_op(self.base, **options), None
         operands, specs = (self.base, self.weights, self.row_source, group_sizes), None
         if spec is not None:
             of_rows = PartitionSpec(*spec[:2])
