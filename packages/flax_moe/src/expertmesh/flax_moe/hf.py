@@ -1,8 +1,7 @@
 """Weights of models under Hugging Face's names, to and from the tree of `init_params`.
 
-`models/families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a
-checkpoint, what in a model in memory, and what its config says of the block. For most of them, a row per expert e,
-[out, in]:
+`families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a checkpoint,
+what in a model in memory, and what its config says of the block. For most of them, a row per expert e, [out, in]:
 
     | ours                 | mixtral: block_sparse_moe.   | others: mlp.                                          |
     | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                    |

@@ -14,7 +14,7 @@ The same code runs without a mesh, with Auto axes and with Explicit axes. Activa
 B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
 the expert weights stay where `param_specs` puts them.
 
-Bytes are looked up by a GEMM with one-hot rows: its gradient is a GEMM as well, so it is
+Bytes are looked up by a product with one-hot rows: its gradient is a product as well, so it is
 deterministic on every platform, which the scatter-add of an indexed lookup is not on a GPU.
 """
 
@@ -50,7 +50,7 @@ VOCAB = 256
 WINDOW = 4
 ROPE_BASE = 10_000.0
 LAYER_INPUT = "layer_input"
-# Parameters that GEMMs alone read, and leading dimensions of each of which an element is a weight by itself.
+# Parameters that are read by products alone, and leading dimensions of each of which an element is a weight by itself.
 _WEIGHTS = {"embed": 0, "head": 0, "qkv": 1, "out": 1, "wi": 2, "wo": 2}
 
 Params = dict[str, Any]
@@ -150,7 +150,7 @@ def is_matrix(params: Params) -> Params:
 
 
 def weights(config: ModelConfig, of: Callable[[str, int, Any], Any]) -> Params:
-    """A tree as that of `init`: of each weight that GEMMs read, `of(name, batch dimensions, dtype they read)`.
+    """A tree as that of `init`: of each weight that products read, `of(name, batch dimensions, dtype they read)`.
 
     Of all other parameters, which are small, None. The dtype is float32 where the forward casts no weight: quantizers
     read experts as they are.

@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     quant_state: Any
-    copies: Any = None  # of each such parameter, in the dtype that GEMMs read; None of any other
+    copies: Any = None  # of each such parameter, in the dtype that products read; None of any other
 
     @property
     def saved(self) -> SavedState:
@@ -115,7 +115,7 @@ def state_shardings(
 ) -> TrainState:
     """Where the state lives: the moments lie with their parameters, the rest is replicated.
 
-    With `offload` the moments of weights that GEMMs read are in the host's memory, and such weights too where they
+    With `offload` the moments of weights that products read are in the host's memory, and such weights too where they
     are read in another dtype; copies in that dtype are then on the device.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -209,7 +209,7 @@ def abstract_state(config: ModelConfig, optimizer: Optimizer, shardings: TrainSt
 
 
 def _dtypes(config: ModelConfig) -> Any:
-    """Of each weight, the dtype that GEMMs read it in."""
+    """Of each weight, the dtype that products read it in."""
     return model.weights(config, lambda _, dims, dtype: jnp.dtype(dtype))
 
 

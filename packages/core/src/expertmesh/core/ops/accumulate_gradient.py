@@ -1,6 +1,10 @@
 """Gradient accumulation as a value: parameters whose gradient is a running sum plus their own.
 
 f(accumulate_gradient(w, total)):  value f(w),  gradient in w: total + df/dw
+
+It is for totals that are values: a scan's carry, a donated argument of a step, under `jax.grad`. The trainer of
+`expertmesh.train` adds to references of JAX (`jax.new_ref`, the `with_refs` of a `jax.vjp`), which one step makes and
+freezes, so that stacked layers have no gradient beside their total.
 """
 
 from typing import Any
@@ -38,10 +42,6 @@ def accumulate_gradient(params: Any, totals: Any) -> Any:
     Each gradient is added where its parameter is (after the reduce-scatter), in the parameter's dtype, as soon as it is
     known; a loop's carry or a donated total is updated in place. Works for every op, under remat, and under a scan over
     layers if the totals are scanned with the parameters. No communication if both have one layout.
-
-    It is for totals that are values: a scan's carry, a step's donated argument, under `jax.grad`. The trainer of
-    `expertmesh.train` adds to references of JAX instead (`jax.new_ref`, the `with_refs` of a `jax.vjp`), which one step
-    makes and freezes, so that stacked layers have no gradient beside their total.
     """
     trees = [jax.tree.structure(tree) for tree in (params, totals)]
     if len(set(trees)) > 1:

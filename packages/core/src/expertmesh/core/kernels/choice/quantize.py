@@ -52,7 +52,10 @@ class Activated(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width."""
+    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width.
+
+    Where `block` is 0, each expert's matrix is one.
+    """
 
     experts: int
     contraction: int
@@ -63,16 +66,16 @@ class Square:
 
     @property
     def transposed(self) -> bool:
-        """Whether the forward's copy is [experts, parts, width, contraction]: its GEMM is Hopper's kernel of blocks."""
+        """Whether the forward's copy is [experts, parts, width, contraction]: its GEMM is a kernel of Hopper's."""
         K, N = self.contraction, self.parts * self.width
-        if self.block != gemm.BLOCK or widths_unsupported(K, N):
+        if self.block not in (0, gemm.BLOCK) or widths_unsupported(K, N):
             return False
-        if blocked_weight_unsupported(self.parts, self.width):
+        if self.block and blocked_weight_unsupported(self.parts, self.width):
             return False
         forward = gemm.Rows(
             1, K, N, self.experts, jnp.float8_e4m3fn, jnp.bfloat16, self.device, self.block
         )
-        return gemm.choose_rows(forward).kernel == "block_scaled"
+        return gemm.choose_rows(forward).kernel in ("block_scaled", "tensor_scaled")
 
 
 @dataclasses.dataclass(frozen=True)
