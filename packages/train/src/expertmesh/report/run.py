@@ -41,6 +41,18 @@ class Run:
     shares: Array
     entropy: Array
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Milliseconds of each phase of a block; {} without `--phases`, and while the run goes on."""
+        found: dict[str, float] = self.summary.get("phases_ms", {})
+        return found
+
+    @property
+    def exchange_bytes(self) -> dict[str, int]:
+        """What a device sends in each leg, for one layer and microbatch; {} while the run goes on."""
+        found: dict[str, int] = self.summary.get("exchange_bytes", {})
+        return found
+
 
 def read(path: Path) -> Run:
     """The run of a folder.

@@ -213,6 +213,14 @@ def forward(
     )
 
 
+def first_block_input(params: Params, bytes_BS: jax.Array, config: ModelConfig) -> jax.Array:
+    """What the experts of the first layer get, [B, S, D]."""
+    x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
+    layer = read(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
+    x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
+    return _rms_norm(x_BSD, layer["moe_norm"])
+
+
 def _rematerialized(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
     """`layer`, of which the backward has what the config says, and computes the rest again."""
     if not config.remat_layers and not config.kept_in_host:

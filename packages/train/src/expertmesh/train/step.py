@@ -270,13 +270,17 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
 
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
         # Stochastic rounding is in the backward.
-        key = key_of_step(config, 0, 0)
-        params = state.params
-        if state.copies is not None:
-            params = jax.tree.map(lambda p, copy: p if copy is None else copy, params, state.copies)
-        return _cross_entropy(config, params, Inputs(batch, state.quant_state, key))[0]
+        inputs = Inputs(batch, state.quant_state, key_of_step(config, 0, 0))
+        return _cross_entropy(config, params_read(state), inputs)[0]
 
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def params_read(state: TrainState) -> Any:
+    """What a forward reads: the parameters, or copies of those whose masters are in the host's memory."""
+    if state.copies is None:
+        return state.params
+    return jax.tree.map(lambda p, copy: p if copy is None else copy, state.params, state.copies)
 
 
 def _train_step(
