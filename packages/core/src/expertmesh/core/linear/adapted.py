@@ -22,15 +22,15 @@ __all__ = ["Adapted", "low_rank_spec"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """W, which gets no gradient, and A and B, which do.
+    """A frozen weight W with an adapter A B of low rank: W gets no gradient, A and B do.
 
     Attributes:
-      weight: float[*E, K, *N], E being a grouped layer's experts; or a QuantizedArray, which is used as it is where its
-        format is the recipe's and else dequantized, for each GEMM anew.
-      a, b: float[*E, K, R] and float[*E, R, *N], in whose dtypes their gradients are; the factor alpha / rank is part
-        of one of them. Both None: the weight is frozen, and nothing is added.
+      weight: float[*E, K, *N], E being a grouped layer's experts, or a QuantizedArray. A GEMM uses a QuantizedArray as
+        it is if its format is the recipe's; otherwise each GEMM dequantizes it.
+      a, b: float[*E, K, R] and float[*E, R, *N]; their gradients have their dtypes. One of them includes the factor
+        alpha / rank. Both None: the weight is frozen, and nothing is added.
 
-    A GEMM of A or B is in the dtype of x, whatever the recipe.
+    GEMMs with A or B compute in the dtype of x, under any recipe.
     """
 
     weight: Any

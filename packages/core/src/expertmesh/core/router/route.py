@@ -76,8 +76,8 @@ def route(
     Returns:
       Routing, by descending biased score; of equal scores (0.0 and -0.0 are equal) the lower expert index comes first.
       Experts with a logit of -inf come last and get weight 0. One NaN logit (of either sign) makes all weights of its
-      token NaN (its own alone, where weights are not divided), while its choices stay in range: NaN is never masked
-      (but by `token_mask`, and a NaN that a forced choice does not read). Groups with a NaN come before the others.
+      token NaN; where weights are not divided by their sum, its own alone. The choices stay in range. Nothing hides a
+      NaN but `token_mask`, and a forced choice that does not read it. Groups with a NaN come before the others.
 
     Raises:
       ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose shapes do not fit the
