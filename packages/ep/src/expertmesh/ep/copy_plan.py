@@ -37,7 +37,8 @@ class CopyPlan(NamedTuple):
 
     Attributes:
       expert: int32[R, S], the expert that each spare slot holds a copy of, -1 for none; no rank holds one twice.
-      rows: int32[R, S], how many of the expert's rows the copy takes; the others are its own rank's, or other copies'.
+      rows: int32[R, S], how many of the expert's rows the copy takes. The expert's own rank and other copies take the
+        rest.
       load: int32[R], the rows of each rank.
     """
 
@@ -55,8 +56,8 @@ def plan_copies(
       tokens_per_expert: integers [E], the rows of each expert, over all ranks, 2^31 - 1 of them at most.
       num_ranks: R; rank r holds experts [r * E / R, (r + 1) * E / R).
       num_spare: S, spare slots of each rank.
-      least_rows: a copy takes more rows than this, and a rank that is no further above the target gives none; see
-        `least_rows_of_a_copy`.
+      least_rows: each copy takes more rows than this, and a rank that is no further above the target gives none away;
+        see `least_rows_of_a_copy`.
 
     Returns:
       CopyPlan. On one device: inside your own `shard_map` each device makes the same of the same counts.
@@ -94,11 +95,12 @@ def best_of(plans: CopyPlan) -> CopyPlan:
 
 
 def least_rows_of_a_copy(*, flops_per_second: float, bytes_per_second: float) -> int:
-    """The rows from which on a copy saves more time than it costs, in training: flops_per_second / bytes_per_second.
+    """The number of rows above which a copy saves more time than it costs in training: flops_per_second /
+    bytes_per_second.
 
-    A row of an expert of n weights costs 6 n floating-point operations, in forward and backward. A copy of them costs 6
-    n bytes: n of 16 bits there, n of 32 bits for their gradient back. n cancels out. The model leaves out that other
-    work may hide either, and counts bytes of the copy alone: those of a transport that sends a copy to who needs it.
+    A row of an expert of n weights costs 6 n floating-point operations in forward and backward. A copy costs 6 n bytes:
+    n numbers of 16 bits one way, n of 32 bits for the gradient back. n cancels out. The model counts the bytes of a
+    transport that sends a copy only to the rank that needs it, and leaves out that other work may hide either.
 
     Args:
       flops_per_second: of a GPU's grouped GEMMs.
