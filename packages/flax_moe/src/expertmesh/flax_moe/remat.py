@@ -1,4 +1,4 @@
-"""What a MoE block keeps for its backward, and the names by which a policy of yours can say so.
+"""What a MoE block keeps for its backward, and the names of these values for your own policies.
 
 Each named value has the names that MaxText's and levanter's blocks give to the same one, so that a policy
 `jax.checkpoint_policies.save_only_these_names(...)` written for those blocks holds for this one.
