@@ -47,7 +47,7 @@ for (const page of pages) {
 const WALKS = [
   { words: "MaxText Mixtral", page: "maxtext.html", says: "python examples/maxtext_mixtral.py" },
   { words: "Qwen3 MoE layer", page: "recipes.html", says: "load_layer" },
-  { words: "fp8 slower", page: "limits.html", then: "performance.html#what-does-fp8-bring", says: "Wide experts gain" },
+  { words: "fp8 slower", page: "limits.html", then: "performance.html#what-does-fp8-bring", says: "fp8_for_your_shape.py" },
 ];
 for (const { words, page, then, says } of WALKS) {
   const tab = await browser.newPage({ viewport: { width: 1280, height: 900 } });

@@ -151,8 +151,8 @@ Wide experts gain: their GEMMs take most of the time, and 8-bit GEMMs are nearly
 and below) gain little: quantizing costs about what the GEMMs save, since the work of quantizing a row grows with D + F,
 and that of its GEMMs with D F. `fp8_current` can be slower than bfloat16: it reads activations once more to find their
 largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half the time on
-NVLink. [The FP8 notebook](notebooks.md) times your own shape, and `python -m expertmesh.train --phases` shows [which
-phase](observability.md#time-of-a-phase) takes the time.""",
+NVLink. For your own shape run `python examples/fp8_for_your_shape.py --help`: it times the block, its up projection and
+quantizing, by recipe.""",
     "performance_scale.png": """\
 The time grows linearly with tokens and with choices; 16 times the experts cost 8 %. Each of four GPUs keeps 80 % of one
 GPU's speed: the rest is the exchange, and the reduction of the weights' gradients.""",

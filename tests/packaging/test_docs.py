@@ -345,3 +345,12 @@ def test_a_search_finds_pages_with_all_words():
     )
     index["titleterms"] = {"fp8": [2]}
     assert checker.found_by("FP8", index) == {"c"}
+
+
+def test_the_walks_are_those_that_a_browser_does():
+    """The words that are searched for, the page that is clicked, and what the browser waits for there."""
+    program, page = (ROOT / f"docs/{name}" for name in ("check_pages.mjs", "dev/walks.md"))
+    words = re.findall(r'words: "([^"]+)"', program.read_text())
+    assert words == re.findall(r"search for `([^`]+)`", page.read_text()) and len(words) == 3
+    assert "python examples/maxtext_mixtral.py" in (ROOT / "docs/maxtext.md").read_text()
+    assert "python examples/fp8_for_your_shape.py" in (ROOT / "docs/performance.md").read_text()
