@@ -54,7 +54,7 @@ def page(run: Run) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """What one asks first, in words."""
+    """The numbers at the top of the page, by name."""
     columns, speed = run.columns, median_speed(run.columns)
     valid = columns["valid_loss"][~np.isnan(columns["valid_loss"])]
     share, layer, expert, steps = smallest_share(run.shares)

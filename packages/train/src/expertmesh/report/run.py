@@ -1,4 +1,4 @@
-"""What a run's folder holds, as values."""
+"""Reads the files of a run's folder."""
 
 from __future__ import annotations
 

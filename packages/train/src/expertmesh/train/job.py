@@ -268,7 +268,7 @@ def _functions(job: Job) -> Functions:
     """Makes them, without compiling.
 
     Raises:
-      UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
+      UsageError: a recipe's blocks do not fit the model or its shards, or a transport is not available.
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     optimizer = make_optimizer(training)
