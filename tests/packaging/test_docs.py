@@ -305,6 +305,15 @@ def test_what_follows_code_at_once_is_parted_from_it(docstrings):
     assert docstrings.inline("`a`s and ``b``.", {}) == "``a``\\ s and ``b``."
 
 
+def test_a_function_shows_the_formulas_of_its_module(docstrings):
+    module = "Summary.\n\n    y = x w\n\nDimension key: x."
+    lines = ["Multiplies, by the module's formulas.", "", "Args:", "  x: x."]
+    found = docstrings.with_formulas(lines, module)
+    assert found == [lines[0], "", "    y = x w", "", "Dimension key: x.", *lines[1:]]
+    assert docstrings.with_formulas(["Multiplies."], module) == ["Multiplies."]
+    assert docstrings.with_formulas(lines, None) == lines
+
+
 def test_a_page_gets_what_it_lacks_once():
     accessible = load_script(ROOT / "docs/accessible.py").accessible
     page = '<p role="heading">x</p><pre>y</pre><div class="table-wrapper wide"><dl>\n<dd>a</dd></dl><dl><dt>'

@@ -50,7 +50,7 @@ class CopyPlan(NamedTuple):
 def plan_copies(
     tokens_per_expert: jax.Array, *, num_ranks: int, num_spare: int, least_rows: int = 0
 ) -> CopyPlan:
-    """Levels the ranks' rows by copies of experts; see the top of this module for the law.
+    """Levels the ranks' rows by copies of experts, by the module's steps.
 
     Args:
       tokens_per_expert: integers [E], the rows of each expert, over all ranks, 2^31 - 1 of them at most.

@@ -4,13 +4,12 @@
 
     y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
-where e is an expert; a null one adds nothing, or w_tk x_t. At a latent width experts see x_t Ld for x_t, and their sum
-is times Lu. It is
-with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
-the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
-one device without a recipe the GEMMs of narrow experts read tokens where they are, not dispatched. A recipe quantizes
-the operands of the GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are
-dispatched (see quantized_dispatch.py).
+where e is an expert. A null expert adds nothing, or w_tk x_t. At a latent width experts see x_t Ld for x_t, and their
+sum is times Lu. The last term is that of shared experts Si, So, if there are any; g_t is 1, or sigmoid(x_t . s) with a
+gate s. Under `weigh_inputs`, where K = 1, the experts see w_t x_t, and w is 1 in the formula. The experts are one
+function with one VJP (see experts.py). On one device without a recipe the GEMMs of narrow experts read tokens in place.
+A recipe quantizes the operands of the GEMMs with Wi, Wo, Si and So. If it has scales per token, tokens are quantized
+before they are dispatched (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, D model width, F expert width, n chunks.
 """

@@ -12,10 +12,10 @@ with max the largest number of the format's dtype, one multiplier per block or t
 | float8_e8m0fnu | reciprocal of the scale | amax / max, rounded up to a power of two | 2^-127 | 2^127 | NaN |
 | float8_e4m3fn | g / scale, g = 6 * 448 / tensor amax | amax / 6 * g in e4m3; tensor_scale 1 / g | 0 | 448 | NaN |
 
-(g is 1 where the tensor's amax is 0, Inf or NaN.) Numbers saturate: Inf becomes max. NaN stays NaN in 8 bits, where a
-block with a scale of NaN is NaN in whole; 4 bits have no NaN: there the data of such a block is 0, or the NaN in a
-tensor without a scale for it would be lost. All of it in float32, rounded to nearest, ties to even, but for stochastic
-formats, and bit for bit the same on every platform.
+(g is 1 if the tensor's amax is 0, Inf or NaN.) Numbers saturate: Inf becomes max. NaN stays NaN in 8 bits, and a block
+whose scale is NaN is NaN as a whole. 4 bits have no NaN: the data of a block with NaN is 0, and its scale is NaN.
+Everything is computed in float32 and rounded to nearest, ties to even (stochastic formats excepted), with the same bits
+on every platform.
 """
 
 import dataclasses
@@ -421,7 +421,7 @@ def quantize(
     key: jax.Array | None = None,
     spec: PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """The formulas at the top of this module, for the operand of a GEMM.
+    """Quantizes the operand of a GEMM, by the module's formulas.
 
     Args:
       x: float32, bfloat16 or float16 [*S].

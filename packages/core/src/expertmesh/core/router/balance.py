@@ -1,6 +1,6 @@
 """Losses that keep a router balanced and its logits small, and the count of each expert's tokens.
 
-All are one law, a sum over tokens of a quantity f of their logits, with weights that have no gradient:
+All are sums over tokens of a quantity f of their logits, with weights that have no gradient:
 
     loss = sum_s sum_t <w_s, f(logits_st)>
 
