@@ -1,4 +1,4 @@
-"""Op: one operation, with everything that JAX needs to know of it derived from a reference and a sharding rule.
+"""Op: one operation. Everything that JAX needs to know about it follows from a reference and a sharding rule.
 
 This is the only module that knows mesh axis types, `shard_map` and `custom_partitioning`. How a call runs:
 

@@ -1,4 +1,4 @@
-"""Whether the processes of a job are all there, and mean the same exchange: asked on hosts, where devices only wait."""
+"""Checks on the hosts that all processes of a job are there and run the same exchange; devices would only wait."""
 
 import json
 import socket

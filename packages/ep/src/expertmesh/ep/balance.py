@@ -8,9 +8,9 @@ as one over experts, and so is a grouped GEMM with the weights of `copy_experts`
 
 Choices of an expert are numbered over the EP group by rank, token, k; copies of an expert are in order of their slots.
 
-Where tokens are split over other axes too, so that there are several EP groups, all groups hold the same copies, those
-of their summed counts, as the weights' other dimensions may be split over the groups. Each group then sends a copy the
-share of its own choices that the plan sends of all; it is level as far as the groups' choices are alike.
+If tokens are split over other axes too, there are several EP groups. All groups hold the same copies, planned from
+their summed counts, since the weights' other dimensions may be split over the groups. Each group sends a copy the same
+share of its own choices as the plan sends of all choices. Groups are level as far as their choices are alike.
 
 Dimension key: E experts, R ranks, e = E / R, S spare slots of a rank, T tokens of this rank, K choices per token, N = R
 S copies.

@@ -8,11 +8,11 @@ experts x, to a rank q that has a free slot; `room` is what a rank has below the
     begin      the largest room of a q with two free slots       moves max(give, room / free slots), no more than x has
     fill       the smallest room of a q                          moves room, no more than x has
 
-Where more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there
-are at most R S of them. The mean load is not always reachable, and no choice of x is always the better one: all steps
-are run for each of `LEVELS` targets between the mean and the fullest rank's load, denser at the mean, once with x the
-rank's largest expert and once the smallest that has the excess, if one has. The plan whose fullest rank has the least
-is taken. It is the same wherever it is made.
+If more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there are
+at most R S steps. The mean load is not always reachable, and no choice of x is always the best. So all steps run for
+each of `LEVELS` targets between the mean and the fullest rank's load, denser near the mean: once with x as the rank's
+largest expert, and once as the smallest that has the excess, if one has. The plan whose fullest rank has the fewest
+rows wins. Every device makes the same plan.
 
 Dimension key: E experts, R ranks, e = E / R experts of a rank, S spare slots of a rank, L = 2 LEVELS plans.
 """

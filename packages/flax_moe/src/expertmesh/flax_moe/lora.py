@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) of a block: frozen weights, and for each of its GEMMs two thin ones beside it.
+"""LoRA (arXiv:2106.09685) for a block: its weights are frozen, and each of its GEMMs gets two thin ones beside it.
 
     h = x W + (alpha / rank) (x A) B        A [in, rank], B [rank, out], of each expert and each projection by itself
 

@@ -2,7 +2,7 @@
 
     placement[s] = the expert that slot s is to hold       slot s lies on rank s // (E / R)
 
-Renumbering experts changes nothing but their numbers: the block computes the same function, of other trees.
+Renumbering changes the experts' numbers alone: the block computes the same function.
 
 Dimension key: E experts, R ranks of the EP group.
 """

@@ -1,4 +1,4 @@
-"""What a quantized block carries from step to step, and what it makes once per step.
+"""State that a quantized block carries from step to step, and weights that it quantizes once per step.
 
 The *layers* of a block are its GEMMs with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
 `shared_wi`, `shared_wo`, at a latent width `latent_down`, `latent_up`. The router's is not one of them.

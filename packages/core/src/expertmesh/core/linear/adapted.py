@@ -2,9 +2,9 @@
 
     y = x W + (x A) B            dA = x^T (dy B^T)      dB = (x A)^T dy      dx = dy W^T + (dy B^T) A^T
 
-It is one operand of a layer, a pytree that stands where the weight stands. So whatever takes a weight takes it, in each
-mesh mode, and no argument is added to anything; and that W is frozen follows from the type, so that a backward rule
-makes no GEMM for it, also where nothing would remove one that is not read.
+It is one operand of a layer, a pytree in the place of the weight. So every function that takes a weight takes it, in
+each mesh mode, without a new argument. The type says that W is frozen, so the backward rule has no GEMM for its
+gradient, also where no compiler would remove one that is not read.
 """
 
 import dataclasses

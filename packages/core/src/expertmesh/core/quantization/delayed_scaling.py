@@ -1,4 +1,4 @@
-"""Delayed scaling: the multiplier of a step is made of the amaxes of steps before it.
+"""Delayed scaling: a step's multiplier follows from the amaxes of earlier steps.
 
     q_t = quantize(x_t, multiplier_t)
     multiplier_{t+1} = max / amax / 2^margin,  amax = max(amax_t, ..., amax_{t-L+1}) or amax_t
