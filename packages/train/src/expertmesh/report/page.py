@@ -17,7 +17,7 @@ from expertmesh.train.metrics import median_speed, smallest_share
 
 COLUMNS = 160  # of a heat map at most
 PHASES = (
-    "Of the first layer's block on one microbatch, after the last step. Each is the time of a program that ends after "
+    "Times in the first layer's block on one microbatch, after the last step: each of a program that ends after "
     "the phase, less that of the program that ends before it. A step may hide some behind others; --remat adds to them."
 )
 EXCHANGES = (
@@ -98,7 +98,7 @@ def _plots(run: Run) -> Iterator[tuple[str, str, Figure]]:
     for title, text, lines, even in (
         (
             "Router entropy",
-            "In nats, of each layer; its dashed line is log E, a router without a choice of its own.",
+            "In nats, of each layer. The dashed line is log E: a router without a preference.",
             {f"layer {i}": run.entropy[:, i] for i in range(run.entropy.shape[1])},
             np.log(run.shares.shape[2]),
         ),
@@ -110,7 +110,7 @@ def _plots(run: Run) -> Iterator[tuple[str, str, Figure]]:
         ),
         (
             "Dropped choices",
-            "Those that did not fit the buffers, over all layers.",
+            "Choices that did not fit the buffers, over all layers.",
             {"dropped": columns["dropped"]},
             None,
         ),
