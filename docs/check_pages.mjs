@@ -1,9 +1,11 @@
 // Checks built pages in a real browser: axe finds no serious violation, in both themes, and nothing overflows sideways at
 // 1280 and 390 px; a reader who searches from the landing page gets to what they ask.
 //
-// node docs/check_pages.mjs FOLDER [PAGE...]   needs playwright-core and axe-core; CHROMIUM is the browser's path
+// node docs/check_pages.mjs FOLDER [PAGE...]   all pages if none is named
+//
+// Needs playwright-core and axe-core; CHROMIUM is the browser's path.
 import { createRequire } from "node:module";
-import { readFileSync } from "node:fs";
+import { readFileSync, readdirSync } from "node:fs";
 import { resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 
@@ -11,10 +13,10 @@ const require = createRequire(resolve("node_modules/"));
 const { chromium } = require("playwright-core");
 const axe = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 const [folder, ...named] = process.argv.slice(2);
-const pages = named.length
-  ? named
-  : ["index", "quick-start", "performance", "performance-rows", "flax_moe", "maxtext", "glossary", "api/index",
-     "api/flax_moe/block", "api/core/linear"];
+// Sources, assets and indexes are Sphinx's own.
+const written = (path) => /\.html$/.test(path) && !/^(_|genindex|py-modindex|search)/.test(path);
+const all = readdirSync(folder, { recursive: true }).filter(written).map((path) => path.replace(/\.html$/, ""));
+const pages = named.length ? named : all.sort();
 const WIDTHS = [1280, 390];
 const SERIOUS = new Set(["serious", "critical"]);
 
@@ -47,7 +49,7 @@ for (const page of pages) {
 const WALKS = [
   { words: "MaxText Mixtral", page: "maxtext.html", says: "python examples/maxtext_mixtral.py" },
   { words: "Qwen3 MoE layer", page: "recipes.html", says: "load_layer" },
-  { words: "fp8 slower", page: "limits.html", then: "performance.html#what-does-fp8-bring", says: "Wide experts gain" },
+  { words: "fp8 slower", page: "limits.html", then: "performance.html#what-does-fp8-bring", says: "fp8_for_your_shape.py" },
 ];
 for (const { words, page, then, says } of WALKS) {
   const tab = await browser.newPage({ viewport: { width: 1280, height: 900 } });

@@ -10,7 +10,7 @@ import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from accessible import change_pages  # noqa: E402
-from docstrings import as_rst  # noqa: E402
+from docstrings import as_rst, with_formulas  # noqa: E402
 
 project = "expertmesh"
 author = "The expertmesh authors"
@@ -66,7 +66,8 @@ PUBLIC = {
 
 def setup(app):
     def process(app, what, name, obj, options, lines):
-        lines[:] = as_rst(lines, PUBLIC)
+        module = sys.modules.get(getattr(obj, "__module__", None))
+        lines[:] = as_rst(with_formulas(lines, module and module.__doc__), PUBLIC)
 
     def skip(app, what, name, obj, skipped, options):
         """Fields are in the docstring: those of a NamedTuple ("Alias for field number 0"), and dtypes."""

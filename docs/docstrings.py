@@ -5,6 +5,7 @@ would read as markup; what stands between backticks is code; a block indented by
 preformatted; lines that begin with a bar are a table.
 """
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 
@@ -33,6 +34,14 @@ def as_rst(lines: list[str], public: Mapping[str, str]) -> list[str]:
             found += inline("\n".join(block), public).split("\n")
         found.append("")
     return found
+
+
+def with_formulas(lines: list[str], module: str | None) -> list[str]:
+    """A docstring that names its module's formulas, with that module's docstring behind its summary."""
+    if module is None or not any("the module's " in line for line in lines):
+        return lines
+    _, _, rest = inspect.cleandoc(module).partition("\n\n")
+    return [lines[0], "", *rest.split("\n"), *lines[1:]]
 
 
 def blocks(lines: list[str]) -> Iterator[list[str]]:

@@ -147,15 +147,17 @@ Rows, contraction and width of a GEMM, and its groups. Large groups reach the ra
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
 measured at the two shapes that have its bar.""",
     "performance_fp8.png": """\
-Wide experts gain: their GEMMs take most of the time, and these are nearly twice as fast. For narrow experts (F of 512
-and below) quantizing costs about what the GEMMs save, and `fp8_current` is slower than bfloat16: it reads
-activations once more to find their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take
-little more than half the time on NVLink.""",
+Wide experts gain: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F of 512
+and below) gain little: quantizing costs about what the GEMMs save, since the work of quantizing a row grows with D + F,
+and that of its GEMMs with D F. `fp8_current` can be slower than bfloat16: it reads activations once more to find their
+largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half the time on
+NVLink. For your own shape run `python examples/fp8_for_your_shape.py --help`: it times the block, its up projection and
+quantizing, by recipe.""",
     "performance_scale.png": """\
-With tokens and choices the time is a line; 16 times the experts cost 8 %. Of one GPU's speed each of four keeps 80 %:
-the rest is the exchange, and the sums of the weights' gradients.""",
+The time grows linearly with tokens and with choices; 16 times the experts cost 8 %. Each of four GPUs keeps 80 % of one
+GPU's speed: the rest is the exchange, and the reduction of the weights' gradients.""",
     "performance_phases.png": """\
-In GEMMs, two thirds of it. The sums over devices are the reduce-scatter of the weights' gradients over fsdp.""",
+GEMMs take two thirds of the time. "Sums over devices" is the reduce-scatter of the weights' gradients over fsdp.""",
 }
 
 

@@ -42,6 +42,17 @@ def test_the_quick_start_runs():
     assert re.search(r"\(4, 128, 256\) \[[\d ]+\] dropped 0", out)
 
 
+@pytest.mark.full
+def test_fp8_for_your_shape_runs():
+    """A row for each recipe; the speed is that over bfloat16, and a CPU says that it emulates."""
+    rows = [line.split(maxsplit=5) for line in run("fp8_for_your_shape.py", 1).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["bfloat16", "fp8_block", "fp8_current"]
+    block = [float(row[1]) for row in rows]
+    assert [float(row[2]) for row in rows] == pytest.approx([block[0] / b for b in block], abs=0.01)
+    assert float(rows[0][4]) == 0 < float(rows[1][4])
+    assert all("emulated" in row[5] for row in rows[1:])
+
+
 def test_the_readme_shows_the_quick_start():
     shown = body("quick_start.py")
     assert f"```python\n{shown}```" in (ROOT / "README.md").read_text()

@@ -80,7 +80,7 @@ def text(tmp_path_factory):
 def whole(text, tmp_path_factory):
     """A run that nothing interrupts: 1 process x 8 devices, Explicit axes."""
     out = tmp_path_factory.mktemp("main_job") / "whole"
-    return out, train(text, out)
+    return out, train(text, out, "--phases")
 
 
 def test_files_and_lines_of_a_run(whole):
@@ -117,6 +117,12 @@ def test_reported_numbers_are_those_of_the_files(whole, text):
     with open(out / "metrics.csv", newline="") as stream:
         speeds = [float(row["tokens_per_second"] or "nan") for row in csv.DictReader(stream)]
     assert summary["tokens_per_second"] == np.nanmedian(speeds) and summary["mfu"] is None
+    sent = 3 * 16 * 32 * 4  # three other ranks, a sequence of 16 tokens of width 32 in float32
+    legs = ("dispatch", "combine", "backward_dispatch", "backward_combine")
+    assert summary["transport"] == "ring" and summary["exchange_bytes"] == dict.fromkeys(legs, sent)
+    assert list(summary["phases_ms"]) == ["route", "dispatch", "experts", "combine", "backward"]
+    (said,) = re.findall(r"phases of a block, ms  route (-?[\d.]+), dispatch", printed)
+    assert float(said) == pytest.approx(summary["phases_ms"]["route"], abs=6e-3)
     assert f"speed                  {summary['tokens_per_second']:.0f} tokens/s; no MFU" in printed
 
 

@@ -247,18 +247,21 @@ class Writer:
 
 def test_watching_a_run():
     """Run: both loggers get what the block counted."""
-    step, board, weights, program = snippets("observability.md")
+    step, board, weights, bytes_sent, program = snippets("observability.md")
     config = expertmesh.flax_moe.MoEConfig(**SMALL, aux_loss_coeff=1e-2)
     params = expertmesh.flax_moe.init_params(jax.random.key(0), 256, config)
     given = dict(config=config, params=params, x=normal(4, 8, 256), jnp=jnp, np=np)
     space = run(step, "observability.md", **given)
     assert space["counts"].sum() == 64 and "tokens_per_expert" not in space["metrics"]
-    named = {name: space[name] for name in ("metrics", "counts")} | {"number": 1, "np": np}
+    named = {name: space[name] for name in ("metrics", "counts")} | {"number": 1}
     writer, wandb = Writer(), Writer()
-    run(board, "observability.md", writer=writer, **named)
-    run(weights, "observability.md", wandb=wandb, **named)
+    run(board, "observability.md", writer=writer, np=np, **named)
+    run(weights, "observability.md", wandb=wandb, np=np, **named)
     assert writer.seen.keys() == wandb.seen.keys() >= {"moe/load", "moe/load_imbalance"}
     assert writer.seen["moe/load"].sum() == pytest.approx(1)
+    exchange_bytes = expertmesh.flax_moe.exchange_bytes
+    sent = run(bytes_sent, "observability.md", exchange_bytes=exchange_bytes, **named, **given)
+    assert sent["metrics"]["exchange_bytes/dispatch"] == 3 * 32 * 256 * 2
     collectives = importlib.import_module("expertmesh.core.hlo").collectives
     run(program, "observability.md", step=space["step"], collectives=collectives, **given)
 

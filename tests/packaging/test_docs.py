@@ -305,6 +305,15 @@ def test_what_follows_code_at_once_is_parted_from_it(docstrings):
     assert docstrings.inline("`a`s and ``b``.", {}) == "``a``\\ s and ``b``."
 
 
+def test_a_function_shows_the_formulas_of_its_module(docstrings):
+    module = "Summary.\n\n    y = x w\n\nDimension key: x."
+    lines = ["Multiplies, by the module's formulas.", "", "Args:", "  x: x."]
+    found = docstrings.with_formulas(lines, module)
+    assert found == [lines[0], "", "    y = x w", "", "Dimension key: x.", *lines[1:]]
+    assert docstrings.with_formulas(["Multiplies."], module) == ["Multiplies."]
+    assert docstrings.with_formulas(lines, None) == lines
+
+
 def test_a_page_gets_what_it_lacks_once():
     accessible = load_script(ROOT / "docs/accessible.py").accessible
     page = '<p role="heading">x</p><pre>y</pre><div class="table-wrapper wide"><dl>\n<dd>a</dd></dl><dl><dt>'
@@ -345,3 +354,12 @@ def test_a_search_finds_pages_with_all_words():
     )
     index["titleterms"] = {"fp8": [2]}
     assert checker.found_by("FP8", index) == {"c"}
+
+
+def test_the_walks_are_those_that_a_browser_does():
+    """The words that are searched for, the page that is clicked, and what the browser waits for there."""
+    program, page = (ROOT / f"docs/{name}" for name in ("check_pages.mjs", "dev/walks.md"))
+    words = re.findall(r'words: "([^"]+)"', program.read_text())
+    assert words == re.findall(r"search for `([^`]+)`", page.read_text()) and len(words) == 3
+    assert "python examples/maxtext_mixtral.py" in (ROOT / "docs/maxtext.md").read_text()
+    assert "python examples/fp8_for_your_shape.py" in (ROOT / "docs/performance.md").read_text()

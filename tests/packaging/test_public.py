@@ -26,9 +26,9 @@ PUBLIC = {
         combine copy_experts dispatch dispatch_weights find_overflow is_supported
         least_rows_of_a_copy plan_copies prepare raise_overflow raise_stall recv_capacity wait_for""",
     "expertmesh.flax_moe": """CHECKPOINT_NAMES LoRA LogicalAxes MoEConfig MoEOutput NativeMoEBlock REMAT_POLICIES
-        checkpoint hf init_lora init_params init_quant_state is_supported linen lora_shapes lora_specs merge_lora
-        merge_wi moe native_moe nnx param_shapes param_specs peft permute_experts place_experts quantize_weights
-        split_wi stages upcycle with_lora""",
+        checkpoint exchange_bytes hf init_lora init_params init_quant_state is_supported linen lora_shapes lora_specs
+        merge_lora merge_wi moe native_moe nnx param_shapes param_specs peft permute_experts place_experts
+        quantize_weights split_wi stages upcycle with_lora""",
     "expertmesh.convert": "main",
     "expertmesh.train": "main",
     "expertmesh.report": "main",

@@ -39,6 +39,16 @@ def folder(tmp_path):
     return run
 
 
+@pytest.fixture
+def finished(folder):
+    summary = {
+        "exchange_bytes": {"dispatch": 3_000_000, "backward_combine": 12_500_000},
+        "phases_ms": {"route": 0.25, "experts": 7.125},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
 class Reader(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
@@ -73,6 +83,23 @@ def test_the_page_stands_alone(folder):
     titles = ["Loss", "Expert load", "Router entropy", "Imbalance", "Dropped choices", "Speed"]
     assert all(f"<h2>{title}</h2>" in text for title in titles)
     assert "model.experts" in text
+
+
+def test_a_finished_run_has_phases_and_bytes(finished):
+    text = page(read(finished))
+    for title in ("Phases", "Exchanges"):
+        assert f"<h2>{title}</h2>" in text
+    assert "phases_ms.experts</th><td>7.125<" in text
+    assert "exchange_bytes.backward_combine</th><td>12500000<" in text
+    assert read(finished).phases["experts"] == 7.125
+
+
+def test_one_device_sends_nothing_and_without_the_option_there_are_no_phases(folder):
+    (folder / "summary.json").write_text(
+        json.dumps({"exchange_bytes": {"dispatch": 0, "combine": 0}, "phases_ms": {}})
+    )
+    text = page(read(folder))
+    assert "<h2>Phases</h2>" not in text and "<h2>Exchanges</h2>" not in text
 
 
 def test_the_command_writes_the_page(folder, capsys):

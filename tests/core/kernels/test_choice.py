@@ -79,7 +79,7 @@ def test_more_rows_than_the_kernel_of_weight_gradients_counts():
 
 @pytest.mark.parametrize("case, num_rows, K, N, groups", measured("grouped_gemm"))
 def test_measured_grouped_gemms(case, num_rows, K, N, groups):
-    """Triton's kernel where the contraction is long, else the one in CUDA C++, as docs/dev/performance-log.md says."""
+    """Triton's kernel where the contraction is long, else the one in CUDA C++, as docs/dev/kernels.md says."""
     if "wgrad" in case:
         config = plain.choose_weights(plain.Weights(num_rows, (K, N), groups, BF16, H200))
         assert (config.kernel, config.tiles) == ("cuda", plain.WEIGHTS_HOPPER)

@@ -1,4 +1,4 @@
-"""What every config of the library is besides its fields: a value that JSON can hold.
+"""The base of every config of the library: a value that JSON can hold.
 
 type(config).from_dict(config.to_dict()) == config
 """

@@ -30,9 +30,9 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     """Whether a feature of core can be used on a device, and why not.
 
     Args:
-      feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs; a name of
-        `expertmesh.core.RECIPES`: GEMMs that multiply its operands as they are. Where that is not so the recipe runs
-        emulated: the operands are dequantized inside the GEMM, to the same numbers.
+      feature: "reference", the pure-JAX ops, which run everywhere; "triton", Triton kernels on NVIDIA GPUs; or a name
+        of `expertmesh.core.RECIPES`: GEMMs that multiply its operands natively. Otherwise the recipe runs emulated:
+        GEMMs dequantize the operands, to the same numbers.
       device: None for the default device.
 
     Returns:

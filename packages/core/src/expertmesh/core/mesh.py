@@ -112,7 +112,7 @@ class MeshResource:
         return make_entry(self.axes(role))
 
     def with_participants(self, axes: tuple[str, ...]) -> "MeshResource":
-        """This resource, with participants over `axes`, major first: those of an exchange whose sequences are split."""
+        """This resource with participants over `axes`, major first, for an exchange whose sequences are split."""
         roles = {f.name: getattr(self, f.name) for f in dataclasses.fields(MeshResource)}
         return _WithParticipants(**roles, participants=axes)
 
@@ -135,7 +135,7 @@ class _WithParticipants(MeshResource):
 
 @contextlib.contextmanager
 def global_shard_guard(resource: Any) -> Iterator[MeshResource | None]:
-    """Makes `resource` (ours, Transformer Engine's, or None) the one in context; restores the former on exit."""
+    """Puts `resource` (ours, Transformer Engine's, or None) in context; restores the previous one on exit."""
     resource = None if resource is None else MeshResource.of(resource)
     with _context(resource):
         yield resource

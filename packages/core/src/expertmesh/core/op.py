@@ -1,4 +1,4 @@
-"""Op: one operation, with everything that JAX needs to know of it derived from a reference and a sharding rule.
+"""Op: one operation. Everything that JAX needs to know about it follows from a reference and a sharding rule.
 
 This is the only module that knows mesh axis types, `shard_map` and `custom_partitioning`. How a call runs:
 
@@ -85,8 +85,7 @@ class Kernel:
         rounding of sums, but for padding rows, which are undefined (`ops/groups.py`).
       unsupported: `unsupported(*operand_types, **options) -> str | None`: why these operands can't be taken.
       unsupported_here: `unsupported_here() -> str | None`: why this installation can't run it, and the remedy.
-      takes: `takes(*operands) -> bool`: whether it is for operands of these types; for others it does not exist. None:
-        for all.
+      takes: `takes(*operands) -> bool`: whether the kernel is for operands of these types. None: for all.
     """
 
     name: str
@@ -138,10 +137,11 @@ class Op:
       roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
       parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
         in its spec decide before the first operand's.
-      plan: `plan(Query) -> Plan` where the rule alone does not say how to partition.
-      kernels: faster implementations; those of one name are for operands of different types.
-      results_like: `results_like(*operands, **options) -> tuple of pytrees`, None for one that is absent, of the
-        structure and the ranks of what the reference returns; a kernel returns their leaves. None: all are arrays.
+      plan: `plan(Query) -> Plan`, needed if the rule alone does not say how to partition.
+      kernels: faster implementations. Kernels that share a name are for operands of different types.
+      results_like: `results_like(*operands, **options) -> tuple of pytrees` with the structure and the ranks of the
+        reference's results, None for a result that is absent. A kernel returns the leaves. None: all results are
+        arrays.
     """
 
     name: str

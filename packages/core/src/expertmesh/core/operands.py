@@ -1,4 +1,4 @@
-"""What public functions demand of operands, results and options: arrays of one kind of numbers; masks; ids; counts."""
+"""Checks of operands, results and options of public functions: arrays of one kind of numbers, masks, ids, counts."""
 
 import dataclasses
 from typing import Any

@@ -48,15 +48,15 @@ def differentiable[Out](
 
     Args:
       fwd: `fwd(*operands, **options) -> (out, residuals)`.
-      bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`; None where there is none
-        (integer operands, absent operands, pytrees of integers), also for a part of an operand that is a pytree.
+      bwd: `bwd(residuals, cotangent, **options) -> one cotangent per operand`. None stands for no cotangent: of
+        integers, of an absent operand, or of a part of a pytree.
       value: `value(*operands, **options) -> out`, where no derivative is asked for; None: `fwd` without its residuals.
 
     Returns:
       `f(*operands, **options) -> out`. Operands are arrays, pytrees of arrays or None; options are hashable and
-      keyword-only. A repeated call with equal types and options is not traced again. Cotangents are cast to the
-      primal's dtype and, over Explicit mesh axes, resharded to the primal's spec. Both rules run under the MeshResource
-      that is in context at the call. Not differentiable twice: a NotImplementedError names the op.
+      keyword-only. A repeated call with equal types and options is not traced again. Cotangents are cast to the dtype
+      of their primal and, over Explicit mesh axes, resharded to its spec. Both rules run under the MeshResource that is
+      in context at the call. A second derivative is a NotImplementedError that names the op.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))

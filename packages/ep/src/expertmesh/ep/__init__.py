@@ -1,4 +1,4 @@
-"""Expert parallelism: moves tokens to the devices that hold their experts, and back."""
+"""Expert parallelism: moves tokens to the devices that hold their experts, and the results back."""
 
 __version__ = "0.1.0"
 

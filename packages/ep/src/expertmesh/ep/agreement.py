@@ -1,4 +1,4 @@
-"""Whether the processes of a job are all there, and mean the same exchange: asked on hosts, where devices only wait."""
+"""Checks on the hosts that all processes of a job are there and run the same exchange; devices would only wait."""
 
 import json
 import socket
@@ -18,14 +18,16 @@ _PHASE = "phase"
 
 
 def wait_for[T](results: T, *, phase: str, timeout: float = 60.0) -> T:
-    """Waits for what a jitted call returned, and says which processes it waits for in vain. Call it outside jit.
+    """Waits for the results of a jitted call; if they do not come, says which processes are behind. Call it outside
+    jit.
 
-    Devices that exchange wait for each other, in XLA's collectives without end: a process that is gone, or hangs in its
-    input, hangs all. Here each process says in which phase it is; where devices do not answer, it says who is behind.
+    Devices that exchange wait for each other, in XLA's collectives without end: one process that is gone, or hangs in
+    its input, hangs all. Each process records its phase here. If its devices do not answer, the call compares phases
+    and names the processes that are behind.
 
     Args:
       results: a pytree of arrays.
-      phase: what this is the result of, the same words in all processes, such as f"step {n}".
+      phase: a name for these results, the same in all processes, such as f"step {n}".
       timeout: seconds.
 
     Returns:

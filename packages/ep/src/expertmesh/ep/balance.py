@@ -8,9 +8,9 @@ as one over experts, and so is a grouped GEMM with the weights of `copy_experts`
 
 Choices of an expert are numbered over the EP group by rank, token, k; copies of an expert are in order of their slots.
 
-Where tokens are split over other axes too, so that there are several EP groups, all groups hold the same copies, those
-of their summed counts, as the weights' other dimensions may be split over the groups. Each group then sends a copy the
-share of its own choices that the plan sends of all; it is level as far as the groups' choices are alike.
+If tokens are split over other axes too, there are several EP groups. All groups hold the same copies, planned from
+their summed counts, since the weights' other dimensions may be split over the groups. Each group sends a copy the same
+share of its own choices as the plan sends of all choices. Groups are level as far as their choices are alike.
 
 Dimension key: E experts, R ranks, e = E / R, S spare slots of a rank, T tokens of this rank, K choices per token, N = R
 S copies.
@@ -50,8 +50,8 @@ class Copies:
     """What the spare slots hold.
 
     Attributes:
-      expert: int32[R, S], the expert that each holds a copy of, -1 for none. The same on all devices; inside your own
-        `shard_map` on those of an EP group.
+      expert: int32[R, S], the expert that each slot holds a copy of, -1 for none. The same on all devices; inside your
+        own `shard_map`, on the devices of one EP group.
       axis: the EP axes (static).
       transport: the config's (static).
     """
@@ -65,9 +65,9 @@ class Balanced(NamedTuple):
     """Choices of slots.
 
     Attributes:
-      topk_idx: int32[..., K], slots in place of experts, -1 for what is not routed. For `prepare`.
+      topk_idx: int32[..., K], for `prepare`: slots in place of experts, -1 for a choice that is not routed.
       copies: for `copy_experts`.
-      config: of the exchange: for `prepare`.
+      config: of the exchange over slots, for `prepare`.
     """
 
     topk_idx: jax.Array
@@ -83,7 +83,8 @@ def balance(
     least_rows: int = 0,
     capacity_factor: float = 1.0,
 ) -> Balanced:
-    """Spreads the choices of each expert over its own rank and copies on others, so that ranks get equally many.
+    """Spreads the choices of each expert over its own rank and copies on other ranks, so that all ranks get equally
+    many rows.
 
     Args:
       topk_idx: int[..., K] expert ids, as for `prepare`.
@@ -93,9 +94,9 @@ def balance(
       capacity_factor: how many times its share of the choices a rank can receive, if `config.capacity` is None.
 
     Returns:
-      Balanced. Its config is the given one for E + R S slots, with a capacity of `ceil(capacity_factor T K) +
-      least_rows` rows and what aligns each slot's, T tokens of a participant: what the copies cannot level is dropped,
-      or an error, as by any capacity. In an EP group of one rank nothing changes.
+      Balanced. Its config is the given one for E + R S slots. The capacity is `ceil(capacity_factor T K) + least_rows`
+      rows for the T tokens of a participant, and the padding that aligns the slots. Rows that copies cannot level are
+      dropped, or an error, as with any capacity. In an EP group of one rank nothing changes.
 
     Raises:
       ValueError: what `prepare` refuses, or a `capacity_factor` below 1.
@@ -140,15 +141,15 @@ def copy_experts(
       weight: [E, ...], any dtype of whole bytes; differentiable if floating, of 16 bits or more. E is split over the EP
         axes, other dimensions over any axes.
       copies: of `balance`.
-      dtype: what copies are rounded to on the way, such as the dtype that is computed in. None: the weight's.
+      dtype: in which copies travel, such as that of the GEMMs; None: that of the weight.
       spec: where the weight is over Auto axes under a MeshResource.
 
     Returns:
       [E + R S, ...] in the dtype of the weight, split as it is; zeros in a slot that holds nothing. The cotangent of an
-      expert is its own slot's and then its copies', in order of ranks, added in float32 (float64 of float64).
+      expert is the sum of its own slot's and its copies', in order of ranks, in float32 (in float64 if it is float64).
 
-    Costs an exchange of one block of min(e, S) weights for each pair of ranks, and in the backward of their cotangents
-    in float32, whatever the plan is; under the transport "ragged" of the copies that there are.
+    Costs an exchange of one block of min(e, S) weights for each pair of ranks, whatever the plan is. Under the
+    transport "ragged" it moves existing copies only. The backward exchanges their cotangents in float32.
     """
     if not copies.axis or not copies.expert.shape[1]:
         return weight

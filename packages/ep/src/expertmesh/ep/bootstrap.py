@@ -26,7 +26,7 @@ __all__ = ["EpGroup", "bootstrap"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpGroup:
-    """What `bootstrap` found. For reading and logs: nothing takes it as an argument.
+    """What `bootstrap` found, to read and to log.
 
     Attributes:
       ep_size: R, ranks of an EP group.
@@ -34,8 +34,8 @@ class EpGroup:
       tokens_per_rank: T.
       experts_per_rank: e.
       capacity: C.
-      max_rows: the rows that a participant can be sent at most, each choice of its group being its.
-      transport: the one that `config.transport` stands for.
+      max_rows: the most rows that a participant can be sent: all choices of its group.
+      transport: the one in use; with "auto", its choice.
     """
 
     ep_size: int
@@ -56,9 +56,9 @@ def bootstrap(
 ) -> EpGroup:
     """Checks the sizes of an exchange, runs one, and compares what comes back. Optional: nothing depends on it.
 
-    Opens the communicators, so that the first step need not, and finds wrong sizes, a missing axis and a transport that
-    does not work here. Call it before training, outside jit, on every process, under the MeshResource if there is one.
-    It keeps nothing: any number of configs and meshes may be used in turn, and it may be called again.
+    It opens the communicators, so that the first step need not, and finds wrong sizes, a missing axis and a transport
+    that does not work here. Call it before training, outside jit, on every process, under the MeshResource if there is
+    one. It keeps nothing: call it for any number of configs and meshes.
 
     Args:
       config: EpConfig.

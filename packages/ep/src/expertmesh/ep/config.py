@@ -23,20 +23,20 @@ class EpConfig(Config):
         shapes, which never drops a row as long as each token's experts are different.
       alignment: each expert's rows are padded to a multiple of it, a power of two; 1 means no padding.
       transport: one of the table in docs/expert-parallelism.md, such as "ring" or "nvlink", or "nvlink:48", the same on
-        at most 48 SMs, or "two_level:nvlink", between hosts and then "nvlink" inside them. "auto" is "two_level" where
-        the first of several EP axes goes over hosts and the others stay inside one, "nvlink" where all GPUs of the job
-        are known to reach each other over NVLink and its kernels can be compiled, else the one of "local", "ring" and
-        "all_to_all" that moves the fewest bytes.
+        at most 48 SMs, or "two_level:nvlink", between hosts and then "nvlink" inside them. "auto" takes "two_level" if
+        the first of several EP axes goes over hosts and the others stay inside one. It takes "nvlink" if all GPUs of
+        the job are known to reach each other over NVLink and its kernels can be compiled. Otherwise it takes the one of
+        "local", "ring" and "all_to_all" that moves the fewest bytes.
       axis: mesh axis (or tuple of axes, major first) of the EP group. None: `ep_resource` of the MeshResource in
         context, which must name one; without a MeshResource no expert parallelism. (): no expert parallelism.
-      overflow: what rows at positions >= capacity mean. Either way they are dropped, counted and contribute 0, and the
-        program runs on. "drop": that is accepted. "error": `raise_overflow`, called outside jit, raises; and a capacity
-        below the tokens of one participant is refused at once.
-      debug: checks what only values show (ids >= num_experts), if the program is run by
-        `jax.experimental.checkify.checkify`. Off by default: such a check is an effect; `flax.linen.scan` refuses it.
-      num_groups, group_topk: of the router (`expertmesh.core.RouterConfig`): a token's experts are in at most
-        `group_topk` of `num_groups` equal groups, so that it is sent to fewer hosts; None: in any. "two_level" makes
-        its first blocks as large as that. Choices that break it are exchanged all the same, in more rounds.
+      overflow: "drop" or "error". Rows at positions >= capacity are dropped, counted and contribute 0, and the program
+        runs on, either way. Under "error" `raise_overflow`, called outside jit, raises then, and a capacity below the
+        tokens of one participant is refused at once.
+      debug: checks values (ids >= num_experts) if the program runs under `jax.experimental.checkify.checkify`. Off by
+        default: such a check is an effect, which `flax.linen.scan` refuses.
+      num_groups, group_topk: those of the router (`expertmesh.core.RouterConfig`). A token's experts are in at most
+        `group_topk` of `num_groups` equal groups, so it is sent to fewer hosts; None: no groups. "two_level" sizes its
+        first blocks by them. Choices that break the rule are exchanged all the same, in more rounds.
 
     Raises:
       ValueError, TypeError: a field that breaks its rule.

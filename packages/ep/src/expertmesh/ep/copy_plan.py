@@ -8,11 +8,11 @@ experts x, to a rank q that has a free slot; `room` is what a rank has below the
     begin      the largest room of a q with two free slots       moves max(give, room / free slots), no more than x has
     fill       the smallest room of a q                          moves room, no more than x has
 
-Where more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there
-are at most R S of them. The mean load is not always reachable, and no choice of x is always the better one: all steps
-are run for each of `LEVELS` targets between the mean and the fullest rank's load, denser at the mean, once with x the
-rank's largest expert and once the smallest that has the excess, if one has. The plan whose fullest rank has the least
-is taken. It is the same wherever it is made.
+If more than `give` moves, the sender is below the target afterwards, and receives. Each step takes a slot, so there are
+at most R S steps. The mean load is not always reachable, and no choice of x is always the best. So all steps run for
+each of `LEVELS` targets between the mean and the fullest rank's load, denser near the mean: once with x as the rank's
+largest expert, and once as the smallest that has the excess, if one has. The plan whose fullest rank has the fewest
+rows wins. Every device makes the same plan.
 
 Dimension key: E experts, R ranks, e = E / R experts of a rank, S spare slots of a rank, L = 2 LEVELS plans.
 """
@@ -37,7 +37,8 @@ class CopyPlan(NamedTuple):
 
     Attributes:
       expert: int32[R, S], the expert that each spare slot holds a copy of, -1 for none; no rank holds one twice.
-      rows: int32[R, S], how many of the expert's rows the copy takes; the others are its own rank's, or other copies'.
+      rows: int32[R, S], how many of the expert's rows the copy takes. The expert's own rank and other copies take the
+        rest.
       load: int32[R], the rows of each rank.
     """
 
@@ -49,14 +50,14 @@ class CopyPlan(NamedTuple):
 def plan_copies(
     tokens_per_expert: jax.Array, *, num_ranks: int, num_spare: int, least_rows: int = 0
 ) -> CopyPlan:
-    """Levels the ranks' rows by copies of experts; see the top of this module for the law.
+    """Levels the ranks' rows by copies of experts, by the module's steps.
 
     Args:
       tokens_per_expert: integers [E], the rows of each expert, over all ranks, 2^31 - 1 of them at most.
       num_ranks: R; rank r holds experts [r * E / R, (r + 1) * E / R).
       num_spare: S, spare slots of each rank.
-      least_rows: a copy takes more rows than this, and a rank that is no further above the target gives none; see
-        `least_rows_of_a_copy`.
+      least_rows: each copy takes more rows than this, and a rank that is no further above the target gives none away;
+        see `least_rows_of_a_copy`.
 
     Returns:
       CopyPlan. On one device: inside your own `shard_map` each device makes the same of the same counts.
@@ -94,11 +95,12 @@ def best_of(plans: CopyPlan) -> CopyPlan:
 
 
 def least_rows_of_a_copy(*, flops_per_second: float, bytes_per_second: float) -> int:
-    """The rows from which on a copy saves more time than it costs, in training: flops_per_second / bytes_per_second.
+    """The number of rows above which a copy saves more time than it costs in training: flops_per_second /
+    bytes_per_second.
 
-    A row of an expert of n weights costs 6 n floating-point operations, in forward and backward. A copy of them costs 6
-    n bytes: n of 16 bits there, n of 32 bits for their gradient back. n cancels out. The model leaves out that other
-    work may hide either, and counts bytes of the copy alone: those of a transport that sends a copy to who needs it.
+    A row of an expert of n weights costs 6 n floating-point operations in forward and backward. A copy costs 6 n bytes:
+    n numbers of 16 bits one way, n of 32 bits for the gradient back. n cancels out. The model counts the bytes of a
+    transport that sends a copy only to the rank that needs it, and leaves out that other work may hide either.
 
     Args:
       flops_per_second: of a GPU's grouped GEMMs.

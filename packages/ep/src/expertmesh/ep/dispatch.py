@@ -314,8 +314,8 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
 
     Returns:
       [P, C, D] in the tokens' dtype, sharded over (outer..., EP) and as D was. Padding rows are exactly 0. The
-      cotangent of tokens is `combine` of the rows' cotangent. Of a QuantizedArray the QuantizedArray that quantizing
-      the rows would give, bit for bit.
+      cotangent of tokens is `combine` of the rows' cotangent. For a QuantizedArray the result is, bit for bit, the
+      QuantizedArray that quantizing the rows would give.
 
     Raises:
       TypeError: any other dtype.
@@ -360,9 +360,9 @@ def combine(
       handle: from `prepare`.
       rows: float[P, C, D], such as the experts' outputs times `dispatch_weights`. Padding rows are never read.
       transport: overrides the config's.
-      wire_format: 8 bits with blocks inside a token, or the name of a floating dtype: what each rank has added up for a
-        token is quantized or rounded so, and added to the other ranks' in float32 where it arrives. Not differentiable.
-        None: it travels in float32 (in the rows' dtype where K is 1, for "all_to_all" and "ragged").
+      wire_format: an 8-bit format with blocks inside a token, or the name of a floating dtype, in which each rank's sum
+        for a token travels. Sums are added in float32 where they arrive. Not differentiable. None: sums travel in
+        float32 (in the rows' dtype if K is 1, for "all_to_all" and "ragged").
 
     Returns:
       [..., D] in the rows' dtype, summed in float32; 0 for a token without rows. The cotangent of rows is `dispatch`

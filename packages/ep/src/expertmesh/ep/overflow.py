@@ -54,7 +54,7 @@ _find = Op("ep_overflow", _reference, "p, p -> (), (), ()", whole=("p",))
 
 
 def find_overflow(handle: Handle) -> Overflow:
-    """Sums up what an exchange dropped, over all participants of all EP groups.
+    """Counts what an exchange dropped, over all participants of all EP groups.
 
     Args:
       handle: from `prepare`.

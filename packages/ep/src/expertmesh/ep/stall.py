@@ -10,13 +10,13 @@ _WAITED_FOR = {1: "to read what was sent two exchanges earlier", 2: "to send its
 def raise_stall() -> None:
     """Raises if an exchange by "nvlink" timed out waiting for a rank. Call it outside jit, when a step is ready.
 
-    A wait that takes longer than 60 s ends: its exchange's rows from that rank, or tokens with such rows, are NaN (all
-    bits 1 in rows that are not floating), and the program runs on. Each process notes the waits of its own devices.
-    Ranks that were late and not gone can go on as if nothing had been.
+    A wait that takes longer than 60 s ends. The rows of that exchange from that rank, and tokens with such rows, are
+    then NaN (all bits 1 in rows that are not floating), and the program runs on. Each process records the waits of its
+    own devices. A rank that was only late takes part in the next exchange as usual.
 
     Raises:
-      RuntimeError: since the last call, or the start; names the rank that waited, the one that it waited for, and the
-        number of the exchange. One stall per call.
+      RuntimeError: a wait timed out since the last call, or since the start. Names the rank that waited, the rank that
+        it waited for, and the number of the exchange; one stall per call.
 
     Costs nothing; waits for nothing.
     """

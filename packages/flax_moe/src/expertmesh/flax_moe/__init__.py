@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from expertmesh.flax_moe import checkpoint, hf, linen, nnx, peft, stages
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
+from expertmesh.flax_moe.exchange_bytes import exchange_bytes
 from expertmesh.flax_moe.lora import (
     LoRA,
     init_lora,
@@ -37,6 +38,7 @@ __all__ = [
     "NativeMoEBlock",
     "REMAT_POLICIES",
     "checkpoint",
+    "exchange_bytes",
     "hf",
     "init_lora",
     "init_params",

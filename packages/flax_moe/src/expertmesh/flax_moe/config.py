@@ -45,36 +45,36 @@ class MoEConfig(Config):
       num_experts: E, over all devices.
       top_k: K, choices per token.
       expert_dim: F, width of an expert's hidden layer.
-      activation: the name of the function of a gated activation, one of `expertmesh.core.ACTIVATIONS`, or an
-        `expertmesh.core.Activation`: without a gate, clamped, with an offset. One that is only a name is kept as that.
-      separate_wi: whether the gate and up projections are parameters of their own, `wi_0` and `wi_1` [E, D, F] in place
-        of `wi`, in the trees of `init_params`, `param_shapes`, `param_specs` and the modules; biases and shared experts
-        likewise. The block takes either tree, whatever this says; see `split_wi`.
+      activation: the name of a gated activation's function, one of `expertmesh.core.ACTIVATIONS`, or an
+        `expertmesh.core.Activation`, which can lack the gate, clamp or add an offset. A name is kept as a name.
+      separate_wi: whether the gate and up projections are two parameters, `wi_0` and `wi_1` [E, D, F], in place of
+        `wi`, in the trees of `init_params`, `param_shapes`, `param_specs` and the modules; biases and shared experts
+        likewise. The block takes either tree, whatever this option says; see `split_wi`.
       use_bias: whether there are the biases `wi_bias` and `wo_bias`; a tree that has them needs no `use_bias`.
-      shared_expert_dim: width of a dense feed-forward that every token takes and that is added to the experts' sum,
-        n shared experts of width f being one of n f; None: there is none.
-      shared_expert_gate: whether there is a `shared_gate` [D] and the shared experts' part is
-        sigmoid(x . shared_gate) shared(x), as in Qwen2-MoE and Qwen3-Next; else it is shared(x).
-      latent_dim: L, the width at which the experts work, with `latent_down` [D, L] before the dispatch and `latent_up`
-        [L, D] after the combine, so that what is sent between devices is of width L; `wi` is then [E, L, 2, F] and `wo`
-        [E, F, L]. The router, shared and null experts see x. None: they work on x.
-      num_null_experts: Z, experts without weights that the router chooses among too, the last of its E + Z, as in
-        LongCat-Flash: a choice of one of them sends no row. The gate, `expert_bias`, counts, entropy, groups and both
-        losses are of all E + Z, so that the balance loss is smallest where null experts have their share of choices.
+      shared_expert_dim: width of a dense feed-forward that every token passes; its result is added to the experts' sum.
+        n shared experts of width f are one of width n f. None: there is none.
+      shared_expert_gate: whether there is a `shared_gate` [D]. The shared experts then add sigmoid(x . shared_gate)
+        shared(x), as in Qwen2-MoE and Qwen3-Next; otherwise they add shared(x).
+      latent_dim: L, the width at which the experts work. `latent_down` [D, L] precedes the dispatch and `latent_up` [L,
+        D] follows the combine, so rows of width L travel between devices. `wi` is then [E, L, 2, F] and `wo` [E, F, L].
+        The router, shared and null experts see x. None: experts work on x.
+      num_null_experts: Z, experts without weights, as in LongCat-Flash. They are the last of the E + Z that the router
+        chooses among, and a choice of one sends no row. The gate, `expert_bias`, counts, entropy, groups and both
+        losses cover all E + Z, so the balance loss is smallest if null experts get their share of choices.
         `capacity_factor` counts as if every choice were sent.
-      null_experts: what one of them adds to y: "zero" nothing, "identity" w x, w being its weight.
-      weigh_inputs: whether the routing weight w multiplies what an expert is given, y = E(w x), as in Llama-4, and not
-        what it returns, y = w E(x). Only for top_k = 1.
-      use_gate: whether there is a `gate_kernel`. Without one the router is outside: `moe` is given `logits`, or choices
+      null_experts: what a null expert adds to y: "zero" adds nothing, "identity" adds w x, w being its weight.
+      weigh_inputs: whether the routing weight w multiplies the expert's input, y = E(w x), as in Llama-4, and not its
+        output, y = w E(x). Only for top_k = 1.
+      use_gate: whether there is a `gate_kernel`. Without one the router is outside: pass `logits` to `moe`, or choices
         and their weights. A tree without a gate needs no `use_gate=False`.
       use_gate_bias: whether there is a `gate_bias` [E] and the logits are x @ gate_kernel + gate_bias, as in gpt-oss; a
         tree that has it needs no `use_gate_bias`.
-      use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained: the modules
-        hold it, and `moe` takes it.
+      use_expert_bias: whether there is an `expert_bias` [E], which steers the choice and is never trained. The modules
+        hold it; you pass it to `moe`.
       aux_loss_coeff: coefficient of the load-balancing loss; 0 leaves it out.
       aux_loss_per_sequence: balance each sequence, the last dimension of tokens, by itself.
-      aux_loss_counts: which choices the load-balancing loss counts: "chosen" those that are made, by bias, groups and
-        replay; "unbiased" each token's top_k by its scores alone, as in DeepSeek-V3 (arXiv:2412.19437, eq. 18),
+      aux_loss_counts: which choices the load-balancing loss counts. "chosen": those that are made, by bias, groups and
+        replay. "unbiased": each token's top_k by its scores alone, as in DeepSeek-V3 (arXiv:2412.19437, eq. 18),
         Megatron and MaxText.
       z_loss_coeff: coefficient of the router z-loss; 0 leaves it out.
       dtype: of the experts' computation and of what is sent between devices: bfloat16, float16 or float32. The router
@@ -83,33 +83,36 @@ class MoEConfig(Config):
       recipe: how the GEMMs of experts and shared experts are quantized: whatever `expertmesh.core.as_recipe` takes,
         kept as that recipe. None: the one of `expertmesh.core.autocast` around the call of `moe`, if there is one. The
         router is never quantized.
-      quantize_backward_combine: the gradients of the dispatched tokens travel in the 8-bit format of the recipe's
-        gradients too, as each device's sums, and not in `dtype`. For a recipe under which tokens are dispatched in 8
-        bits, and for transports other than "ring", which adds on the way, in float32.
-      reduce_dtype: of the reduction of expert weights' gradients over devices, shared ones too: float32 (exact
-        but for the order), bfloat16 or float16 for half the bytes. Each of n devices' parts is then rounded, and each
-        of the n - 1 sums: the relative error of a sum is about 2^-9 sqrt(n) in bfloat16 and does not fall with the
-        number of tokens. float16 overflows above 65504. Other parameters' gradients are always added in float32.
-      num_chunks: exchange and compute the tokens in this many parts, one after the other: receive buffers for the
-        worst case are as much smaller. A part is every num_chunks-th token of each shard; it drops by itself.
-      remat: what each part keeps for its backward; one of `expertmesh.flax_moe.remat.REMAT_POLICIES`.
-      shard_exp_on_fsdp: fsdp splits the experts' weights along E, behind ep, and not along D: what is gathered, and the
-        gradients that are scattered, then lie in memory as they are sent, so that nothing copies them, and each
-        quantizer's block or expert is on one device. The name is MaxText's. fsdp times ep must divide E. Over Explicit
-        axes types say where arrays are; this one is then for `param_specs`.
+      quantize_backward_combine: whether the gradients of the dispatched tokens travel in the 8-bit format of the
+        recipe's gradients, as each device's sums, and not in `dtype`. Only for recipes under which tokens are
+        dispatched in 8 bits, and not for "ring", which adds on the way in float32.
+      reduce_dtype: dtype of the gradients' reduction over devices, for the weights of experts and shared experts:
+        float32 (exact but for the order), or bfloat16 or float16 for half the bytes. Each of n devices' parts is then
+        rounded, and each of the n - 1 sums: in bfloat16 the relative error of a sum is about 2^-9 sqrt(n), and it does
+        not fall with the number of tokens. float16 overflows above 65504. Other parameters' gradients are always added
+        in float32.
+      num_chunks: the number of parts in which tokens are exchanged and computed, one after the other. Receive buffers
+        for the worst case are as many times smaller. A part is every num_chunks-th token of each shard, with its own
+        capacity.
+      remat: what each part keeps for its backward: a name from `expertmesh.flax_moe.remat.REMAT_POLICIES`.
+      shard_exp_on_fsdp: whether fsdp splits the experts' weights along E, behind ep, and not along D (MaxText's name).
+        Weights that are gathered, and gradients that are scattered, then lie in memory as they are sent, so nothing
+        copies them, and each quantizer's block or expert is on one device. fsdp times ep must divide E. Over Explicit
+        axes the arrays' types say where they are; there the option matters to `param_specs` alone.
       score_function, use_pre_softmax, num_groups, group_topk, group_best, normalize, scaling_factor: see
         `expertmesh.core.RouterConfig`, the type of `router`.
       transport, overflow, debug: see `expertmesh.ep.EpConfig`, which `exchange` returns, with the router's groups.
-      alignment: EpConfig's, a multiple of what the recipe needs. None: that; `row_alignment` is the number.
+      alignment: that of EpConfig, a multiple of what the recipe needs; None: what the recipe needs. `row_alignment` is
+        the result.
       capacity_factor: None: no token is ever dropped, the receive buffer holds the worst case. A number f >= 1: the
         buffer holds f times the rows of balanced routing; what does not fit is dropped and counted.
-      num_spare_experts: S, spare slots of each rank of the EP group. Each call plans anew which experts are copied to
-        them, so that ranks compute equally many rows, and copies weights there and gradients back: see
-        `expertmesh.ep.balance`. The receive buffer then holds `capacity_factor` times a rank's share of the choices,
-        once if that is None, and what the copies cannot level is dropped and counted. 0: there are none. Not under
-        `shard_exp_on_fsdp` or a DelayedScaling, whose state is of the E experts.
-      least_rows_per_copy: a copy takes more rows than this, and buffers have as many rows more; for a number see
-        `expertmesh.ep.least_rows_of_a_copy`.
+      num_spare_experts: S, spare slots of each rank of the EP group; 0: none. Each call plans anew which experts are
+        copied to them, so that ranks compute equally many rows; it copies weights there and gradients back
+        (`expertmesh.ep.balance`). The receive buffer then holds `capacity_factor` times a rank's share of the choices
+        (once, if that is None). Rows that copies cannot level are dropped and counted. Not under `shard_exp_on_fsdp`,
+        nor under DelayedScaling, whose state is that of the E experts.
+      least_rows_per_copy: each copy takes more rows than this, and buffers are as many rows longer;
+        `expertmesh.ep.least_rows_of_a_copy` computes a number.
       ep_axis: mesh axis (or tuple of axes) that experts are sharded over; None: the MeshResource's `ep_resource` if
         there is one, else read from the types of the arrays.
 
@@ -193,7 +196,7 @@ class MoEConfig(Config):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """As of any config; an activation is a name or a dict of its fields, a recipe what `as_recipe` takes."""
+        """The config of a dict. An activation may be a name or a dict, a recipe anything that `as_recipe` takes."""
         activation = fields.get("activation") if isinstance(fields, Mapping) else None
         if isinstance(activation, Mapping):
             fields = {**fields, "activation": Activation.from_dict(activation)}
@@ -216,7 +219,7 @@ class MoEConfig(Config):
 
     @property
     def row_alignment(self) -> int:
-        """What rows of each expert are padded to: `alignment`, or if that is None what `recipe` needs.
+        """Each expert's rows are padded to a multiple of this: `alignment`, or if that is None what `recipe` needs.
 
         See `expertmesh.core.required_alignment`. Results do not depend on it.
         """
@@ -236,7 +239,7 @@ class MoEConfig(Config):
         return _part(EpConfig, self, axis=axis, capacity=capacity, alignment=alignment, **own)
 
     def under(self, recipe: Recipe | None) -> "MoEConfig":
-        """This config where `recipe` is in context: its own recipe comes first.
+        """This config with `recipe`, the one in context, if it has none of its own.
 
         Raises:
           ValueError: an alignment or option that the recipe does not take.
@@ -252,7 +255,7 @@ class MoEConfig(Config):
 
 
 class MoEOutput(NamedTuple):
-    """Result of a MoE block. Inside your own `shard_map`, every number is about the shard's tokens alone.
+    """The result of a MoE block. Inside your own `shard_map`, every number is about the shard's tokens alone.
 
     Attributes:
       y: [..., D] in the input's dtype.
@@ -263,7 +266,8 @@ class MoEOutput(NamedTuple):
       num_dropped: int32[], choices that did not fit the receive buffers, over all devices.
       entropy: float32[], in nats, of the router's scores; see `expertmesh.core.RouterStatistics`. None where there are
         no logits.
-      topk_idx: int32[..., K], the choices, by descending score, -1 for one that is not routed: record them to replay.
+      topk_idx: int32[..., K], the choices by descending score, -1 for a choice that is not routed. Record them to
+        replay the routing.
       overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
         above 1 its arrays are [n]. None otherwise.
       quant_state: the next call's `quant_state`; None unless the recipe is a DelayedScaling.
@@ -283,14 +287,14 @@ class MoEOutput(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """What to watch while training, as arrays that any logger takes; computed where it is read, traced or not.
 
-        Of an output whose arrays are stacked, such as a scan's over layers, each has the leading dimensions.
+        If the arrays of the output are stacked, as by a scan over layers, each metric has their leading dimensions.
 
         Returns:
           `tokens_per_expert` int32[E], and float32[]: `load_imbalance`, the most tokens of an expert over the mean (1
-          where all have as many); `load_entropy`, that of the experts' shares over log E (1 where all have as many, 0
-          where one has all); `dropped_fraction` of all choices; `aux_loss`; `z_loss`; and `router_entropy` in nats,
-          where there are logits. Without a choice the first two are 0. No communication: what they are made of is
-          replicated.
+          if all have as many); `load_entropy`, the entropy of the experts' shares over log E (1 if all have as many, 0
+          if one has all); `dropped_fraction` of all choices; `aux_loss`; `z_loss`; and `router_entropy` in nats, if
+          there are logits. Without a choice `load_imbalance` and `load_entropy` are 0. No communication: all of it is
+          replicated. Bytes of exchanges follow from shapes: `exchange_bytes`.
         """
         counts = self.tokens_per_expert.astype(jnp.float32)
         total = jnp.maximum(jnp.sum(counts, axis=-1), 1)

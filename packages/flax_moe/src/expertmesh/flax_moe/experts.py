@@ -87,9 +87,9 @@ class Dispatched(NamedTuple):
     Attributes:
       handle: of `expertmesh.ep.prepare`: which row is which token's.
       weights: float32[P, C], each row's routing weight.
-      rows: [P, C, D] in `config.dtype`, or where the experts read the tokens themselves (see `dispatch`) those, as
-        [1, T, D]. The gradient goes through them. Where `quantized` is given, nothing reads their values.
-      quantized: the rows in 8 bits, under a recipe whose scales are a token's own; else None. It has no derivative.
+      rows: [P, C, D] in `config.dtype`. If the experts read the tokens in place (see `dispatch`) these are the tokens,
+        [1, T, D]. The gradient goes through them. If `quantized` is given, nothing reads their values.
+      quantized: the rows in 8 bits, under a recipe with scales per token; else None. It has no derivative.
       num_dropped, overflow: as in `MoEOutput`.
       copies: which experts the spare slots hold, under `MoEConfig.num_spare_experts`; else None.
     """

@@ -1,7 +1,7 @@
 """Weights of models under Hugging Face's names, to and from the tree of `init_params`.
 
-`families.py` has a row for each model type: what stands for each parameter after `model.layers.{i}.` in a checkpoint,
-what in a model in memory, and what its config says of the block. For most of them, a row per expert e, [out, in]:
+`families.py` has a row for each model type: the name of each parameter after `model.layers.{i}.` in a checkpoint, its
+name in a model in memory, and what the config says about the block. Most models have one array [out, in] per expert e:
 
     | ours                 | mixtral: block_sparse_moe.   | others: mlp.                                          |
     | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                    |
@@ -91,8 +91,8 @@ def moe_config(hf_config: HfConfig, **options: Any) -> MoEConfig:
 
     Args:
       hf_config: the dict of `config.json`, or of a `transformers` config's `to_dict()`.
-      options: fields of MoEConfig that a model file does not decide, such as `dtype`, `recipe`, `aux_loss_coeff`; they
-        come before what it decides.
+      options: fields of MoEConfig that a model file does not decide, such as `dtype`, `recipe`, `aux_loss_coeff`. They
+        take precedence over the fields that it decides.
 
     Returns:
       MoEConfig with the router's semantics, by the laws of the model's row. Losses are left out: `router_aux_loss_coef`
@@ -132,7 +132,7 @@ def load_layer(
 
     Args:
       weights: name -> array of the whole model or of a part with this layer, as checkpoints name them or stacked. Only
-        what the layer needs is read, one expert after the other: a mapping that reads from files will do.
+        the layer's arrays are read, one expert after the other, so a mapping that reads from files will do.
       hf_config: see `moe_config`.
       layer: the decoder layer's number.
       dtype: of the parameters; None: each keeps its own, bfloat16 where it is stored in 8 bits.

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) of a block: frozen weights, and for each of its GEMMs two thin ones beside it.
+"""LoRA (arXiv:2106.09685) for a block: its weights are frozen, and each of its GEMMs gets two thin ones beside it.
 
     h = x W + (alpha / rank) (x A) B        A [in, rank], B [rank, out], of each expert and each projection by itself
 
@@ -70,12 +70,12 @@ class LoRA(Config):
     """Adapters of low rank. A hashable value and a pytree without leaves, as a MoEConfig.
 
     Attributes:
-      rank: r. On GPUs a multiple of 8: others have no kernel.
-      alpha: A B is times alpha / rank.
-      targets: the weights that have adapters, of `wi`, `wo`, `shared_wi`, `shared_wo`, `latent_down`, `latent_up`;
+      rank: r. Use a multiple of 8 on GPUs: other ranks have no kernel.
+      alpha: the adapter adds alpha / rank A B.
+      targets: the weights that get adapters, some of `wi`, `wo`, `shared_wi`, `shared_wo`, `latent_down`, `latent_up`;
         None: all of these that the block has.
-      init: of A: "uniform" in +-1 / sqrt(in), PEFT's default (Kaiming's with a slope of sqrt(5)), or "normal" with
-        deviation 1 / rank, its "gaussian". B is zeros.
+      init: how A is drawn: "uniform" in +-1 / sqrt(in), PEFT's default (Kaiming's with a slope of sqrt(5)), or "normal"
+        with deviation 1 / rank, PEFT's "gaussian". B starts as zeros.
       dtype: of A and B at rest: bfloat16, float16 or float32. The GEMMs are in `MoEConfig.dtype`.
 
     Raises:
@@ -144,7 +144,9 @@ def lora_shapes(
 def lora_specs(
     config: MoEConfig, lora: LoRA, resource: MeshResource | None = None
 ) -> dict[str, dict[str, PartitionSpec]]:
-    """Where each A and B lives at rest: as its weight by `param_specs`, each one side of it; r is never split."""
+    """Where each A and B lives at rest: A like the input side of its weight, B like the output side; r is never
+    split.
+    """
     specs = param_specs(_whole(config), resource)
     return {
         name: {
@@ -179,7 +181,7 @@ def init_lora(
 ) -> dict[str, dict[str, jax.Array]]:
     """Adapters {name: {"a", "b"}} of `lora_shapes` in `lora.dtype`: A drawn from `key`, B zeros.
 
-    So the block is at first what it is without them.
+    At first the block computes the same as without them.
 
     Args:
       key: a JAX PRNG key.
@@ -211,15 +213,15 @@ def with_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, Any]:
       lora: see LoRA.
 
     Returns:
-      The tree, an `expertmesh.core.Adapted` for each weight of a GEMM, also where it has no adapter. Router and biases
-      are as they were: they get a gradient if you ask for one.
+      The tree with an `expertmesh.core.Adapted` for each weight of a GEMM, with or without an adapter. Router and
+      biases are unchanged: they get a gradient if you ask for one.
 
     Raises:
       ValueError: an adapter of a weight that is not there, or of other shapes than `lora_shapes`.
       TypeError: params or an adapter that is no array.
 
-    Differentiable in the adapters, through `moe`, and in what is not frozen. A frozen weight has a gradient of zeros,
-    for which nothing is computed. Costs reads and writes of A and B; nothing crosses devices.
+    Differentiable in the adapters, through `moe`, and in the parameters that are not frozen. The gradient of a frozen
+    weight is zeros, and nothing is computed for it. Costs reads and writes of A and B; nothing crosses devices.
     """
     whole = whole_params("with_lora", params)
     _check_adapters(whole, adapters, lora)
@@ -237,7 +239,7 @@ def merge_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, jax.
       params, adapters, lora: see `with_lora`.
 
     Returns:
-      The tree of `params`; what was quantized, in the dtype that it stands for (`QuantizedArray.dtype`).
+      The tree of `params`. A weight that was quantized comes back in `QuantizedArray.dtype`.
 
     Raises:
       As `with_lora`.

@@ -4,13 +4,12 @@
 
     y_t = sum_k (w_tk act(x_t Wi_e + bi_e)) Wo_e + w_tk bo_e + g_t act(x_t Si) So,  e = idx_tk
 
-where e is an expert; a null one adds nothing, or w_tk x_t. At a latent width experts see x_t Ld for x_t, and their sum
-is times Lu. It is
-with shared experts Si, So or without; g_t is 1, or sigmoid(x_t . s) of their gate s. Under `weigh_inputs`, where K = 1,
-the experts are given w_t x_t, and w is 1 in the formula. The experts are one function with one VJP (see experts.py); on
-one device without a recipe the GEMMs of narrow experts read tokens where they are, not dispatched. A recipe quantizes
-the operands of the GEMMs with Wi, Wo, Si and So. If its scales are a token's own, tokens are quantized before they are
-dispatched (see quantized_dispatch.py).
+where e is an expert. A null expert adds nothing, or w_tk x_t. At a latent width experts see x_t Ld for x_t, and their
+sum is times Lu. The last term is that of shared experts Si, So, if there are any; g_t is 1, or sigmoid(x_t . s) with a
+gate s. Under `weigh_inputs`, where K = 1, the experts see w_t x_t, and w is 1 in the formula. The experts are one
+function with one VJP (see experts.py). On one device without a recipe the GEMMs of narrow experts read tokens in place.
+A recipe quantizes the operands of the GEMMs with Wi, Wo, Si and So. If it has scales per token, tokens are quantized
+before they are dispatched (see quantized_dispatch.py).
 
 Dimension key: `...` tokens, K choices per token, E experts, D model width, F expert width, n chunks.
 """
@@ -76,34 +75,34 @@ def moe(
 
     Args:
       params: `gate_kernel` [D, E] (with Z null experts [D, E + Z]), `wi` [E, D, 2, F] (0 gate, 1 up), `wo` [E, F, D],
-        and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]; without a gate in the activation there
-        is no dimension of 2. With a `gate_bias` [E] the logits are x @ gate_kernel + gate_bias. With
-        `config.shared_expert_dim` S also `shared_wi` [D, 2, S] and `shared_wo` [S, D], and with
-        `config.shared_expert_gate` `shared_gate` [D]. With `config.latent_dim` L also `latent_down` [D, L] and
-        `latent_up` [L, D], and D of the experts' is L. `wi`, `wi_bias` and `shared_wi` may be halves, of the names of
-        `split_wi`. The weights of GEMMs may be frozen, with adapters beside them (`with_lora`). See `init_params`,
-        `param_specs`.
+        and both or none of the biases `wi_bias` [E, 2, F] and `wo_bias` [E, D]. An activation without a gate has no
+        dimension of 2. With a `gate_bias` [E] the logits are x @ gate_kernel + gate_bias. `config.shared_expert_dim` S
+        adds `shared_wi` [D, 2, S] and `shared_wo` [S, D], `config.shared_expert_gate` adds `shared_gate` [D].
+        `config.latent_dim` L adds `latent_down` [D, L] and `latent_up` [L, D], and the experts' D is then L. `wi`,
+        `wi_bias` and `shared_wi` may come as halves, by the names of `split_wi`. The weights of GEMMs may be frozen,
+        with adapters (`with_lora`). See `init_params`, `param_specs`.
       x: float[..., D] with at least one dimension of tokens.
       config: see MoEConfig.
       expert_bias: float[E] that steers the choice of experts and nothing else; see `expertmesh.core.route`.
-      token_mask: bool[...]; a token for which it is False goes to no expert: its y is 0, and it is in no count, no
+      token_mask: bool[...]. A token for which it is False goes to no expert. Its y is 0, and it enters no count, no
         loss and no gradient, whatever it holds.
-      topk_idx: int[..., K]: these choices instead of the router's; weights and losses are still the logits'.
-      topk_weights: float[..., K]: the weights of these choices, as they are, without `config.scaling_factor`. Losses
-        are still the logits'; where there are none, their coefficients must be 0, and the entropy is None.
-      logits: float[..., E] of a router outside, in place of x @ gate_kernel. Params then have no `gate_kernel`, which
-        would be trained by nothing.
-      aux_loss_coeff, z_loss_coeff: number or float[] in place of the config's; may be traced, as of a schedule.
-      quant_state: under DelayedScaling, `init_quant_state` or the `quant_state` of the step before; else None.
-      weights_quantized: of `quantize_weights`, if the weights are quantized once for several calls; else None.
+      topk_idx: int[..., K], choices to use instead of the router's. Weights and losses still come from the logits.
+      topk_weights: float[..., K], the weights of these choices, used as they are, without `config.scaling_factor`.
+        Losses still come from the logits; without logits their coefficients must be 0, and the entropy is None.
+      logits: float[..., E] of a router outside, in place of x @ gate_kernel. Params then have no `gate_kernel`: nothing
+        would train it.
+      aux_loss_coeff, z_loss_coeff: number or float[] in place of the config's; may be traced, as by a schedule.
+      quant_state: under DelayedScaling, the result of `init_quant_state` or the previous step's `quant_state`; else
+        None.
+      weights_quantized: the result of `quantize_weights`, if you quantize weights once for several calls; else None.
       key: a PRNG key, for recipes that round stochastically (NVFP4BlockScaling); another one each call.
 
     Returns:
       MoEOutput. Logits, routing weights and both losses are float32, the experts compute in `config.dtype`.
 
     Warns:
-      UserWarning: over Explicit axes, x is not sharded over the EP axis, or not over another that splits the experts
-        or their D: the block shards its tokens over the EP axis, and gathers y so that it is laid out like x.
+      UserWarning: over Explicit axes, x is not sharded over the EP axis, or over another axis that splits the experts
+        or their D. The block then shards tokens over the EP axis, and gathers y to lay it out like x.
 
     Raises:
       ValueError: a parameter that is missing, unknown or of the wrong shape; experts or tokens that the EP axis or
@@ -114,14 +113,17 @@ def moe(
         numbers; a derivative in forward mode (`jax.jvp`, `jax.jacfwd`), in the words of JAX.
 
     Differentiable in x, every parameter, `logits`, `topk_weights` and the coefficients, in reverse mode and once;
-    `expert_bias` gets gradient 0. What the backward keeps is said by `config.remat`, or by a policy of yours on
+    `expert_bias` gets gradient 0. `config.remat` says what the backward keeps, or your own policy on
     `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your
-    own `shard_map` over all axes, where x and the expert weights are shards.
-    The same operands give the same bits, run after run; another mesh or transport sums in another order.
-    Costs two exchanges of T K rows over the EP axis, one gather of the expert weights over fsdp, all-reduces of [E]
-    vectors; the backward two exchanges, a gather, and a reduce-scatter of the weights' gradients into their layout.
+    own `shard_map` over all axes, where x and the expert weights are shards. The same operands give the same bits, run
+    after run; another mesh or transport sums in another order.
+
+    Costs two exchanges of T K rows over the EP axis, one gather of the expert weights over fsdp, and all-reduces of [E]
+    vectors. The backward costs two exchanges, a gather, and a reduce-scatter of the weights' gradients into their
+    layout.
     """
     check_tokens("moe", x)
     params = whole_params("moe", params)

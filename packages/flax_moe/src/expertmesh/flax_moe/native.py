@@ -64,12 +64,13 @@ def native_moe(
 
     Args:
       params: the tree of `init_params`.
-      x: float[..., D]. On a mesh the first dimension is split over (fsdp, ep).
+      x: float[..., D]. On a mesh its first dimension is split over (fsdp, ep).
       config: see MoEConfig. `capacity_factor` must be None, the scores softmax without groups or factor, the activation
-        a name, `ep_axis` one axis; no shared or null experts, latents, loss of each sequence or recipe. What
-        changes only how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) is not used.
-      mesh: with the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both; None: the mesh in x's type or in
-        context, and without one a single device.
+        a name, `ep_axis` one axis. Shared or null experts, latents, a loss per sequence and recipes are refused.
+        Options that only change how it is computed (`alignment`, `transport`, `num_chunks`, `remat`, ...) have no
+        effect.
+      mesh: has the axis `config.ep_axis` (default "ep"), `fsdp_axis`, or both. None: the mesh in x's type or in
+        context; without one, a single device.
       fsdp_axis: the axis that D of the expert weights is split over and gathered from.
       exchange: "ragged" `ragged_all_to_all`; "padded" `all_to_all` of the worst case; "auto" ragged unless on CPU,
         where XLA has no such collective.

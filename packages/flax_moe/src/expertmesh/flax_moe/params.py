@@ -104,7 +104,8 @@ class LogicalAxes:
       expert: E of everything but the gate.
       mlp: F, and S of the shared experts.
 
-    The gate and its bias have no names: every device routes its own tokens and needs all of it. Nor has D in a bias.
+    The gate and its bias have no names: every device routes its own tokens, so it needs all of both. D of a bias has no
+    name either.
     """
 
     embed: str | None = "embed"
@@ -243,8 +244,8 @@ def init_params(
       key: a JAX PRNG key.
       model_dim: D.
       config: see MoEConfig.
-      kernel_init: `kernel_init(key, (in, out), dtype)` of each matrix by itself, with a key of its own: of each expert,
-        of the gate and up projections, of the router; any of `jax.nn.initializers` then has the fan-in and fan-out of a
+      kernel_init: `kernel_init(key, (in, out), dtype)` draws each matrix by itself, with its own key: of each expert,
+        of the gate and up projections, of the router. So any of `jax.nn.initializers` sees the fan-in and fan-out of a
         dense layer. None: normal numbers of variance 1 / in.
 
     Biases are zeros.
@@ -267,15 +268,15 @@ def param_specs(
     """Where each parameter lives at rest: experts over ep, D over fsdp, F and S over tp; the gate is replicated.
 
     Args:
-      config: its `ep_axis`, if given, goes before the resource's. Under `shard_exp_on_fsdp` E of `wi` and `wo` is over
-        (ep, fsdp), and their D whole.
-      resource: names the mesh axes; None: the resource in context, and if there is none only `ep_axis` is used.
+      config: its `ep_axis`, if given, takes precedence over the resource's. Under `shard_exp_on_fsdp` E of `wi` and
+        `wo` is over (ep, fsdp), and their D is whole.
+      resource: names the mesh axes; None: the resource in context. Without one only `ep_axis` is used.
 
     Returns:
       A PartitionSpec with one entry per dimension, for each parameter.
 
-    Each contraction is over a dimension that fsdp does not split at the time of use: the weight is
-    gathered over fsdp and its gradient scattered back. tp splits `wi` by columns and `wo` by rows.
+    The weight is gathered over fsdp for use, and its gradient is scattered back, so no GEMM contracts a dimension that
+    fsdp splits. tp splits `wi` by columns and `wo` by rows.
     """
     return _specs(param_names(config), config, resource)
 

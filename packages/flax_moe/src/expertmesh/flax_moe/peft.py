@@ -3,8 +3,8 @@
     our A [.., in, r]  <->  base_model.model.{weight}.lora_A.weight [r, in]
     our B [.., r, out] <->  base_model.model.{weight}.lora_B.weight [out, r]
 
-`{weight}` is what `hf` calls the weight, such as `model.layers.0.mlp.experts.0.gate_proj`: the names follow from that
-table, and where an adapter lies in ours from where its weight does. Nothing of Hugging Face is imported.
+`{weight}` is the name that `hf` has for the weight, such as `model.layers.0.mlp.experts.0.gate_proj`. An adapter has
+the place of its weight. Nothing of Hugging Face is imported.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     placement[s] = the expert that slot s is to hold       slot s lies on rank s // (E / R)
 
-Renumbering experts changes nothing but their numbers: the block computes the same function, of other trees.
+Renumbering changes the experts' numbers alone: the block computes the same function.
 
 Dimension key: E experts, R ranks of the EP group.
 """
@@ -30,14 +30,15 @@ _DIM = _ROUTERS | {
 def place_experts(
     tokens_per_expert: ArrayLike, ranks: int, *, num_groups: int | None = None
 ) -> np.ndarray:
-    """A placement that balances the ranks: the largest first, each onto the rank with the least load that has room.
+    """Finds a placement that balances the ranks: the largest expert first, each onto the least loaded rank that has
+    room.
 
     Args:
       tokens_per_expert: [E] numbers, at least 0: the load of each expert, such as `MoEOutput.tokens_per_expert` added
         over some steps; without null experts, which are the last.
       ranks: R, the size of the EP group.
-      num_groups: of a router with `MoEConfig.num_groups`: whole groups change places, or, where there are more ranks
-        than groups, the experts of each group, so that groups stay groups. None: there are none.
+      num_groups: `MoEConfig.num_groups` of the router, or None. Whole groups then change places; if there are more
+        ranks than groups, the experts of each group do. Groups stay groups.
 
     Returns:
       int32[E] on the host, for `permute_experts`; a rank's experts ascend. `arange(E)` where nothing is gained.
@@ -65,19 +66,18 @@ def place_experts(
 
 
 def permute_experts(tree: Any, placement: ArrayLike) -> Any:
-    """The tree with slot s of each parameter's experts holding what slot `placement[s]` held.
+    """Renumbers the experts of a tree: slot s of each parameter then holds what slot `placement[s]` held.
 
     Args:
-      tree: parameters of one block, by the names of `init_params` or `split_wi`, and whatever has the same names at the
-        ends of its paths: an optimizer's moments, `{"expert_bias": ...}`, a `quant_state`. Leaves without such a name
-        stay.
+      tree: parameters of one block, by the names of `init_params` or `split_wi`, or any tree whose paths end with these
+        names: an optimizer's moments, `{"expert_bias": ...}`, a `quant_state`. Other leaves stay as they are.
       placement: int[E] of `place_experts`; null experts, which follow the E in the router's parameters, stay. Its
         inverse, `jnp.argsort(placement)`, takes the tree back.
 
     Returns:
-      The tree, laid out as before. With all of a block's trees permuted alike it computes the same function:
-      `tokens_per_expert`, `topk_idx` and what else counts experts is in the new numbers. Where scores are exactly
-      equal, the router takes the expert whose number is lower.
+      The tree, laid out as before. If you permute all trees of a block alike, it computes the same function.
+      `tokens_per_expert`, `topk_idx` and other results then have the new numbers. Of exactly equal scores the router
+      takes the expert with the lower number.
 
     Raises:
       ValueError: a named array without E in its dimension of experts; a placement that is no vector of integers.

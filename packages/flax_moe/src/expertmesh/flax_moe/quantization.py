@@ -1,4 +1,4 @@
-"""What a quantized block carries from step to step, and what it makes once per step.
+"""State that a quantized block carries from step to step, and weights that it quantizes once per step.
 
 The *layers* of a block are its GEMMs with a parameter that a recipe quantizes: `wi`, `wo`, and with shared experts
 `shared_wi`, `shared_wo`, at a latent width `latent_down`, `latent_up`. The router's is not one of them.
@@ -37,15 +37,15 @@ def layers_of(config: MoEConfig) -> tuple[str, ...]:
 
 
 def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
-    """The quantizers' state of a block that has seen nothing.
+    """The initial state of a block's quantizers.
 
     Args:
       config: see MoEConfig; without a recipe of its own, under the one in context.
 
     Returns:
-      Under DelayedScaling one `DenseState` per layer: a multiplier and a history of what enters it, and of its weight;
-      of `wi` and `wo` for each expert. The same on every mesh, and replicated. None under any other recipe and under
-      none.
+      Under DelayedScaling one `DenseState` per layer, with a multiplier and a history of its input and of its weight;
+      of `wi` and `wo`, for each expert. It is the same on every mesh, and replicated. None under any other recipe, and
+      without one.
     """
     recipe = config.under(current_recipe()).recipe
     if not isinstance(recipe, DelayedScaling):
@@ -57,7 +57,7 @@ def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
 
 
 def quantize_weights(params: Params, config: MoEConfig) -> dict[str, QuantizedWeight]:
-    """Quantizes a block's weights once for all calls between two updates of them, such as a step's microbatches.
+    """Quantizes a block's weights once for all calls between two updates, such as the microbatches of a step.
 
     Args:
       params, config: as for `moe`.

@@ -5,14 +5,14 @@
     computed   = experts(params, dispatched, config)
     y          = combine(computed)
 
-Each value is a pytree of arrays: you can hold the result of `dispatch` of one microbatch while you compute another
-stage of the next. Each stage is differentiable, and the backward of each is its own: that of `dispatch` is a combine,
-that of `combine` a dispatch, that of `experts` moves no token.
+Each value is a pytree of arrays, so you can hold one microbatch's result of `dispatch` while you compute another stage
+of the next. Each stage has its own backward: that of `dispatch` is a combine, that of `combine` a dispatch, that of
+`experts` moves no token.
 
-Every stage takes the same tree of parameters and the same config; it reads its own of either. Call all of them in the
-same context: `expertmesh.core.autocast`, `expertmesh.core.global_shard_guard` and mesh. `moe` adds what concerns the
-whole block: parts of the tokens (`num_chunks`) and `remat`, which the stages do not read, the shared experts' sum, and
-y laid out like x.
+Pass every stage the same parameters and config; each reads what it needs. Call all of them in the same context:
+`expertmesh.core.autocast`, `expertmesh.core.global_shard_guard` and mesh. `moe` adds what concerns the whole block:
+`num_chunks` and `remat`, which the stages do not read, the sum of the shared experts, and the layout of y, which is
+that of x.
 
 Dimension key: `...` tokens, K choices per token, E experts, P participants, C receive rows per participant, D model
 width, F expert width.
@@ -94,11 +94,11 @@ __all__ = [
 
 
 class Routed(NamedTuple):
-    """Tokens and their choices. With a router of your own, make one of the first three.
+    """Tokens and their choices. With your own router, make one from the first three fields.
 
     Attributes:
       x: [..., D], 0 for tokens that a mask takes out.
-      topk_idx: int[..., K]; a choice outside [0, E), such as -1, goes to no expert; one in [E, E + Z) is of a null
+      topk_idx: int[..., K]. A choice outside [0, E), such as -1, goes to no expert; a choice in [E, E + Z) is a null
         expert.
       topk_weights: float32[..., K].
       aux_loss, z_loss, tokens_per_expert, entropy: as in `MoEOutput`; None where `route` did not make them.
@@ -117,11 +117,11 @@ class Computed(NamedTuple):
     """What the experts make of their rows.
 
     Attributes:
-      handle: of the `Dispatched`.
-      rows: [P, C, D] in `config.dtype`, the routing weights included; rows that hold no token are not to be read. None
-        where there are `sums`.
+      handle: that of the `Dispatched`.
+      rows: [P, C, D] in `config.dtype`, times the routing weights. Do not read rows that hold no token. None if there
+        are `sums`.
       quant_state: the next call's, of `wi` and `wo`; None unless the recipe is a DelayedScaling.
-      sums: [..., D], each token's sum of its rows, where the experts add them: on one device, see `experts`.
+      sums: [..., D], the sum of each token's rows, if the experts add them up, which they do on one device (`experts`).
     """
 
     handle: ep.Handle
@@ -164,9 +164,9 @@ def route(
       TypeError: x or `gate_kernel` is no array, or not floating point; a bias, mask, choices, weights or logits of
         other numbers.
 
-    Differentiable in x, `gate_kernel`, `gate_bias`, `logits`, `topk_weights` and the coefficients. Routes where the
-    tokens are: no token moves; the counts and losses are all-reduces of [E] vectors, which a program that does not read
-    them leaves out.
+    Differentiable in x, `gate_kernel`, `gate_bias`, `logits`, `topk_weights` and the coefficients. Routes tokens where
+    they are: no token moves. The counts and losses are all-reduces of [E] vectors; a program that does not read them
+    leaves these out.
     """
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
@@ -205,19 +205,20 @@ def route(
 def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     """`handle = prepare(topk_idx, ...)`; `rows = expertmesh.ep.dispatch(handle, x.astype(config.dtype))`.
 
-    Under `config.weigh_inputs` of w x, rounded once, w being a token's one weight; a row's own weight is then 1.
+    Under `config.weigh_inputs` it dispatches w x, rounded once, w being the token's one weight; the weight of each row
+    is then 1.
 
-    Under `config.num_spare_experts` the exchange is over slots (`expertmesh.ep.balance`), and its `copies` say
-    which experts the spare ones hold: `experts` copies their weights.
+    Under `config.num_spare_experts` the exchange is over slots (`expertmesh.ep.balance`). `copies` says which experts
+    the spare slots hold, and `experts` copies their weights.
 
-    Under a recipe whose scales are a token's own (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where
-    they are, and 8 bits travel. Where all tokens and experts are on one device nothing is copied, and `experts` reads
-    the tokens in place: under a recipe with one scale per group (`Float8CurrentScaling`, `DelayedScaling`), or without
-    one if the up projection writes no more than it reads (2 F <= D).
+    Under a recipe with scales per token (`Float8BlockScaling`, `MXFP8BlockScaling`) tokens are quantized where they
+    are, and 8 bits travel. If all tokens and experts are on one device, `experts` can read the tokens in place, and
+    nothing is copied. It does so under a recipe with one scale per group (`Float8CurrentScaling`, `DelayedScaling`),
+    and without a recipe if the up projection writes no more than it reads (2 F <= D).
 
     Args:
-      params: `wi` and, if there are biases, `wi_bias` and `wo_bias`, for their types and shapes: which axes the experts
-        are over and how wide they are.
+      params: `wi` and, if there are biases, `wi_bias` and `wo_bias`. Their types and shapes say over which axes the
+        experts are split and how wide they are.
       routed: of `route`, or tokens and choices of your own.
       config: see MoEConfig.
 
@@ -271,21 +272,21 @@ def experts(
       params: `wi` [E, D, 2, F] and `wo` [E, F, D], both or none of their biases; others are not read.
       dispatched: of `dispatch`, under this config.
       config: see MoEConfig.
-      quant_state, weights_quantized: as for `moe`; of both only what is of `wi` and `wo` is read.
+      quant_state, weights_quantized: as for `moe`; only the entries of `wi` and `wo` are read.
       key: as for `moe`.
 
     Returns:
-      Computed, its rows sharded like those of `dispatched`. On one device and without biases it has the tokens' sums in
-      place of rows where the backward reads the cotangents of tokens where they are: under a recipe that quantizes
-      gradients to 8 bits, or without one of narrow experts (F at most 256) that read tokens in place.
+      Computed, its rows sharded like those of `dispatched`. On one device and without biases it can have the tokens'
+      sums in place of rows; the backward then reads the cotangents of tokens in place. That is so under a recipe that
+      quantizes gradients to 8 bits, and without a recipe for narrow experts (F at most 256) that read tokens in place.
 
     Raises:
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
       TypeError: a parameter that is no array, or not floating point.
 
-    Differentiable in `dispatched` and all of these parameters. Moves no token: costs one gather of the weights over
-    fsdp, and in the backward another and a reduce-scatter of their gradients; a tp axis adds the sum over F; spare
-    slots an exchange of copies and one of their gradients over the EP axis (`expertmesh.ep.copy_experts`).
+    Differentiable in `dispatched` and all of these parameters. Moves no token. Costs one gather of the weights over
+    fsdp; the backward costs another and a reduce-scatter of their gradients. A tp axis adds the sum over F. Spare slots
+    add an exchange of copies and one of their gradients over the EP axis (`expertmesh.ep.copy_experts`).
     """
     config, params = config.under(current_recipe()), whole_params("stages.experts", params)
     given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
@@ -343,14 +344,15 @@ def shared_experts(
 ) -> tuple[jax.Array, Any]:
     """`act(x shared_wi) shared_wo`: what `moe` adds to the result of `combine` under `config.shared_expert_dim`.
 
-    Under `config.shared_expert_gate` times `sigmoid(x . shared_gate)`, a number for each token, computed in float32.
+    Under `config.shared_expert_gate` the result is times `sigmoid(x . shared_gate)`, one number per token, computed in
+    float32.
 
     Args:
       params: `shared_wi` [D, 2, S] and `shared_wo` [S, D], and `shared_gate` [D] if they are gated; others are not
         read.
       x: float[..., D]; with a token mask `Routed.x`, else what you gave to `route`.
       config: see MoEConfig.
-      quant_state, weights_quantized: as for `moe`; of both only what is of the shared experts is read.
+      quant_state, weights_quantized: as for `moe`; only the entries of the shared experts are read.
       key: as for `moe`.
 
     Returns:
@@ -360,8 +362,8 @@ def shared_experts(
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
       TypeError: x or a parameter that is no array, or not floating point.
 
-    Differentiable in x and the parameters. Moves no token: it needs nothing of the other stages, so that a compiler
-    can run it during an exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
+    Differentiable in x and the parameters. Moves no token and needs no other stage, so a compiler can run it during an
+    exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
     """
     names = SHARED + SHARED_GATE * config.shared_expert_gate
     given = Quantization(quant_state, weights_quantized, key)
@@ -388,7 +390,7 @@ def to_latent(
       params: `latent_down` [D, L]; others are not read.
       routed: of `route`.
       config: see MoEConfig.
-      quant_state, weights_quantized: as for `moe`; of both only what is of `latent_down` is read.
+      quant_state, weights_quantized: as for `moe`; only the entry of `latent_down` is read.
       key: as for `moe`.
 
     Returns:
@@ -481,7 +483,8 @@ class _Dense:
 
 
 def null_experts(routed: Routed, config: MoEConfig) -> jax.Array:
-    """`w_t x_t`, w_t the sum of a token's weights of null experts: what `moe` adds where they are "identity".
+    """`w_t x_t`, w_t being the sum of a token's weights of null experts: what `moe` adds if null experts are
+    "identity".
 
     Args:
       routed: of `route`.

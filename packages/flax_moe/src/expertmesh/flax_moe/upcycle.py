@@ -35,16 +35,16 @@ Dense = Mapping[str, jax.Array]
 def upcycle(
     key: jax.Array, dense: Dense, config: MoEConfig, *, noise: float = 0.0
 ) -> dict[str, jax.Array]:
-    """Parameters of a block that at first computes `act(x wi + wi_bias) wo + wo_bias`, the activation being its own.
+    """Makes parameters of a block that at first computes `act(x wi + wi_bias) wo + wo_bias`, with its own activation.
 
     Args:
-      key: a JAX PRNG key: of the router's columns u_c, and of the noise.
+      key: a JAX PRNG key, for the router's columns u_c and for the noise.
       dense: `wi` [D, 2, Fd] (0 gate, 1 up; [D, Fd] without a gate) and `wo` [Fd, D], and if there are biases `wi_bias`
         [2, Fd] and `wo_bias` [D].
-      config: of the block. F = Fd are copies of the whole layer, F = Fd / G copies of G parts of it. With
-        `scaling_factor` G the parts are as they were; else `wo` is times G / scaling_factor, and a bias likewise.
-      noise: each expert's weights get normal noise of this standard deviation relative to the root mean square of the
-        dense weight, so that copies differ before they are trained; y is then the dense layer's plus noise.
+      config: that of the block. F = Fd gives copies of the whole layer, F = Fd / G gives copies of G parts of it. With
+        `scaling_factor` G the parts are unchanged; otherwise `wo` and its bias are times G / scaling_factor.
+      noise: standard deviation of normal noise that is added to each expert's weights, relative to the root mean square
+        of the dense weight. Copies then differ before they are trained, and y is the dense layer's plus noise.
 
     Returns:
       The tree of `init_params(key, D, config)` in `config.param_dtype`. Without noise y is the dense layer's but for

@@ -3,10 +3,10 @@
     with expertmesh.maxtext.installed():  # or installed(recipe="fp8_block", num_chunks=2)
         state = train.train_loop(config, recorder)
 
-What is MaxText's stays MaxText's: the constructor, so that names, shapes, shardings and initial values of parameters
-are those of its checkpoints, scanned, prefused or plain; the gate and every router, by `GateLogit` and `get_topk`; the
-balance loss; the update of the routing bias, or its counts where `gradient_accumulation_steps` makes the update of
-them. Dispatch, GEMMs, activation and combine are those of `expertmesh.flax_moe.moe`, without drops.
+MaxText keeps its constructor, so parameters have the names, shapes, shardings and initial values of its checkpoints,
+scanned, prefused or plain. It keeps the gate and every router (`GateLogit`, `get_topk`), the balance loss, and the
+update of the routing bias, or the counts for it under `gradient_accumulation_steps`. Dispatch, GEMMs, activation and
+combine are those of `expertmesh.flax_moe.moe`, without drops.
 
 Needs `maxtext` (tested: 0.2.5) and what its training loop imports.
 """

@@ -16,6 +16,14 @@ from expertmesh.report.run import Run, binned
 from expertmesh.train.metrics import median_speed, smallest_share
 
 COLUMNS = 160  # of a heat map at most
+PHASES = (
+    "Times in the first layer's block on one microbatch, after the last step: each of a program that ends after "
+    "the phase, less that of the program that ends before it. A step may hide some behind others; --remat adds to them."
+)
+EXCHANGES = (
+    "What a device sends to the others of its EP group for one layer and microbatch, by the shapes; over nvlink and "
+    "ragged the most that it can be."
+)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b;
   background: #fff; }
@@ -46,7 +54,7 @@ def page(run: Run) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """What one asks first, in words."""
+    """The numbers at the top of the page, by name."""
     columns, speed = run.columns, median_speed(run.columns)
     valid = columns["valid_loss"][~np.isnan(columns["valid_loss"])]
     share, layer, expert, steps = smallest_share(run.shares)
@@ -82,10 +90,15 @@ def _plots(run: Run) -> Iterator[tuple[str, str, Figure]]:
     yield "Loss", "Cross entropy of the next byte.", figure
     text = "Each expert's share of its layer's rows, times E: 1 is even, 0 is an expert that nobody chooses."
     yield "Expert load", text, _heat_maps(run)
+    if run.phases:
+        yield "Phases", PHASES, _bars(run.phases, "milliseconds")
+    if any(run.exchange_bytes.values()):
+        legs = {name.replace("_", " "): size / 1e6 for name, size in run.exchange_bytes.items()}
+        yield "Exchanges", EXCHANGES, _bars(legs, "megabytes")
     for title, text, lines, even in (
         (
             "Router entropy",
-            "In nats, of each layer; its dashed line is log E, a router without a choice of its own.",
+            "In nats, of each layer. The dashed line is log E: a router without a preference.",
             {f"layer {i}": run.entropy[:, i] for i in range(run.entropy.shape[1])},
             np.log(run.shares.shape[2]),
         ),
@@ -97,7 +110,7 @@ def _plots(run: Run) -> Iterator[tuple[str, str, Figure]]:
         ),
         (
             "Dropped choices",
-            "Those that did not fit the buffers, over all layers.",
+            "Choices that did not fit the buffers, over all layers.",
             {"dropped": columns["dropped"]},
             None,
         ),
@@ -122,6 +135,16 @@ def _lines(steps: Any, lines: dict[str, Any], even: float | None) -> Figure:
     axes.set_ylim(bottom=0)
     if len(lines) > 1:
         axes.legend(fontsize=8)
+    return figure
+
+
+def _bars(values: dict[str, float], unit: str) -> Figure:
+    figure = Figure(figsize=(9, 0.9 + 0.35 * len(values)), layout="constrained")
+    axes = figure.add_subplot(xlabel=unit)
+    bars = axes.barh(list(values), list(values.values()))
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What a run's folder holds, as values."""
+"""Reads the files of a run's folder."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ class Run:
     columns: dict[str, Array]
     shares: Array
     entropy: Array
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Milliseconds of each phase of a block; {} without `--phases`, and while the run goes on."""
+        found: dict[str, float] = self.summary.get("phases_ms", {})
+        return found
+
+    @property
+    def exchange_bytes(self) -> dict[str, int]:
+        """What a device sends in each leg, for one layer and microbatch; {} while the run goes on."""
+        found: dict[str, int] = self.summary.get("exchange_bytes", {})
+        return found
 
 
 def read(path: Path) -> Run:

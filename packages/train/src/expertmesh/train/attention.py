@@ -1,8 +1,8 @@
-"""Causal attention of each sequence by `jax.nn.dot_product_attention`, and which of its implementations.
+"""Causal attention of each sequence by `jax.nn.dot_product_attention`, and the choice of its implementation.
 
-JAX's own choice is XLA everywhere, so cuDNN's flash attention is named here, where JAX takes it: exceptions say so when
-a call is traced. Devices attend to their own sequences, inside a `shard_map`: the type of cuDNN's call has no sharding,
-and over Explicit axes its result would be gathered.
+JAX by itself takes XLA everywhere, so this module names cuDNN's flash attention if JAX accepts the call; JAX raises
+while tracing if it does not. Each device attends to its own sequences, inside a `shard_map`: the type of cuDNN's call
+has no sharding, so over Explicit axes its result would be gathered.
 
 Dimension key: B sequences, S positions, H heads, d head width.
 """
@@ -37,7 +37,7 @@ def implementation(platform: str, dtype: Any, head_dim: int) -> Implementation:
 def cudnn_unsupported(dtype: Any, head_dim: int) -> str | None:
     """Why JAX does not hand such heads to cuDNN; None where it does.
 
-    It wants 16 bits, a width that is a multiple of 8 and at most 128 (256 on this process' own Hopper), and cuDNN.
+    It needs 16 bits, a width that is a multiple of 8 and at most 128 (256 on this process' own Hopper), and cuDNN.
     """
     head = jax.ShapeDtypeStruct((1, 8, 1, head_dim), dtype)
     attention = functools.partial(

@@ -1,10 +1,10 @@
-"""Model FLOP/s utilization (MFU): what the model's formula needs in a second, of what the devices can do.
+"""Model FLOP/s utilization (MFU): FLOP/s of the model's formula over the peak of the devices.
 
     MFU = tokens per second * FLOPs per token / (devices * peak of one)
 
 FLOPs per token as in appendix B of PaLM (Chowdhery et al., 2022, arXiv:2204.02311): 6 for each weight that multiplies a
-token, 2 of them forward and 4 backward, and 12 S D a layer for scores and values. Neither the causal mask nor what is
-computed again makes it less or more; of the experts a token has its K; bytes are looked up, not multiplied.
+token, 2 of them forward and 4 backward, and 12 S D a layer for scores and values. The causal mask does not lower it,
+and rematerialization does not raise it. A token counts its K experts. Bytes are looked up, not multiplied.
 
 Dimension key: S positions, D model width, V bytes, L layers, E experts, K of them for a token, F expert width.
 """
@@ -57,7 +57,7 @@ class Meter:
         return tokens_per_second * self.flops_per_token / (self.devices * self.peak)
 
     def describe(self, tokens_per_second: float) -> str:
-        """In words, with what the figure is made of."""
+        """In words, with the numbers behind the figure."""
         rate, mfu = tokens_per_second * self.flops_per_token, self.mfu(tokens_per_second)
         if mfu is None or self.peak is None:
             why = f"no peak is known of bfloat16 GEMMs on {self.device_kind}"

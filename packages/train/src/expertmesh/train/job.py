@@ -22,7 +22,7 @@ from expertmesh.core.support import platform_of
 from expertmesh.ep import raise_stall, recv_capacity
 from expertmesh.ep.transports import choose_auto
 from expertmesh.ep.transports.choice import Exchange
-from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
+from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig, exchange_bytes
 from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
@@ -80,13 +80,14 @@ def run(options: Options) -> int:
         functions = _functions(job)
         start, state = _begin(job)
         began = time.perf_counter()
-        step, signal_number = _loop(job, functions, start, state)
+        step, signal_number, state = _loop(job, functions, start, state)
+        phases = _phases(job, functions, step, state) if signal_number is None else {}
     if signal_number is not None:
         name = signal.Signals(signal_number).name
         _say(f"stopped by {name} after step {step}; --resume continues from its checkpoint")
         return 128 + signal_number
     if jax.process_index() == 0:
-        _report(job, time.perf_counter() - began)
+        _report(job, time.perf_counter() - began, phases)
     return 0
 
 
@@ -256,7 +257,7 @@ def _functions(job: Job) -> Functions:
     """Makes them, without compiling.
 
     Raises:
-      UsageError: for a recipe whose blocks do not fit the model or its shards, or a transport that is not there.
+      UsageError: a recipe's blocks do not fit the model or its shards, or a transport is not available.
     """
     training, S, B = job.options.training, job.options.model.seq_len, _batch_size(job.options)
     trainer = job.trainer
@@ -285,8 +286,10 @@ def _functions(job: Job) -> Functions:
     return Functions(batch, trainer.step, evaluate)
 
 
-def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tuple[int, int | None]:
-    """Trains after step `start`; returns the last step and the signal that ended it early, if any."""
+def _loop(
+    job: Job, functions: Functions, start: int, state: TrainState
+) -> tuple[int, int | None, TrainState]:
+    """Trains after step `start`; returns the last step, the signal that ended it early, if any, and the state."""
     training, run_options = job.options.training, job.options.run
     names = metrics.header(job.config.layers, job.config.moe.num_experts)
     recorder = Recorder(
@@ -312,8 +315,28 @@ def _loop(job: Job, functions: Functions, start: int, state: TrainState) -> tupl
                 with recorder.apart(step_metrics):
                     checkpoint.save(job.folder.checkpoints, step, state.saved, run_options.keep)
             if stopped and not last:
-                return step, stop.signal_number
-    return max(start, training.steps), None
+                return step, stop.signal_number, state
+    return max(start, training.steps), None, state
+
+
+def _phases(job: Job, functions: Functions, step: int, state: TrainState) -> dict[str, float]:
+    """Milliseconds of each phase of the first layer's block, under `--phases`; else {}."""
+    if not job.options.run.phases:
+        return {}
+    from expertmesh.train import phases
+
+    grad_accum = job.options.training.grad_accum
+    return phases.time_phases(job.config, state, functions.batch(step), grad_accum=grad_accum)
+
+
+def _exchange_bytes(job: Job) -> dict[str, int]:
+    """Bytes that a device sends to others for one layer and microbatch."""
+    return exchange_bytes(
+        job.config.moe,
+        model_dim=job.config.model_dim,
+        num_tokens=_tokens_per_device(job),
+        ep_size=job.mesh.shape["ep"],
+    )
 
 
 def _flush(recorder: Recorder) -> None:
@@ -328,7 +351,7 @@ def _flush(recorder: Recorder) -> None:
         raise
 
 
-def _report(job: Job, seconds: float) -> None:
+def _report(job: Job, seconds: float, phases: dict[str, float]) -> None:
     """Writes the pictures and the summary, and prints the result. For process 0."""
     from expertmesh.train import plots  # 0.8 s of imports that only this needs
 
@@ -348,6 +371,9 @@ def _report(job: Job, seconds: float) -> None:
         "tokens_per_second": speed,
         "mfu": None if speed is None else meter.mfu(speed),
         "seconds": round(seconds, 1),
+        "transport": _transport(job),
+        "exchange_bytes": _exchange_bytes(job),
+        "phases_ms": {phase: round(each, 3) for phase, each in phases.items()},
     }
     checkpoint.write_whole(job.folder.summary, json.dumps(summary, indent=1))
     _say(f"validation loss        {valid_loss:.4f} nats per byte")
@@ -366,6 +392,9 @@ def _report(job: Job, seconds: float) -> None:
     _say(f"trained for            {seconds:.0f} s")
     if speed is not None:
         _say(f"speed                  {meter.describe(speed)}")
+    if phases:
+        times = ", ".join(f"{phase} {each:.2f}" for phase, each in phases.items())
+        _say(f"phases of a block, ms  {times}")
     files = (job.folder.metrics, job.folder.loss_plot, job.folder.experts_plot)
     _say(f"wrote                  {', '.join(map(str, files))}")
 
@@ -379,8 +408,7 @@ def _transport(job: Job) -> str:
     moe, ranks = job.config.moe, job.mesh.shape["ep"]
     if moe.transport != "auto" or ranks == 1:
         return moe.transport if ranks > 1 else "local"
-    microbatch = _batch_size(job.options) // job.options.training.grad_accum
-    tokens = microbatch * job.options.model.seq_len // job.mesh.size
+    tokens = _tokens_per_device(job)
     capacity = recv_capacity(
         moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
     )
@@ -394,6 +422,12 @@ def _transport(job: Job) -> str:
             platform=platform_of(),
         )
     )
+
+
+def _tokens_per_device(job: Job) -> int:
+    """Of a microbatch."""
+    microbatch = _batch_size(job.options) // job.options.training.grad_accum
+    return microbatch * job.options.model.seq_len // job.mesh.size
 
 
 def _attention(job: Job) -> str:

@@ -69,7 +69,9 @@ def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 def on_shards(
     function: Callable[..., jax.Array], *batches: jax.Array, out_spec: PartitionSpec = BATCH
 ) -> jax.Array:
-    """`function` of each device's part of batches that lie on both axes; of all where no mesh is in context."""
+    """Applies `function` to each device's part of batches that are split over both axes; without a mesh, to all of
+    them.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*batches)
     return jax.shard_map(function, in_specs=BATCH, out_specs=out_spec)(*batches)

@@ -7,15 +7,15 @@
 Dimension key: B sequences, S positions, D model width, H heads, d head width (D = H * d), V = 256 bytes,
 W = WINDOW bytes seen by the embedding, L layers, E experts, F expert width.
 
-All that layers have of their own (parameters, quantizers' state, quantized weights) is stacked along L, and one program
-of a layer is scanned over it: what is compiled does not grow with depth.
+Everything that belongs to a layer (parameters, quantizers' state, quantized weights) is stacked along L, and one
+program of a layer is scanned over it. So compile time does not grow with depth.
 
 The same code runs without a mesh, with Auto axes and with Explicit axes. Activations are split over
 B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
 the expert weights stay where `param_specs` puts them.
 
-Bytes are looked up by a product with one-hot rows: its gradient is a product as well, so it is
-deterministic on every platform, which the scatter-add of an indexed lookup is not on a GPU.
+Bytes are looked up by a GEMM with one-hot rows. Its gradient is a GEMM too, so it is deterministic on every platform;
+the scatter-add of an indexed lookup is not on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VOCAB = 256
 WINDOW = 4
 ROPE_BASE = 10_000.0
 LAYER_INPUT = "layer_input"
-# Parameters that are read by products alone, and leading dimensions of each of which an element is a weight by itself.
+# Parameters that GEMMs alone read, and how many leading dimensions number the weights in each.
 _WEIGHTS = {"embed": 0, "head": 0, "qkv": 1, "out": 1, "wi": 2, "wo": 2}
 
 Params = dict[str, Any]
@@ -62,9 +62,9 @@ class ModelConfig:
 
     Attributes:
       model_dim: a multiple of `heads`, such that each head is of even width.
-      remat_layers: keep each layer's input alone for the backward, which computes the layer again.
-      kept_in_host: names of what layers keep for the backward, in the host's memory, and nothing else: LAYER_INPUT and
-        those of `expertmesh.flax_moe.CHECKPOINT_NAMES`; () if it stays on the device.
+      remat_layers: whether the backward keeps each layer's input alone and computes the layer again.
+      kept_in_host: names of the only values that layers keep for the backward, in the host's memory: LAYER_INPUT and
+        those of `expertmesh.flax_moe.CHECKPOINT_NAMES`; () keeps values on the device.
     """
 
     layers: int
@@ -141,7 +141,7 @@ def specs(config: ModelConfig, resource: MeshResource) -> Params:
 
 
 def is_matrix(params: Params) -> Params:
-    """Which parameters are of two dimensions or more, in one layer where they are a layer's."""
+    """Which parameters have two dimensions or more; of a layer's parameters, in one layer."""
     of_layers = {name: int(name == "layers") for name in params}
     return {
         name: jax.tree.map(lambda p, stacked=of_layers[name]: p.ndim - stacked > 1, tree)
@@ -150,10 +150,10 @@ def is_matrix(params: Params) -> Params:
 
 
 def weights(config: ModelConfig, of: Callable[[str, int, Any], Any]) -> Params:
-    """A tree as that of `init`: of each weight that products read, `of(name, batch dimensions, dtype they read)`.
+    """A tree like that of `init`, with `of(name, batch dimensions, dtype that GEMMs read)` for each weight of a GEMM.
 
-    Of all other parameters, which are small, None. The dtype is float32 where the forward casts no weight: quantizers
-    read experts as they are.
+    All other parameters are small and have None. The dtype is float32 if the forward casts no weight: quantizers read
+    experts as they are.
     """
 
     def one(path: tuple[Any, ...], _: Any) -> Any:
@@ -174,7 +174,7 @@ def init_quant_states(config: ModelConfig) -> Any:
 
 
 def quantize_experts(params: Params, config: ModelConfig) -> Any:
-    """The experts' weights, for several calls; None without a recipe and where each call changes its scales."""
+    """The experts' quantized weights, for several calls; None without a recipe, and if each call changes its scales."""
     if config.moe.recipe is None or isinstance(config.moe.recipe, DelayedScaling):
         return None
     return jax.lax.map(lambda p: quantize_weights(p, config.moe), params["layers"]["moe"])
@@ -190,8 +190,8 @@ def forward(
 ) -> Output:
     """Logits of the next byte at each position of `bytes_BS` (int32[B, S]), and the router's losses.
 
-    `quant_state` is that of `init_quant_states` or of the last call, `key` for recipes with stochastic rounding,
-    `weights_quantized` of `quantize_experts`, where several calls have the same parameters. Any parameter may be a
+    `quant_state` comes from `init_quant_states` or the last call. `key` is for recipes with stochastic rounding.
+    `weights_quantized` comes from `quantize_experts`, if several calls have the same parameters. Any parameter may be a
     `Weight`.
     """
     x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
@@ -211,6 +211,14 @@ def forward(
         entropy=of_layers.entropy,
         quant_state=of_layers.quant_state,
     )
+
+
+def first_block_input(params: Params, bytes_BS: jax.Array, config: ModelConfig) -> jax.Array:
+    """The input of the first layer's MoE block, [B, S, D]."""
+    x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
+    layer = read(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
+    x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
+    return _rms_norm(x_BSD, layer["moe_norm"])
 
 
 def _rematerialized(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:

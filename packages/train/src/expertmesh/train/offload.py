@@ -1,11 +1,11 @@
 """Training state in the host's memory, and an optimizer's step over it that holds one chunk on the device.
 
-A leaf that lies in `pinned_host` is read and written in chunks of its leading dimensions: one of the parameter and of
-the optimizer's state comes to the device, is updated there, and goes back to where it was. Chunks of one leaf are a
-loop of one program; arrays that are donated are updated in place, on the host too.
+A leaf in `pinned_host` is read and written in chunks of its leading dimensions. One chunk of the parameter and of the
+optimizer's state comes to the device, is updated there, and goes back. The chunks of one leaf are a loop of one
+program. Donated arrays are updated in place, on the host too.
 
-The optimizer is any of optax whose update of a part of a parameter needs that part alone: its gradient, its state and
-itself. Adam's is elementwise, Muon's of each matrix; a norm over the tree is not, and comes from outside.
+Any optimizer of optax works whose update of a part of a parameter needs that part alone: its gradient, its state and
+itself. Adam is elementwise, Muon works on each matrix. A norm over the whole tree comes from outside.
 """
 
 from __future__ import annotations

@@ -201,6 +201,9 @@ class RunOptions:
     )
     keep: int = _option(3, _count, "checkpoints to keep")
     log_every: int = _option(10, _count, "steps between updates of the progress line")
+    phases: bool = _option(
+        False, bool, "time the phases of the first layer's block after the last step"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

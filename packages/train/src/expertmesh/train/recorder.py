@@ -31,10 +31,10 @@ Pending = tuple[int, StepMetrics, float | None]
 class Recorder:
     """Turns the metrics of steps into CSV rows, progress and alarms.
 
-    `add` keeps them and waits until the step RUN_AHEAD before is done; they are fetched from the devices
-    one interval of `log_every` steps later. `flush` fetches all of them.
+    `add` keeps metrics on the devices and waits until the step RUN_AHEAD before is done. They are fetched one interval
+    of `log_every` steps later. `flush` fetches all of them.
 
-    Speed is that of steps: neither the first one, which is compiled, counts, nor what is done `apart`.
+    Speed is that of training steps: the first one, which compiles, does not count, nor does work inside `apart`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def apart(self, after: StepMetrics) -> Iterator[None]:
-        """What is done inside, after that step is done, is no training."""
+        """Time spent inside does not count as training; it starts when that step is done."""
         jax.block_until_ready(after.loss)
         start = time.perf_counter()
         yield

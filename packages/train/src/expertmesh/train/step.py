@@ -113,10 +113,10 @@ def clip_by_norm(largest: float) -> Optimizer:
 def state_shardings(
     config: ModelConfig, optimizer: Optimizer, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Where the state lives: the moments lie with their parameters, the rest is replicated.
+    """Where the state lives: the moments are laid out like their parameters, all else is replicated.
 
-    With `offload` the moments of weights that products read are in the host's memory, and such weights too where they
-    are read in another dtype; copies in that dtype are then on the device.
+    With `offload` the moments of GEMMs' weights are in the host's memory. So are the weights that GEMMs read in another
+    dtype; copies in that dtype are then on the device.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(lambda: _init(config, optimizer, 0))
@@ -155,7 +155,7 @@ def init_state(
 ) -> TrainState:
     """The state before the first step; its values depend on `seed` alone, not on the mesh.
 
-    What lies in the host's memory is made leaf by leaf, before the device holds anything else.
+    Arrays in the host's memory are made leaf by leaf, before the device holds anything else.
     """
     places = jax.tree.leaves(shardings.saved)
 
@@ -209,12 +209,13 @@ def abstract_state(config: ModelConfig, optimizer: Optimizer, shardings: TrainSt
 
 
 def _dtypes(config: ModelConfig) -> Any:
-    """Of each weight, the dtype that products read it in."""
+    """For each weight, the dtype in which GEMMs read it."""
     return model.weights(config, lambda _, dims, dtype: jnp.dtype(dtype))
 
 
 def chunk_dims(config: ModelConfig, params: Any, shardings: TrainState) -> Any:
-    """Of each parameter, in how many leading dimensions chunks of it are of size 1: those that no mesh axis splits.
+    """For each parameter, the number of leading dimensions in which its chunks have size 1: those that no mesh axis
+    splits.
 
     The smallest chunk is a weight by itself: a layer's, or an expert's.
     """
@@ -244,8 +245,8 @@ def make_train_step(
 ) -> TrainStep:
     """(state, int32[B, S + 1], step) -> (next state, metrics), compiled; the state's buffers are reused.
 
-    Random rounding depends on (seed, step) alone. With `grad_accum` above 1 the batch is that many microbatches, one
-    after the other: the update is that of their mean gradient, which is added in the parameters' float32.
+    Stochastic rounding depends on (seed, step) alone. With `grad_accum` above 1 the batch is that many microbatches,
+    one after the other. The update is that of their mean gradient, which is added in the parameters' float32.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     step = functools.partial(_train_step, config, optimizer, seed, grad_accum, shardings)
@@ -258,7 +259,7 @@ def make_train_step(
 
 
 def compiler_options(platform: str) -> dict[str, bool] | None:
-    """Of a step on devices of that platform: sums in a fixed order, so that a resumed run has the same bits.
+    """XLA options of a step on that platform: sums in a fixed order, so that a resumed run has the same bits.
 
     cuDNN's gradient of attention adds in any order unless XLA asks for a fixed one.
     """
@@ -270,13 +271,17 @@ def make_eval_step(config: ModelConfig, mesh: Mesh) -> EvalStep:
 
     def step(state: TrainState, batch: jax.Array) -> jax.Array:
         # Stochastic rounding is in the backward.
-        key = key_of_step(config, 0, 0)
-        params = state.params
-        if state.copies is not None:
-            params = jax.tree.map(lambda p, copy: p if copy is None else copy, params, state.copies)
-        return _cross_entropy(config, params, Inputs(batch, state.quant_state, key))[0]
+        inputs = Inputs(batch, state.quant_state, key_of_step(config, 0, 0))
+        return _cross_entropy(config, params_read(state), inputs)[0]
 
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def params_read(state: TrainState) -> Any:
+    """What a forward reads: the parameters, or copies of those whose masters are in the host's memory."""
+    if state.copies is None:
+        return state.params
+    return jax.tree.map(lambda p, copy: p if copy is None else copy, state.params, state.copies)
 
 
 def _train_step(

@@ -1,9 +1,9 @@
-"""A parameter whose master is elsewhere: the model reads a copy, and the gradient is the master's.
+"""A parameter whose master is elsewhere: the model reads a copy, and the gradient goes to the master.
 
     read(Weight(copy, slot)) = copy in the slot's dtype          gradient of the slot = the cotangent, unrounded
 
-A cast of what is read back to the copy's dtype changes nothing, so a model that begins by it computes the bits that it
-would compute of a master of which `copy` is that cast.
+Casting the result of `read` back to the copy's dtype changes nothing. So a model that casts first computes the same
+bits from a copy as from its master.
 """
 
 from __future__ import annotations

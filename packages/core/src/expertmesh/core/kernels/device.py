@@ -7,7 +7,7 @@ import jax
 from expertmesh.core import _jax
 from expertmesh.core.kernels.cuda.cuda_call import nvrtc
 
-# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-22: docs/dev/kernels.md says what was measured.
 MAX_TURNS = 4  # programs of a multiprocessor
 MIN_STEPS = 120  # of each, of 128 x 256 x 64, where there are several
 

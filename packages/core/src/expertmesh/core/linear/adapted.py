@@ -2,9 +2,9 @@
 
     y = x W + (x A) B            dA = x^T (dy B^T)      dB = (x A)^T dy      dx = dy W^T + (dy B^T) A^T
 
-It is one operand of a layer, a pytree that stands where the weight stands. So whatever takes a weight takes it, in each
-mesh mode, and no argument is added to anything; and that W is frozen follows from the type, so that a backward rule
-makes no GEMM for it, also where nothing would remove one that is not read.
+It is one operand of a layer, a pytree in the place of the weight. So every function that takes a weight takes it, in
+each mesh mode, without a new argument. The type says that W is frozen, so the backward rule has no GEMM for its
+gradient, also where no compiler would remove one that is not read.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ __all__ = ["Adapted", "low_rank_spec"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """W, which gets no gradient, and A and B, which do.
+    """A frozen weight W with an adapter A B of low rank: W gets no gradient, A and B do.
 
     Attributes:
-      weight: float[*E, K, *N], E being a grouped layer's experts; or a QuantizedArray, which is used as it is where its
-        format is the recipe's and else dequantized, for each GEMM anew.
-      a, b: float[*E, K, R] and float[*E, R, *N], in whose dtypes their gradients are; the factor alpha / rank is part
-        of one of them. Both None: the weight is frozen, and nothing is added.
+      weight: float[*E, K, *N], E being a grouped layer's experts, or a QuantizedArray. A GEMM uses a QuantizedArray as
+        it is if its format is the recipe's; otherwise each GEMM dequantizes it.
+      a, b: float[*E, K, R] and float[*E, R, *N]; their gradients have their dtypes. One of them includes the factor
+        alpha / rank. Both None: the weight is frozen, and nothing is added.
 
-    A GEMM of A or B is in the dtype of x, whatever the recipe.
+    GEMMs with A or B compute in the dtype of x, under any recipe.
     """
 
     weight: Any

@@ -31,7 +31,7 @@ __all__ = ["gathered_gemm"]
 def gathered_gemm(
     x: jax.Array, rhs: jax.Array, plan: PermutePlan, *, rhs_spec: PartitionSpec | None = None
 ) -> jax.Array:
-    """`grouped_gemm(permute(x, plan), rhs, plan.group_sizes)`, whose permuted rows need not be in memory.
+    """`grouped_gemm(permute(x, plan), rhs, plan.group_sizes)`, without writing the permuted rows if a kernel can.
 
     Args:
       x: float[P, T, K], or [T, K] for a plan without P.
@@ -47,8 +47,8 @@ def gathered_gemm(
       ValueError: `x`, `rhs` and `plan` do not fit.
 
     Differentiable in `x` and `rhs`. Kept for the backward: `x`. Sharded as `grouped_gemm`, with the tokens of a
-    participant held whole. On a GPU the forward reads each row where it is, once for each tile of 256 columns, and on
-    Hopper so does the weight's gradient, for which other GPUs permute first, as the reference always does.
+    participant held whole. On a GPU the forward reads each row where it is, once for each tile of 256 columns. On
+    Hopper the weight's gradient does so too; other GPUs permute first, as the reference always does.
     """
     check_arrays("gathered_gemm", FLOATS, x=x, rhs=rhs)
     flat = x.ndim == 2

@@ -27,11 +27,11 @@ __all__ = ["QuantizedWeight", "quantize_weight"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """What the forward and the input gradient read of a weight; a pytree.
+    """A quantized weight as the forward and the input gradient read it; a pytree.
 
     Attributes:
       forward: quantized along K.
-      dgrad: quantized along N; None where `forward` serves both: one scale per tensor, or square blocks.
+      dgrad: quantized along N. None if `forward` serves both, as with one scale per tensor or square blocks.
     """
 
     forward: QuantizedArray
@@ -49,7 +49,7 @@ def quantize_weight(
     state: DelayedState | None = None,
     spec: PartitionSpec | None = None,
 ) -> Any:
-    """Quantizes a weight once for all calls of a layer in which it does not change, such as a step's microbatches.
+    """Quantizes a weight once for several calls of a layer, such as the microbatches of a step.
 
     Args:
       weight: float[K, *N] of `dense`, or float[E, K, *N] with `batch_dims=1` of `grouped_dense`; or an Adapted, whose
@@ -66,8 +66,8 @@ def quantize_weight(
     Raises:
       ValueError: no recipe; a state where the recipe has none, or the reverse; blocks that a shard would straddle.
 
-    Not differentiable: the layer gives the gradient to its `weight`. Each device quantizes its shard; scales of a whole
-    tensor are reduced over the axes that shard it, nothing else crosses devices.
+    Not differentiable: the gradient goes to the layer's `weight`. Each device quantizes its shard. Scales of a whole
+    tensor are reduced over the axes that shard it; nothing else crosses devices.
     """
     check_arrays("quantize_weight", FLOATS, weight=weight)
     recipe = as_recipe(recipe) or current_recipe()

@@ -18,9 +18,9 @@ __all__ = ["accumulate_gradient"]
 
 
 def accumulate_gradient(params: Any, totals: Any) -> Any:
-    """`params`, but their gradient starts from `totals` instead of 0.
+    """Returns `params`, whose gradient then starts from `totals` instead of 0.
 
-    A step over microbatches passes what it got from one to the next:
+    A step passes the sum of gradients from one microbatch to the next:
 
         def step(totals, batch):
             loss = lambda params: model(accumulate_gradient(params, totals), batch)
@@ -39,9 +39,9 @@ def accumulate_gradient(params: Any, totals: Any) -> Any:
       ValueError: structures or shapes differ.
       TypeError: a leaf is not float32 or float64, or dtypes differ: the sum would be rounded at each step.
 
-    Each gradient is added where its parameter is (after the reduce-scatter), in the parameter's dtype, as soon as it is
-    known; a loop's carry or a donated total is updated in place. Works for every op, under remat, and under a scan over
-    layers if the totals are scanned with the parameters. No communication if both have one layout.
+    Each gradient is added as soon as it is known, where its parameter is (after the reduce-scatter), in the parameter's
+    dtype. A loop's carry or a donated total is updated in place. Every op supports it, under remat too, and under a
+    scan over layers if you scan the totals with the parameters. No communication if both have the same layout.
     """
     trees = [jax.tree.structure(tree) for tree in (params, totals)]
     if len(set(trees)) > 1:

@@ -112,7 +112,7 @@ class Activation(Config):
 
 
 def activate(h: jax.Array, activation: str | Activation) -> jax.Array:
-    """The formulas at the top of this module.
+    """Applies an activation, by the module's formulas.
 
     Args:
       h: float[..., 2, F] (0 gate, 1 up) for a gated activation, else float[..., F].

@@ -30,8 +30,8 @@ def gather_weight(
 
     Args:
       w: float[...], this device's shard of a weight.
-      spec: the weight's layout at rest, as far as it is to be gathered; any dimension, axes of a tuple major first.
-        Axes that are not Manual here (also: outside of a `shard_map`) are left to the GEMMs.
+      spec: the weight's layout at rest, for the axes that are to be gathered; any dimension, axes of a tuple major
+        first. Axes that are not Manual here, as outside of a `shard_map`, are left to the GEMMs.
       dtype: what crosses devices; None: that of `w`.
 
     Returns:
@@ -41,8 +41,8 @@ def gather_weight(
     Raises:
       ValueError: an axis that is not in the mesh; more entries than dimensions; a dtype of integers for floats.
 
-    Differentiable: the gradient is summed over the axes in the dtype of `w` and reduce-scattered. So the devices of
-    the axes must hold different tokens.
+    Differentiable: the gradient is reduce-scattered over the axes, in the dtype of `w`. So the devices along the axes
+    must hold different tokens.
     """
     check_arrays("gather_weight", w=w)
     dtype = jnp.dtype(dtype or w.dtype)

@@ -42,8 +42,8 @@ __all__ = ["RowMap", "check_fit", "check_places", "holds_token", "move_rows", "m
 class RowMap:
     """Which rows of a source are which rows of a result.
 
-    Rows of one of the sides may have several places, numbered s * K + k: a token has one for each of its choices. The
-    map of the other side lacks that dimension, and both lack P where there are no groups.
+    A row of one side may have several places, numbered s * K + k: a token has one place for each of its choices. The
+    map of the other side lacks that dimension. Without groups both lack P.
 
     Attributes:
       row: int32[P, S, K] or [P, S]; the place in the result, -1 where there is none.
@@ -95,8 +95,8 @@ def move_rows(x: jax.Array, row_map: RowMap, weights: jax.Array | None = None) -
       TypeError: an operand is not an array, or weights is not floating.
       ValueError: x or weights does not fit the map.
 
-    Costs no communication when P or D is sharded, but that a gradient of weights is summed over the axes of D; S is
-    held whole, and N too where x is copied to several places.
+    No communication when P or D is sharded, except that the gradient of the weights is summed over the axes of D. S is
+    held whole, and so is N if x is copied to several places.
     """
     check_fit("move_rows", row_map, x=x)
     if weights is not None:

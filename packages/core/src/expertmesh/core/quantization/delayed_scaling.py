@@ -1,4 +1,4 @@
-"""Delayed scaling: the multiplier of a step is made of the amaxes of steps before it.
+"""Delayed scaling: a step's multiplier follows from the amaxes of earlier steps.
 
     q_t = quantize(x_t, multiplier_t)
     multiplier_{t+1} = max / amax / 2^margin,  amax = max(amax_t, ..., amax_{t-L+1}) or amax_t
@@ -32,9 +32,9 @@ class DelayedState:
     """What delayed scaling remembers of one operand; a pytree that an optimizer must not touch.
 
     Attributes:
-      multiplier: float32[*e], by which the next step quantizes: the reciprocal of the scale.
-      amax_history: float32[*e, L]: the amaxes of the last L - 1 steps, the last one at the end; 0 at the start, where
-        that of the step goes.
+      multiplier: float32[*e], the reciprocal of the scale. The next step quantizes with it.
+      amax_history: float32[*e, L]: the amaxes of the last L - 1 steps, the latest at the end. The first entry is 0: the
+        next step writes its amax there.
     """
 
     multiplier: jax.Array
@@ -98,8 +98,8 @@ def quantize_delayed(
       spec: where `x` is, as of `quantize`.
 
     Returns:
-      (q, state): the new state's multiplier knows the amax of `x`, q's scale does not. Larger numbers than the
-      multiplier allows saturate.
+      (q, state). The amax of `x` enters the new state's multiplier, not the scale of q. Numbers that are too large for
+      the multiplier saturate.
 
     Raises:
       TypeError: no state, or no DelayedScaling. ValueError: a state of another shape or length.

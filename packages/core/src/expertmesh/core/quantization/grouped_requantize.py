@@ -2,8 +2,8 @@
 
     out = grouped_quantize(dequantize(q), group_sizes, format, axis=1)
 
-What a weight's gradient contracts, where rows arrive quantized and nowhere else exist. Dimension key: P participants,
-C rows per participant, K features, G groups per participant.
+A weight's gradient contracts these rows if they arrive quantized and exist in no other form. Dimension key: P
+participants, C rows per participant, K features, G groups per participant.
 """
 
 import dataclasses

@@ -12,10 +12,10 @@ with max the largest number of the format's dtype, one multiplier per block or t
 | float8_e8m0fnu | reciprocal of the scale | amax / max, rounded up to a power of two | 2^-127 | 2^127 | NaN |
 | float8_e4m3fn | g / scale, g = 6 * 448 / tensor amax | amax / 6 * g in e4m3; tensor_scale 1 / g | 0 | 448 | NaN |
 
-(g is 1 where the tensor's amax is 0, Inf or NaN.) Numbers saturate: Inf becomes max. NaN stays NaN in 8 bits, where a
-block with a scale of NaN is NaN in whole; 4 bits have no NaN: there the data of such a block is 0, or the NaN in a
-tensor without a scale for it would be lost. All of it in float32, rounded to nearest, ties to even, but for stochastic
-formats, and bit for bit the same on every platform.
+(g is 1 if the tensor's amax is 0, Inf or NaN.) Numbers saturate: Inf becomes max. NaN stays NaN in 8 bits, and a block
+whose scale is NaN is NaN as a whole. 4 bits have no NaN: the data of a block with NaN is 0, and its scale is NaN.
+Everything is computed in float32 and rounded to nearest, ties to even (stochastic formats excepted), with the same bits
+on every platform.
 """
 
 import dataclasses
@@ -421,7 +421,7 @@ def quantize(
     key: jax.Array | None = None,
     spec: PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """The formulas at the top of this module, for the operand of a GEMM.
+    """Quantizes the operand of a GEMM, by the module's formulas.
 
     Args:
       x: float32, bfloat16 or float16 [*S].
@@ -446,9 +446,9 @@ def quantize(
       TypeError: `x` is not one of these dtypes, `format` no TensorFormat, or `key` of another kind.
       NotImplementedError: differentiated; the layers `dense` and `grouped_dense` define gradients.
 
-    Random numbers depend on the key and the position in the global array, so layouts change no value; inside your own
-    `shard_map` the shard is the array: fold the axis' index into the key. Each shard is quantized where it is. Tensor
-    amaxes are maximised over the axes that shard `x` (all-reduces of one number per tensor); blocks need no
+    Random numbers depend on the key and the position in the global array, so layouts change no value. Inside your own
+    `shard_map` the shard is the array: fold the axis' index into the key. Each shard is quantized where it is. The amax
+    of a tensor is maximised over the axes that shard `x`: an all-reduce of one number per tensor. Blocks need no
     communication.
     """
     quantized, _ = _quantize("quantize", x, format, axis, across, batch_dims, multiplier, key, spec)
@@ -541,8 +541,8 @@ def dequantize(q: QuantizedArray, *, spec: PartitionSpec | None = None) -> jax.A
         are of leading dimensions, or blocks are two-dimensional behind one; else tokens over (dp, fsdp, ep).
 
     Returns:
-      [*S] in `q.dtype`; multiplied in float32 and rounded once. NaN where the data or the scale are. Of a rotated
-      format the rotated numbers: a product of two rotated operands needs no rotation back.
+      [*S] in `q.dtype`, multiplied in float32 and rounded once. NaN where the data or the scale are NaN. For a rotated
+      format these are the rotated numbers: a GEMM of two rotated operands needs no rotation back.
 
     Raises:
       ValueError: a block that would lie on two shards; scales whose shape does not fit.
@@ -591,13 +591,13 @@ def quantize_dbias(
       spec, options: of `quantize`.
 
     Returns:
-      (QuantizedArray, dbias [*S[-feature_dims:]]), the sum of the numbers before they are quantized, in float32 and
+      (QuantizedArray, dbias [*S[-feature_dims:]]). dbias sums the numbers before they are quantized, in float32, and is
       rounded once.
 
     Raises:
       As `quantize`; ValueError: more feature dimensions than `x` has.
 
-    Besides the communication of `quantize`, sums cross the axes that shard the other dimensions, and no others.
+    Besides the communication of `quantize`, dbias is summed over the axes that shard the other dimensions.
     """
     check_source("quantize_dbias", x, format)
     if not 0 <= feature_dims <= x.ndim:

@@ -25,7 +25,7 @@ class QuantizedArray:
       group_sizes: int[P, G] of grouped rows whose scales are per group; else None.
       block: elements of each dimension that share a scale; () without blocks (static).
       format: (static).
-      dtype: what dequantizing gives: the dtype of what was quantized (static).
+      dtype: the dtype of the array that was quantized; dequantizing returns it (static).
     """
 
     data: jax.Array
@@ -47,10 +47,10 @@ class QuantizedArray:
         return self.data.ndim
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        """What holds for each dimension of each leaf, from what holds for those of the data.
+        """Extends a property of the data's dimensions, such as their mesh axes, to the dimensions of each leaf.
 
-        Scales of blocks have the data's dimensions, others their first ones; of groups of rows, the participants and
-        the groups.
+        Scales of blocks have all dimensions of the data. Other scales have the leading ones; scales of groups of rows
+        have the participants and the groups.
         """
         shape = (self.scale if self.tensor_scale is None else self.tensor_scale).shape
         groups = (*of_data[:1], of_groups)

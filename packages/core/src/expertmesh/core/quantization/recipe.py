@@ -57,9 +57,9 @@ class TensorFormat:
         or group.
       scale: what a scale may be: "float32", "power_of_2" (a float32 without mantissa), "float8_e8m0fnu", or
         "float8_e4m3fn" (with one more float32 scale for the tensor, expert or group).
-      amax_epsilon: lower bound of the amax that a "float32" or "power_of_2" block scale is made of.
+      amax_epsilon: lower bound of the amax from which a "float32" or "power_of_2" block scale is computed.
       hadamard: whether blocks of 16 along the contraction are rotated first; both operands of a GEMM or none.
-      stochastic: whether rounding is random, by a key; 4 bits only.
+      stochastic: whether rounding is stochastic, by a key; 4 bits only.
 
     Raises:
       ValueError: an unknown dtype or kind of scale, or a combination that has no meaning: a tensor's scale that is not
@@ -136,7 +136,7 @@ class Recipe(abc.ABC):
         """The format of each operand of each GEMM."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What `as_recipe` makes this recipe of: {"recipe": its name in RECIPES, and its fields}.
+        """A dict from which `as_recipe` makes this recipe: its name in RECIPES under "recipe", and its fields.
 
         Raises:
           TypeError: a recipe of your own, which has no such name.
@@ -170,8 +170,8 @@ class Float8CurrentScaling(Recipe):
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amax history of earlier steps; x and weight only.
 
-    `grad` is scaled by its own amax, as by Float8CurrentScaling: the amax of a cotangent is known in the backward only,
-    from where no value but a cotangent can be returned.
+    `grad` is scaled by its own amax, as under Float8CurrentScaling. The backward alone knows the amax of a cotangent,
+    and it can return nothing but cotangents, so no later step could use that amax.
     """
 
     margin: int = 0
@@ -299,12 +299,12 @@ RECIPES: Mapping[str, type[Recipe]] = types.MappingProxyType(
 
 
 def as_recipe(obj: Any) -> Recipe | None:
-    """The recipe that a name or another library's object means.
+    """Converts a name or another library's object to a recipe.
 
     Args:
-      obj: a recipe; None; a name of `RECIPES` or of a recipe's class, for its defaults; a dict of such a name as
-        "recipe" and of options, as of `Recipe.to_dict`; or an object of Transformer Engine's class of the same name, by
-        its attributes.
+      obj: a recipe; None; a name from `RECIPES` or the name of a recipe's class, for its defaults; a dict as
+        `Recipe.to_dict` returns it, with such a name under "recipe" and options; or an object of Transformer Engine's
+        class of the same name, read by its attributes.
 
     Returns:
       A recipe, None for None.
@@ -407,7 +407,7 @@ def _block_options(obj: Any, refuse: Callable[[str, object, object], None]) -> d
 
 
 def required_alignment(recipe: Recipe | str | None) -> int:
-    """Rows that the start of a group must be a multiple of, for the weight gradients of a grouped layer.
+    """The number of rows that each group must start at a multiple of, for the weight gradients of a grouped layer.
 
     1 without a recipe, 16 for scales per tensor and for NVFP4BlockScaling, 32 for MXFP8BlockScaling, 128 for
     Float8BlockScaling. For any block format this is the block; recipes by name as in `as_recipe`.
@@ -422,9 +422,9 @@ def required_alignment(recipe: Recipe | str | None) -> int:
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | str | None) -> Iterator[Recipe | None]:
-    """Makes `recipe` (whatever `as_recipe` takes; None for none) the one in context.
+    """Puts `recipe` in context: anything that `as_recipe` takes, or None for no recipe.
 
-    The former one is restored on exit, also after an exception. It is part of jit's cache key.
+    The previous recipe is restored on exit, also after an exception. The recipe is part of jit's cache key.
     """
     recipe = as_recipe(recipe)
     with _context(recipe):

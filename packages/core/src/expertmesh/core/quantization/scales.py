@@ -1,4 +1,4 @@
-"""From the largest magnitudes of blocks and tensors to their scales, and to the multipliers that quantize them.
+"""Computes scales, and the multipliers that quantize, from the largest magnitudes of blocks and tensors.
 
 The table of quantize.py says what is computed. Magnitudes are those of numerics.py: float32's bits as integers.
 """

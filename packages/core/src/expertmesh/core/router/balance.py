@@ -1,6 +1,6 @@
 """Losses that keep a router balanced and its logits small, and the count of each expert's tokens.
 
-All are one law, a sum over tokens of a quantity f of their logits, with weights that have no gradient:
+All are sums over tokens of a quantity f of their logits, with weights that have no gradient:
 
     loss = sum_s sum_t <w_s, f(logits_st)>
 
@@ -68,8 +68,8 @@ def load_balance_loss(
       TypeError: `topk_idx` is not of integers, `logits` not of floats, the mask not bool.
 
     Costs all-reduces of one [E] vector and a scalar over the axes that shard tokens, and of one integer with a mask;
-    none in the backward. Without a mask T is read from the shape: inside your own `shard_map` the result is that of the
-    shard's tokens alone. The loss is that of Switch Transformers (arXiv:2101.03961, eq. 4-6), extended to K choices.
+    none in the backward. Inside your own `shard_map` the result is about the shard's tokens alone. The loss is that of
+    Switch Transformers (arXiv:2101.03961, eq. 4-6), extended to K choices.
     """
     check_balance_operands("load_balance_loss", logits, topk_idx, score_function, token_mask)
     check_arrays("load_balance_loss", optional=True, tokens_per_expert=tokens_per_expert)
@@ -92,7 +92,7 @@ def sequence_balance_loss(
     score_function: str = "softmax",
     token_mask: jax.Array | None = None,
 ) -> jax.Array:
-    """The mean over sequences of `load_balance_loss` of one sequence: no sequence may lean on another's balance.
+    """The mean of `load_balance_loss` over sequences: each sequence is balanced by itself.
 
     Args:
       logits: float[..., T, E]: the last dimension but one runs along a sequence.

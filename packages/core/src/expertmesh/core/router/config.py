@@ -21,13 +21,13 @@ class RouterConfig(Config):
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
       use_pre_softmax: softmax over all experts before the choice, weights not renormalised; else softmax over the K
         chosen logits, so that a token's weights sum to 1. Only for softmax.
-      num_groups: experts are cut into so many equal groups of neighbours; None: no groups.
+      num_groups: the number of equal groups of neighbouring experts; None: no groups.
       group_topk: choices come from the best `group_topk` groups, by the sum of each one's `group_best` greatest
         (biased) scores. Given if and only if `num_groups` is.
-      group_best: how many of its best experts a group's score sums: 1 is DeepSeek-V2's, 2 DeepSeek-V3's. None: its
-        share of the choices, top_k / group_topk.
-      normalize: whether the scores of the chosen are divided by their sum; None: where K > 1. Only for sigmoid and
-        sqrtsoftplus: for softmax `use_pre_softmax` decides.
+      group_best: how many of a group's best experts its score sums: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None: top_k /
+        group_topk, a group's share of the choices.
+      normalize: whether the scores of the chosen experts are divided by their sum. None: yes if K > 1. Only for sigmoid
+        and sqrtsoftplus; for softmax `use_pre_softmax` decides.
       scaling_factor: the weights are multiplied by it.
 
     Raises:

@@ -63,7 +63,7 @@ def required_bias_histogram(
     bias_range: tuple[float, float] = (-1.0, 1.0),
     token_mask: jax.Array | None = None,
 ) -> jax.Array:
-    """For each expert the histogram, over tokens, of the bias with which a token would just choose it.
+    """For each expert, a histogram over tokens of the smallest bias with which the token would choose it.
 
     With s the token's unbiased scores and z_(1) >= z_(2) >= ... its sorted biased scores s + bias, the score to beat is
     c_e = z_(K+1) for an expert among the K best and z_(K) for another; the bias needed is r_e = c_e - s_e. So e is
@@ -106,8 +106,8 @@ def quantile_expert_bias(
     """bias + rate * (b - bias): b_e is the bias with which e would get its even share of the tokens, K / E of them.
 
     b_e is the quantile at K / E of the needed biases, read from the histogram: in the first bin at which the cumulated
-    count reaches K / E of the total, linearly interpolated within the bin. Each expert is moved as if alone; `rate`
-    below 1 damps what follows from all moving at once.
+    count reaches K / E of the total, linearly interpolated within the bin. Each expert moves as if it moved alone. A
+    `rate` below 1 damps the effect of all moving at once.
 
     Args:
       expert_bias: float[E].

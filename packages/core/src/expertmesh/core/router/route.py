@@ -5,9 +5,9 @@
     softmax, pre:            idx = top_k(p + bias);  w = p[idx]
     sigmoid, sqrtsoftplus:   idx = top_k(s + bias);  w = s[idx] / (sum_k s[idx] + 1e-20),  or s[idx]
 
-all times `scaling_factor`; `normalize`, if None K > 1, says whether s is divided. Where there are groups, of E / G
-experts each, top_k is limited to the group_topk best ones; a group's score is the sum of its `group_best` greatest,
-K / group_topk if that is None.
+all times `scaling_factor`. `normalize` says whether s is divided by the sum; None means K > 1. With groups, of E / G
+experts each, top_k is limited to the `group_topk` best groups. A group's score is the sum of its `group_best` greatest
+scores; None means K / group_topk of them.
 
 Dimension key: `...` tokens, E experts, K choices per token, G groups.
 """
@@ -60,7 +60,7 @@ def route(
     token_mask: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
 ) -> Routing:
-    """The K experts of each token and their weights, by the formulas at the top of this module.
+    """Chooses each token's K experts and their weights, by the module's formulas.
 
     Args:
       logits: float[..., E]; computed with in float32, whatever the dtype.
@@ -76,8 +76,8 @@ def route(
     Returns:
       Routing, by descending biased score; of equal scores (0.0 and -0.0 are equal) the lower expert index comes first.
       Experts with a logit of -inf come last and get weight 0. One NaN logit (of either sign) makes all weights of its
-      token NaN (its own alone, where weights are not divided), while its choices stay in range: NaN is never masked
-      (but by `token_mask`, and a NaN that a forced choice does not read). Groups with a NaN come before the others.
+      token NaN; where weights are not divided by their sum, its own alone. The choices stay in range. Nothing hides a
+      NaN but `token_mask`, and a forced choice that does not read it. Groups with a NaN come before the others.
 
     Raises:
       ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose shapes do not fit the

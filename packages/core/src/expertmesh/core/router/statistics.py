@@ -29,7 +29,7 @@ class RouterStatistics(NamedTuple):
       tokens_per_expert: int32[E], choices of each expert.
       max_over_mean_load: float32[], max_e n_e / mean_e n_e: 1 for a balanced routing; 0 where nothing is routed.
       entropy: float32[], in nats: the mean over routed tokens of -sum_e q_e log q_e; 0 where nothing is routed.
-      num_masked: int32[], tokens none of whose choices is routed.
+      num_masked: int32[], tokens without a routed choice.
     """
 
     tokens_per_expert: jax.Array

@@ -37,8 +37,8 @@ def plan_permute_map(
 
     The plan is one with K = E, whose choice e is expert e, so `permute(x, plan)` copies tokens,
     `move_values(probs, plan)` brings probs[P, T, E] to the rows, and `unpermute(y, plan, probs)` adds up
-    `sum_e probs[t, e] * y[row[t, e]]`. A routed entry has its row whatever its probability is, 0 too; an entry that is
-    not routed adds nothing and its probability has gradient 0. A token without experts comes back as 0.
+    `sum_e probs[t, e] * y[row[t, e]]`. A routed entry has a row whatever its probability is, 0 too. An entry that is
+    not routed adds nothing, and its probability has gradient 0. A token without experts comes back as 0.
 
     Args:
       routing_map: bool or int[P, T, E] or [T, E]; nonzero is routed.

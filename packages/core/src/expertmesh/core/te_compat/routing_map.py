@@ -26,7 +26,7 @@ def to_routing_map(topk_idx: jax.Array, num_experts: int, format: str = "bytemap
       format: "bytemap" or "bitmap".
 
     Returns:
-      bool[..., E] or uint8[..., ceil(E / 8)], as at the top of this module.
+      bool[..., E] or uint8[..., ceil(E / 8)], in the module's formats.
 
     Raises:
       ValueError: an unknown format, or no dimension of choices.

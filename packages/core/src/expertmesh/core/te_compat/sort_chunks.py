@@ -19,14 +19,14 @@ __all__ = ["plan_chunks", "sort_chunks"]
 
 
 def plan_chunks(split_sizes: jax.Array, order: jax.Array, *, num_rows: int) -> RowMap:
-    """Decides where each row goes: a map for `move_rows`, for any number of payloads, of N rows to as many.
+    """Plans where each row goes: a map of N rows to N rows, for any number of `move_rows`.
 
     Args:
       split_sizes: int[P, c] or int[c], rows of each chunk of the input, 0 too; negative ones count as 0. Their sum must
         be countable in int32.
       order: int of the same shape: order[i] is the chunk that comes i-th; a permutation of range(c), not checked.
-      num_rows: N; rows beyond sum(split_sizes) stay where they are. Rows that chunks have past N don't exist: where one
-        would come to lie before N there is 0, without a gradient.
+      num_rows: N. Rows beyond sum(split_sizes) stay where they are. If the chunks have more than N rows, the excess
+        ones do not exist: a place that one of them would take holds 0 and has no gradient.
 
     Raises:
       TypeError: split_sizes or order is not of integers, or num_rows is not an integer.

@@ -31,7 +31,7 @@ MIN_CAPABILITY = 9.0
 WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as; exchange.h
 
 
-# NVIDIA H200, 2026-11-22: see docs/dev/performance-log.md.
+# NVIDIA H200, 2026-11-22: see docs/dev/kernels.md.
 SMS = 132
 SENT, SPREAD = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
 TIMEOUT_MS = 60_000

@@ -4,13 +4,13 @@
     combine:  each host adds up its rows of a token, and the token's rank adds what the hosts added up
 
 The EP axes are (outer, inner...), and the ranks of a host differ in the inner ones only: rank h * I + i is the i-th of
-host h. Over the outer axis the i-th ranks of all hosts exchange blocks as in blocks.py, with hosts for ranks. What a
-rank has then received, its S places of blocks, are the tokens of an exchange among the ranks of its host, with a Route
-of its own; rows are where the handle says, so their order and drops are those of an exchange of one level.
+host h. Over the outer axis the i-th ranks of all hosts exchange blocks as in blocks.py, with hosts for ranks. The S
+places of blocks that a rank then has are the tokens of an exchange among the ranks of its host, with its own Route.
+Rows are where the handle says, so their order and drops are those of an exchange of one level.
 
-Receives in each direction (H - 1) * F rows from other hosts, F = ceil(T * most_hosts / H), as many as there are if
-tokens go to all hosts alike; where one pair of hosts has more for each other, it is sent in rounds of F / 8 rows. Sums
-of a host are rounded once to the dtype of the rows, or to the wire's, and added in float32.
+A rank receives (H - 1) * F rows from other hosts in each direction, F = ceil(T * most_hosts / H), which is enough if
+tokens go to all hosts alike. If one pair of hosts has more for each other, rounds of F / 8 rows send the rest. Sums of
+a host are rounded once to the dtype of the rows, or of the wire, and added in float32.
 
 Dimension key: H hosts, I ranks of a host, B = min(T, I * C) places of a block, S = H * B; G, T, K, C, D as in route.py.
 """

@@ -138,7 +138,7 @@ def export_tensors(
       hf_config: the dict of `config.json`.
       layer: the decoder layer's number.
       expert_bias: float[E]; given if and only if the model has one.
-      dtype: of what has not 8 bits; None: each parameter's own.
+      dtype: of the arrays that are not in 8 bits; None: each parameter's own.
       fp8: experts and shared experts in 8 bits, by blocks of the config's `weight_block_size` (else 128 x 128); bit for
         bit the QuantizedArrays of `load_sharded` where there are some.
       prefix: what stands before `layers.{layer}.`.

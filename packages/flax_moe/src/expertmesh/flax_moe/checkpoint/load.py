@@ -54,7 +54,7 @@ def load_sharded(
       dtype: of the parameters; None: each keeps its own, bfloat16 where it is stored in 8 bits.
       keep_fp8: keep 8-bit weights with their scales, as QuantizedArrays. `dequantize` gives numbers of `dtype`.
       prefix: what stands before `layers.{layer}.`.
-      progress: called with what has just been placed, and which fraction of the layer is there.
+      progress: called with the name of what was placed, and the fraction of the layer that is there.
 
     Returns:
       ShardedLayer. Each process reads the slices that its own devices need, each of them once, and holds one shard of

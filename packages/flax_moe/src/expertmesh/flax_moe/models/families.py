@@ -1,8 +1,8 @@
-"""The model families that `hf` knows: a row each, which says names, places, router and layers. Nothing is done here.
+"""The model families that `hf` knows: one row each with names, places, router and layers. This module has data only.
 
-A row's `files` are the arrays of a checkpoint, its `memory` those of a model of `transformers` >= 5, both made of the
-groups of arrays below. What its config says of the block is the union of a few laws of `family_laws.py`. A new family
-is a row of FAMILIES, and where it has a law of its own a function there.
+A row's `files` are the arrays of a checkpoint, its `memory` those of a model of `transformers` >= 5. Both are made of
+the groups of arrays below. A few laws of `family_laws.py` say how the config determines the block. A new family is a
+row of FAMILIES, and a function there if it has its own law.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """

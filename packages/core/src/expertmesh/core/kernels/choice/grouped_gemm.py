@@ -169,18 +169,18 @@ class WeightTiles:
 
 
 STRIP = 64 * 128  # bytes that a consumer stages, of a result
-# NVIDIA H200, 2026-11-22: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-22: docs/dev/kernels.md says what was measured.
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
 )
 SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32)
-# NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21 and 22: docs/dev/kernels.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
 WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 # Of GPUs whose tensor cores read registers, and of 99 KB of shared memory: a warp multiplies 64 x 64, whose sums take
 # half of its registers. Chosen among those without spills, as PTX of compute capability 8.0 on an H100, 2026-11-25:
-# docs/dev/performance-log.md. No such GPU was at hand.
+# docs/dev/kernels.md. No such GPU was at hand.
 NARROW = Tiles(m=128, n=256, k=32, warps=8, stages=4, descriptors=False)
 WEIGHTS_HOPPER = WeightTiles(
     stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),

@@ -132,7 +132,7 @@ class HopperTiles:
     programs: int
 
 
-# NVIDIA H200, 2026-11-21 and 22: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21 and 22: docs/dev/kernels.md says what was measured.
 BOTH = Tiles(elements=16384, columns=128, warps=8)
 BOTH_SMALL = Tiles(elements=16384, columns=512, warps=8)
 SCALED = Tiles(elements=8192, columns=1024, warps=8)

@@ -58,7 +58,7 @@ class BlockTiles:
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
-# NVIDIA H200, 2026-11-24: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-24: docs/dev/kernels.md says what was measured.
 ROWS_BLOCKS = BlockTiles(stages=3, band=16, registers=(40, 232), rooms=2)
 # NVIDIA H200, 2026-11-23: likewise.
 WEIGHTS_BLOCKS = WeightTiles(

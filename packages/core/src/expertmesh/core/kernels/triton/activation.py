@@ -94,7 +94,7 @@ def _gated_grad_kernel(
     tl.store(d_h + at + F, d_up.to(d_h.dtype.element_ty), mask=inside)
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 TILES = Tiles(elements=4096, columns=4096, warps=8)
 
 

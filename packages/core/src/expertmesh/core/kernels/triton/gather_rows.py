@@ -51,7 +51,7 @@ def _gather_kernel(
         tl.store(out + n * D + columns, acc.to(out.dtype.element_ty), mask=inside)
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 COPY = Tiles(columns=4096, warps=4)
 SUM = Tiles(columns=2048, warps=4)
 

@@ -58,7 +58,7 @@ def _sums_kernel(
     tl.store(where, tl.sum(total, 0), mask=inside)
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 TILES = Tiles(rows=32, columns=128, warps=8, programs=2048)
 
 

@@ -169,7 +169,7 @@ def _place_kernel(
         tl.store(source + rows, tl.full((BN,), -1, tl.int32), mask=free)
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 SPREAD = Tiles(columns=4096, warps=4)
 GRAD = Tiles(columns=1024, warps=4)
 CLEAR = 64  # rows that a program looks at

@@ -366,7 +366,7 @@ def _group_amax_kernel(
     tl.store(amax + tl.program_id(0), tl.max(most, 0))
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 ROWS = Tiles(elements=4096, columns=1024, warps=4)
 COLUMNS = Tiles(elements=8192, columns=64, warps=4)
 SQUARE = Tiles(elements=16384, columns=128, warps=8)

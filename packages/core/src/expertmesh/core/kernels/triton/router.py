@@ -200,7 +200,7 @@ def _grad_kernel(
         tl.store(d_logits + t[:, None] * E + chosen, total, mask=routed)
 
 
-# NVIDIA H200, 2026-11-21: docs/dev/performance-log.md says what was measured.
+# NVIDIA H200, 2026-11-21: docs/dev/kernels.md says what was measured.
 TOKENS = 4  # of a program, one warp; fewer where they have more than 256 experts
 
 
