@@ -138,7 +138,7 @@ def shares(size: int, kind: str, places: int) -> np.ndarray:
 
 
 def two_levels(size: int, kind: str) -> Cost:
-    """Blocks between hosts as the transport makes them, inside a host what has rows there; copies as they are needed."""
+    """Blocks between hosts as the transport makes them, inside a host what has rows there; needed copies."""
     hosts = size // RANKS
     groups = GROUPS if kind == "groups" else (None, None)
     first = first_rows(T, T, hosts, most_hosts(num_experts(size), hosts, K, *groups))
@@ -220,7 +220,8 @@ def table() -> str:
 def table_of_balanced() -> str:
     """What copies do under zipf; under uniform routing there are none."""
     lines = [
-        "| EP | fullest rank over the mean, balanced | copies, of one rank at most | received or sent between hosts: GB | ms | buffer, balanced: GB | buffer, worst: GB |",
+        "| EP | fullest rank over the mean, balanced | copies, of one rank at most "
+        "| received or sent between hosts: GB | ms | buffer, balanced: GB | buffer, worst: GB |",
         "|---|---|---|---|---|---|---|",
     ]
     plain, level = (costs()[f"two levels, zipf{which}"] for which in ("", ", balanced"))
