@@ -1,4 +1,4 @@
-"""Writes the table and the plot of docs/ep-at-scale.md: exchanges over up to 128 hosts, simulated.
+"""Writes the tables and the plot of docs/ep-at-scale.md: exchanges over up to 128 hosts, simulated.
 
 python docs/scale.py            write them
 python docs/scale.py --check    exit status 1 if they are not what would be written
@@ -14,21 +14,25 @@ import math
 import pathlib
 import sys
 
+import jax
 import numpy as np
 from exchange import picture, words
 from marks import filled
 
-from expertmesh.ep.capacity import most_hosts
+from expertmesh.ep import CopyPlan, plan_copies
+from expertmesh.ep.capacity import most_hosts, most_rows
 from expertmesh.ep.transports.two_level import ROUNDS, first_rows
 
 DOCS = pathlib.Path(__file__).resolve().parent
 PAGE, PLOT = DOCS / "ep-at-scale.md", DOCS / "scale.svg"
-BEGIN = "<!-- docs/scale.py -->"
+BEGIN, BEGIN_BALANCED = "<!-- docs/scale.py -->", "<!-- docs/scale.py, balanced -->"
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # of the EP group
-RANKS, T, K, D = 8, 8192, 8, 7168
+RANKS, T, K, D, F = 8, 8192, 8, 7168, 2048
+SPARE, ALIGNMENT = 2, 128  # spare slots of a rank; rows of a slot are padded to so many
 GROUPS = (8, 4)  # num_groups, group_topk
 BETWEEN, INSIDE = 45e9, 300e9  # bytes a second, of a GPU
 SENT = D + D // 128 * 4  # bytes of a row of 8 bits, with scales
+COPY = 3 * D * F  # bytes of an expert's weights of 8 bits
 SUMS, BACK = (
     4 * D,
     2 * D,
@@ -42,6 +46,7 @@ COLORS = {
     "one level": "#9e9ac8",
     "two levels": "#08519c",
     "two levels, zipf": "#fd8d3c",
+    "two levels, zipf, balanced": "#a63603",
     "two levels, 4 of 8 groups": "#74c476",
 }
 
@@ -66,6 +71,35 @@ class Cost:
 
 def num_experts(size: int) -> int:
     return max(256, size)
+
+
+@functools.cache
+def plan_of_copies(size: int) -> tuple[np.ndarray, CopyPlan]:
+    """Choices of each expert under zipf, of all ranks' tokens, and the plan that levels the ranks."""
+    drawn = np.bincount(choices(size, "zipf").ravel(), minlength=num_experts(size))
+    counts = (drawn * size * T // DRAWN).astype(np.int32)
+    plan = plan_copies(jax.numpy.asarray(counts), num_ranks=size, num_spare=SPARE)
+    return counts, CopyPlan(*map(np.asarray, plan))
+
+
+@functools.cache
+def ranks_of_choices(size: int, kind: str) -> np.ndarray:
+    """int[DRAWN, K]: the rank that each choice goes to; "balanced" are those of zipf, with copies."""
+    each = num_experts(size) // size
+    if kind != "balanced":
+        return choices(size, kind) // each
+    experts, (counts, plan) = choices(size, "zipf"), plan_of_copies(size)
+    number = np.random.default_rng(1).random(experts.shape) * counts[experts]
+    ranks = experts // each
+    for x in np.unique(plan.expert[plan.expert >= 0]):
+        held, slots = np.nonzero(plan.expert == x)
+        ends = counts[x] - np.cumsum(
+            plan.rows[held, slots]
+        )  # the first copies take the last choices
+        at = experts == x
+        copy = np.searchsorted(-ends, -number[at], side="left")
+        ranks[at] = np.where(copy < len(held), held[np.minimum(copy, len(held) - 1)], x // each)
+    return ranks
 
 
 @functools.cache
@@ -97,14 +131,14 @@ def reached(size: int, kind: str, places: int) -> float:
 
 def shares(size: int, kind: str, places: int) -> np.ndarray:
     """The share of tokens that have a row at each of these parts."""
-    at = choices(size, kind) // (num_experts(size) // places)
+    at = ranks_of_choices(size, kind) // (size // places)
     rows = np.zeros((DRAWN, places), bool)
     np.put_along_axis(rows, at, True, axis=1)
     return rows.mean(axis=0)
 
 
 def two_levels(size: int, kind: str) -> Cost:
-    """Blocks between hosts as the transport makes them, inside a host what has rows there."""
+    """Blocks between hosts as the transport makes them, inside a host what has rows there; needed copies."""
     hosts = size // RANKS
     groups = GROUPS if kind == "groups" else (None, None)
     first = first_rows(T, T, hosts, most_hosts(num_experts(size), hosts, K, *groups))
@@ -114,11 +148,26 @@ def two_levels(size: int, kind: str) -> Cost:
     rows = (hosts - 1) * (first + part * math.ceil(max(0, fullest - first) / part))
     # Of each host as many tokens as of its own; those that came to the rank itself are there.
     near = hosts * T * reached(size, kind, size) * (RANKS - 1)
+    far_copies, near_copies = copies(size) if kind == "balanced" else (0, 0)
     return Cost(
-        between=rows * (SENT + BACK),
-        inside=near * (SENT + SUMS),
+        between=rows * (SENT + BACK) + far_copies * COPY,
+        inside=near * (SENT + SUMS) + near_copies * COPY,
         blocks=hosts * T * BACK if hosts > 1 else 0,
     )
+
+
+def copies(size: int) -> tuple[int, int]:
+    """Of other hosts' experts and of those of the own host: the most that a rank sends or receives."""
+    _, plan = plan_of_copies(size)
+    held, slots = np.nonzero(plan.expert >= 0)
+    owner = plan.expert[held, slots] // (num_experts(size) // size)
+    far = held // RANKS != owner // RANKS
+
+    def most(part: np.ndarray) -> int:
+        each = (np.bincount(ranks[part], minlength=size).max() for ranks in (held, owner))
+        return int(max(each))
+
+    return most(far), most(~far)
 
 
 def one_level(size: int) -> Cost:
@@ -140,6 +189,7 @@ def costs() -> dict[str, dict[int, Cost]]:
     kinds = {
         "two levels": "uniform",
         "two levels, zipf": "zipf",
+        "two levels, zipf, balanced": "balanced",
         "two levels, 4 of 8 groups": "groups",
     }
     each = {name: {n: two_levels(n, kind) for n in SIZES} for name, kind in kinds.items()}
@@ -164,6 +214,28 @@ def table() -> str:
         )
         rows = size * T * min(K, num_experts(size) // size) * 2 * D / 1e9
         lines.append(f"| {size} | {hosts:.1f} | {' | '.join(cells)} | {blocks} | {rows:.0f} |")
+    return "\n".join(lines)
+
+
+def table_of_balanced() -> str:
+    """What copies do under zipf; under uniform routing there are none."""
+    lines = [
+        "| EP | fullest rank over the mean, balanced | copies, of one rank at most "
+        "| received or sent between hosts: GB | ms | buffer, balanced: GB | buffer, worst: GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain, level = (costs()[f"two levels, zipf{which}"] for which in ("", ", balanced"))
+    for size in SIZES:
+        counts, plan = plan_of_copies(size)
+        each, held = counts.reshape(size, -1).sum(axis=1), num_experts(size) // size
+        uneven, even = (load.max() / load.mean() for load in (each, plan.load))
+        rows = most_rows(held + SPARE, T * K, ALIGNMENT), size * T * min(K, held)
+        buffers = " | ".join(f"{2 * D * n / 1e9:.2f}" for n in rows)
+        lines.append(
+            f"| {size} | {uneven:.2f}, {even:.2f} | {np.sum(plan.expert >= 0)}, {sum(copies(size))} | "
+            f"{plain[size].between / 1e9:.2f}, {level[size].between / 1e9:.2f} | "
+            f"{plain[size].ms:.1f}, {level[size].ms:.1f} | {buffers} |"
+        )
     return "\n".join(lines)
 
 
@@ -205,7 +277,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    wanted = {PAGE: filled(PAGE.read_text(), BEGIN, table()), PLOT: plot()}
+    page = filled(PAGE.read_text(), BEGIN, table())
+    wanted = {PAGE: filled(page, BEGIN_BALANCED, table_of_balanced()), PLOT: plot()}
     if check:
         return int(
             any(not path.exists() or path.read_text() != new for path, new in wanted.items())

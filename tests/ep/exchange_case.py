@@ -73,6 +73,7 @@ class Case:
             group_sizes=each,
             total_recv=each,
             num_dropped=each,
+            stranger=each,
             rows=rows,
             out=tokens,
             row_weights=each,
@@ -124,6 +125,7 @@ INTEGERS = (
     "group_sizes",
     "total_recv",
     "num_dropped",
+    "stranger",
 )
 
 
@@ -140,6 +142,7 @@ def check(out, case, oracle, operands):
         group_sizes=oracle.sizes,
         total_recv=oracle.total,
         num_dropped=oracle.dropped,
+        stranger=[-1] * oracle.P,
     )
     for name, want in integers.items():
         assert out[name].dtype == jnp.int32, name

@@ -118,11 +118,27 @@ def test_values_are_not_read_where_nothing_can_be_raised():
             num_dropped=value,
             demand=value,
             participant=value,
+            stranger=value,
             capacity=1,
             ep_size=1,
             policy="drop",
         )
     )
+
+
+def test_a_process_with_another_exchange_is_an_error_under_any_policy(monkeypatch):
+    """As in the second of two groups of four; what processes do is in test_processes.py."""
+    stranger = jnp.asarray([-1] * 4 + [2, 2, 0, 2], jnp.int32)
+    handle = prepare(jnp.zeros((40, 3), jnp.int32), EpConfig(num_experts=8))
+    handle = dataclasses.replace(
+        handle, ep_size=4, stranger=stranger, total_recv=stranger, num_dropped=stranger * 0
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    out = find_overflow(handle)
+    assert (out.policy, int(out.stranger)) == ("drop", 6)
+    with pytest.raises(RuntimeError, match="same exchange; got another at rank 2 of EP group 1, "):
+        raise_overflow(out)
+    raise_overflow(found(np.full((40, 3), -1, np.int32)))  # nobody differs
 
 
 @pytest.mark.parametrize("capacity, refused", [(4, True), (8, False), (None, False)])

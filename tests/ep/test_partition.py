@@ -322,8 +322,7 @@ def test_prepare_and_values():
         PartitionSpec(each, None, None),
         PartitionSpec(each, None),
         PartitionSpec(each, None),
-        PartitionSpec(each),
-        PartitionSpec(each),
+        *(PartitionSpec(each),) * 3,
     )
     two = partition.plan_prepare(
         query(((None, "dp", None),), ((4, 2, 3),), ("ep",), two_level=True)

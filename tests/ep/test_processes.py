@@ -162,6 +162,101 @@ def test_bootstrap_says_which_process_is_another(multiprocess, late, words):
     assert "capacity" not in results[0][1]  # which is the same
 
 
+def prepare_otherwise(fields):
+    """Runs in each process: a first step without bootstrap, the last process with other options."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from expertmesh.ep import EpConfig, combine, dispatch, find_overflow, prepare, raise_overflow
+
+    last = jax.process_index() == jax.process_count() - 1
+    mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = jax.sharding.Mesh(mesh.devices.T, mesh.axis_names, axis_types=mesh.axis_types)
+    sharding = NamedSharding(mesh, PartitionSpec(("dp", "ep")))
+    plain = dict(num_experts=8, axis="ep", transport="all_to_all", capacity=16)
+
+    def step(idx, x, config):
+        handle = prepare(idx, config)
+        out = combine(handle, dispatch(handle, x))
+        return jnp.sum(out), jnp.sum(handle.num_dropped), find_overflow(handle)
+
+    def put(row):
+        x = np.broadcast_to(row, (16, row.size))
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    def run(config):
+        operands = put(np.int32([1, 6])), put(np.ones(4, np.float32))
+        total, dropped, overflow = jax.jit(step, static_argnums=2)(*operands, config)
+        try:
+            raise_overflow(overflow)
+        except RuntimeError as error:
+            return [float(total), int(dropped), str(error)]
+        return [float(total), int(dropped), "no error"]
+
+    return [run(EpConfig(**plain | (fields if last else {}))), run(EpConfig(**plain))]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"alignment": 8}, {"num_experts": 16}, {"overflow": "error"}, {"debug": True}],
+    ids=str,
+)
+def test_a_step_of_processes_that_differ_is_refused(multiprocess, fields):
+    first, second = multiprocess(
+        "ep.test_processes:prepare_otherwise", processes=2, devices=2, timeout=120, fields=fields
+    )
+    assert first == second
+    (total, dropped, error), after = first
+    assert (total, dropped) == (0, 32)  # nothing is exchanged
+    assert "raise_overflow: all processes must prepare the same exchange; got another" in error
+    assert "at rank 1 of EP group 1" in error and "call bootstrap" in error
+    assert after == [128, 0, "no error"]
+
+
+def wait_for_other_sizes():
+    """Runs in each process: the last prepares more choices, and others wait for its collective without end."""
+    import time
+    from functools import partial
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from expertmesh.ep import EpConfig, prepare, wait_for
+
+    last = jax.process_index() == jax.process_count() - 1
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+    step = jax.jit(partial(prepare, config=EpConfig(num_experts=4, axis="ep")))
+
+    def put(top_k):
+        return jax.make_array_from_callback(
+            (4, top_k), sharding, lambda at: np.zeros((4, top_k), np.int32)[at]
+        )
+
+    wait_for(step(put(3)), phase="step 0")  # opens the communicators
+    results = jax.eval_shape(step, put(2)) and jnp.zeros(()) if last else step(put(1))
+    try:
+        wait_for(results, phase="step 1", timeout=3)
+    except RuntimeError as error:
+        return str(error)
+    time.sleep(6)  # as long as the other asks who is behind
+    jax.block_until_ready(step(put(1)))  # so that the other can end
+    return "no error"
+
+
+def test_a_step_of_other_sizes_is_named(multiprocess):
+    first, second = multiprocess(
+        "ep.test_processes:wait_for_other_sizes", processes=2, devices=2, timeout=120
+    )
+    assert second == "no error"
+    assert "waiting for: no process is behind; they prepared exchanges that differ in" in first
+    assert "top_k=1 in process 0, 2 in process 1; start the same script" in first
+
+
 def lose_one(how):
     """Runs in each process: steps of an exchange, which the last process leaves, or comes late to, after two."""
     import os

@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from cases.covering import full
 from multiprocess_runner import free_port
 
 STEPS = 20
@@ -172,6 +176,53 @@ def test_microbatches_resumed(text, tmp_path, monkeypatch):
     resumed = train(text, out, *options, "--resume", "--offload")
     assert "resuming after step 4" in resumed and "state in the host's memory" in resumed
     assert rows(out) == rows(once)
+
+
+def saved_state(out, step):
+    """All arrays of a checkpoint, on one device."""
+    path = (out / "checkpoints" / str(step) / "state").absolute()
+    place = SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            checkpointer.metadata(path).item_metadata.tree,
+        )
+        arrays = jax.tree.leaves_with_path(checkpointer.restore(path, like))
+    return {jax.tree_util.keystr(name): np.asarray(x) for name, x in arrays}
+
+
+GROWN = "--experts 8 --steps 4 --eval-every 9".split()
+
+
+@pytest.fixture(scope="session", params=[0, 1], ids=["plain", "spare"])
+def ep_of_4(request, text, tmp_path_factory):
+    """A run under EP 4, without spare slots and with one."""
+    out = tmp_path_factory.mktemp("main_job") / "ep4"
+    options = ["--mesh", "fsdp=2,ep=4", "--spare-experts", request.param, "--capacity-factor", 4]
+    assert "mesh fsdp=2 ep=4" in train(text, out, *GROWN, *options)
+    return out
+
+
+@pytest.mark.default_jax
+@pytest.mark.parametrize("ep, spare", [(2, 0), (8, 2), full(2, 2), full(8, 0)])
+def test_ep_grows_and_shrinks_between_runs(ep_of_4, text, tmp_path, ep, spare):
+    """A step under another EP, at a learning rate that float32 rounds to 0: the same parameters, bit for bit."""
+    out = tmp_path / "run"
+    shutil.copytree(ep_of_4, out)
+    resume = "--resume --steps 5 --learning-rate 1e-300 --capacity-factor 4".split()
+    options = ["--mesh", f"fsdp={8 // ep},ep={ep}", "--spare-experts", spare]
+    printed = train(text, out, *GROWN, *resume, *options)
+    assert "resuming after step 4" in printed and f"ep={ep}" in printed
+    assert (f", {spare} spare slots a rank" in printed) == (spare > 0)
+    before, after = saved_state(out, 4), saved_state(out, 5)
+    assert before.keys() == after.keys()
+    params = [name for name in before if name.startswith("['params']")]
+    moments = [name for name in before if name not in params]
+    assert len(params) > 5 and any((before[name] != after[name]).any() for name in moments)
+    for name in params:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    assert float(rows(out)[4]["loss"]) == pytest.approx(losses(out)[3], rel=0.2)
+    assert {row["dropped"] for row in rows(out)} == {"0"}
 
 
 @pytest.mark.default_jax

@@ -146,6 +146,12 @@ def test_models_that_contradict_themselves(changes, says):
         ({"model_dim": 252}, {}, "model-dim=252, fsdp=8; give --model-dim 256"),
         ({"transport": "local"}, {"mesh": (("ep", 8),)}, "got ep=8; give --transport auto"),
         ({"experts": 12}, {"shard_exp_on_fsdp": True}, "got experts=12, fsdp=8 x ep=1; leave"),
+        ({}, {"shard_exp_on_fsdp": True, "spare_experts": 1}, "num_spare_experts must go with"),
+        (
+            {"recipe": "fp8_delayed"},
+            {"spare_experts": 1},
+            "num_spare_experts must go with a recipe",
+        ),
     ],
 )
 def test_models_that_do_not_fit_the_mesh(model, devices, says):

@@ -4,17 +4,54 @@ import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from expertmesh.core.mesh import current_resource
 from expertmesh.core.processes import gather_texts, say, texts_of_all
-from expertmesh.ep import hosts
+from expertmesh.ep import __version__, hosts
+from expertmesh.ep.config import EpConfig
 
-__all__ = ["check_processes", "wait_for"]
+__all__ = ["CHECKSUM_BITS", "check_processes", "checksum", "facts_of", "say_prepared", "wait_for"]
 
-_PHASE = "phase"
+CHECKSUM_BITS = 30
+_PHASE, _PREPARED = "phase", "prepare"
+_REMEDY = "start the same script with the same options and versions everywhere"
+
+
+def facts_of(
+    config: EpConfig, shape: Sequence[int], top_k: int, mesh: Mapping[str, int] | None
+) -> dict[str, str]:
+    """What must be the same in all processes of an exchange: options, sizes and versions, as texts.
+
+    Args:
+      config: EpConfig.
+      shape: of the tokens, without their features.
+      top_k: K.
+      mesh: size of each axis; None where there is none.
+    """
+    values: dict[str, object] = config.to_dict() | {
+        "top_k": top_k,
+        "tokens": tuple(shape),
+        "mesh": mesh and dict(mesh),
+        "resource": current_resource(),
+        "jax": jax.__version__,
+        "expertmesh": __version__,
+    }
+    return {name: repr(value) for name, value in values.items()}
+
+
+def checksum(facts: Mapping[str, str]) -> int:
+    """Of CHECKSUM_BITS bits, the same for the same facts."""
+    return zlib.crc32(json.dumps(dict(facts)).encode()) & ((1 << CHECKSUM_BITS) - 1)
+
+
+def say_prepared(facts: Mapping[str, str]) -> None:
+    """Tells `wait_for` of the exchange that is prepared, should it not end."""
+    say(_PREPARED, json.dumps(dict(facts)))
 
 
 def wait_for[T](results: T, *, phase: str, timeout: float = 60.0) -> T:
@@ -35,7 +72,8 @@ def wait_for[T](results: T, *, phase: str, timeout: float = 60.0) -> T:
 
     Raises:
       RuntimeError: they are not ready in time, or failed: names the phase, and each process that has not come to it,
-        with the phase that it was last in, its host and its devices.
+        with the phase that it was last in, its host and its devices; where all have come, in what the exchanges differ
+        that they prepared last.
 
     Costs one message to JAX's coordination service. Call it in all processes, as often as you want to know.
     """
@@ -48,7 +86,7 @@ def wait_for[T](results: T, *, phase: str, timeout: float = 60.0) -> T:
     if not waiter.is_alive() and not failed:
         return results
     behind = _processes_behind(phase, end)
-    who = ", ".join(behind) or "no process is behind; look at all logs"
+    who = ", ".join(behind) or f"no process is behind; {_prepared()}"
     what = f"failed: {failed[0]}" if failed else f"not ready after {timeout:g} s"
     raise RuntimeError(
         f"wait_for: every process must take part in {phase!r}; its results are {what}; waiting for: {who}; "
@@ -61,6 +99,15 @@ def _wait(results: Any, failed: list[Exception]) -> None:
         jax.block_until_ready(results)
     except Exception as error:  # of the runtime, as where a peer's connection is closed
         failed.append(error)
+
+
+def _prepared() -> str:
+    """In what the processes' exchanges differ, as each was prepared last."""
+    said = [json.loads(text) for text in texts_of_all(_PREPARED) if text]
+    differences = _differences(said) if said else []
+    if not differences:
+        return "look at all logs"
+    return f"they prepared exchanges that differ in {'; '.join(differences)}; {_REMEDY}"
 
 
 def _processes_behind(phase: str, end: float) -> list[str]:
@@ -93,8 +140,7 @@ def check_processes(function: str, facts: Mapping[str, str], *, timeout: float) 
     differences = _differences([json.loads(text or "") for text in said])
     if differences:
         raise ValueError(
-            f"{function}: all processes must mean the same exchange; got {'; '.join(differences)}; "
-            "start the same script with the same options and versions everywhere"
+            f"{function}: all processes must mean the same exchange; got {'; '.join(differences)}; {_REMEDY}"
         )
 
 

@@ -1,7 +1,6 @@
 """bootstrap: everything that can be wrong with an exchange, found before the first step."""
 
 import dataclasses
-import importlib.metadata
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from expertmesh.core.mesh import current_resource
 from expertmesh.core.specs import constrain, pad_spec
 from expertmesh.core.support import platform_of
-from expertmesh.ep.agreement import check_processes
+from expertmesh.ep.agreement import check_processes, facts_of
 from expertmesh.ep.capacity import most_rows
 from expertmesh.ep.config import EpConfig
 from expertmesh.ep.dispatch import Handle, combine, dispatch, prepare
@@ -107,17 +105,13 @@ def _facts(config: EpConfig, tokens: Any, top_k: int) -> dict[str, str]:
     """What must be the same in all processes."""
     sharding = getattr(tokens, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    values: dict[str, object] = config.to_dict() | {
-        "top_k": top_k,
-        "shape": tuple(tokens.shape),
+    of_tokens: dict[str, object] = {
+        "features": tokens.shape[-1],
         "dtype": jnp.dtype(tokens.dtype).name,
-        "mesh": mesh and dict(mesh.shape),
         "spec": mesh and sharding and sharding.spec,
-        "resource": current_resource(),
-        "jax": jax.__version__,
-        "expertmesh": importlib.metadata.version("expertmesh-ep"),
     }
-    return {name: repr(value) for name, value in values.items()}
+    facts = facts_of(config, tokens.shape[:-1], top_k, None if mesh is None else mesh.shape)
+    return facts | {name: repr(value) for name, value in of_tokens.items()}
 
 
 def _operands(

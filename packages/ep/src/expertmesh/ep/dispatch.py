@@ -21,8 +21,10 @@ from expertmesh.core.operands import debug_check_ids
 from expertmesh.core.ops.row_map import RowMap, holds_token, move_values
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import partition
+from expertmesh.ep.agreement import checksum, facts_of, say_prepared
 from expertmesh.ep.config import EpConfig, check_transport
 from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
 from expertmesh.ep.transports import find_transport
@@ -46,6 +48,9 @@ class Handle:
         `end[x] = sum_{x' <= x} roundup(tokens_per_expert[x'], alignment)`.
       total_recv: int32[P]; `end[e - 1]`: the capacity that would have dropped nothing here.
       num_dropped: int32[P]; choices of experts here that have no row.
+      stranger: int32[P]; the first rank of the EP group whose process prepared another exchange than the one here, by
+        options, sizes or versions; -1 if there is none. If there is one nothing is exchanged, and each participant's
+        own choices count as dropped.
       axis: the EP axes, major first; None where one participant holds everything (static).
       ep_size: R (static).
       transport, overflow: the config's (static); "two_level" where "auto" stands for it.
@@ -61,6 +66,7 @@ class Handle:
     group_sizes: jax.Array
     total_recv: jax.Array
     num_dropped: jax.Array
+    stranger: jax.Array
     axis: Axis = dataclasses.field(metadata=dict(static=True))
     ep_size: int = dataclasses.field(metadata=dict(static=True))
     overflow: str = dataclasses.field(metadata=dict(static=True))
@@ -98,14 +104,16 @@ def _prepare_reference(
     alignment: int,
     axis: Axis,
     two_level: bool,
+    checksum: int,
 ) -> tuple[jax.Array | None, ...]:
-    route, plan = make_route(
+    route, plan, stranger = make_route(
         flatten_leading(topk_idx),
         num_experts=num_experts,
         capacity=capacity,
         alignment=alignment,
         axis=axis,
         two_level=two_level,
+        checksum=checksum,
     )
     each = (
         route.source_C,
@@ -114,6 +122,7 @@ def _prepare_reference(
         plan.group_sizes_e,
         plan.total,
         plan.num_dropped,
+        stranger,
     )
     host_row = None if route.host_GK is None else route.host_GK[None]
     return route.slot_TK.reshape(topk_idx.shape), *(x[None] for x in each), host_row
@@ -121,7 +130,7 @@ def _prepare_reference(
 
 def _prepare_like(topk_idx: jax.Array, *, two_level: bool, **options: Any) -> tuple[Any, ...]:
     del options
-    return *(topk_idx,) * 7, topk_idx if two_level else None
+    return *(topk_idx,) * 8, topk_idx if two_level else None
 
 
 def _dispatch_reference(
@@ -203,7 +212,7 @@ def _combine_values_reference(
 _prepare = Op(
     "ep_prepare",
     _prepare_reference,
-    "t... k -> t... k, p c, p g k, p e, p e, p, p, p g k",
+    "t... k -> t... k, p c, p g k, p e, p e, p, p, p, p g k",
     plan=partition.plan_prepare,
     results_like=_prepare_like,
 )
@@ -257,6 +266,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         divisible by the EP size; tokens not divisible by all axes that shard them; under overflow="error" a capacity
         below the tokens of one participant; more rows than int32 counts.
 
+    Processes that prepare different exchanges exchange nothing: `Handle.stranger` says so, and `raise_overflow` raises.
     Under `config.debug` and `jax.experimental.checkify.checkify` an id >= E is an error.
     Warns (RuntimeWarning) if topk_idx is sharded in K, which is then gathered.
     Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
@@ -275,14 +285,16 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         debug_check_ids("prepare", topk_idx, config.num_experts)
     transport = partition.resolve_transport(config, axis, topk_idx)
     two_level = partition.is_two_level(transport, axis)
-    slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped, host_row = _prepare(
+    slot, source, row, tokens_per_expert, group_sizes, *counts, host_row = _prepare(
         topk_idx,
         num_experts=config.num_experts,
         capacity=config.capacity,
         alignment=config.alignment,
         axis=axis,
         two_level=two_level,
+        checksum=_checksum(config, topk_idx) if axis else 0,
     )
+    total_recv, num_dropped, stranger = counts
     handle = Handle(
         slot=slot,
         source=source,
@@ -291,6 +303,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
         group_sizes=group_sizes,
         total_recv=total_recv,
         num_dropped=num_dropped,
+        stranger=stranger,
         axis=axis,
         ep_size=config.num_experts // tokens_per_expert.shape[-1],
         overflow=config.overflow,
@@ -488,6 +501,14 @@ def _check_travels(function: str, name: str, format: TensorFormat) -> None:
             f"{function}: {name} must be of 8 bits with scales for blocks inside a token; got format={format}; "
             "move the array before it is quantized"
         )
+
+
+def _checksum(config: EpConfig, topk_idx: jax.Array) -> int:
+    """Of what all processes must prepare alike."""
+    *leading, top_k = topk_idx.shape
+    facts = facts_of(config, leading, top_k, mesh_of(topk_idx).shape)
+    say_prepared(facts)
+    return checksum(facts)
 
 
 def _check_floor(config: EpConfig, handle: Handle) -> None:

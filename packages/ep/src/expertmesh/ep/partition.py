@@ -206,13 +206,13 @@ def _layout_like(query: Query, operand: int) -> Layout:
 
 
 def plan_prepare(query: Query) -> Plan:
-    """topk_idx[..., K] -> slot, source, row, tokens_per_expert, group_sizes, total_recv, num_dropped, host_row."""
+    """topk_idx[..., K] -> the arrays of a Handle, in their order; host_row, of two levels, is the last."""
     layout = _layout_like(query, 0)
     maps = _route_specs(layout)
     if layout.participants and entry_axes(query.operand_specs[0][-1]):
         _warn_resharded("prepare", query.operand_specs[0], maps[0])
     each = layout.participants
-    counts = (PartitionSpec(each, None),) * 2 + (PartitionSpec(each),) * 2
+    counts = (PartitionSpec(each, None),) * 2 + (PartitionSpec(each),) * 3
     host_row = maps[-1:] if query.options.get("two_level") else ()
     return Plan((maps[0],), (*maps, *counts, *host_row))
 

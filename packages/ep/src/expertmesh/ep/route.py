@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.op import vary_like
 from expertmesh.core.operands import is_routed, wide_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
@@ -85,8 +86,11 @@ def make_route(
     alignment: int,
     axis: Axis,
     two_level: bool,
-) -> tuple[Route, RowPlan]:
+    checksum: int,
+) -> tuple[Route, RowPlan, jax.Array]:
     """Plans the whole group's rows on every rank, from the ids alone: payloads then move without a handshake.
+
+    The third result is the first rank whose checksum is another than this one's, -1 for none: see `_ids_of_group`.
 
     Costs an all-gather of int32[T, K] over the EP axis, and a sort of G * K integers.
     """
@@ -94,7 +98,9 @@ def make_route(
     if capacity is None:
         capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
     _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
-    ids_GK = all_gather(_known_ids(topk_idx_TK, num_experts), axis)
+    ids_GK, stranger = _ids_of_group(
+        _known_ids(topk_idx_TK, num_experts), num_experts, axis, checksum
+    )
     plan = plan_rows(
         ids_GK,
         num_experts=num_experts,
@@ -108,7 +114,29 @@ def make_route(
     slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
     row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
     host_GK = _rows_of_host(slot_GK, capacity, axis) if two_level else None
-    return Route(slot_TK, plan.source_C, row_GK, host_GK), plan
+    # Where nothing is exchanged, no choice has a row.
+    num_dropped = jnp.where(stranger < 0, plan.num_dropped, jnp.int32(num_tokens * top_k))
+    plan = plan._replace(num_dropped=num_dropped)
+    return Route(slot_TK, plan.source_C, row_GK, host_GK), plan, stranger
+
+
+def _ids_of_group(
+    ids_TK: jax.Array, num_experts: int, axis: Axis, checksum: int
+) -> tuple[jax.Array, jax.Array]:
+    """(ids_GK, stranger): the ids of all ranks, and the first rank that means another exchange, -1 for none.
+
+    Ids travel with the checksum added, so that it costs no bytes. What is no id without this rank's own checksum is
+    from a rank with another; a chance of (E + 1) in 2^CHECKSUM_BITS hides it. All ranks then see one, if perhaps not
+    the same: ids are -1 in all, and nothing is exchanged.
+    """
+    size = group_size(axis)
+    if size == 1 or ids_TK.size == 0:
+        return all_gather(ids_TK, axis), vary_like((ids_TK,), jnp.int32(-1))
+    known_GK = all_gather(ids_TK + jnp.int32(checksum), axis) - jnp.int32(checksum)
+    first_R = known_GK.reshape(size, -1)[:, 0]
+    other_R = (first_R < -1) | (first_R >= num_experts)
+    stranger = jnp.where(jnp.any(other_R), jnp.argmax(other_R), -1).astype(jnp.int32)
+    return jnp.where(stranger < 0, known_GK, -1), stranger
 
 
 def _rows_of_host(slot_GK: jax.Array, capacity: int, axis: Axis) -> jax.Array:

@@ -99,9 +99,9 @@ def installed(**options: Any) -> Iterator[None]:
 
     Args:
       options: how the experts compute, by the names of `expertmesh.flax_moe.MoEConfig`: `recipe`,
-        `quantize_backward_combine`, `reduce_dtype`, `num_chunks`, `remat`, `transport`, `alignment`, `debug`. Recipes
-        with a state or a key (DelayedScaling, NVFP4BlockScaling) have no place in MaxText's train state: the call says
-        so.
+        `quantize_backward_combine`, `reduce_dtype`, `num_chunks`, `remat`, `transport`, `num_spare_experts`,
+        `capacity_factor`, `alignment`, `debug`. Recipes with a state or a key (DelayedScaling, NVFP4BlockScaling) have
+        no place in MaxText's train state: the call says so.
 
     Raises:
       ValueError: another option.

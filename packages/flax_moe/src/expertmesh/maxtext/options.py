@@ -19,6 +19,8 @@ OPTIONS = (
     "num_chunks",
     "remat",
     "transport",
+    "num_spare_experts",
+    "capacity_factor",
     "alignment",
     "debug",
 )

@@ -117,11 +117,15 @@ def plan(options: Options, corpus: Corpus) -> Job:
     options = _fill(options)
     config = model_config(options.model)
     remat = options.training.remat
-    moe = dataclasses.replace(
-        config.moe,
-        shard_exp_on_fsdp=by_experts,
-        remat=remat if remat in REMAT_POLICIES else config.moe.remat,
-    )
+    try:
+        moe = dataclasses.replace(
+            config.moe,
+            shard_exp_on_fsdp=by_experts,
+            num_spare_experts=options.devices.spare_experts,
+            remat=remat if remat in REMAT_POLICIES else config.moe.remat,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     V, S = _num_windows(options), options.model.seq_len
     valid = data.windows(corpus.valid, data.spread_starts(V, len(corpus.valid), S), S)
     config = dataclasses.replace(
@@ -447,6 +451,11 @@ def _describe(job: Job) -> str:
             f"devices {jax.device_count()} {jax.default_backend()} in {jax.process_count()} process(es), "
             f"mesh {axes}, {job.options.devices.axis_types} axes; tokens move by {_transport(job)}, attention by "
             f"{_attention(job)}"
+            + (
+                f", {spare} spare slots a rank"
+                if (spare := job.options.devices.spare_experts)
+                else ""
+            )
             + (", state in the host's memory" if job.options.training.offload else ""),
         )
     )

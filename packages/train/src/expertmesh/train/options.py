@@ -219,6 +219,12 @@ class DeviceOptions:
     shard_exp_on_fsdp: bool = _option(
         False, bool, "fsdp splits the experts' weights by experts and not by width"
     )
+    spare_experts: int = _option(
+        0,
+        _whole,
+        "spare slots of each rank of ep for copies of hot experts, which make ranks level; buffers hold "
+        "--capacity-factor times the even share, once if that is unset, and the rest is dropped",
+    )
     cpu_devices: int | None = _option(
         None, _count, "virtual CPU devices of this process; unset: 8 shared by all processes"
     )
