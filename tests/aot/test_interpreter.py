@@ -52,7 +52,7 @@ def test_plan_of_copies():
 
 def test_rows_of_tokens_without_blocks():
     which = "rows_of_tokens_without_blocks"
-    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 4)
+    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 8)
 
 
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.

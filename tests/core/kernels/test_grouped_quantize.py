@@ -66,8 +66,18 @@ def test_both_ways(which, shape):
         np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
 
 
+@pytest.fixture
+def panel(request, monkeypatch):
+    """So many tiles beside each other are quantized before all others."""
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    monkeypatch.setattr(kernels, "choose_panel", lambda tokens, row_bytes: request.param)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("panel", [1, 8], indirect=True)
 @pytest.mark.parametrize("which", ["block", "mx"])
-def test_rows_of_tokens_where_they_are(which):
+def test_rows_of_tokens_where_they_are(which, panel):
     """As of rows that are written first; the last rows hold no token, and those after the groups nothing."""
     format, rng = FORMATS[which][0], np.random.default_rng(5)
     x = jnp.asarray(oracle.wild_numbers(rng, (1, 70, 256), np.dtype(jnp.bfloat16)))
@@ -92,8 +102,10 @@ def test_rows_of_tokens_where_they_are(which):
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("twice", [False, True])
-def test_rows_of_tokens_without_blocks(twice, given):
+@pytest.mark.parametrize(
+    "twice, panel", [(False, 1), (True, 1), (True, 2), (True, 3)], indirect=["panel"]
+)
+def test_rows_of_tokens_without_blocks(twice, panel, given):
     """As of rows that are written first, in many groups, of which some have no row, and one has most.
 
     NaN in a token that no row is of. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.

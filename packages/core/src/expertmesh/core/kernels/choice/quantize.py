@@ -140,6 +140,16 @@ ACTIVATION_HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 REQUANTIZE = RequantizeTiles(columns=128, warps=4)
 REQUANTIZE_SMALL = RequantizeTiles(columns=128, warps=2)
 REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
+# Not measured: of tokens that several rows are, what stays in each half of L2, 25 MB, beside what is written.
+KEPT_BYTES = 12 * 2**20
+
+
+def choose_panel(tokens: int, row_bytes: int) -> int:
+    """How many tiles beside each other are quantized before all others, of rows where their tokens are.
+
+    Then a token, of which a tile has so many bytes, comes from memory once, not for each of its rows.
+    """
+    return max(1, KEPT_BYTES // (tokens * row_bytes))
 
 
 def choose_scaled(rows: Rows, *, twice: bool) -> Config:

@@ -23,6 +23,7 @@ from expertmesh.core.kernels.choice.quantize import (
     Square,
     Tiles,
     choose_both,
+    choose_panel,
     choose_scaled,
     choose_square,
 )
@@ -178,15 +179,43 @@ def _blocks_kernel(
 
 
 @triton.jit
-def store_along_rows(pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPOSED: tl.constexpr):
+def store_along_rows(
+    pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPOSED: tl.constexpr, EVICT: tl.constexpr = ""
+):  # fmt: skip
     """The tile at [m, n] of the copy in blocks along the rows, up to column `end`: [M, N], or TRANSPOSED, [N, M]."""
     if TRANSPOSED:
         rows = m + tl.arange(0, q.shape[0])[None, :]
         columns = n + tl.arange(0, q.shape[1])[:, None]
         there = columns.to(tl.int64) * M + rows
-        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < end))
+        is_inside = (rows < M) & (columns < end)
+        tl.store(pointer + there, tl.trans(q), mask=is_inside, eviction_policy=EVICT)
     else:
-        tl.store(pointer + at, q, mask=inside)
+        tl.store(pointer + at, q, mask=inside, eviction_policy=EVICT)
+
+
+@triton.jit
+def _in_panels(
+    M: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr
+):
+    """(a, m, n): where a program's tile of [A, M, N] begins.
+
+    Tiles follow one another along a row of PANEL tiles, then down the rows, then panel by panel: what rows at an index
+    share of a panel is read while L2 has it.
+    """
+    NUM_M: tl.constexpr = (M + TM - 1) // TM
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    a = tl.program_id(0) // (NUM_M * NUM_N)
+    tile = tl.program_id(0) % (NUM_M * NUM_N)
+    if PANEL >= NUM_N:
+        return a, tile // NUM_N * TM, tile % NUM_N * TN
+    else:
+        first = tile // (NUM_M * PANEL) * PANEL
+        tile = tile % (NUM_M * PANEL)
+        if NUM_N % PANEL == 0:
+            return a, tile // PANEL * TM, (first + tile % PANEL) * TN
+        else:
+            width = tl.minimum(PANEL, NUM_N - first)
+            return a, tile // width * TM, (first + tile % width) * TN
 
 
 @triton.jit
@@ -194,13 +223,12 @@ def _both_kernel(
     x, index, sizes, data, scale, data_rows, scale_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
     `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None."""
-    NUM_N: tl.constexpr = (N + TN - 1) // TN
-    n = tl.program_id(0) % NUM_N * TN
-    m = tl.program_id(0) // NUM_N * TM
+    EVICT: tl.constexpr = "evict_first" if index is not None else ""
+    _, m, n = _in_panels(M, N, TM, TN, PANEL)
     rows = m + tl.arange(0, TM)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
@@ -218,10 +246,10 @@ def _both_kernel(
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     dtype: tl.constexpr = data.dtype.element_ty
     q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    tl.store(data + at, q, mask=inside)
+    tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
     store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
     q, stored = quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED)
+    store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED, EVICT)
     store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
 
 
@@ -289,6 +317,7 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
 def _scaled_kernel(
     x, index, multiplier, ends, data, amax, data_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+    PANEL: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
     as [N, M] (A = 1).
@@ -297,12 +326,9 @@ def _scaled_kernel(
     zeros. Rows are those of x at the index [M] (A = 1), zeros where it is negative, unless it is None. Without what is
     None.
     """
-    NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
-    tile = tl.program_id(0)
-    n = tile % NUM_N * TN
-    m = tile // NUM_N % NUM_M * TM
-    a = tile // (NUM_N * NUM_M)
+    EVICT: tl.constexpr = "evict_first" if index is not None else ""
+    a, m, n = _in_panels(M, N, TM, TN, PANEL)
     row_TM = m + tl.arange(0, TM)
     rows = row_TM[:, None]
     columns = n + tl.arange(0, TN)[None, :]
@@ -329,12 +355,12 @@ def _scaled_kernel(
         else:
             factor = tl.load(multiplier + a)
         q = (wide * factor).to(data.dtype.element_ty)
-        tl.store(data + at, q, mask=inside)
+        tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
         if data_rows is not None:
             # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas
             # 12.9 stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
             again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
-            store_along_rows(data_rows, again, at, inside, m, n, N, M, True)
+            store_along_rows(data_rows, again, at, inside, m, n, N, M, True, EVICT)
     if amax is not None:
         part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
         tl.store(amax + part, tl.max(magnitudes_of(wide), 1), mask=row_TM < M)
@@ -444,13 +470,21 @@ def scaled(
         x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **absent,
+        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **_panel(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
     results = _jax.match_varying((x, *results))[1:]
     if transposed:
         return *results[:-1], results[-1].T.reshape(like)
     return (*results, results[0]) if twice else results
+
+
+def _panel(x, index, N: int, TN: int) -> dict:
+    """How many tiles of TN columns are a panel: all N, or of rows of `x` [1, rows, ...] at an index, as chosen."""
+    across = triton.cdiv(N, TN)
+    if index is not None:
+        across = min(across, choose_panel(x.shape[1], TN * x.dtype.itemsize))
+    return {"PANEL": across}
 
 
 def group_amax(parts, index, ends, num_rows: int):
@@ -547,7 +581,7 @@ def both(x, sizes, format, index=None):
         x, index, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
-        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed, **_panel(x, index, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
