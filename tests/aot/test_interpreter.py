@@ -55,6 +55,11 @@ def test_rows_of_tokens_without_blocks():
     interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 8)
 
 
+def test_amax_of_activations():
+    interpret(["tests/core/kernels/test_activate_rows.py"], "amax_of_rows and 200", 3)
+    interpret(["tests/core/kernels/test_activate_quantize.py"], "a_scale_per_group", 8)
+
+
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
 OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
 OF_8_BITS = pytest.mark.parametrize(

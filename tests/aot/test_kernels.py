@@ -442,6 +442,30 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
         _check_launches(launches, arch)
 
 
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+@pytest.mark.parametrize("function", activation.IN_KERNELS)
+def test_activate_quantize_with_a_scale_per_group(monkeypatch, function, arch):
+    """What makes the rows finds their amax; the second value of a gradient's pass is not written."""
+    monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
+    types = (2, 1408), (1408,), (), ()
+    h, d, weights, source = (jax.ShapeDtypeStruct((1, 4096, *more), jnp.bfloat16) for more in types)
+    weights, source = weights.update(dtype=jnp.float32), source.update(dtype=jnp.int32)
+    sizes = jax.ShapeDtypeStruct((1, 200), jnp.int32)
+    act = activation.Activation(function=function, limit=7, up_offset=1)
+    for made in (
+        activate_quantize.Activated(h, weights, source, act),
+        activate_quantize.ActivatedGrad(h, weights, source, act, d),
+    ):
+        options = dict(
+            format=Float8CurrentScaling().formats().x, blocks=((), ()), directions=(0, 1)
+        )
+        launches = _launches(monkeypatch, made.op, made, sizes, None, None, **options)
+        first, *others = launches
+        assert len(others) == 2, "the amax of groups, and both copies"
+        assert first[2].get("out", 0) is None or made.op.name == "activate_quantize"
+        _check_launches(launches, arch)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
 @pytest.mark.parametrize("limit", [None, 7])

@@ -84,6 +84,15 @@ def test_of_rows(format, dtype, checked):
     assert checked == {"grouped_quantize"}
 
 
+@each([format for format in FORMATS if not format.block])
+def test_of_rows_that_are_made_with_a_scale_per_group(format, checked):
+    h, d_out, both = array(P, C, 2, F), array(P, C, F), (format, format)
+    of = dict(formats=both, activation="silu")
+    jax.eval_shape(partial(activate_quantize, **of), h, GROUPS, **ROUTING)
+    jax.eval_shape(partial(activate_grad_quantize, **of), h, d_out, GROUPS, **ROUTING)
+    assert checked == {"activate_quantize", "activate_grad_quantize"}
+
+
 @each(ONE_KERNEL)
 @pytest.mark.parametrize("routing", [{}, ROUTING], ids=["", "weighted"])
 def test_of_rows_that_are_made(format, routing, checked):

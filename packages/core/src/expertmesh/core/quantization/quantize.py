@@ -291,11 +291,15 @@ class BlockPlan:
         plan = plan_by_rule(query, query.rule, query.whole, query.summed)
         if "format" not in options:
             return plan
+        # Scales of groups are of the amax of all shards, and no sums.
+        sums = zip(query.rule.results, plan.summed_axes, strict=True)
+        summed_axes = tuple(() if names == ("p", "g") else axes for names, axes in sums)
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
         gathered = (a for name, entry in given if name in query.whole for a in entry_axes(entry))
         return dataclasses.replace(
             plan,
+            summed_axes=summed_axes,
             options={
                 "amax_axes": spec_axes(spec[options.get("batch_dims", 1) :]),
                 "origin": tuple(map(entry_axes, spec)),

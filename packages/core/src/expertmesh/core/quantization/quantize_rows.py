@@ -417,14 +417,18 @@ def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None)
     return last.block is not None and last.dtype != "float4_e2m1fn"
 
 
+def per_group(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
+    """Whether copies in these formats, or the one that is wanted, are one format with a scale per group."""
+    wanted = {format for format in (last, rows) if format is not None}
+    return len(wanted) == 1 and all(format.block is None for format in wanted)
+
+
 def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
     """Whether rows that are `Moved` are quantized in these formats where their tokens are.
 
     Without blocks the amax of a group is that of its tokens, each of which is read once for it.
     """
-    wanted = {format for format in (last, rows) if format is not None}
-    without_blocks = len(wanted) == 1 and all(format.block is None for format in wanted)
-    return without_blocks or quantizes_both_at_once(last, rows)
+    return per_group(last, rows) or quantizes_both_at_once(last, rows)
 
 
 def grouped_quantize_both(

@@ -419,7 +419,9 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
     return by_tensor(x, multiplier, shape, found, format)
 
 
-def by_tensor(x, multiplier, shape, found, format, *, ends=None, index=None, twice=False):
+def by_tensor(
+    x, multiplier, shape, found, format, *, parts=None, ends=None, index=None, twice=False
+):  # fmt: skip
     """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
 
     Then, if `twice`, the data as the weight gradient reads them (A = 1).
@@ -429,17 +431,21 @@ def by_tensor(x, multiplier, shape, found, format, *, ends=None, index=None, twi
       shape: (A, M, N) of what is quantized: `x`, or its rows at the index.
       found: from int32[A, rows, parts of a row], and the index where the rows are those of `x`, to the amax of each
         tensor or group.
+      parts: int32[A, rows, parts of a row], the amax of these, where what made the rows has found it.
       ends: int32[G] of the groups; None without.
       index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
     """
     options = dict(ends=ends, index=index, twice=twice)
     if multiplier is not None:
-        data, parts, *again = scaled(x, multiplier, shape, format.dtype, finds_amax=True, **options)
-        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *again
-    # A row that is read at several places has one amax.
-    there = shape if index is None else (1, x.shape[1], shape[2])
-    ends_there = ends if index is None else None
-    (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
+        finds_amax = parts is None
+        data, *more = scaled(x, multiplier, shape, format.dtype, finds_amax=finds_amax, **options)
+        parts = more.pop(0) if finds_amax else parts
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *more
+    if parts is None:
+        # A row that is read at several places has one amax.
+        there = shape if index is None else (1, x.shape[1], shape[2])
+        ends_there = ends if index is None else None
+        (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
     multiplier, scale = tensor_scales(found(parts, index), format)
     data, *again = scaled(x, multiplier, shape, format.dtype, **options)
     return data, scale, *again
