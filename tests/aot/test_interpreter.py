@@ -43,7 +43,7 @@ def test_kernels_of_few_rows():
 
 
 def test_weights_in_square_blocks():
-    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 36)
+    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 72)
 
 
 def test_plan_of_copies():

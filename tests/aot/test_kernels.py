@@ -587,6 +587,28 @@ def test_weights_in_square_blocks(monkeypatch, arch, power_2_scale, dtype, dgrad
         assert len(conversions) == 32 * (1 + dgrad)
 
 
+@pytest.mark.parametrize("dgrad", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+def test_weights_with_a_scale_per_matrix(monkeypatch, arch, dtype, dgrad):
+    """Hopper's, in two orders of one read, and on other GPUs in one."""
+    from expertmesh.core.kernels.device import Device
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    monkeypatch.setattr(kernels, "current_device", lambda: Device(capability=arch))
+    weight = jax.ShapeDtypeStruct((8, 1504, 2, 1408), dtype)
+    options = dict(
+        format=Float8CurrentScaling().formats().weight, block=(), batch_dims=1, dgrad=dgrad
+    )
+    launches = _launches(monkeypatch, quantize._quantize_square_op, weight, **options)
+    assert len(launches) == 2, "the amax, and all copies"
+    _check_launches(launches, arch)
+    if arch == 90:
+        compiled = _assemble(*launches[1][:4], 3, arch)
+        stores = re.findall(r"st\.global\S*\.(v\d\.b\d+)", compiled.asm["ptx"])
+        assert stores == ["v4.b32"] * 4 * (1 + dgrad)
+
+
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
 @pytest.mark.parametrize("block", [(1, 1, 32), (1, 32, 1), (1, 1, 128), (1, 128, 128)])
 def test_dequantize(monkeypatch, block, arch):

@@ -220,6 +220,9 @@ def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
     assert not transposed(device=B200) and not transposed(device=NO_NVRTC)
     assert not transposed(block=32) and not transposed(E=1025)
     assert not transposed(K=1500) and not transposed(N=1504) and not transposed(B=1, N=1500)
+    # With a scale per matrix, which has no parts.
+    assert transposed(B=1, block=0) and not transposed(B=1, block=0, device=B200)
+    assert not transposed(B=1, block=0, E=1025) and not transposed(B=1, N=1500, block=0)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -481,15 +481,16 @@ def quantize_square(
     dgrad: bool,
     spec: PartitionSpec | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray | None]:
-    """`quantize` of a weight in square blocks, for the forward and, if `dgrad`, the input gradient.
+    """`quantize` of a weight in square blocks, or with a scale per matrix, for the forward and, if `dgrad`, the input
+    gradient.
 
     Args:
       x, format, axis, across, batch_dims, spec: of `quantize`.
       dgrad: whether there is an input gradient.
 
     Returns:
-      Two equal arrays. Where the two GEMMs read memory in different orders one kernel writes both, of one read;
-      elsewhere they are one.
+      Two equal arrays. Where the two GEMMs read memory in different orders one kernel writes both, of one read (beside
+      that for the amax of a matrix); elsewhere they are one.
     """
     check_source("quantize", x, format)
     out: tuple[QuantizedArray, QuantizedArray | None] = _quantize_square_op(

@@ -51,7 +51,10 @@ class Activated(Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width."""
+    """Weights [experts, contraction, parts, width] in blocks of `block` x `block` along contraction and width.
+
+    Where `block` is 0, each expert's matrix is one.
+    """
 
     experts: int
     contraction: int
@@ -65,7 +68,7 @@ class Square:
         """Whether the forward's copy is [experts, parts, width, contraction], as Hopper's kernel reads it."""
         return (
             self.device.runs_cuda
-            and self.block == 128
+            and self.block in (0, 128)
             and self.experts <= MAX_GROUPS
             and self.contraction % 16 == 0
             and self.width % (16 if self.parts == 1 else 128) == 0

@@ -254,6 +254,16 @@ def _both_kernel(
 
 
 @triton.jit
+def _converted_again(wide, dtype: tl.constexpr):
+    """The bits of `wide.to(dtype)`, by conversions of their own.
+
+    Where one conversion's result leaves both whole and byte by byte, ptxas 12.9 stores bytes that nothing wrote. Only
+    the select keeps the compiler from making one of the two; it does not know that a grid has one dimension.
+    """
+    return tl.where(tl.program_id(1) == 0, wide, 0).to(dtype)
+
+
+@triton.jit
 def _square_kernel(
     x, data, scale, data_rows, scale_rows,
     M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
@@ -270,9 +280,7 @@ def _square_kernel(
     if data is not None:
         tl.store(data + at, scaled.to(dtype), mask=inside)
         store_scale(scale, stored, a, m, i, n, M, B, N, BLOCK, BLOCK)
-    # Converted again, for the reason that `_scaled_kernel` gives, where the compiler knows which rows are inside of M,
-    # but not that a grid has one dimension.
-    again = tl.where(tl.program_id(1) == 0, scaled, 0).to(dtype)
+    again = _converted_again(scaled, dtype)
     matrix = a.to(tl.int64) * B + i
     store_along_rows(data_rows + matrix * (M * N), again, at, inside, m, n, N, M, True)
     store_scale(scale_rows, tl.trans(stored), matrix, n, 0, m, N, 1, M, BLOCK, BLOCK)
@@ -320,7 +328,7 @@ def _scaled_kernel(
     PANEL: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
-    as [N, M] (A = 1).
+    as [A, N, M].
 
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
     zeros. Rows are those of x at the index [M] (A = 1), zeros where it is negative, unless it is None. Without what is
@@ -336,8 +344,9 @@ def _scaled_kernel(
     if N % TN != 0:
         inside = inside & (columns < N)
     live = inside
+    WRITES: tl.constexpr = (data is not None) or (data_rows is not None)
     if G:
-        if data is None:
+        if not WRITES:
             live = live & (rows < tl.load(ends + G - 1))
         else:
             group_TM = _groups_of(row_TM, ends, G, STEPS)
@@ -349,18 +358,18 @@ def _scaled_kernel(
         live = live & (from_TM >= 0)[:, None]
         from_at = from_TM.to(tl.int64)[:, None] * N + columns
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
-    if data is not None:
+    if WRITES:
         if G:
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
         else:
             factor = tl.load(multiplier + a)
-        q = (wide * factor).to(data.dtype.element_ty)
-        tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
+        if data is not None:
+            q = (wide * factor).to(data.dtype.element_ty)
+            tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
         if data_rows is not None:
-            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas
-            # 12.9 stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
-            again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
-            store_along_rows(data_rows, again, at, inside, m, n, N, M, True, EVICT)
+            again = _converted_again(wide * factor, data_rows.dtype.element_ty)
+            matrix = data_rows + a.to(tl.int64) * (M * N)
+            store_along_rows(matrix, again, at, inside, m, n, N, M, True, EVICT)
     if amax is not None:
         part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
         tl.store(amax + part, tl.max(magnitudes_of(wide), 1), mask=row_TM < M)
@@ -413,8 +422,7 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
 
     def found(parts, index):
         del index
-        amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
-        return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
+        return _amax_of_tensors(parts, lead, amax_axes)
 
     return by_tensor(x, multiplier, shape, found, format)
 
@@ -456,22 +464,30 @@ def scaled(
 ):  # fmt: skip
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
     without what is not wanted (dtype=None)."""
-    A, M, N = shape
+    _, M, N = shape
     config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
-    tiles, transposed = config.tiles, config.transposed
-    TN = tiles.columns if transposed else launcher.divisor(N, tiles.columns)
+    like = x.shape if index is None else (1, M, *x.shape[2:])
+    wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
+    results = _scaled(x, multiplier, shape, dtype, config, like, wanted, ends=ends, index=index)
+    if config.transposed:
+        return *results[:-1], results[-1][0].T.reshape(like)
+    return (*results, results[0]) if twice else results
+
+
+def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, index=None):
+    """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows."""
+    A, M, N = shape
+    tiles = config.tiles
+    TN = tiles.columns if config.transposed else launcher.divisor(N, tiles.columns)
     TM = tiles.elements // TN
     G = 0 if ends is None else ends.shape[0]
-    like = x.shape if index is None else (1, M, *x.shape[2:])
-    out = {}
-    if dtype is not None:
-        out["data"] = jax.ShapeDtypeStruct(like, dtype)
-    if finds_amax:
-        out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
-    if transposed:
-        out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
-    names = "data", "amax", "data_rows"
-    absent: dict[str, Any] = {name: None for name in names if name not in out}
+    types = {
+        "data": (like, dtype),
+        "amax": ((A, M, triton.cdiv(N, TN)), jnp.int32),
+        "data_rows": ((A, N, M), dtype),
+    }
+    out = {name: jax.ShapeDtypeStruct(*types[name]) for name in types if wanted[name]}
+    absent: dict[str, Any] = {name: None for name in types if name not in out}
     results = launcher.triton_call(
         x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
@@ -479,10 +495,7 @@ def scaled(
         M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **_panel(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
-    results = _jax.match_varying((x, *results))[1:]
-    if transposed:
-        return *results[:-1], results[-1].T.reshape(like)
-    return (*results, results[0]) if twice else results
+    return _jax.match_varying((x, *results))[1:]
 
 
 def _panel(x, index, N: int, TN: int) -> dict:
@@ -594,9 +607,11 @@ def both(x, sizes, format, index=None):
     return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
 
 
-def square(x, *, format, block, dgrad, **options):
+def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
     """The leaves of what the reference of `quantize_square` gives."""
-    del options
+    del origin
+    if not block:
+        return _matrices(x, format, batch_dims, amax_axes, dgrad)
     (A, M, B, N), (BLOCK, _) = view(x.shape, block)
     config = choose_square(Square(A, M, B, N, BLOCK, current_device()))
     if not config.transposed:
@@ -621,6 +636,28 @@ def square(x, *, format, block, dgrad, **options):
     # Bitcasts, which the one before the GEMM undoes.
     data, scale = jnp.swapaxes(data, 1, 2), jnp.swapaxes(scale, 1, 2)
     return data.reshape(x.shape), scale.reshape(counts), *first
+
+
+def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
+    """`square` with a scale per matrix: its amax is found once, and each order written by the same pass."""
+    lead, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = A, _, width = prod(lead), K, prod(N)
+    (parts,) = scaled(x, None, shape, None, finds_amax=True)
+    multiplier, scale = tensor_scales(_amax_of_tensors(parts, lead, amax_axes), format)
+    config = choose_square(Square(A, K, 1, width, 0, current_device()))
+    if not config.transposed:
+        return (*scaled(x, multiplier, shape, format.dtype), scale) * (1 + dgrad)
+    wanted = dict(data=dgrad, amax=False, data_rows=True)
+    *data, turned = _scaled(x, multiplier, shape, format.dtype, config, x.shape, wanted)
+    # A bitcast, which the one before the GEMM undoes.
+    turned = jnp.swapaxes(turned, 1, 2).reshape(x.shape)
+    return turned, scale, *((*data, scale) if dgrad else ())
+
+
+def _amax_of_tensors(parts, lead: tuple[int, ...], amax_axes):
+    """int32[*lead] of int32[A, rows, parts of a row]."""
+    amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
+    return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
 
 def _groups(sizes, M: int, x) -> dict:
