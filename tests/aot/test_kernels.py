@@ -496,8 +496,9 @@ def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
 
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
     config = choose_requantize(Rows(4096, 1536, dtype, 128, Device()))
-    source = kernels.source(dtype, config=config, format=format)
-    _assemble_cuda(source.text, tmp_path)
+    for panel in (0, 1, 4):
+        source = kernels.source(dtype, config=config, format=format, panel=panel)
+        _assemble_cuda(source.text, tmp_path)
 
 
 RECIPES = [
@@ -553,6 +554,12 @@ def test_quantize(monkeypatch, recipe, arch):
         source = grouped_requantize.Dequantized(q)
         launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
         assert len(launches) == 1, "rows would be written in 16 bits"
+        _check_launches(launches, arch)
+        of_tokens = tuple(-(-n // b) for n, b in zip(tokens.shape, both[0], strict=True))
+        parts = dict(data=data[0].update(shape=tokens.shape), scale=data[1].update(shape=of_tokens))
+        moved = grouped_requantize.MovedQuantized(dataclasses.replace(q, **parts), moved.row_map)
+        launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
+        assert len(launches) == 1, "the moved rows would be read"
         _check_launches(launches, arch)
         options["directions"] = (1,)
         launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)

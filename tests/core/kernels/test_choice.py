@@ -204,9 +204,13 @@ def test_copies_along_the_rows_are_transposed_for_hopper_alone():
     ]
 
 
-@pytest.mark.parametrize("tokens, panel", [(40960, 1), (24576, 2), (4096, 12), (2**20, 1)])
-def test_panels_of_tokens_fit_into_half_of_l2(tokens, panel):
-    assert quantize.choose_panel(tokens, 2 * quantize.BOTH.columns) == panel
+@pytest.mark.parametrize(
+    "tokens, across, panel",
+    [(40960, 6, 1), (24576, 12, 2), (4096, 9, 9), (4096, 32, 8), (2**20, 4, 1)],
+)
+def test_panels_of_tokens_fit_into_half_of_l2(tokens, across, panel):
+    """And divide what lies beside each other."""
+    assert quantize.choose_panel(tokens, 2 * quantize.BOTH.columns, across) == panel
 
 
 def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():

@@ -75,7 +75,7 @@ class Copies(NamedTuple):
     d_weights: Any = None
 
 
-def _reference(
+def reference(
     source: "Rows",
     group_sizes: jax.Array,
     multiplier: jax.Array | None,
@@ -162,7 +162,7 @@ def participant_unsupported(x: Any, group_sizes: jax.Array) -> str | None:
 
 quantize_rows_op = Op(
     "grouped_quantize",
-    _reference,
+    reference,
     "p n ..., p g, p g, key -> p n ..., p n ..., p g, p n",
     whole=("n", "g", "key", "s", "j"),  # the last two: of `Moved`
     roles="participants . ., participants ., participants ., . "

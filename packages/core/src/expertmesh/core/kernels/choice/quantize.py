@@ -147,12 +147,14 @@ REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
 KEPT_BYTES = 12 * 2**20
 
 
-def choose_panel(tokens: int, row_bytes: int) -> int:
-    """How many tiles beside each other are quantized before all others, of rows where their tokens are.
+def choose_panel(tokens: int, row_bytes: int, across: int) -> int:
+    """How many of `across` tiles beside each other are quantized before all others, of rows where their tokens are.
 
-    Then a token, of which a tile has so many bytes, comes from memory once, not for each of its rows.
+    Then a token, of which a tile has so many bytes, comes from memory once, not for each of its rows. All panels are
+    equal.
     """
-    return max(1, KEPT_BYTES // (tokens * row_bytes))
+    most = min(across, max(1, KEPT_BYTES // (tokens * row_bytes)))
+    return next(panel for panel in range(most, 0, -1) if across % panel == 0)
 
 
 def choose_scaled(rows: Rows, *, twice: bool) -> Config:

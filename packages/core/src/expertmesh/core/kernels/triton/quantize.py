@@ -194,7 +194,7 @@ def store_along_rows(
 
 
 @triton.jit
-def _in_panels(
+def in_panels(
     M: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr
 ):
     """(a, m, n): where a program's tile of [A, M, N] begins.
@@ -206,16 +206,10 @@ def _in_panels(
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     a = tl.program_id(0) // (NUM_M * NUM_N)
     tile = tl.program_id(0) % (NUM_M * NUM_N)
-    if PANEL >= NUM_N:
-        return a, tile // NUM_N * TM, tile % NUM_N * TN
-    else:
-        first = tile // (NUM_M * PANEL) * PANEL
-        tile = tile % (NUM_M * PANEL)
-        if NUM_N % PANEL == 0:
-            return a, tile // PANEL * TM, (first + tile % PANEL) * TN
-        else:
-            width = tl.minimum(PANEL, NUM_N - first)
-            return a, tile // width * TM, (first + tile % width) * TN
+    tl.static_assert(NUM_N % PANEL == 0)
+    panel = tile // (NUM_M * PANEL)
+    tile = tile % (NUM_M * PANEL)
+    return a, tile // PANEL * TM, (panel * PANEL + tile % PANEL) * TN
 
 
 @triton.jit
@@ -228,7 +222,7 @@ def _both_kernel(
     """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
     `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None."""
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
-    _, m, n = _in_panels(M, N, TM, TN, PANEL)
+    _, m, n = in_panels(M, N, TM, TN, PANEL)
     rows = m + tl.arange(0, TM)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
@@ -336,7 +330,7 @@ def _scaled_kernel(
     """
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
-    a, m, n = _in_panels(M, N, TM, TN, PANEL)
+    a, m, n = in_panels(M, N, TM, TN, PANEL)
     row_TM = m + tl.arange(0, TM)
     rows = row_TM[:, None]
     columns = n + tl.arange(0, TN)[None, :]
@@ -492,17 +486,17 @@ def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, ind
         x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **_panel(x, index, N, TN), **absent,
+        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
     return _jax.match_varying((x, *results))[1:]
 
 
-def _panel(x, index, N: int, TN: int) -> dict:
+def panel_of(x, index, N: int, TN: int) -> dict:
     """How many tiles of TN columns are a panel: all N, or of rows of `x` [1, rows, ...] at an index, as chosen."""
     across = triton.cdiv(N, TN)
     if index is not None:
-        across = min(across, choose_panel(x.shape[1], TN * x.dtype.itemsize))
+        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across)}
     return {"PANEL": across}
 
 
@@ -600,7 +594,7 @@ def both(x, sizes, format, index=None):
         x, index, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
-        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed, **_panel(x, index, N, TN),
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed, **panel_of(x, index, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
