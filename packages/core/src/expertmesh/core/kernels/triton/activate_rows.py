@@ -34,9 +34,8 @@ def _rows_held(
 
 
 @triton.jit
-def _largest(most, stored, columns, F: tl.constexpr, BF: tl.constexpr):
+def _largest(most, magnitudes, columns, F: tl.constexpr, BF: tl.constexpr):
     """int32[BR, 1], the largest magnitude of each row so far."""
-    magnitudes = magnitudes_of(stored.to(tl.float32))
     if F % BF != 0:
         magnitudes = tl.where(columns < F, magnitudes, 0)
     return tl.maximum(most, tl.max(magnitudes, 1)[:, None])
@@ -66,7 +65,7 @@ def _activate_rows_kernel(
             there = written & (columns < F)
             tl.store(out + rows * F + columns, value, mask=there)
             if amax is not None:
-                most = _largest(most, value, columns, F, BF)
+                most = _largest(most, magnitudes_of(value.to(tl.float32)), columns, F, BF)
         if amax is not None:
             tl.store(amax + rows, most, mask=written)
 
@@ -109,8 +108,9 @@ def _activate_rows_grad_kernel(
                 product = tl.where(held, weight * product, 0.0)
                 tl.store(out + rows * F + columns, product.to(out.dtype.element_ty), mask=there)
             if amax is not None:
-                most = _largest(most, d_gate, columns, F, BF)
-                most = _largest(most, d_up, columns, F, BF)
+                of_gate = magnitudes_of(d_gate.to(tl.float32))
+                of_both = tl.maximum(of_gate, magnitudes_of(d_up.to(tl.float32)))
+                most = _largest(most, of_both, columns, F, BF)
         if amax is not None:
             tl.store(amax + rows, most, mask=written)
     tl.store(d_weights + rows, tl.where(held, dots, 0.0), mask=rows < R)
@@ -130,6 +130,11 @@ def _options(h, group_sizes, activation, tiles: Tiles) -> dict:
         FUNCTION=activation.function, LIMIT=activation.limit,
         OFFSET=activation.up_offset,
     )  # fmt: skip
+
+
+# Of the threads of a lane, in all warps, at most, of a gradient with its amax: else the compiler aims at half as many,
+# and spills.
+REGISTERS = 8 * 208
 
 
 def value(h, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
@@ -164,8 +169,9 @@ def _grad(h, d_out, weights, source, group_sizes, more: tuple, activation, tiles
     types = jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(h.shape[:-2], jnp.float32)
     operands = h, d_out, weights, source, group_sizes
     return _launch(
-        _activate_rows_grad_kernel, operands, (*types, *more), activation=activation, tiles=tiles
-    )
+        _activate_rows_grad_kernel, operands, (*types, *more), activation=activation, tiles=tiles,
+        bounded=more[1] is not None,
+    )  # fmt: skip
 
 
 def _value_type(h):
@@ -176,14 +182,16 @@ def _amax_type(h):
     return jax.ShapeDtypeStruct(h.shape[:-2], jnp.int32)
 
 
-def _launch(kernel, operands: tuple, out_type: tuple, *, activation, tiles: Tiles):
+def _launch(kernel, operands: tuple, out_type: tuple, *, activation, tiles: Tiles, bounded=False):
     """The results whose types are not None, which are the last parameters before the constants."""
     h, group_sizes = operands[0], operands[-1]
     names = kernel.arg_names[len(operands) :]
     absent: dict[str, Any] = {
         name: None for name, each in zip(names, out_type, strict=False) if each is None
     }
+    options = _options(h, group_sizes, activation, tiles)
+    registers = {"maxnreg": REGISTERS // options["num_warps"]} if bounded else {}
     return launcher.triton_call(
-        *operands, kernel=kernel, out_type=tuple(filter(None, out_type)),
-        **_options(h, group_sizes, activation, tiles), **absent,
+        *operands, kernel=kernel, out_type=tuple(filter(None, out_type)), backend_options=registers,
+        **options, **absent,
     )  # fmt: skip
