@@ -514,7 +514,11 @@ def group_amax(parts, index, ends, num_rows: int):
         grid=(G * SPLITS,), num_warps=4,
         M=num_rows, PARTS=parts.shape[-1], SPLITS=SPLITS, BLOCK=GROUP_ROWS,
     )  # fmt: skip
-    return jnp.max(_jax.match_varying((parts, amax))[1], axis=1)
+    amax = _jax.match_varying((parts, amax))[1]
+    # Halves, not a reduction, which would be a launch of its own before the one that makes scales of it.
+    while amax.shape[1] > 1:
+        amax = jnp.maximum(*jnp.split(amax, 2, axis=1))
+    return amax[:, 0]
 
 
 def view(shape: tuple[int, ...], block: tuple[int, ...]):
