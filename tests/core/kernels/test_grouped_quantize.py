@@ -72,7 +72,9 @@ def panel(request, monkeypatch):
     from expertmesh.core.kernels.triton import quantize as kernels
 
     monkeypatch.setattr(
-        kernels, "choose_panel", lambda tokens, row_bytes, across: min(request.param, across)
+        kernels,
+        "choose_panel",
+        lambda tokens, row_bytes, across, scale_bytes: min(request.param, across),
     )
     jax.clear_caches()
 

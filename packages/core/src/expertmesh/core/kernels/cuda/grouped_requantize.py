@@ -11,7 +11,10 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
     _, C, K = data.shape
     panel, operands = 0, (data, scale, sizes)
     if index is not None:
-        panel, operands = choose_panel(C, COLUMNS, -(-K // COLUMNS)), (data, scale, index, sizes)
+        panel, operands = (
+            choose_panel(C, COLUMNS, -(-K // COLUMNS), scale.dtype.itemsize),
+            (data, scale, index, sizes),
+        )
         C = index.shape[1]
     return quantize.launch(
         *operands,

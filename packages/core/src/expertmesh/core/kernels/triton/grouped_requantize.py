@@ -83,10 +83,11 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         absent = {"moved": None, "moved_scale": None}
     else:
         C = index.shape[1]
+    panel = panel_of(data, index, K, TN, TN // BLOCK * scale.dtype.itemsize)
     return launcher.triton_call(
         data, scale, index, sizes,
         kernel=_requantize_kernel, out_type=out_type, num_warps=config.tiles.warps,
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(K, TN),),
         M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=_WIDE[dtype.name], TN=TN,
-        TRANSPOSED=config.transposed, **panel_of(data, index, K, TN), **absent, **scaling(dtype, format),
+        TRANSPOSED=config.transposed, **panel, **absent, **scaling(dtype, format),
     )  # fmt: skip

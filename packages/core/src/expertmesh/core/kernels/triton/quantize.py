@@ -492,11 +492,11 @@ def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, ind
     return _jax.match_varying((x, *results))[1:]
 
 
-def panel_of(x, index, N: int, TN: int) -> dict:
+def panel_of(x, index, N: int, TN: int, scale_bytes: int = 0) -> dict:
     """How many tiles of TN columns are a panel: all N, or of rows of `x` [1, rows, ...] at an index, as chosen."""
     across = triton.cdiv(N, TN)
     if index is not None:
-        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across)}
+        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across, scale_bytes)}
     return {"PANEL": across}
 
 
@@ -598,7 +598,8 @@ def both(x, sizes, format, index=None):
         x, index, sizes,
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
-        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed, **panel_of(x, index, N, TN),
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
+        **panel_of(x, index, N, TN, TN // BLOCK * first[1].dtype.itemsize),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
