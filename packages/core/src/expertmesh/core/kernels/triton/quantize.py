@@ -220,7 +220,8 @@ def _both_kernel(
     FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
-    `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None."""
+    `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None; their scales
+    then lie with the rows contiguous, as tiles below each other follow one another."""
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
     _, m, n = in_panels(M, N, TM, TN, PANEL)
     rows = m + tl.arange(0, TM)[:, None]
@@ -241,7 +242,10 @@ def _both_kernel(
     dtype: tl.constexpr = data.dtype.element_ty
     q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
     tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
-    store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
+    if index is None:
+        store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
+    else:
+        store_scale(scale, tl.trans(stored), 0, n, 0, m, N, 1, M, BLOCK, 1)
     q, stored = quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
     store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED, EVICT)
     store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
@@ -592,6 +596,9 @@ def both(x, sizes, format, index=None):
     TM = max(BLOCK, tiles.elements // TN)
     shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
     first, second = [result_types((1, C, *rest), shape, format) for shape in shapes]
+    shape = first[1].shape
+    if index is not None:
+        first = first[0], jax.ShapeDtypeStruct((prod(shape[2:]), C), first[1].dtype)
     if transposed:
         second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
     out = launcher.triton_call(
@@ -599,11 +606,12 @@ def both(x, sizes, format, index=None):
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
         M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
-        **panel_of(x, index, N, TN, TN // BLOCK * first[1].dtype.itemsize),
+        **panel_of(x, index, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
-    return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
+    scale = out[1] if index is None else out[1].T.reshape(shape)
+    return out[0], stored_scale(scale, format), along_rows, stored_scale(out[3], format)
 
 
 def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
