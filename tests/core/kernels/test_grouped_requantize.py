@@ -59,7 +59,7 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
 
     for module in (kernels, cuda):
         monkeypatch.setattr(
-            module, "choose_panel", lambda tokens, row_bytes, across, scale_bytes: panel
+            module, "choose_panel", lambda tokens, row_bytes, across, scale_bytes=0: panel
         )
     jax.clear_caches()
     format, rng = FORMATS[which][0], np.random.default_rng(1)

@@ -34,12 +34,14 @@ def _launch(q, index, group_sizes, format):
     shape = 1, C, K
     out_type = result_types((K, C) if config.transposed else shape, (1, -(-C // block), K), format)
     if index is not None:
-        out_type = *result_types(shape, (1, C, -(-K // block)), format), *out_type
+        out_type = *result_types(shape, (-(-K // block), C), format), *out_type
     operands = data_bytes, scale, index, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, format=format, dtype=dtype, out_type=out_type)
     room = cuda if config.kernel == "cuda" else triton
     *results, out, out_scale = room.launch(*operands, **options)
     out = out.T.reshape(shape) if config.transposed else out
+    if results:
+        results[1] = results[1].T[None]
     pairs = (*results, out, out_scale)
     return tuple(
         stored_scale(part, format) if number % 2 else part for number, part in enumerate(pairs)

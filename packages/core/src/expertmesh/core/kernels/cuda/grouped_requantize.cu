@@ -2,7 +2,7 @@
 // `quantize.cuh` has, which comes before this text. Between the two a number has 16 bits.
 //
 // With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative, and they are also
-// written as they are.
+// written as they are, the scales with the rows contiguous.
 static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
 
 // 8 bytes, or zeros, for which nothing is read.
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
       if (i < here.live) {
         const u64 row = here.row + i;
         *(uint2*)(moved + row * width + here.column) = eight;
-        if (thread % PEERS == 0) moved_scale[row * ((width + BLOCK - 1) / BLOCK) + here.column / BLOCK] = scales[i];
+        if (thread % PEERS == 0) moved_scale[(u64)(here.column / BLOCK) * num_rows + row] = scales[i];
       }
 #endif
       const float factor = factor_of(scales[i]);

@@ -12,7 +12,7 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
     panel, operands = 0, (data, scale, sizes)
     if index is not None:
         panel, operands = (
-            choose_panel(C, COLUMNS, -(-K // COLUMNS), scale.dtype.itemsize),
+            choose_panel(C, COLUMNS, -(-K // COLUMNS)),
             (data, scale, index, sizes),
         )
         C = index.shape[1]

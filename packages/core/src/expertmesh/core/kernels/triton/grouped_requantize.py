@@ -38,7 +38,8 @@ def _requantize_kernel(
 ):  # fmt: skip
     """[M, N], as bytes, in blocks of 1 x BLOCK to blocks of BLOCK x 1, [N, M] if TRANSPOSED; between them in WIDE.
 
-    Rows are those at the index [M], zeros where it is negative, which then are also `moved`, unless it is None.
+    Rows are those at the index [M], zeros where it is negative, which then are also `moved`, with scales [_, M], unless
+    it is None.
     """
     BLOCKS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
     _, m, n = in_panels(M, N, BLOCK, TN, PANEL)
@@ -61,7 +62,7 @@ def _requantize_kernel(
     )
     if moved is not None:
         tl.store(moved + at, codes.to(moved.dtype.element_ty, bitcast=True), mask=inside)
-        there = rows.to(tl.int64) * BLOCKS_N + blocks
+        there = blocks.to(tl.int64) * M + rows
         tl.store(moved_scale + there, factor, mask=(rows < M) & (blocks < BLOCKS_N))
     if scale.dtype.element_ty == tl.uint8:
         factor = power_of_2(factor.to(tl.int32))
@@ -83,7 +84,7 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         absent = {"moved": None, "moved_scale": None}
     else:
         C = index.shape[1]
-    panel = panel_of(data, index, K, TN, TN // BLOCK * scale.dtype.itemsize)
+    panel = panel_of(data, index, K, TN)
     return launcher.triton_call(
         data, scale, index, sizes,
         kernel=_requantize_kernel, out_type=out_type, num_warps=config.tiles.warps,
