@@ -1,9 +1,11 @@
 """Quantization of rows in groups, each recipe and direction, against a copy of the bytes that it must read and write.
 
-A scale per group is made of the group's amax, so that the rows are read twice: these bytes count.
+A scale per group is made of the group's amax, so that the rows are read twice: these bytes count. Rows of tokens are
+read where the tokens are: their bytes count once, though each token is several rows.
 """
 
 import argparse
+import itertools
 import pathlib
 
 import jax
@@ -11,12 +13,22 @@ import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks.grouped_gemm import group_sizes, on_gpu
-from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from expertmesh.core.quantization.quantize_rows import grouped_quantize, grouped_quantize_both
+from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize
+from expertmesh.core.ops.permute import plan_permute
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.grouped_requantize import move_requantize
+from expertmesh.core.quantization.quantize_rows import (
+    Moved,
+    grouped_quantize,
+    grouped_quantize_both,
+)
 
 # rows, width, groups
 GPU = {"dsv3 hidden": (32768, 7168, 32)}
 CPU = {"small": (1024, 256, 8)}
+# tokens, width, experts, rows of a token
+GPU_TOKENS = {"narrow": (40960, 768, 128, 8), "wide": (32768, 4096, 256, 16)}
+CPU_TOKENS = {"few": (256, 256, 8, 2)}
 RECIPES = {
     "fp8_current": Float8CurrentScaling(),
     "fp8_block": Float8BlockScaling(),
@@ -61,12 +73,44 @@ def cases_of(name, rows, width, groups, dtype):
             yield _measure.copy_case("grouped_quantize", case, function, (x, sizes), moved)
 
 
+def cases_of_tokens(name, tokens, width, experts, top_k):
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (1, tokens, width), jnp.bfloat16)
+    scores = jax.random.normal(keys[1], (tokens, experts))
+    chosen = jax.lax.top_k(scores, top_k)[1].astype(jnp.int32)[None]
+    plan = jax.jit(lambda chosen: plan_permute(chosen, num_experts=experts, alignment=128))(chosen)
+    places, rows = (plan.row, plan.source, plan.group_sizes), plan.source.size
+    for recipe, value in RECIPES.items():
+        format = value.formats().x
+
+        def both(x, row, source, sizes, format=format):
+            moved = Moved(x, RowMap(row, source))
+            return arrays_of_both(grouped_quantize_both(moved, sizes, (format, format)))
+
+        def move(q, row, source, sizes, format=format):
+            first, second = move_requantize(q, RowMap(row, source), sizes, format)
+            return *_arrays(first), *arrays_along_rows(second)
+
+        case = f"bfloat16 {recipe} {name} tokens {tokens}x{width}, {experts} groups, top {top_k}"
+        moved, reads = 2 * rows * width, 1 if format.block else 2
+        run = f"rows of {case}", both, (x, *places), reads * x.nbytes + moved
+        yield _measure.copy_case("grouped_quantize", *run)
+        if format.block is not None:
+            q = quantize(x, format)
+            run = f"rows of quantized {case}", move, (q, *places), x.size + moved
+            yield _measure.copy_case("grouped_quantize", *run)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
-    cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))
+    tokens = GPU_TOKENS if on_gpu() else CPU_TOKENS
+    cases = itertools.chain(
+        (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype)),
+        (c for name, shape in tokens.items() for c in cases_of_tokens(name, *shape)),
+    )
     _measure.write(options.json, _measure.measured(cases))
 
 

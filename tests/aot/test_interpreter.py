@@ -43,7 +43,7 @@ def test_kernels_of_few_rows():
 
 
 def test_weights_in_square_blocks():
-    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 36)
+    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 72)
 
 
 def test_plan_of_copies():
@@ -52,7 +52,12 @@ def test_plan_of_copies():
 
 def test_rows_of_tokens_without_blocks():
     which = "rows_of_tokens_without_blocks"
-    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 4)
+    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 8)
+
+
+def test_amax_of_activations():
+    interpret(["tests/core/kernels/test_activate_rows.py"], "amax_of_rows and 200", 3)
+    interpret(["tests/core/kernels/test_activate_quantize.py"], "a_scale_per_group", 8)
 
 
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.

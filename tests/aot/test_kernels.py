@@ -442,6 +442,30 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
         _check_launches(launches, arch)
 
 
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+@pytest.mark.parametrize("function", activation.IN_KERNELS)
+def test_activate_quantize_with_a_scale_per_group(monkeypatch, function, arch):
+    """What makes the rows finds their amax; the second value of a gradient's pass is not written."""
+    monkeypatch.setattr(_jax, "compute_capability", lambda: arch / 10)
+    types = (2, 1408), (1408,), (), ()
+    h, d, weights, source = (jax.ShapeDtypeStruct((1, 4096, *more), jnp.bfloat16) for more in types)
+    weights, source = weights.update(dtype=jnp.float32), source.update(dtype=jnp.int32)
+    sizes = jax.ShapeDtypeStruct((1, 200), jnp.int32)
+    act = activation.Activation(function=function, limit=7, up_offset=1)
+    for made in (
+        activate_quantize.Activated(h, weights, source, act),
+        activate_quantize.ActivatedGrad(h, weights, source, act, d),
+    ):
+        options = dict(
+            format=Float8CurrentScaling().formats().x, blocks=((), ()), directions=(0, 1)
+        )
+        launches = _launches(monkeypatch, made.op, made, sizes, None, None, **options)
+        first, *others = launches
+        assert len(others) == 2, "the amax of groups, and both copies"
+        assert first[2].get("out", 0) is None or made.op.name == "activate_quantize"
+        _check_launches(launches, arch)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
 @pytest.mark.parametrize("limit", [None, 7])
@@ -472,8 +496,9 @@ def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
 
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
     config = choose_requantize(Rows(4096, 1536, dtype, 128, Device()))
-    source = kernels.source(dtype, config=config, format=format)
-    _assemble_cuda(source.text, tmp_path)
+    for panel in (0, 1, 4):
+        source = kernels.source(dtype, config=config, format=format, panel=panel)
+        _assemble_cuda(source.text, tmp_path)
 
 
 RECIPES = [
@@ -530,6 +555,12 @@ def test_quantize(monkeypatch, recipe, arch):
         launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
         assert len(launches) == 1, "rows would be written in 16 bits"
         _check_launches(launches, arch)
+        of_tokens = tuple(-(-n // b) for n, b in zip(tokens.shape, both[0], strict=True))
+        parts = dict(data=data[0].update(shape=tokens.shape), scale=data[1].update(shape=of_tokens))
+        moved = grouped_requantize.MovedQuantized(dataclasses.replace(q, **parts), moved.row_map)
+        launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
+        assert len(launches) == 1, "the moved rows would be read"
+        _check_launches(launches, arch)
         options["directions"] = (1,)
         launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)
         assert len(launches) == 1, "the numbers would be written in 16 bits"
@@ -561,6 +592,28 @@ def test_weights_in_square_blocks(monkeypatch, arch, power_2_scale, dtype, dgrad
         assert stores == ["v4.b32"] * 4 * (1 + dgrad)
         conversions = re.findall(r"cvt\.\S*e4m3x2\.f32", compiled.asm["ptx"])
         assert len(conversions) == 32 * (1 + dgrad)
+
+
+@pytest.mark.parametrize("dgrad", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+def test_weights_with_a_scale_per_matrix(monkeypatch, arch, dtype, dgrad):
+    """Hopper's, in two orders of one read, and on other GPUs in one."""
+    from expertmesh.core.kernels.device import Device
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    monkeypatch.setattr(kernels, "current_device", lambda: Device(capability=arch))
+    weight = jax.ShapeDtypeStruct((8, 1504, 2, 1408), dtype)
+    options = dict(
+        format=Float8CurrentScaling().formats().weight, block=(), batch_dims=1, dgrad=dgrad
+    )
+    launches = _launches(monkeypatch, quantize._quantize_square_op, weight, **options)
+    assert len(launches) == 2, "the amax, and all copies"
+    _check_launches(launches, arch)
+    if arch == 90:
+        compiled = _assemble(*launches[1][:4], 3, arch)
+        stores = re.findall(r"st\.global\S*\.(v\d\.b\d+)", compiled.asm["ptx"])
+        assert stores == ["v4.b32"] * 4 * (1 + dgrad)
 
 
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)

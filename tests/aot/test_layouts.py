@@ -39,7 +39,8 @@ def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "grouped", "block"])
-def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_nothing_turns_weights(h100_mesh, recipe, kind, backward):
     """Nor anything else of 8 bits, but for rows of a dense layer."""
     mesh = h100_mesh({"fsdp": 1})
     whole = NamedSharding(mesh, PartitionSpec())
@@ -47,13 +48,13 @@ def test_nothing_turns_weights_in_square_blocks(h100_mesh, kind, backward):
     def struct(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-    config = MoEConfig(num_experts=E, top_k=2, expert_dim=F, recipe="fp8_block")
+    config = MoEConfig(num_experts=E, top_k=2, expert_dim=F, recipe=recipe)
     x, sizes = struct(T, D), struct(E, dtype=jnp.int32)
     params, function = {
-        "dense": (struct(D, 2, F), lambda w, x, sizes: dense(x, w, recipe="fp8_block")),
+        "dense": (struct(D, 2, F), lambda w, x, sizes: dense(x, w, recipe=recipe)),
         "grouped": (
             struct(E, D, 2, F),
-            lambda w, x, sizes: grouped_dense(x, w, sizes, recipe="fp8_block"),
+            lambda w, x, sizes: grouped_dense(x, w, sizes, recipe=recipe),
         ),
         "block": (
             {name: struct(*shape) for name, shape in param_shapes(D, config).items()},

@@ -19,7 +19,7 @@ from expertmesh.flax_moe import init_quant_state, quantize_weights
 from expertmesh.flax_moe.config import dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.quantization import Quantization
-from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, quantize_tokens
 from flax_moe import quantized_oracle
 from flax_moe.moe_oracle import GPT_OSS, make_config, make_data
 
@@ -41,6 +41,8 @@ CASES = {
     "blocks, no gate": (Float8BlockScaling(), dict(activation=PLAIN)),
     "mx": (MXFP8BlockScaling(), {}),
     "mx, biases": (MXFP8BlockScaling(), dict(use_bias=True, activation=PLAIN)),
+    "sent, blocks": (Float8BlockScaling(), dict(quantize_backward_combine=True, use_bias=True)),
+    "sent, mx": (MXFP8BlockScaling(), dict(quantize_backward_combine=True)),
     "four bits": (FOUR, {}),
     "four bits, biases": (FOUR, dict(use_bias=True)),
 }
@@ -90,6 +92,8 @@ def run(config, handle, given, params, x, weights):
     live, quantized = jnp.sum(handle.group_sizes), None
     if reads_tokens(params["wi"], handle, config):
         rows = x[None]
+        if dispatches_quantized(config.recipe):
+            quantized = quantize_tokens(rows, config.recipe)
     elif dispatches_quantized(config.recipe):
         rows, quantized = dispatch_quantized(handle, x, recipe=config.recipe)
         rows, quantized = poisoned((rows, quantized), live)
@@ -157,7 +161,7 @@ def test_value_and_gradients(name):
     config, params, x, dy, idx, weights = setup(*CASES[name])
     handle = prepare(jnp.asarray(idx), config.exchange(axis=()))
     assert int(handle.group_sizes.sum()) < handle.source.shape[1]
-    in_place = name.startswith(("in place", "tensor", "delayed"))
+    in_place = name.startswith(("in place", "tensor", "delayed", "blocks", "mx"))
     assert reads_tokens(params["wi"], handle, config) == in_place
     given, multipliers = given_for(config)
 

@@ -16,7 +16,13 @@ from core.kernels.test_quantize import (
 )
 from expertmesh.core import Activation, activate, grouped_quantize
 from expertmesh.core.ops.activation import IN_KERNELS
-from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import (
+    Activated,
+    ActivatedGrad,
+    activate_grad_quantize,
+    activate_quantize,
+)
+from expertmesh.core.quantization.quantize_rows import Rows, quantize_rows
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 
@@ -177,3 +183,36 @@ def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
     d_h = pull.astype(h.dtype)
     want = [grouped_quantize(d_h, sizes, format, axis=axis) for axis in (3, 1)]
     compare(got, of_groups(want, sizes))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scale_per_group(given, twice, gradient):
+    """The bits of the weighted activation, or its gradient, quantized after it. Also by Triton's interpreter."""
+    rng, format, act = np.random.default_rng(4), FORMATS["current"][0], Activation()
+    h = jnp.asarray(
+        rng.normal(size=(1, 90, 2, 200)) * 3.0 ** rng.integers(-4, 5, (1, 90, 1, 1)), jnp.bfloat16
+    )
+    d, sizes = (
+        jnp.asarray(rng.normal(size=(1, 90, 200)), h.dtype),
+        jnp.asarray([[40, 0, 37]], jnp.int32),
+    )
+    of, formats = routing(90), (format, format if twice else None)
+    multiplier = jnp.asarray([[0.25, 1.0, 1.7]], jnp.float32) if given else None
+    more = (d,) if gradient else ()
+    made = (ActivatedGrad if gradient else Activated)(h, *of.values(), act, *more)
+    assert made.fuses(formats)
+
+    def at_once(made, sizes, multiplier):
+        return quantize_rows("test", made, sizes, formats, multiplier=multiplier)
+
+    def apart(made, sizes, multiplier):
+        rows, d_weights = made.apart(sizes, None)
+        copies = quantize_rows("test", Rows(rows), sizes, formats, multiplier=multiplier)
+        return copies._replace(d_weights=d_weights)
+
+    got, want = (run_twice(run, made, sizes, multiplier) for run in (at_once, apart))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(codes(x), codes(y))

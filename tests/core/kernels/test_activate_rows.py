@@ -56,6 +56,35 @@ def test_formulas(function, width, limit, offset):
         assert relative_error(d_h, want_h) < 1e-5
 
 
+@pytest.mark.parametrize("width", [200, 1416])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_amax_of_rows(dtype, width):
+    """Of what is written in the rows of groups, NaN too; the rest has the same bits as without. Also by Triton's
+    interpreter."""
+    from expertmesh.core.kernels.triton import activate_rows as kernels
+
+    options = dict(activation=Activation(function="quick_gelu", limit=2.0, up_offset=1.0))
+    h, d, *routing = make(options["activation"], (1, 37), width, dtype)
+    live, at = int(routing[-1].sum()), int(np.flatnonzero(routing[1][0] >= 0)[2])
+    h, d = h.at[0, at, 1, 7].set(np.nan), d.at[0, at, 9].set(np.nan)
+
+    @jax.jit
+    def both(h, d, *routing):
+        plain = kernels.value(h, *routing, **options), *kernels.grad(h, d, *routing, **options)
+        more = kernels.value_and_amax(h, *routing, **options)
+        return plain, more, kernels.grad_and_amax(h, d, *routing, **options)
+
+    (out, d_h, d_w, _), (also, amax), (d_h_too, d_w_too, d_amax) = both(h, d, *routing)
+    for got, want in ((also, out), (d_h_too, d_h), (d_w_too, d_w)):
+        np.testing.assert_array_equal(
+            np.asarray(got, np.float32)[0, :live], np.asarray(want, np.float32)[0, :live]
+        )
+    for got, rows in ((amax, out), (d_amax, d_h)):
+        want = np.abs(np.asarray(rows[0, :live], np.float32).reshape(live, -1)).max(axis=1)
+        assert np.isnan(want[at]) and np.isfinite(np.delete(want, at)).all() and want.any()
+        np.testing.assert_array_equal(np.asarray(got[0, :live]).view(np.float32), want)
+
+
 @pytest.mark.parametrize("dtype, unit", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_rounded_once(dtype, unit):
     activation = Activation()

@@ -66,11 +66,25 @@ def test_both_ways(which, shape):
         np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
 
 
+@pytest.fixture
+def panel(request, monkeypatch):
+    """So many tiles beside each other are quantized before all others."""
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    monkeypatch.setattr(
+        kernels,
+        "choose_panel",
+        lambda tokens, row_bytes, across, scale_bytes=0: min(request.param, across),
+    )
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("panel", [1, 2], indirect=True)
 @pytest.mark.parametrize("which", ["block", "mx"])
-def test_rows_of_tokens_where_they_are(which):
+def test_rows_of_tokens_where_they_are(which, panel):
     """As of rows that are written first; the last rows hold no token, and those after the groups nothing."""
     format, rng = FORMATS[which][0], np.random.default_rng(5)
-    x = jnp.asarray(oracle.wild_numbers(rng, (1, 70, 256), np.dtype(jnp.bfloat16)))
+    x = jnp.asarray(oracle.wild_numbers(rng, (1, 70, 512), np.dtype(jnp.bfloat16)))
     source = rng.permutation(384).astype(np.int32)[None] - 384 + 140
     source[:, 250:256] = -1
     source[:, 256:] = rng.integers(0, 140, 128)
@@ -92,14 +106,16 @@ def test_rows_of_tokens_where_they_are(which):
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("twice", [False, True])
-def test_rows_of_tokens_without_blocks(twice, given):
+@pytest.mark.parametrize(
+    "twice, panel", [(False, 1), (True, 1), (True, 2), (True, 4)], indirect=["panel"]
+)
+def test_rows_of_tokens_without_blocks(twice, panel, given):
     """As of rows that are written first, in many groups, of which some have no row, and one has most.
 
     NaN in a token that no row is of. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
     """
     format, rng = FORMATS["current"][0], np.random.default_rng(5)
-    x = oracle.wild_numbers(rng, (1, 90, 264), np.dtype(jnp.bfloat16), special="")
+    x = oracle.wild_numbers(rng, (1, 90, 392), np.dtype(jnp.bfloat16), special="")
     x[:, 89] = np.nan
     sizes = rng.integers(0, 4, 37).astype(np.int32)
     sizes[[0, 9, 10, 36]], sizes[20] = 0, 600

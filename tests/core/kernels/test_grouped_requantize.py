@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice, without_padding  # noqa: F401
 from expertmesh.core import dequantize, grouped_quantize, quantize
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.kernels.cuda import grouped_requantize as cuda
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
 
 # Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
 SHAPES = [(name, 192, width) for name in ("mx", "mx e5m2") for width in (96, 1024)]
@@ -44,3 +47,44 @@ def test_bits_of_both_steps(which, rows, width, dtype):
     assert got.block == want.block and got.dtype == want.dtype
     np.testing.assert_array_equal(codes(got.data), codes(want.data))
     np.testing.assert_array_equal(codes(got.scale), codes(want.scale))
+
+
+@pytest.mark.parametrize("panel", [1, 2, 8])
+@pytest.mark.parametrize(
+    "which, rows, width", [("block", 640, 1024), ("block e5m2", 656, 992), ("mx", 640, 1024)]
+)
+def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
+    """The bits of the tokens' rows, and of these quantized again; some hold no token, which NaN shows."""
+    from expertmesh.core.kernels.triton import quantize as kernels
+
+    for module in (kernels, cuda):
+        monkeypatch.setattr(
+            module, "choose_panel", lambda tokens, row_bytes, across, scale_bytes=0: panel
+        )
+    jax.clear_caches()
+    format, rng = FORMATS[which][0], np.random.default_rng(1)
+    x = oracle.wild_numbers(rng, (1, 90, width), np.dtype(jnp.bfloat16), special="")
+    x[:, 89] = np.nan
+    q, sizes = quantize(jnp.asarray(x), format), jnp.asarray([[256, 0, 128, 200]], jnp.int32)
+    source = rng.integers(0, 89 * 4, (1, rows)).astype(np.int32)
+    source[:, 5:584:9] = -1
+    source[:, 584:] = 89 * 4
+    row_map = RowMap(jnp.zeros((1, 90, 4), jnp.int32), jnp.asarray(source))
+
+    def both(q, row_map):
+        first, second = move_requantize(q, row_map, sizes, format)
+        return without_padding(first, sizes), without_padding(second, sizes)
+
+    first, second = run_twice(both, q, row_map)
+    held = source[0, :584] >= 0
+    at = np.where(held, source[0, :584] // 4, 0)
+    for got, tokens in ((first.data, q.data), (first.scale, q.scale)):
+        np.testing.assert_array_equal(
+            codes(got)[0], np.where(held[:, None], codes(tokens)[0, at], 0)
+        )
+    want = without_padding(
+        grouped_requantize(move_requantize(q, row_map, sizes, None)[0], sizes, format), sizes
+    )
+    assert first.block == q.block and second.block == want.block
+    np.testing.assert_array_equal(codes(second.data), codes(want.data))
+    np.testing.assert_array_equal(codes(second.scale), codes(want.scale))

@@ -91,10 +91,11 @@ def test_quantize(which, dtype):
     "shape, batch_dims", [((2, 160, 2, 256), 1), ((3, 272, 208), 1), ((144, 80), 0)]
 )
 @pytest.mark.parametrize("turned", [True, False])
-def test_weights_in_square_blocks(turned, shape, batch_dims, dtype, dgrad, monkeypatch):
+@pytest.mark.parametrize("which", ["square", "current"])
+def test_weights_in_square_blocks(which, turned, shape, batch_dims, dtype, dgrad, monkeypatch):
     """As the forward and as the input gradient reads them: what `quantize` gives, in memory in two orders or in one.
 
-    Partial blocks. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
+    Partial blocks, and a scale per matrix. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
     """
     from expertmesh.core.kernels.triton import quantize as kernels
 
@@ -102,10 +103,11 @@ def test_weights_in_square_blocks(turned, shape, batch_dims, dtype, dgrad, monke
     config = choice.Config("triton", choice.BOTH, turned)
     monkeypatch.setattr(kernels, "choose_square", lambda weights: config)
     jax.clear_caches()
-    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)))
-    run = partial(quantize_square, format=BLOCK.weight, dgrad=dgrad, **square)
+    format, special = FORMATS[which][0], dict(special="") if which == "current" else {}
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
+    run = partial(quantize_square, format=format, dgrad=dgrad, **square)
     copies = run_twice(lambda x: run(x), jnp.asarray(x))
-    want = quantize(jnp.asarray(x), BLOCK.weight, **square)
+    want = quantize(jnp.asarray(x), format, **square)
     assert (copies[1] is not None) == dgrad
     for copy in copies[: 1 + dgrad]:
         assert copy.block == want.block

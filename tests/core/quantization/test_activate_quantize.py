@@ -20,7 +20,12 @@ from expertmesh.core import (
     global_shard_guard,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
+from expertmesh.core.quantization.activate_quantize import (
+    Activated,
+    ActivatedGrad,
+    activate_grad_quantize,
+    activate_quantize,
+)
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x
@@ -148,6 +153,46 @@ def test_formats_that_are_not_made_at_once():
         for q in pair[:2]:
             back = np.asarray(dequantize(q), np.float64)
             assert np.linalg.norm(back - want) < 0.05 * np.linalg.norm(want)
+
+
+@covering("gradient", [False, True], covers=[False, True])
+def test_a_scale_per_group(gradient):
+    """Of the largest numbers in each group's rows; with features over two devices the same bits."""
+    (h, sizes), format = operands(), Float8CurrentScaling().formats().x
+    h, (weights, source) = h.at[:, ::5].set(np.nan), routing()
+    more = (cotangent(h).at[:, ::5].set(np.nan),) if gradient else ()
+    run = activate_grad_quantize if gradient else activate_quantize
+
+    def copies(h, weights, source, sizes, *more, spec=None):
+        of = dict(weights=weights, row_source=source, spec=spec)
+        return run(h, *more, sizes, (format, format), "silu", **of)
+
+    got = jax.jit(copies)(h, weights, source, sizes, *more)
+    made = (ActivatedGrad if gradient else Activated)(h, weights, source, Activation(), *more)
+    rows, d_weights = made.apart(jnp.asarray(sizes), None)
+    for q in got[:2]:
+        for p, group, first, last in ((0, 0, 0, 32), (0, 2, 32, 64), (1, 1, 0, 64)):
+            want = oracle.quantize(np.asarray(rows[p, first:last]), format)
+            data, scale, _ = want.codes(format)
+            np.testing.assert_array_equal(np.asarray(q.data[p, first:last]).view(np.uint8), data)
+            np.testing.assert_array_equal(np.asarray(q.scale[p, group]).view(scale.dtype), scale)
+    assert (got.d_weights is None) == (d_weights is None) == (not gradient)
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    of_h, of_d = P("fsdp", None, None, "tp"), P("fsdp", None, "tp")
+    with jax.set_mesh(mesh):
+        specs = (of_h, *[P("fsdp")] * 3, of_d)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((h, weights, source, sizes, *more), specs, strict=False)
+        ]
+        split = jax.jit(copies)(*placed)
+    for x, y in zip(jax.tree.leaves(split[:2]), jax.tree.leaves(got[:2]), strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+    if gradient:
+        check_close(split.d_weights, d_weights)
+        check_close(got.d_weights, d_weights)
 
 
 @covering("kind", [AxisType.Explicit, AxisType.Auto], covers=[AxisType.Explicit])

@@ -20,7 +20,8 @@ from expertmesh.core import (
     quantize,
 )
 from expertmesh.core.hlo import collectives
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
 
 MX = MXFP8BlockScaling().formats().x
 BLOCK = Float8BlockScaling().formats().x
@@ -61,6 +62,30 @@ def test_formats_that_are_not_made_at_once(format):
     want = grouped_quantize(dequantize(q), sizes, format, axis=1)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("format", [MX, BLOCK, EXACT], ids=lambda f: f.scale)
+def test_rows_of_tokens(format, other):
+    """The bits of the tokens' data and scales, and of the moved rows quantized again; zeros where there is no token."""
+    tokens, sizes = operands(format)
+    tokens = jax.tree.map(lambda x: x[:, :48], tokens)
+    source = np.random.default_rng(1).integers(0, 96, (2, 96)).astype(np.int32)
+    source[:, ::7] = -1
+    row_map = RowMap(jnp.zeros((2, 48, 2), jnp.int32), jnp.asarray(source))
+    again = (BLOCK if format is MX else MX) if other else format
+    first, second = jax.jit(move_requantize, static_argnums=3)(tokens, row_map, sizes, again)
+    alone, none = move_requantize(tokens, row_map, sizes, None)
+    assert none is None and jax.tree.structure(alone) == jax.tree.structure(first)
+    for p, part in ((p, part) for p in range(2) for part in ("data", "scale")):
+        want = bits(getattr(tokens, part))[p][source[p] // 2].copy()
+        want[source[p] < 0] = 0
+        for got in (first, alone):
+            np.testing.assert_array_equal(bits(getattr(got, part))[p], want)
+    want = grouped_requantize(alone, sizes, again)
+    assert jax.tree.structure(second) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(second), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))
 
 

@@ -8,8 +8,9 @@ import pytest
 
 import expertmesh.flax_moe  # noqa: F401  the packages whose ops are looked for
 from expertmesh.core import RECIPES, Float8BlockScaling, Op, grouped_quantize, quantize
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
 from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
 
 P, C, F, G = 2, 256, 384, 3
@@ -84,6 +85,15 @@ def test_of_rows(format, dtype, checked):
     assert checked == {"grouped_quantize"}
 
 
+@each([format for format in FORMATS if not format.block])
+def test_of_rows_that_are_made_with_a_scale_per_group(format, checked):
+    h, d_out, both = array(P, C, 2, F), array(P, C, F), (format, format)
+    of = dict(formats=both, activation="silu")
+    jax.eval_shape(partial(activate_quantize, **of), h, GROUPS, **ROUTING)
+    jax.eval_shape(partial(activate_grad_quantize, **of), h, d_out, GROUPS, **ROUTING)
+    assert checked == {"activate_quantize", "activate_grad_quantize"}
+
+
 @each(ONE_KERNEL)
 @pytest.mark.parametrize("routing", [{}, ROUTING], ids=["", "weighted"])
 def test_of_rows_that_are_made(format, routing, checked):
@@ -95,9 +105,12 @@ def test_of_rows_that_are_made(format, routing, checked):
     jax.eval_shape(call, h, d_out, GROUPS, **routing)
     q = jax.eval_shape(partial(grouped_quantize, format=format), d_out, GROUPS)
     jax.eval_shape(partial(grouped_requantize, format=format), q, GROUPS)
-    names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize"}
-    assert checked == {"grouped_quantize", *names}
-    assert all_names() == {"quantize", "quantize_square", *checked}
+    tokens = jax.eval_shape(partial(quantize, format=format), array(P, C // 4, F))
+    row_map = RowMap(array(P, C // 4, 4, dtype="int32"), array(P, C, dtype="int32"))
+    jax.eval_shape(partial(move_requantize, format=format), tokens, row_map, GROUPS)
+    names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
+    assert checked == {"grouped_quantize", "quantize", *names}
+    assert all_names() == {"quantize_square", *checked}
 
 
 def all_names() -> set[str]:

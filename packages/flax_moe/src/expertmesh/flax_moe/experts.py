@@ -14,9 +14,9 @@ quantize is written in 8 bits only: a, and dh without biases. The gradient of a 
 is kept; nor is a without a recipe, as the pass that makes dh makes it again.
 
 Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
-again along the rows; or as tokens that the GEMMs, or what quantizes their operands, read in place. Nothing reads
-padding rows, so nothing is written there. They leave in two: as they are, or on one device as each token's sum, whose
-cotangent is read, or quantized, where it is.
+again along the rows; or as tokens, plain or quantized, that the GEMMs, or what quantizes or moves their operands, read
+in place. Nothing reads padding rows, so nothing is written there. They leave in two: as they are, or on one device as
+each token's sum, whose cotangent is read, or quantized, where it is.
 
 A weight may be an `Adapted`: then its own gradient is not made, and h += (rows A) B, y += (a A) B with their
 derivatives, as in core's linear/apply.py. These GEMMs read plain rows: those that arrived quantized, dequantized.
@@ -63,7 +63,7 @@ from expertmesh.core.linear.layer import (
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
 from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_moved
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -89,7 +89,7 @@ class Dispatched(NamedTuple):
       weights: float32[P, C], each row's routing weight.
       rows: [P, C, D] in `config.dtype`. If the experts read the tokens in place (see `dispatch`) these are the tokens,
         [1, T, D]. The gradient goes through them. If `quantized` is given, nothing reads their values.
-      quantized: the rows in 8 bits, under a recipe with scales per token; else None. It has no derivative.
+      quantized: the rows, or the tokens, in 8 bits, under a recipe with scales per token; else None. It has no derivative.
       num_dropped, overflow: as in `MoEOutput`.
       copies: which experts the spare slots hold, under `MoEConfig.num_spare_experts`; else None.
     """
@@ -183,15 +183,17 @@ def feed_forward(
 
 
 def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
-    """Whether the up projection, or the quantizer before it, reads tokens where they are: all are here.
+    """Whether the up projection, or what quantizes or moves its operand, reads tokens where they are: all are here.
 
     Without a recipe unless it writes more than their rows: a copy of them costs little beside it, and is read faster.
     """
     recipe = config.recipe
-    if not _all_here(handle) or dispatches_quantized(recipe):
+    if not _all_here(handle):
         return False
     if recipe is None:
         return prod(wi.shape[2:]) <= wi.shape[1]
+    if dispatches_quantized(recipe):
+        return not config.quantize_backward_combine
     formats = recipe.formats()
     return quantizes_moved(formats.x, formats.x_wgrad)
 
@@ -243,15 +245,16 @@ def _row_copies(
     layer: Layer,
     for_wgrad: bool,
 ) -> tuple[Any, Any, Any]:
-    """As `x_copies`, also of rows that arrived quantized."""
+    """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens."""
     if quantized is None:
         copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
         return copies
-    if not for_wgrad:
+    format, spec = layer.formats.x_wgrad if for_wgrad else None, layer.resolved[0]
+    if isinstance(rows, Moved):
+        return *move_requantize(quantized, rows.row_map, sizes, format, spec=spec), None
+    if format is None:
         return quantized, None, None
-    format, spec = layer.formats.x_wgrad, layer.resolved[0]
-    along_rows = grouped_requantize(quantized, sizes, format, spec=spec)
-    return quantized, along_rows, None
+    return quantized, grouped_requantize(quantized, sizes, format, spec=spec), None
 
 
 def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:

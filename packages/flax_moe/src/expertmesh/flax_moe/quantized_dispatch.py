@@ -2,7 +2,8 @@
 
     q(x)     along D, where the token is; its data and scales are dispatched
 
-A row is, bit for bit, what quantizing after a dispatch of x would give.
+A row is, bit for bit, what quantizing after a dispatch of x would give. Where all tokens are on one device they are
+quantized, and the experts move them.
 
 No gradient goes through an 8-bit array. A cotangent has the dtype of its primal: through an integer carrier there would
 be none, through an 8-bit float small ones would be lost. So rows in x's dtype are returned too, through which the
@@ -21,7 +22,20 @@ from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
 from expertmesh.flax_moe.remat import named
 
-__all__ = ["dispatch_quantized"]
+__all__ = ["dispatch_quantized", "quantize_tokens"]
+
+
+def quantize_tokens(x: jax.Array, recipe: Recipe) -> QuantizedArray:
+    """q(x) where the tokens are, which are not dispatched; it has no derivative.
+
+    Args:
+      x: float[P, S, D].
+      recipe: one for which `dispatches_quantized` holds.
+
+    Raises:
+      ValueError: what `quantize` refuses.
+    """
+    return named("dispatched", quantize(jax.lax.stop_gradient(x), recipe.formats().x))
 
 
 def dispatch_quantized(

@@ -25,7 +25,7 @@ CHECKPOINT_NAMES = {
 
 | value | what it is |
 |---|---|
-| dispatched | all that came from other devices: rows [P, C, D] or their data and scales, weights [P, C], integers |
+| dispatched | what came from other devices: rows [P, C, D] or data and scales (all here: tokens'), weights, integers |
 | hidden | the result of the first GEMM, [P, C, 2, F] |
 | expert_output | the result of the second GEMM, [P, C, D], which no backward reads |
 | combined | the weighted sum, [..., D] |

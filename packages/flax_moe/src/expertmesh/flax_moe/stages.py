@@ -74,7 +74,7 @@ from expertmesh.flax_moe.params import (
     whole_specs,
 )
 from expertmesh.flax_moe.quantization import Quantization, output_and_state
-from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized
+from expertmesh.flax_moe.quantized_dispatch import dispatch_quantized, quantize_tokens
 from expertmesh.flax_moe.remat import named
 from expertmesh.flax_moe.spare_experts import with_copies
 
@@ -660,10 +660,12 @@ def _dispatched_rows(
     params: Params, x: jax.Array, handle: ep.Handle, config: MoEConfig
 ) -> tuple[jax.Array, QuantizedArray | None]:
     """(rows, quantized) of a Dispatched."""
-    if dispatches_quantized(config.recipe):
-        return dispatch_quantized(
-            handle, x, recipe=config.recipe, quantize_combine=config.quantize_backward_combine
-        )
+    recipe = config.recipe
     if reads_tokens(params["wi"], handle, config):
-        return x.reshape(1, -1, x.shape[-1]), None
+        tokens = x.reshape(1, -1, x.shape[-1])
+        quantized = quantize_tokens(tokens, recipe) if dispatches_quantized(recipe) else None
+        return tokens, quantized
+    if dispatches_quantized(recipe):
+        of = dict(recipe=recipe, quantize_combine=config.quantize_backward_combine)
+        return dispatch_quantized(handle, x, **of)
     return named("dispatched", ep.dispatch(handle, x)), None

@@ -1,6 +1,7 @@
-"""A gated activation, or its gradient, quantized in both directions for NVIDIA GPUs, and not written itself.
+"""A gated activation, or its gradient, quantized for NVIDIA GPUs.
 
-Dimension key as in `quantization/activate_quantize.py`.
+In blocks it is quantized in both directions, and not written itself. With a scale per group it is written, with the
+amax of each row, and read once more. Dimension key as in `quantization/activate_quantize.py`.
 """
 
 from math import prod
@@ -13,15 +14,40 @@ from expertmesh.core.kernels.cuda import activate_quantize as cuda
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import activate_quantize as triton
+from expertmesh.core.kernels.triton import activate_rows
+from expertmesh.core.kernels.triton.grouped_quantize import by_group
 from expertmesh.core.ops.row_map import holds_token
 
 
 def activate_quantize(source, group_sizes, multiplier, key, *, format, **options):
+    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant."""
+    del key
+    if format.block is None:
+        return _by_group(source, group_sizes, multiplier, format=format, **options)
+    return _in_blocks(source, group_sizes, format)  # a block lies within a shard
+
+
+def _by_group(
+    source, group_sizes, multiplier, *, format, blocks, directions, amax_axes=(), origin=()
+):
+    del blocks, origin
+    h, d_out, sizes = source.base, getattr(source, "d_out", None), group_sizes.astype(jnp.int32)
+    routed, of = (source.weights, source.row_source, sizes), dict(activation=source.activation)
+    if d_out is None:
+        x, amax = activate_rows.value_and_amax(h, *routed, **of)
+        d_weights = []
+    else:
+        x, *d_weights, amax = activate_rows.grad_and_amax(h, d_out, *routed, **of)
+    options = dict(format=format, twice=len(directions) == 2, amax_axes=amax_axes)
+    copies = by_group(x, sizes[0], multiplier, parts=amax[..., None], **options)
+    return *copies, *d_weights
+
+
+def _in_blocks(source, group_sizes, format):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; with [1, C, F] -> of [1, C, 2, F].
 
     With weights the gradient has theirs, float32[1, C], too.
     """
-    del multiplier, key, options  # a block lies within a shard
     h, d_out, activation = source.base, getattr(source, "d_out", None), source.activation
     (_, C, _, F), block = h.shape, format.block[1]
     grad_dtype = None if d_out is None else d_out.dtype

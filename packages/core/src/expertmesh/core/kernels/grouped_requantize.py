@@ -13,18 +13,36 @@ from expertmesh.core.kernels.triton import grouped_requantize as triton
 def grouped_requantize(source, group_sizes, multiplier, key, *, format, **options):
     """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant."""
     del multiplier, key, options  # a block lies within a shard
-    data, scale, dtype = source.base.data, source.base.scale, jnp.dtype(source.base.dtype)
-    (_, C, K), block = data.shape, format.block[1]
+    return _launch(source.base, None, group_sizes, format)
+
+
+def move_requantize(source, group_sizes, multiplier, key, *, format, **options):
+    """The leaves of what the reference of `quantization/grouped_requantize.py` gives, for one participant."""
+    del multiplier, key, options
+    return _launch(source.base, source.row_map.source_row, group_sizes, format)
+
+
+def _launch(q, index, group_sizes, format):
+    """(data, scale) in blocks along the rows; with an index, int32[1, C], before them those of q's rows there."""
+    data, scale, dtype = q.data, q.scale, jnp.dtype(q.dtype)
+    (_, tokens, K), block = data.shape, format.block[1]
+    C = tokens if index is None else index.shape[1]
     config = choose_requantize(Rows(C, K, dtype, block, current_device()))
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     data_bytes = jax.lax.bitcast_convert_type(data, jnp.uint8)
-    out_type = result_types(
-        (K, C) if config.transposed else data.shape, (1, -(-C // block), K), format
-    )
-    operands = data_bytes, scale, group_sizes[0].astype(jnp.int32)
+    shape = 1, C, K
+    out_type = result_types((K, C) if config.transposed else shape, (1, -(-C // block), K), format)
+    if index is not None:
+        out_type = *result_types(shape, (-(-K // block), C), format), *out_type
+    operands = data_bytes, scale, index, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, format=format, dtype=dtype, out_type=out_type)
     room = cuda if config.kernel == "cuda" else triton
-    out, out_scale = room.launch(*operands, **options)
-    out = out.T.reshape(data.shape) if config.transposed else out
-    return out, stored_scale(out_scale, format)
+    *results, out, out_scale = room.launch(*operands, **options)
+    out = out.T.reshape(shape) if config.transposed else out
+    if results:
+        results[1] = results[1].T[None]
+    pairs = (*results, out, out_scale)
+    return tuple(
+        stored_scale(part, format) if number % 2 else part for number, part in enumerate(pairs)
+    )

@@ -100,11 +100,11 @@ def weight_copies(
 ) -> tuple[QuantizedArray, QuantizedArray | None, DelayedState | None]:
     """(`forward_copy`, `dgrad_copy` if `for_dgrad`, the new state) for GEMMs of the same program.
 
-    Where one copy serves both, the two have equal values; of square blocks each lies as its GEMM reads it.
+    Where one copy serves both, the two have equal values, and without a state each lies as its GEMM reads it.
     """
     formats = recipe.formats()
     format, one = formats.weight, serves_both(formats)
-    if one and format.block is not None and not _is_own_copy(weight, format):
+    if one and state is None and not _is_own_copy(weight, format):
         dims = dict(axis=batch_dims, across=weight.ndim - 1, batch_dims=batch_dims)
         source = plain(weight, spec=spec)
         return *quantize_square(source, format, dgrad=for_dgrad, spec=spec, **dims), None

@@ -38,6 +38,7 @@ from expertmesh.core.quantization.quantize_rows import (
     Formats,
     Rows,
     participant_unsupported,
+    per_group,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
@@ -71,7 +72,8 @@ def activate_quantize(
     Returns:
       Copies of [P, C, F], undefined in padding rows. Where both formats are one of 8 bits with blocks, h is read once
       and nothing else is written: 4 bytes are read and 2 are written per number, in place of 6 and 4. One number in
-      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none).
+      some thousands may be rounded otherwise by the kernel ("gelu_exact" has none). With weights and one format without
+      blocks the pass that makes the rows finds their amax: 6 bytes are read and 4 are written, in place of 8 and 4.
 
     Raises:
       As `activate` and `grouped_quantize`.
@@ -108,7 +110,7 @@ def activate_grad_quantize(
       Copies of [P, C, 2, F], undefined in padding rows, and with weights their gradient. Where both formats are one of
       8 bits with blocks, h and d_out are read once and nothing else is written: 3 bytes are read and 2 are written per
       number of h, in place of 5 and 4. One number in some thousands may be rounded otherwise by the kernel
-      ("gelu_exact" has none).
+      ("gelu_exact" has none). With weights and one format without blocks the amax is found where the rows are made.
 
     Raises:
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
@@ -149,12 +151,13 @@ def _unsupported(
     del multiplier, key, options
     if reason := function_unsupported(source.activation):
         return reason
-    if source.activation.function == "gelu_exact":
+    if blocks[0] and source.activation.function == "gelu_exact":
         return f"{source.activation.function} and a tile do not fit into registers"
     if not source.base.size:
         return "there must be elements"
     # Those of h.
-    reasons = (blocks_unsupported(source.base, (*block[:2], 1, block[-1])) for block in blocks)
+    in_h = ((*block[:2], 1, block[-1]) if block else () for block in blocks)
+    reasons = (blocks_unsupported(source.base, block) for block in in_h)
     return participant_unsupported(source.base, group_sizes) or next(filter(None, reasons), None)
 
 
@@ -226,7 +229,10 @@ class Activated(Rows):
         return with_pair(spec) if self.activation.gated else spec
 
     def fuses(self, formats: Formats) -> bool:
-        return self.activation.gated and quantizes_both_at_once(*formats)
+        if not self.activation.gated:
+            return False
+        # With a scale per group it finds each row's amax where it writes the row.
+        return quantizes_both_at_once(*formats) or self.weights is not None and per_group(*formats)
 
 
 @jax.tree_util.register_dataclass

@@ -2,8 +2,9 @@
 
     out = grouped_quantize(dequantize(q), group_sizes, format, axis=1)
 
-A weight's gradient contracts these rows if they arrive quantized and exist in no other form. Dimension key: P
-participants, C rows per participant, K features, G groups per participant.
+A weight's gradient contracts these rows if they arrive quantized and exist in no other form. If their tokens are here,
+one pass moves them and quantizes them again. Dimension key: P participants, C rows per participant, K features, G
+groups per participant, S tokens.
 """
 
 import dataclasses
@@ -13,19 +14,25 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.gather_rows import select_rows
+from expertmesh.core.ops.groups import each_participant
+from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
+    Copies,
     Formats,
+    Moved,
     Rows,
     participant_unsupported,
     quantize_rows,
     quantize_rows_op,
     quantizes_both_at_once,
+    reference,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
 
-__all__ = ["grouped_requantize"]
+__all__ = ["grouped_requantize", "move_requantize"]
 
 
 def grouped_requantize(
@@ -57,6 +64,42 @@ def grouped_requantize(
     return out
 
 
+def move_requantize(
+    q: QuantizedArray,
+    row_map: RowMap,
+    group_sizes: jax.Array,
+    format: TensorFormat | None,
+    *,
+    spec: PartitionSpec | None = None,
+) -> tuple[QuantizedArray, QuantizedArray | None]:
+    """(`move_rows(q, row_map)`, `grouped_requantize` of that in the format, None without one).
+
+    Args:
+      q: of tokens [P, S, K], its blocks along K.
+      row_map: from tokens to rows [P, C].
+      group_sizes: int32[P, G], rows of each group.
+      format: of the second result.
+      spec: where the rows are, for Auto axes under a MeshResource.
+
+    Returns:
+      Two QuantizedArrays of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
+      pass writes both: the moved rows are not read.
+
+    Raises:
+      As `move_rows` and `grouped_requantize`. S is held whole; no communication else.
+    """
+    check_quantized("move_requantize", q)
+    if format is not None and quantizes_both_at_once(q.format, format):
+        source = MovedQuantized(q, RowMap(row_map.row, row_map.source))
+        both = q.format, format
+        return quantize_rows("move_requantize", source, group_sizes, both, spec=spec)[:2]
+    parts = {part: move_rows(getattr(q, part), row_map) for part in ("data", "scale")}
+    moved = dataclasses.replace(q, **parts)
+    if format is None:
+        return moved, None
+    return moved, grouped_requantize(moved, group_sizes, format, spec=spec)
+
+
 def _unsupported(
     source: Rows,
     group_sizes: jax.Array,
@@ -81,6 +124,58 @@ _op = dataclasses.replace(
         ),
     ),
 )
+
+
+def _move_reference(
+    source: "MovedQuantized",
+    group_sizes: jax.Array,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    format: TensorFormat,
+    blocks: tuple[tuple[int, ...], ...],
+    directions: tuple[int, ...],
+    **options: Any,
+) -> Copies:
+    del directions, options  # both; a block lies within a shard
+    moved = source.moved()
+    again = Dequantized(moved), group_sizes, multiplier, key
+    copies: Copies = reference(*again, format=format, blocks=blocks, directions=(1,))
+    return copies._replace(along_features=moved)
+
+
+_move_op = dataclasses.replace(
+    quantize_rows_op,
+    name="move_requantize",
+    reference=_move_reference,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.grouped_requantize", "move_requantize", _unsupported
+        ),
+    ),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MovedQuantized(Moved):
+    """Rows of quantized tokens, as they are and quantized again along the rows."""
+
+    op: ClassVar[Op] = _move_op
+
+    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        of_tokens, *of_map = super().per_leaf(of_data, of_groups)
+        return *self.base.per_leaf(of_tokens, of_groups), *of_map
+
+    def moved(self) -> QuantizedArray:
+        """The rows, inside of an op."""
+        select, source_row = each_participant(select_rows), self.row_map.source_row
+        parts = {part: select(getattr(self.base, part), source_row) for part in ("data", "scale")}
+        return dataclasses.replace(self.base, **parts)
+
+    def fuses(self, formats: Formats) -> bool:
+        del formats
+        return True
 
 
 @jax.tree_util.register_dataclass

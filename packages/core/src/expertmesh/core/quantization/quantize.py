@@ -291,11 +291,15 @@ class BlockPlan:
         plan = plan_by_rule(query, query.rule, query.whole, query.summed)
         if "format" not in options:
             return plan
+        # Scales of groups are of the amax of all shards, and no sums.
+        sums = zip(query.rule.results, plan.summed_axes, strict=True)
+        summed_axes = tuple(() if names == ("p", "g") else axes for names, axes in sums)
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
         gathered = (a for name, entry in given if name in query.whole for a in entry_axes(entry))
         return dataclasses.replace(
             plan,
+            summed_axes=summed_axes,
             options={
                 "amax_axes": spec_axes(spec[options.get("batch_dims", 1) :]),
                 "origin": tuple(map(entry_axes, spec)),
@@ -477,15 +481,16 @@ def quantize_square(
     dgrad: bool,
     spec: PartitionSpec | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray | None]:
-    """`quantize` of a weight in square blocks, for the forward and, if `dgrad`, the input gradient.
+    """`quantize` of a weight in square blocks, or with a scale per matrix, for the forward and, if `dgrad`, the input
+    gradient.
 
     Args:
       x, format, axis, across, batch_dims, spec: of `quantize`.
       dgrad: whether there is an input gradient.
 
     Returns:
-      Two equal arrays. Where the two GEMMs read memory in different orders one kernel writes both, of one read;
-      elsewhere they are one.
+      Two equal arrays. Where the two GEMMs read memory in different orders one kernel writes both, of one read (beside
+      that for the amax of a matrix); elsewhere they are one.
     """
     check_source("quantize", x, format)
     out: tuple[QuantizedArray, QuantizedArray | None] = _quantize_square_op(

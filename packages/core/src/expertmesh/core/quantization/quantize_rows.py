@@ -75,7 +75,7 @@ class Copies(NamedTuple):
     d_weights: Any = None
 
 
-def _reference(
+def reference(
     source: "Rows",
     group_sizes: jax.Array,
     multiplier: jax.Array | None,
@@ -162,7 +162,7 @@ def participant_unsupported(x: Any, group_sizes: jax.Array) -> str | None:
 
 quantize_rows_op = Op(
     "grouped_quantize",
-    _reference,
+    reference,
     "p n ..., p g, p g, key -> p n ..., p n ..., p g, p n",
     whole=("n", "g", "key", "s", "j"),  # the last two: of `Moved`
     roles="participants . ., participants ., participants ., . "
@@ -417,14 +417,18 @@ def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None)
     return last.block is not None and last.dtype != "float4_e2m1fn"
 
 
+def per_group(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
+    """Whether copies in these formats, or the one that is wanted, are one format with a scale per group."""
+    wanted = {format for format in (last, rows) if format is not None}
+    return len(wanted) == 1 and all(format.block is None for format in wanted)
+
+
 def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
     """Whether rows that are `Moved` are quantized in these formats where their tokens are.
 
     Without blocks the amax of a group is that of its tokens, each of which is read once for it.
     """
-    wanted = {format for format in (last, rows) if format is not None}
-    without_blocks = len(wanted) == 1 and all(format.block is None for format in wanted)
-    return without_blocks or quantizes_both_at_once(last, rows)
+    return per_group(last, rows) or quantizes_both_at_once(last, rows)
 
 
 def grouped_quantize_both(

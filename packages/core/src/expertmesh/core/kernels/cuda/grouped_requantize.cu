@@ -1,5 +1,8 @@
 // Rows in blocks of 8 bits along their features, quantized again in blocks along the rows, for Hopper: with what
 // `quantize.cuh` has, which comes before this text. Between the two a number has 16 bits.
+//
+// With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative, and they are also
+// written as they are, the scales with the rows contiguous.
 static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
 
 // 8 bytes, or zeros, for which nothing is read.
@@ -36,42 +39,78 @@ struct Reader {
   const u8* data;
   const Stored* scale;
   int live, width, blocks;
+#if PANEL
+  int rows[ROWS];
+#endif
 
-  __device__ __forceinline__ Reader(Place at, const u8* all_data, const Stored* all_scales, int width)
+  __device__ __forceinline__ Reader(
+      Place at, const u8* all_data, const Stored* all_scales, const int* source, int width)
       : live(at.live), width(width), blocks((width + BLOCK - 1) / BLOCK) {
-    data = all_data + (u64)at.row * width + at.column;
-    scale = all_scales + (u64)at.row * blocks + at.column / BLOCK;
+    data = all_data + at.column;
+    scale = all_scales + at.column / BLOCK;
+#if PANEL
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) rows[i] = i < live ? __ldg(source + at.row + i) : -1;
+#else
+    data += (u64)at.row * width;
+    scale += (u64)at.row * blocks;
+#endif
   }
 
   __device__ __forceinline__ Stored read(int i, u32 to) const {
-    copy_8(to, data + (u64)i * width, i < live);
+#if PANEL
+    const int row = rows[i];
+    const bool wanted = row >= 0;
+#else
+    const int row = i;
+    const bool wanted = i < live;
+#endif
+    copy_8(to, data + (u64)row * width, wanted);
     end_copies();
-    return i < live ? __ldg(scale + (u64)i * blocks) : Stored(0);
+    return wanted ? __ldg(scale + (u64)row * blocks) : Stored(0);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize(
-    const u8* data, const Stored* scale, const int* sizes, int num_rows, int all_columns, int groups,
+    const u8* data, const Stored* scale,
+#if PANEL
+    const int* source,
+#endif
+    const int* sizes, int num_rows, int all_columns, int groups,
+#if PANEL
+    u8* moved, Stored* moved_scale,
+#endif
     u8* data_rows, Stored* scale_rows) {
+#if !PANEL
+  const int* source = sizes;
+#endif
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
   const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
   Stored scales[ROWS];
   {
-    const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, all_columns);
+    const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, source, all_columns);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * ROW_BYTES + i * READ);
   }
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int thread = anew(threadIdx.x), width = anew(all_columns);
-    const Reader next(Place(tile + gridDim.x, width, num_live), data, scale, width);
+    const Reader next(Place(tile + gridDim.x, width, num_live), data, scale, source, width);
+    const Place here(tile, width, num_live);
     u32 kept[ROWS][4], of_columns[1][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = smem + thread * ROW_BYTES + i * READ;
       const uint2 eight = get_8(from);
+#if PANEL
+      if (i < here.live) {
+        const u64 row = here.row + i;
+        *(uint2*)(moved + row * width + here.column) = eight;
+        if (thread % PEERS == 0) moved_scale[(u64)(here.column / BLOCK) * num_rows + row] = scales[i];
+      }
+#endif
       const float factor = factor_of(scales[i]);
       scales[i] = next.read(i, from);
 #pragma unroll
@@ -82,7 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
       }
     }
 
-    const Place here(tile, width, num_live);
     const int first_column = here.column - thread % 16 * 8;
     scale_columns(of_columns, thread, smem, here, first_column, width, scale_rows);
 #pragma unroll

@@ -8,7 +8,8 @@
 // Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
 // PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), ROW_BYTES (bytes that a
 // thread reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
-// float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous).
+// float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous). If there is
+// one, PANEL divides the tiles beside each other: so many of them come before all others, block by block.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;               // of a tile, for 16 threads
@@ -120,9 +121,16 @@ struct Place {
 
   __device__ __forceinline__ Place(int tile, int width, int num_live) {
     const int across = (width + COLUMNS - 1) / COLUMNS, thread = threadIdx.x;
+#if PANEL
+    const int of_panel = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL, panel = tile / of_panel;
+    block = tile % of_panel / PANEL;
+    column = panel * PANEL + tile % PANEL;
+#else
     block = tile / across;
+    column = tile % across;
+#endif
     row = block * BLOCK + thread / 16 * ROWS;
-    column = tile % across * COLUMNS + thread % 16 * 8;
+    column = column * COLUMNS + thread % 16 * 8;
     live = column < width ? num_live - row : 0;
   }
 };

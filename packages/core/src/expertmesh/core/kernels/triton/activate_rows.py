@@ -5,6 +5,7 @@ A device holds one participant, or writes zeros in the padding rows of each. Dim
 """
 
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import triton.language as tl
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.triton.activation import TILES, Tiles, clamp, load, value_and_slope
-from expertmesh.core.kernels.triton.quantize import count_live
+from expertmesh.core.kernels.triton.quantize import count_live, magnitudes_of
 
 
 @triton.jit
@@ -33,16 +34,26 @@ def _rows_held(
 
 
 @triton.jit
+def _largest(most, magnitudes, columns, F: tl.constexpr, BF: tl.constexpr):
+    """int32[BR, 1], the largest magnitude of each row so far."""
+    if F % BF != 0:
+        magnitudes = tl.where(columns < F, magnitudes, 0)
+    return tl.maximum(most, tl.max(magnitudes, 1)[:, None])
+
+
+@triton.jit
 def _activate_rows_kernel(
-    h, weights, source, group_sizes, out, R: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    h, weights, source, group_sizes, out, amax, R: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     F: tl.constexpr, FUNCTION: tl.constexpr,
     LIMIT: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """out = weights * act(g) * (u + OFFSET); zeros in a group's rows that hold no token."""
+    """out = weights * act(g) * (u + OFFSET); zeros in a group's rows that hold no token; and, unless it is None, the
+    amax of each row, int32[R]."""
     rows, written, held, weight, any_written = _rows_held(
         weights, source, group_sizes, R, G, G_POW2, BR
     )
     if any_written:
+        most = tl.zeros((BR, 1), tl.int32)
         for start in tl.range(0, F, BF):
             columns = start + tl.arange(0, BF)[None, :]
             at = rows * (2 * F) + columns
@@ -50,22 +61,29 @@ def _activate_rows_kernel(
             gate, up = clamp(load(h + at, inside), load(h + at + F, inside), LIMIT)
             value, _ = value_and_slope(gate, FUNCTION)
             value = tl.where(held, weight * (value * (up + OFFSET)), 0.0)
+            value = value.to(out.dtype.element_ty)
             there = written & (columns < F)
-            tl.store(out + rows * F + columns, value.to(out.dtype.element_ty), mask=there)
+            tl.store(out + rows * F + columns, value, mask=there)
+            if amax is not None:
+                most = _largest(most, magnitudes_of(value.to(tl.float32)), columns, F, BF)
+        if amax is not None:
+            tl.store(amax + rows, most, mask=written)
 
 
 @triton.jit
 def _activate_rows_grad_kernel(
-    h, d_out, weights, source, group_sizes, d_h, d_weights, out,
+    h, d_out, weights, source, group_sizes, d_h, d_weights, out, amax,
     R: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, F: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """d_gate = w d act'(g) (u + OFFSET), d_up = w d act(g), d_w = <d, act(g) (u + OFFSET)>, out as the value."""
+    """d_gate = w d act'(g) (u + OFFSET), d_up = w d act(g), d_w = <d, act(g) (u + OFFSET)>, out as the value, and the
+    amax of each row of d_h, int32[R]; of the last two those that are not None."""
     rows, written, held, weight, any_written = _rows_held(
         weights, source, group_sizes, R, G, G_POW2, BR
     )
     dots = tl.zeros((BR, 1), tl.float32)
     if any_written:
+        most = tl.zeros((BR, 1), tl.int32)
         for start in tl.range(0, F, BF):
             columns = start + tl.arange(0, BF)[None, :]
             at = rows * (2 * F) + columns
@@ -82,11 +100,19 @@ def _activate_rows_grad_kernel(
                 d_gate = tl.where(raw_gate > LIMIT, 0.0, d_gate)
                 d_up = tl.where(tl.abs(raw_up) > LIMIT, 0.0, d_up)
             there = written & (columns < F)
-            d_gate, d_up = tl.where(held, d_gate, 0.0), tl.where(held, d_up, 0.0)
-            tl.store(d_h + at, d_gate.to(d_h.dtype.element_ty), mask=there)
-            tl.store(d_h + at + F, d_up.to(d_h.dtype.element_ty), mask=there)
-            product = tl.where(held, weight * product, 0.0)
-            tl.store(out + rows * F + columns, product.to(out.dtype.element_ty), mask=there)
+            d_gate = tl.where(held, d_gate, 0.0).to(d_h.dtype.element_ty)
+            d_up = tl.where(held, d_up, 0.0).to(d_h.dtype.element_ty)
+            tl.store(d_h + at, d_gate, mask=there)
+            tl.store(d_h + at + F, d_up, mask=there)
+            if out is not None:
+                product = tl.where(held, weight * product, 0.0)
+                tl.store(out + rows * F + columns, product.to(out.dtype.element_ty), mask=there)
+            if amax is not None:
+                of_gate = magnitudes_of(d_gate.to(tl.float32))
+                of_both = tl.maximum(of_gate, magnitudes_of(d_up.to(tl.float32)))
+                most = _largest(most, of_both, columns, F, BF)
+        if amax is not None:
+            tl.store(amax + rows, most, mask=written)
     tl.store(d_weights + rows, tl.where(held, dots, 0.0), mask=rows < R)
 
 
@@ -106,25 +132,66 @@ def _options(h, group_sizes, activation, tiles: Tiles) -> dict:
     )  # fmt: skip
 
 
+# Of the threads of a lane, in all warps, at most, of a gradient with its amax: else the compiler aims at half as many,
+# and spills.
+REGISTERS = 8 * 208
+
+
 def value(h, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
     """[P, C, 2, F], [P, C], [P, C], [P, G] -> [P, C, F]."""
-    return launcher.triton_call(
-        h, weights, source, group_sizes,
-        kernel=_activate_rows_kernel,
-        out_type=jax.ShapeDtypeStruct((*h.shape[:-2], h.shape[-1]), h.dtype),
-        **_options(h, group_sizes, activation, tiles),
+    return _launch(
+        _activate_rows_kernel, (h, weights, source, group_sizes), (_value_type(h), None),
+        activation=activation, tiles=tiles,
+    )[0]  # fmt: skip
+
+
+def value_and_amax(h, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
+    """As `value`, and the bits of the largest magnitude in each row, int32[P, C]; undefined in padding rows."""
+    return _launch(
+        _activate_rows_kernel, (h, weights, source, group_sizes), (_value_type(h), _amax_type(h)),
+        activation=activation, tiles=tiles,
     )  # fmt: skip
 
 
 def grad(h, d_out, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
     """[P, C, 2, F], [P, C, F], [P, C], [P, C], [P, G] -> [P, C, 2, F], float32[P, C], [P, C, F]."""
+    return _grad(h, d_out, weights, source, group_sizes, (_value_type(h), None), activation, tiles)
+
+
+def grad_and_amax(h, d_out, weights, source, group_sizes, *, activation, tiles: Tiles = TILES):
+    """The first two of `grad`, and the bits of the largest magnitude in each row of the first, int32[P, C]; those are
+    undefined in padding rows."""
+    more = None, _amax_type(h)
+    return _grad(h, d_out, weights, source, group_sizes, more, activation, tiles)
+
+
+def _grad(h, d_out, weights, source, group_sizes, more: tuple, activation, tiles: Tiles):
+    types = jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(h.shape[:-2], jnp.float32)
+    operands = h, d_out, weights, source, group_sizes
+    return _launch(
+        _activate_rows_grad_kernel, operands, (*types, *more), activation=activation, tiles=tiles,
+        bounded=more[1] is not None,
+    )  # fmt: skip
+
+
+def _value_type(h):
+    return jax.ShapeDtypeStruct((*h.shape[:-2], h.shape[-1]), h.dtype)
+
+
+def _amax_type(h):
+    return jax.ShapeDtypeStruct(h.shape[:-2], jnp.int32)
+
+
+def _launch(kernel, operands: tuple, out_type: tuple, *, activation, tiles: Tiles, bounded=False):
+    """The results whose types are not None, which are the last parameters before the constants."""
+    h, group_sizes = operands[0], operands[-1]
+    names = kernel.arg_names[len(operands) :]
+    absent: dict[str, Any] = {
+        name: None for name, each in zip(names, out_type, strict=False) if each is None
+    }
+    options = _options(h, group_sizes, activation, tiles)
+    registers = {"maxnreg": REGISTERS // options["num_warps"]} if bounded else {}
     return launcher.triton_call(
-        h, d_out, weights, source, group_sizes,
-        kernel=_activate_rows_grad_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(h.shape, h.dtype),
-            jax.ShapeDtypeStruct(weights.shape, jnp.float32),
-            jax.ShapeDtypeStruct(d_out.shape, h.dtype),
-        ),
-        **_options(h, group_sizes, activation, tiles),
+        *operands, kernel=kernel, out_type=tuple(filter(None, out_type)), backend_options=registers,
+        **options, **absent,
     )  # fmt: skip

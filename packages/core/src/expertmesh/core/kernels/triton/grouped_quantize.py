@@ -24,14 +24,30 @@ def grouped_quantize(
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
             return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
-    C, ends = source.shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
+    options = dict(format=format, twice=both, amax_axes=amax_axes)
+    return by_group(x, sizes, multiplier, index=index, **options)
+
+
+def by_group(x, sizes, multiplier, *, format, twice, amax_axes, index=None, parts=None):
+    """The leaves for a scale per group, of the rows of `x` [1, rows, ...], or of those at the index, int32[1, C].
+
+    Args:
+      sizes: int32[G].
+      multiplier: float32[1, G], or None: of the amax.
+      twice: whether a copy for the weight gradient is wanted.
+      amax_axes: over which the amax is maximised.
+      parts: as of `quantize.by_tensor`.
+    """
+    C, ends = (x if index is None else index).shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
 
     def found(parts, index):
         """The amax of each group, int32[1, G]."""
         amax = quantize.group_amax(parts[0], index, ends, C)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    shape, options = (1, C, x.size // x.shape[1]), dict(ends=ends, index=index, twice=both)
-    data, scale, *more = quantize.by_tensor(x, multiplier, shape, found, format, **options)
-    again = (more.pop(), scale) if both else ()
+    shape, options = (1, C, x.size // x.shape[1]), dict(ends=ends, index=index, twice=twice)
+    data, scale, *more = quantize.by_tensor(
+        x, multiplier, shape, found, format, parts=parts, **options
+    )
+    again = (more.pop(), scale) if twice else ()
     return data, scale, *again, *more

@@ -1,5 +1,6 @@
 """Rows quantized along their features, quantized again along the rows, for NVIDIA GPUs: a byte is read for each number
-and one is written. Bit for bit the kernels of `triton/quantize.py` one after the other.
+and one is written. Bit for bit the kernels of `triton/quantize.py` one after the other. Rows of tokens are read at an
+index, and written too.
 """
 
 import triton
@@ -10,6 +11,8 @@ from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.formats import scaling
 from expertmesh.core.kernels.triton.quantize import (
     count_live,
+    in_panels,
+    panel_of,
     power_of_2,
     quantized_tile,
     rounded,
@@ -28,29 +31,39 @@ def _without_subnormal(x):
 
 @triton.jit
 def _requantize_kernel(
-    data, scale, sizes, out, out_scale,
+    data, scale, index, sizes, moved, moved_scale, out, out_scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    TN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """[M, N], as bytes, in blocks of 1 x BLOCK to blocks of BLOCK x 1, [N, M] if TRANSPOSED; between them in WIDE."""
-    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    """[M, N], as bytes, in blocks of 1 x BLOCK to blocks of BLOCK x 1, [N, M] if TRANSPOSED; between them in WIDE.
+
+    Rows are those at the index [M], zeros where it is negative, which then are also `moved`, with scales [_, M], unless
+    it is None.
+    """
     BLOCKS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    n = tl.program_id(0) % NUM_N * TN
-    m = tl.program_id(0) // NUM_N * BLOCK
+    _, m, n = in_panels(M, N, BLOCK, TN, PANEL)
     rows = m + tl.arange(0, BLOCK)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
     if N % TN != 0:
         inside = inside & (columns < N)
     num_live = tl.minimum(count_live(sizes, G, G_POW2), M)
-    at, live = rows.to(tl.int64) * N + columns, inside & (rows < num_live)
-    codes = tl.load(data + at, mask=live, other=0)
+    at, from_rows, held = rows.to(tl.int64) * N + columns, rows.to(tl.int64), rows < num_live
+    if index is not None:
+        from_rows = tl.load(index + rows, mask=held, other=-1).to(tl.int64)
+        held = from_rows >= 0
+    codes = tl.load(data + from_rows * N + columns, mask=inside & held, other=0)
     narrow = codes.to(out.dtype.element_ty, bitcast=True).to(tl.float32)
     PART: tl.constexpr = min(TN, BLOCK)  # of a block
     blocks = n // BLOCK + tl.arange(0, TN // PART)[None, :]
-    there = rows.to(tl.int64) * BLOCKS_N + blocks
-    factor = tl.load(scale + there, mask=(rows < num_live) & (blocks < BLOCKS_N), other=0)
+    factor = tl.load(
+        scale + from_rows * BLOCKS_N + blocks, mask=held & (blocks < BLOCKS_N), other=0
+    )
+    if moved is not None:
+        tl.store(moved + at, codes.to(moved.dtype.element_ty, bitcast=True), mask=inside)
+        there = blocks.to(tl.int64) * M + rows
+        tl.store(moved_scale + there, factor, mask=(rows < M) & (blocks < BLOCKS_N))
     if scale.dtype.element_ty == tl.uint8:
         factor = power_of_2(factor.to(tl.int32))
     product = narrow.reshape(BLOCK, TN // PART, PART) * factor[:, :, None]
@@ -63,14 +76,19 @@ def _requantize_kernel(
 _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
-def launch(data, scale, sizes, *, config: Config, format, dtype, out_type):
+def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
     """The results of types `out_type`; `dtype` is that between the two formats."""
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
-    TN = config.tiles.columns
+    TN, absent = config.tiles.columns, {}
+    if index is None:
+        absent = {"moved": None, "moved_scale": None}
+    else:
+        C = index.shape[1]
+    panel = panel_of(data, index, K, TN)
     return launcher.triton_call(
-        data, scale, sizes,
+        data, scale, index, sizes,
         kernel=_requantize_kernel, out_type=out_type, num_warps=config.tiles.warps,
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(K, TN),),
         M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=_WIDE[dtype.name], TN=TN,
-        TRANSPOSED=config.transposed, **scaling(dtype, format),
+        TRANSPOSED=config.transposed, **panel, **absent, **scaling(dtype, format),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from expertmesh.core.kernels.choice.quantize import (
     Square,
     Tiles,
     choose_both,
+    choose_panel,
     choose_scaled,
     choose_square,
 )
@@ -178,15 +179,37 @@ def _blocks_kernel(
 
 
 @triton.jit
-def store_along_rows(pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPOSED: tl.constexpr):
+def store_along_rows(
+    pointer, q, at, inside, m, n, end, M: tl.constexpr, TRANSPOSED: tl.constexpr, EVICT: tl.constexpr = ""
+):  # fmt: skip
     """The tile at [m, n] of the copy in blocks along the rows, up to column `end`: [M, N], or TRANSPOSED, [N, M]."""
     if TRANSPOSED:
         rows = m + tl.arange(0, q.shape[0])[None, :]
         columns = n + tl.arange(0, q.shape[1])[:, None]
         there = columns.to(tl.int64) * M + rows
-        tl.store(pointer + there, tl.trans(q), mask=(rows < M) & (columns < end))
+        is_inside = (rows < M) & (columns < end)
+        tl.store(pointer + there, tl.trans(q), mask=is_inside, eviction_policy=EVICT)
     else:
-        tl.store(pointer + at, q, mask=inside)
+        tl.store(pointer + at, q, mask=inside, eviction_policy=EVICT)
+
+
+@triton.jit
+def in_panels(
+    M: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr
+):
+    """(a, m, n): where a program's tile of [A, M, N] begins.
+
+    Tiles follow one another along a row of PANEL tiles, then down the rows, then panel by panel: what rows at an index
+    share of a panel is read while L2 has it.
+    """
+    NUM_M: tl.constexpr = (M + TM - 1) // TM
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    a = tl.program_id(0) // (NUM_M * NUM_N)
+    tile = tl.program_id(0) % (NUM_M * NUM_N)
+    tl.static_assert(NUM_N % PANEL == 0)
+    panel = tile // (NUM_M * PANEL)
+    tile = tile % (NUM_M * PANEL)
+    return a, tile // PANEL * TM, (panel * PANEL + tile % PANEL) * TN
 
 
 @triton.jit
@@ -194,13 +217,13 @@ def _both_kernel(
     x, index, sizes, data, scale, data_rows, scale_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[M, N] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1, [N, M] if TRANSPOSED; otherwise as
-    `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None."""
-    NUM_N: tl.constexpr = (N + TN - 1) // TN
-    n = tl.program_id(0) % NUM_N * TN
-    m = tl.program_id(0) // NUM_N * TM
+    `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None; their scales
+    then lie with the rows contiguous, as tiles below each other follow one another."""
+    EVICT: tl.constexpr = "evict_first" if index is not None else ""
+    _, m, n = in_panels(M, N, TM, TN, PANEL)
     rows = m + tl.arange(0, TM)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
@@ -218,11 +241,24 @@ def _both_kernel(
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     dtype: tl.constexpr = data.dtype.element_ty
     q, stored = quantized_tile(wide, 1, BLOCK, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    tl.store(data + at, q, mask=inside)
-    store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
+    tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
+    if index is None:
+        store_scale(scale, stored, 0, m, 0, n, M, 1, N, 1, BLOCK)
+    else:
+        store_scale(scale, tl.trans(stored), 0, n, 0, m, N, 1, M, BLOCK, 1)
     q, stored = quantized_tile(wide, BLOCK, 1, dtype, SCALE, LARGEST, LIMIT, FLOOR)
-    store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED)
+    store_along_rows(data_rows, q, at, inside, m, n, N, M, TRANSPOSED, EVICT)
     store_scale(scale_rows, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
+
+
+@triton.jit
+def _converted_again(wide, dtype: tl.constexpr):
+    """The bits of `wide.to(dtype)`, by conversions of their own.
+
+    Where one conversion's result leaves both whole and byte by byte, ptxas 12.9 stores bytes that nothing wrote. Only
+    the select keeps the compiler from making one of the two; it does not know that a grid has one dimension.
+    """
+    return tl.where(tl.program_id(1) == 0, wide, 0).to(dtype)
 
 
 @triton.jit
@@ -242,9 +278,7 @@ def _square_kernel(
     if data is not None:
         tl.store(data + at, scaled.to(dtype), mask=inside)
         store_scale(scale, stored, a, m, i, n, M, B, N, BLOCK, BLOCK)
-    # Converted again, for the reason that `_scaled_kernel` gives, where the compiler knows which rows are inside of M,
-    # but not that a grid has one dimension.
-    again = tl.where(tl.program_id(1) == 0, scaled, 0).to(dtype)
+    again = _converted_again(scaled, dtype)
     matrix = a.to(tl.int64) * B + i
     store_along_rows(data_rows + matrix * (M * N), again, at, inside, m, n, N, M, True)
     store_scale(scale_rows, tl.trans(stored), matrix, n, 0, m, N, 1, M, BLOCK, BLOCK)
@@ -289,20 +323,18 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
 def _scaled_kernel(
     x, index, multiplier, ends, data, amax, data_rows,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+    PANEL: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
-    as [N, M] (A = 1).
+    as [A, N, M].
 
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
     zeros. Rows are those of x at the index [M] (A = 1), zeros where it is negative, unless it is None. Without what is
     None.
     """
-    NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
-    tile = tl.program_id(0)
-    n = tile % NUM_N * TN
-    m = tile // NUM_N % NUM_M * TM
-    a = tile // (NUM_N * NUM_M)
+    EVICT: tl.constexpr = "evict_first" if index is not None else ""
+    a, m, n = in_panels(M, N, TM, TN, PANEL)
     row_TM = m + tl.arange(0, TM)
     rows = row_TM[:, None]
     columns = n + tl.arange(0, TN)[None, :]
@@ -310,8 +342,9 @@ def _scaled_kernel(
     if N % TN != 0:
         inside = inside & (columns < N)
     live = inside
+    WRITES: tl.constexpr = (data is not None) or (data_rows is not None)
     if G:
-        if data is None:
+        if not WRITES:
             live = live & (rows < tl.load(ends + G - 1))
         else:
             group_TM = _groups_of(row_TM, ends, G, STEPS)
@@ -323,18 +356,18 @@ def _scaled_kernel(
         live = live & (from_TM >= 0)[:, None]
         from_at = from_TM.to(tl.int64)[:, None] * N + columns
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
-    if data is not None:
+    if WRITES:
         if G:
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
         else:
             factor = tl.load(multiplier + a)
-        q = (wide * factor).to(data.dtype.element_ty)
-        tl.store(data + at, q, mask=inside)
+        if data is not None:
+            q = (wide * factor).to(data.dtype.element_ty)
+            tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
         if data_rows is not None:
-            # The same bits, converted again: where one conversion's result leaves both whole and byte by byte, ptxas
-            # 12.9 stores bytes that nothing wrote. Only the select keeps the compiler from making one of the two.
-            again = tl.where(live, wide * factor, 0).to(data.dtype.element_ty)
-            store_along_rows(data_rows, again, at, inside, m, n, N, M, True)
+            again = _converted_again(wide * factor, data_rows.dtype.element_ty)
+            matrix = data_rows + a.to(tl.int64) * (M * N)
+            store_along_rows(matrix, again, at, inside, m, n, N, M, True, EVICT)
     if amax is not None:
         part = (a.to(tl.int64) * M + row_TM) * NUM_N + n // TN
         tl.store(amax + part, tl.max(magnitudes_of(wide), 1), mask=row_TM < M)
@@ -387,13 +420,14 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
 
     def found(parts, index):
         del index
-        amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
-        return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
+        return _amax_of_tensors(parts, lead, amax_axes)
 
     return by_tensor(x, multiplier, shape, found, format)
 
 
-def by_tensor(x, multiplier, shape, found, format, *, ends=None, index=None, twice=False):
+def by_tensor(
+    x, multiplier, shape, found, format, *, parts=None, ends=None, index=None, twice=False
+):  # fmt: skip
     """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
 
     Then, if `twice`, the data as the weight gradient reads them (A = 1).
@@ -403,17 +437,21 @@ def by_tensor(x, multiplier, shape, found, format, *, ends=None, index=None, twi
       shape: (A, M, N) of what is quantized: `x`, or its rows at the index.
       found: from int32[A, rows, parts of a row], and the index where the rows are those of `x`, to the amax of each
         tensor or group.
+      parts: int32[A, rows, parts of a row], the amax of these, where what made the rows has found it.
       ends: int32[G] of the groups; None without.
       index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
     """
     options = dict(ends=ends, index=index, twice=twice)
     if multiplier is not None:
-        data, parts, *again = scaled(x, multiplier, shape, format.dtype, finds_amax=True, **options)
-        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *again
-    # A row that is read at several places has one amax.
-    there = shape if index is None else (1, x.shape[1], shape[2])
-    ends_there = ends if index is None else None
-    (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
+        finds_amax = parts is None
+        data, *more = scaled(x, multiplier, shape, format.dtype, finds_amax=finds_amax, **options)
+        parts = more.pop(0) if finds_amax else parts
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *more
+    if parts is None:
+        # A row that is read at several places has one amax.
+        there = shape if index is None else (1, x.shape[1], shape[2])
+        ends_there = ends if index is None else None
+        (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
     multiplier, scale = tensor_scales(found(parts, index), format)
     data, *again = scaled(x, multiplier, shape, format.dtype, **options)
     return data, scale, *again
@@ -424,33 +462,46 @@ def scaled(
 ):  # fmt: skip
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
     without what is not wanted (dtype=None)."""
-    A, M, N = shape
+    _, M, N = shape
     config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
-    tiles, transposed = config.tiles, config.transposed
-    TN = tiles.columns if transposed else launcher.divisor(N, tiles.columns)
+    like = x.shape if index is None else (1, M, *x.shape[2:])
+    wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
+    results = _scaled(x, multiplier, shape, dtype, config, like, wanted, ends=ends, index=index)
+    if config.transposed:
+        return *results[:-1], results[-1][0].T.reshape(like)
+    return (*results, results[0]) if twice else results
+
+
+def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, index=None):
+    """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows."""
+    A, M, N = shape
+    tiles = config.tiles
+    TN = tiles.columns if config.transposed else launcher.divisor(N, tiles.columns)
     TM = tiles.elements // TN
     G = 0 if ends is None else ends.shape[0]
-    like = x.shape if index is None else (1, M, *x.shape[2:])
-    out = {}
-    if dtype is not None:
-        out["data"] = jax.ShapeDtypeStruct(like, dtype)
-    if finds_amax:
-        out["amax"] = jax.ShapeDtypeStruct((A, M, triton.cdiv(N, TN)), jnp.int32)
-    if transposed:
-        out["data_rows"] = jax.ShapeDtypeStruct((N, M), dtype)
-    names = "data", "amax", "data_rows"
-    absent: dict[str, Any] = {name: None for name in names if name not in out}
+    types = {
+        "data": (like, dtype),
+        "amax": ((A, M, triton.cdiv(N, TN)), jnp.int32),
+        "data_rows": ((A, N, M), dtype),
+    }
+    out = {name: jax.ShapeDtypeStruct(*types[name]) for name in types if wanted[name]}
+    absent: dict[str, Any] = {name: None for name in types if name not in out}
     results = launcher.triton_call(
         x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **absent,
+        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
-    results = _jax.match_varying((x, *results))[1:]
-    if transposed:
-        return *results[:-1], results[-1].T.reshape(like)
-    return (*results, results[0]) if twice else results
+    return _jax.match_varying((x, *results))[1:]
+
+
+def panel_of(x, index, N: int, TN: int, scale_bytes: int = 0) -> dict:
+    """How many tiles of TN columns are a panel: all N, or of rows of `x` [1, rows, ...] at an index, as chosen."""
+    across = triton.cdiv(N, TN)
+    if index is not None:
+        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across, scale_bytes)}
+    return {"PANEL": across}
 
 
 def group_amax(parts, index, ends, num_rows: int):
@@ -467,7 +518,11 @@ def group_amax(parts, index, ends, num_rows: int):
         grid=(G * SPLITS,), num_warps=4,
         M=num_rows, PARTS=parts.shape[-1], SPLITS=SPLITS, BLOCK=GROUP_ROWS,
     )  # fmt: skip
-    return jnp.max(_jax.match_varying((parts, amax))[1], axis=1)
+    amax = _jax.match_varying((parts, amax))[1]
+    # Halves, not a reduction, which would be a launch of its own before the one that makes scales of it.
+    while amax.shape[1] > 1:
+        amax = jnp.maximum(*jnp.split(amax, 2, axis=1))
+    return amax[:, 0]
 
 
 def view(shape: tuple[int, ...], block: tuple[int, ...]):
@@ -541,6 +596,9 @@ def both(x, sizes, format, index=None):
     TM = max(BLOCK, tiles.elements // TN)
     shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
     first, second = [result_types((1, C, *rest), shape, format) for shape in shapes]
+    shape = first[1].shape
+    if index is not None:
+        first = first[0], jax.ShapeDtypeStruct((prod(shape[2:]), C), first[1].dtype)
     if transposed:
         second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
     out = launcher.triton_call(
@@ -548,15 +606,19 @@ def both(x, sizes, format, index=None):
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
         M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
+        **panel_of(x, index if BLOCK > 32 else None, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
-    return out[0], stored_scale(out[1], format), along_rows, stored_scale(out[3], format)
+    scale = out[1] if index is None else out[1].T.reshape(shape)
+    return out[0], stored_scale(scale, format), along_rows, stored_scale(out[3], format)
 
 
-def square(x, *, format, block, dgrad, **options):
+def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
     """The leaves of what the reference of `quantize_square` gives."""
-    del options
+    del origin
+    if not block:
+        return _matrices(x, format, batch_dims, amax_axes, dgrad)
     (A, M, B, N), (BLOCK, _) = view(x.shape, block)
     config = choose_square(Square(A, M, B, N, BLOCK, current_device()))
     if not config.transposed:
@@ -581,6 +643,28 @@ def square(x, *, format, block, dgrad, **options):
     # Bitcasts, which the one before the GEMM undoes.
     data, scale = jnp.swapaxes(data, 1, 2), jnp.swapaxes(scale, 1, 2)
     return data.reshape(x.shape), scale.reshape(counts), *first
+
+
+def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
+    """`square` with a scale per matrix: its amax is found once, and each order written by the same pass."""
+    lead, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = A, _, width = prod(lead), K, prod(N)
+    (parts,) = scaled(x, None, shape, None, finds_amax=True)
+    multiplier, scale = tensor_scales(_amax_of_tensors(parts, lead, amax_axes), format)
+    config = choose_square(Square(A, K, 1, width, 0, current_device()))
+    if not config.transposed:
+        return (*scaled(x, multiplier, shape, format.dtype), scale) * (1 + dgrad)
+    wanted = dict(data=dgrad, amax=False, data_rows=True)
+    *data, turned = _scaled(x, multiplier, shape, format.dtype, config, x.shape, wanted)
+    # A bitcast, which the one before the GEMM undoes.
+    turned = jnp.swapaxes(turned, 1, 2).reshape(x.shape)
+    return turned, scale, *((*data, scale) if dgrad else ())
+
+
+def _amax_of_tensors(parts, lead: tuple[int, ...], amax_axes):
+    """int32[*lead] of int32[A, rows, parts of a row]."""
+    amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
+    return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
 
 def _groups(sizes, M: int, x) -> dict:
