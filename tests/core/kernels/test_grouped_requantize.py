@@ -66,10 +66,14 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
     x = oracle.wild_numbers(rng, (1, 90, width), np.dtype(jnp.bfloat16), special="")
     x[:, 89] = np.nan
     q, sizes = quantize(jnp.asarray(x), format), jnp.asarray([[256, 0, 128, 200]], jnp.int32)
-    source = rng.integers(0, 89 * 4, (1, rows)).astype(np.int32)
+    # Eight places of each token, but for the last one's; some are no row's.
+    source = rng.permutation(89 * 8)[None, :rows].astype(np.int32)
     source[:, 5:584:9] = -1
-    source[:, 584:] = 89 * 4
-    row_map = RowMap(jnp.zeros((1, 90, 4), jnp.int32), jnp.asarray(source))
+    source[:, 584:] = 89 * 8
+    row = np.full(90 * 8, -1, np.int32)
+    held = np.flatnonzero(source[0, :584] >= 0)
+    row[source[0, held]] = held
+    row_map = RowMap(jnp.asarray(row.reshape(1, 90, 8)), jnp.asarray(source))
 
     def both(q, row_map):
         first, second = move_requantize(q, row_map, sizes, format)
@@ -77,7 +81,7 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
 
     first, second = run_twice(both, q, row_map)
     held = source[0, :584] >= 0
-    at = np.where(held, source[0, :584] // 4, 0)
+    at = np.where(held, source[0, :584] // 8, 0)
     for got, tokens in ((first.data, q.data), (first.scale, q.scale)):
         np.testing.assert_array_equal(
             codes(got)[0], np.where(held[:, None], codes(tokens)[0, at], 0)

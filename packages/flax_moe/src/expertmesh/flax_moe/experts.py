@@ -89,7 +89,8 @@ class Dispatched(NamedTuple):
       weights: float32[P, C], each row's routing weight.
       rows: [P, C, D] in `config.dtype`. If the experts read the tokens in place (see `dispatch`) these are the tokens,
         [1, T, D]. The gradient goes through them. If `quantized` is given, nothing reads their values.
-      quantized: the rows, or the tokens, in 8 bits, under a recipe with scales per token; else None. It has no derivative.
+      quantized: the rows, or the tokens, in 8 bits, under a recipe with scales per token; else None. It has no
+        derivative.
       num_dropped, overflow: as in `MoEOutput`.
       copies: which experts the spare slots hold, under `MoEConfig.num_spare_experts`; else None.
     """

@@ -666,6 +666,6 @@ def _dispatched_rows(
         quantized = quantize_tokens(tokens, recipe) if dispatches_quantized(recipe) else None
         return tokens, quantized
     if dispatches_quantized(recipe):
-        of = dict(recipe=recipe, quantize_combine=config.quantize_backward_combine)
+        of: dict[str, Any] = dict(recipe=recipe, quantize_combine=config.quantize_backward_combine)
         return dispatch_quantized(handle, x, **of)
     return named("dispatched", ep.dispatch(handle, x)), None

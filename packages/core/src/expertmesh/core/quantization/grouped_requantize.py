@@ -93,7 +93,9 @@ def move_requantize(
         source = MovedQuantized(q, RowMap(row_map.row, row_map.source))
         both = q.format, format
         return quantize_rows("move_requantize", source, group_sizes, both, spec=spec)[:2]
-    parts = {part: move_rows(getattr(q, part), row_map) for part in ("data", "scale")}
+    parts: dict[str, Any] = {
+        part: move_rows(getattr(q, part), row_map) for part in ("data", "scale")
+    }
     moved = dataclasses.replace(q, **parts)
     if format is None:
         return moved, None
@@ -171,7 +173,8 @@ class MovedQuantized(Moved):
         """The rows, inside of an op."""
         select, source_row = each_participant(select_rows), self.row_map.source_row
         parts = {part: select(getattr(self.base, part), source_row) for part in ("data", "scale")}
-        return dataclasses.replace(self.base, **parts)
+        moved: QuantizedArray = dataclasses.replace(self.base, **parts)
+        return moved
 
     def fuses(self, formats: Formats) -> bool:
         del formats

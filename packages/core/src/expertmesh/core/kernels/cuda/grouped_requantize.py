@@ -9,15 +9,13 @@ COLUMNS = 128  # of a tile
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
     """As `triton/grouped_requantize.py`."""
     _, C, K = data.shape
-    panel, operands = 0, (data, scale, sizes)
+    panel = 0
+    at: tuple = ()
     if index is not None:
-        panel, operands = (
-            choose_panel(C, COLUMNS, -(-K // COLUMNS)),
-            (data, scale, index, sizes),
-        )
+        panel, at = choose_panel(C, COLUMNS, -(-K // COLUMNS)), (index,)
         C = index.shape[1]
     return quantize.launch(
-        *operands,
+        data, scale, *at, sizes,
         source=source(dtype, config=config, format=format, panel=panel), name="grouped_requantize",
         config=config, rows=C, columns=K, out_type=out_type,
     )  # fmt: skip

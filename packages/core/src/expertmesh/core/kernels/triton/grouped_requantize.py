@@ -3,6 +3,8 @@ and one is written. Bit for bit the kernels of `triton/quantize.py` one after th
 index, and written too.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -79,7 +81,8 @@ _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
     """The results of types `out_type`; `dtype` is that between the two formats."""
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
-    TN, absent = config.tiles.columns, {}
+    TN = config.tiles.columns
+    absent: dict[str, Any] = {}
     if index is None:
         absent = {"moved": None, "moved_scale": None}
     else:
