@@ -127,7 +127,7 @@ def test_rows_are_level_and_buffers_a_share(least):
         pytest.param({"remat": "recompute", "transport": "ring"}, marks=FULL),
         pytest.param({"num_null_experts": 2, "null_experts": "identity"}, marks=FULL),
         pytest.param({"activation": "relu", "latent_dim": 8, "shared_expert_dim": 4}, marks=FULL),
-        {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16},
+        pytest.param({"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}, marks=FULL),
     ],
     ids=str,
 )
@@ -158,7 +158,7 @@ def test_options_of_the_block(changes):
     [
         pytest.param("Float8CurrentScaling", False, marks=FULL),
         ("Float8CurrentScaling", True),
-        ("Float8BlockScaling", False),
+        pytest.param("Float8BlockScaling", False, marks=FULL),
         pytest.param("Float8BlockScaling", True, marks=FULL),
     ],
 )

@@ -69,7 +69,7 @@ def assert_same_bits(got, want):
         (None, jnp.bfloat16, False, True, False, dict(capacity_factor=1.0, activation="gelu")),
         full(None, jnp.bfloat16, True, False, False, {}),
         (BLOCK, jnp.bfloat16, False, False, True, {}),
-        (BLOCK, jnp.bfloat16, True, True, False, dict(capacity_factor=1.0)),
+        full(BLOCK, jnp.bfloat16, True, True, False, dict(capacity_factor=1.0)),
         full(BLOCK, jnp.float32, False, True, False, dict(shared_expert_dim=128)),
     ],
 )
@@ -135,7 +135,7 @@ def two_microbatches(params, first, second, config):
     return (y, stages.combine(computed)), losses
 
 
-@pytest.mark.parametrize("recipe", [None, BLOCK])
+@pytest.mark.parametrize("recipe", [None, full(BLOCK)])
 def test_two_microbatches(recipe):
     """Interleaved they are two calls of the block, to the bit, their gradients too."""
     config, data = setup(recipe, mesh=make_mesh((2, 2), EXPLICIT), use_bias=False)
@@ -198,7 +198,7 @@ def pipeline(params, microbatches, config):
     return jax.lax.psum(last, "pp")
 
 
-@pytest.mark.parametrize("recipe", [None, BLOCK])
+@pytest.mark.parametrize("recipe", [None, full(BLOCK)])
 def test_pipeline(recipe):
     """Over (pp, ep), pp Manual: two blocks with parameters of their own are the two, one after the other."""
     config = make_config(expert_dim=128, recipe=recipe, use_bias=False)

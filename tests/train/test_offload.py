@@ -61,10 +61,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if "quantized" in name else pytest.param(name, marks=pytest.mark.full) for name in CASES],
-)
+@pytest.mark.full  # the main job's resumed microbatches are offloaded, too
+@pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_a_state_on_the_device(name):
     options = CASES[name]
     plain = {key: value for key, value in options.items() if key != "kept"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cases import train
+from cases.covering import full
 from expertmesh.core import DelayedScaling, as_recipe
 from expertmesh.core.quantization.recipe import RECIPES
 from expertmesh.flax_moe import MoEConfig, moe
@@ -63,7 +64,7 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     assert np.isfinite(same) and same != other  # it is validated with what it has learned
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", full("nvfp4")])
 def test_scanned_layers_are_a_loop_over_layers(recipe):
     """Output, gradient and what quantizers remember of two layers, each with its own state and key."""
     config = dataclasses.replace(model_of(as_recipe(recipe)), layers=2)
