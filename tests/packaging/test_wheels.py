@@ -34,7 +34,8 @@ NAMES = {package: f"expertmesh-{package.replace('_', '-')}" for package in PACKA
 
 def version(package):
     """The literal __version__, without an import."""
-    path = ROOT / "packages" / package / "src/expertmesh" / package / "__init__.py"
+    folder = ROOT / "packages" / package / "src/expertmesh" / package
+    path = next(p for name in ("version", "__init__") if (p := folder / f"{name}.py").exists())
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return ast.literal_eval(node.value)

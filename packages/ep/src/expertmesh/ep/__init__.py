@@ -1,7 +1,5 @@
 """Expert parallelism: moves tokens to the devices that hold their experts, and the results back."""
 
-__version__ = "0.1.0"
-
 from expertmesh.ep.agreement import wait_for
 from expertmesh.ep.balance import Balanced, Copies, balance, copy_experts
 from expertmesh.ep.bootstrap import EpGroup, bootstrap
@@ -12,6 +10,7 @@ from expertmesh.ep.dispatch import Handle, combine, dispatch, dispatch_weights, 
 from expertmesh.ep.overflow import Overflow, find_overflow, raise_overflow
 from expertmesh.ep.stall import raise_stall
 from expertmesh.ep.support import is_supported
+from expertmesh.ep.version import __version__ as __version__
 
 __all__ = [
     "Balanced",

@@ -12,8 +12,9 @@ import jax
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.processes import gather_texts, say, texts_of_all
-from expertmesh.ep import __version__, hosts
+from expertmesh.ep import hosts
 from expertmesh.ep.config import EpConfig
+from expertmesh.ep.version import __version__
 
 __all__ = ["CHECKSUM_BITS", "check_processes", "checksum", "facts_of", "say_prepared", "wait_for"]
 
