@@ -59,8 +59,12 @@ def test_a_step_has_one_layer(h100_mesh, monkeypatch, remat_layers, forwards):
     mesh = h100_mesh({"fsdp": 2, "ep": 4}, axis_type=AxisType.Explicit)
     one = Trainer(config=config, options=TrainingOptions(grad_accum=2), mesh=mesh)
     batch = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=one.rows)
+    step, state = (
+        one.step,
+        one.abstract(),
+    )  # not there: optax makes a state, for which the mesh has no devices
     with one.on_mesh():
-        text = one.step.lower(one.abstract(), batch, 1).as_text()
+        text = step.lower(state, batch, 1).as_text()
     targets = re.findall(r"custom_call @__cudnn\$(\w+)", text)
     assert sorted(targets) == ["fmhaSoftmax"] * forwards + ["fmhaSoftmaxBackward"]
     assert f"tensor<{B // 16}x{S}x4x64xbf16>" in text and f"x{S}x{S}x" not in text
