@@ -190,7 +190,7 @@ class _Rule(NamedTuple):
         own, (param, *mine) = self.state_of(number), arrays
         kept = shared | dict(zip(own, mine, strict=True))
         grads, params = (self._alone(number, x) for x in (grad, param))
-        tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, params))
+        tree: Any = jax.tree.structure(jax.eval_shape(self.optimizer.init, params))
         before = tree.unflatten([kept[i] for i in sorted(kept)])
         updates, after = self.optimizer.update(grads, before, params, **self.extra)
         (new,) = jax.tree.leaves(optax.apply_updates(params, updates))
