@@ -39,6 +39,7 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--batch-size many", "got 'many'"),
         ("--grad-accum 0", "--grad-accum: must be a whole number of at least 1; got '0'"),
         ("--remat all", "one of none, save_min, recompute, full; got 'all'; give none"),
+        ("--optimizer sgd", "one of adamw, muon; got 'sgd'; give adamw"),
         ("--learning-rate 0", "must be a number above 0; got '0'; give a positive number"),
         ("--learning-rate -1", "got '-1'"),
         ("--learning-rate inf", "got 'inf'"),
@@ -268,6 +269,11 @@ def test_resume_with_another_model_or_text(tmp_path):
         rundir.check_resumable(folder, record(layers=3, top_k=1))
     with pytest.raises(UsageError, match="--resume must keep the data"):
         rundir.check_resumable(folder, record() | {"data": "other"})
+    muon = rundir.record(ModelOptions(), TrainingOptions(optimizer="muon"), "digest")
+    with pytest.raises(
+        UsageError, match="got --optimizer muon instead of adamw; give --optimizer adamw"
+    ):
+        rundir.check_resumable(folder, muon)
     longer = rundir.record(ModelOptions(), TrainingOptions(steps=999), "digest")
     assert "--steps 999 instead of" in rundir.check_resumable(folder, longer)
 

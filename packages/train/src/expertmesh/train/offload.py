@@ -116,7 +116,7 @@ def update(
     state, state_tree = jax.tree.flatten(old.opt_state)
     copies, dims = tree.flatten_up_to(old.copies), jax.tree.leaves(chunk_dims)
     of_params, of_state = jax.tree.leaves(hosted.params), jax.tree.leaves(hosted.opt_state)
-    rule = _Rule(optimizer, tree, state_tree, _owners(optimizer, old), extra)
+    rule = _Rule(optimizer, tree, _owners(optimizer, old), extra)
     shared = after = rule.shared(state)
     for number, grad in enumerate(tree.flatten_up_to(grads)):
         own = rule.state_of(number)
@@ -133,17 +133,25 @@ def update(
     return Parameters(*map(jax.tree.unflatten, (tree, state_tree, tree), (params, state, copies)))
 
 
+def like_state(
+    optimizer: optax.GradientTransformation, state: Any, of_params: Any, shared: Any
+) -> Any:
+    """A tree like the optimizer's state: what `of_params` has for a leaf's parameter, and `shared` if it has none."""
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, own: leaf if isinstance(leaf, optax.MaskedNode) else own,
+        state,
+        of_params,
+        transform_non_params=lambda _: shared,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),  # another optimizer's
+    )
+
+
 def _owners(optimizer: optax.GradientTransformationExtraArgs, old: Parameters) -> list[int]:
     """Of each leaf of the optimizer's state, the number of the parameter whose it is, or _SHARED."""
     count = len(jax.tree.leaves(old.params))
     numbers = jax.tree.unflatten(jax.tree.structure(old.params), range(count))
-    found = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, number: number,
-        old.opt_state,
-        numbers,
-        transform_non_params=lambda _: _SHARED,
-    )
+    found = like_state(optimizer, old.opt_state, numbers, _SHARED)
     owners: list[int] = jax.tree.leaves(found)
     return owners
 
@@ -154,17 +162,16 @@ def _replaced(leaves: list[Any], new: Iterable[tuple[int, Any]]) -> list[Any]:
 
 
 class _Rule(NamedTuple):
-    """An optimizer for one parameter at a time: in its trees all others are None.
+    """An optimizer for one parameter at a time: in its trees all others are None, as in a state made of such a tree.
 
     Attributes:
-      tree, state_tree: of the parameters and of the state.
+      tree: of the parameters.
       owners: of the state's leaves.
       extra: arguments of its update.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
     tree: Any
-    state_tree: Any
     owners: list[int]
     extra: dict[str, jax.Array]
 
@@ -182,8 +189,9 @@ class _Rule(NamedTuple):
         """What follows `arrays`, a parameter (or a part of it) and its state, and what follows `shared`."""
         own, (param, *mine) = self.state_of(number), arrays
         kept = shared | dict(zip(own, mine, strict=True))
-        before = self.state_tree.unflatten([kept.get(i) for i in range(len(self.owners))])
         grads, params = (self._alone(number, x) for x in (grad, param))
+        tree: Any = jax.tree.structure(jax.eval_shape(self.optimizer.init, params))
+        before = tree.unflatten([kept[i] for i in sorted(kept)])
         updates, after = self.optimizer.update(grads, before, params, **self.extra)
         (new,) = jax.tree.leaves(optax.apply_updates(params, updates))
         found = dict(zip(sorted(kept), jax.tree.leaves(after), strict=True))

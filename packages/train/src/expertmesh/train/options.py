@@ -15,6 +15,7 @@ from typing import Any
 
 # The names of expertmesh.core.quantization.recipe, which is not imported before the options are read.
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+OPTIMIZERS = ("adamw", "muon")
 # What is done again in the backward, rising; those between are policies of the block, as expertmesh.flax_moe.remat.
 REMAT = ("none", "save_min", "recompute", "full")
 
@@ -182,7 +183,13 @@ class TrainingOptions:
         bool,
         "keep the optimizer's state and float32 weights in the host's memory, and layers' inputs under --remat full",
     )
-    learning_rate: float = _option(3e-3, _positive, "peak learning rate of AdamW", "X")
+    optimizer: str = _option(
+        "adamw",
+        _one_of(*OPTIMIZERS),
+        "adamw; or muon: experts' weights by Muon, all else by AdamW",
+        "NAME",
+    )
+    learning_rate: float = _option(3e-3, _positive, "peak learning rate", "X")
     weight_decay: float = _option(0.1, _non_negative, "weight decay of matrices", "X")
     clip: float = _option(1.0, _positive, "largest norm of the gradient", "X")
     seed: int = _option(0, _whole, "seed of the parameters and of the batches")

@@ -16,6 +16,7 @@ EXACT = (
     "batch_size",
     "grad_accum",
     "remat",
+    "optimizer",
     "learning_rate",
     "weight_decay",
     "clip",
@@ -97,7 +98,7 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
     """Compares `content` with the run's record; returns a note if the rest of the run will differ.
 
     Raises:
-      UsageError: if there is no run, or its model or data are others.
+      UsageError: if there is no run, or its model, data or optimizer are others.
     """
     try:
         recorded = json.loads(folder.options.read_text())
@@ -116,7 +117,13 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
             "--resume must keep the data; got other bytes than the run's; give "
             "the --data the run was started with, or start another with another --out"
         )
-    if changed := _changes(recorded["training"], content["training"]):
+    was, now = recorded["training"], content["training"]
+    if was.get("optimizer") != now["optimizer"]:
+        raise UsageError(
+            f"--resume must keep the optimizer, whose state is in the checkpoints; got {_changes(was, now)}; "
+            f"give --optimizer {was.get('optimizer')}, or start another run with another --out"
+        )
+    if changed := _changes(was, now):
         return f"changed since the run was started: {changed}; from here on it is another run"
     return None
 

@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import optax.contrib
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from expertmesh.flax_moe.params import EXPERTS
 from expertmesh.train import model
 from expertmesh.train.mesh import RESOURCE, microbatches
 from expertmesh.train.model import ModelConfig
-from expertmesh.train.offload import HOST, Parameters, cast_in_chunks, in_host, update
+from expertmesh.train.offload import (
+    HOST,
+    Parameters,
+    cast_in_chunks,
+    in_host,
+    like_state,
+    update,
+)
 from expertmesh.train.options import TrainingOptions
 from expertmesh.train.weight import Weight
 
@@ -79,16 +88,63 @@ type Optimizer = optax.GradientTransformationExtraArgs
 
 
 def make_optimizer(options: TrainingOptions) -> Optimizer:
-    """AdamW after clipping by the norm of all gradients, `grad_norm` of its update; only matrices decay."""
-    return optax.chain(
-        clip_by_norm(options.clip),
-        optax.adamw(
-            schedule(options),
-            b2=0.95,
-            weight_decay=options.weight_decay,
-            mask=model.is_matrix,
-        ),
+    """The optimizer after clipping by the norm of all gradients, `grad_norm` of its update; only matrices decay.
+
+    AdamW, or Muon for the weights of experts and AdamW for all else. Muon's update has the root mean square that is
+    usual of AdamW's, 0.2, so one learning rate serves both.
+    """
+    rate = schedule(options)
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay, mask=model.is_matrix)
+    clip = clip_by_norm(options.clip)
+    if options.optimizer == "adamw":
+        return optax.chain(clip, adamw)
+    muon = optax.contrib.muon(
+        rate,
+        weight_decay=options.weight_decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=_matrices_of_experts,
     )
+    by_kind = {"experts": muon, "others": adamw}
+    return optax.chain(clip, _laid_out_by_compiler(optax.partition(by_kind, _kinds)))
+
+
+def _matrices_of_experts(params: Any) -> Any:
+    """Of each weight of experts, the dimensions of one matrix; all others number matrices of one batched GEMM."""
+    dims = {
+        "wi": optax.contrib.MuonDimensionNumbers(-3, -1),  # [..., D, 2, F]: gate and up are apart
+        "wo": optax.contrib.MuonDimensionNumbers(-2, -1),  # [..., F, D]
+    }
+    return jax.tree_util.tree_map_with_path(lambda path, _: dims[path[-1].key], params)
+
+
+def _kinds(params: Any) -> Any:
+    """Of each parameter, whose optimizer is its."""
+
+    def kind(path: tuple[Any, ...], _: Any) -> str:
+        return "experts" if path[-1].key in EXPERTS else "others"
+
+    return jax.tree_util.tree_map_with_path(kind, params)
+
+
+def _laid_out_by_compiler(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, with products of matrices that a mesh splits left to the compiler; its results lie as its inputs.
+
+    Under Explicit axes a product over a split dimension is an error, and Newton-Schulz has two of each matrix.
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found: tuple[Any, Any]
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            found = optimizer.update(grads, state, params, **extra)
+            return found
+        layout = jax.tree.map(lambda x: jax.typeof(x).sharding, (grads, state))
+        whole = jax.sharding.auto_axes(
+            lambda *args: optimizer.update(*args, **extra), out_sharding=layout
+        )
+        found = whole(grads, state, params)
+        return found
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def clip_by_norm(largest: float) -> Optimizer:
@@ -139,13 +195,7 @@ def state_shardings(
             of_moments,
             of_copies,
         )
-    of_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state.opt_state,
-        of_moments,
-        transform_non_params=lambda _: replicated,
-    )
+    of_state = like_state(optimizer, state.opt_state, of_moments, replicated)
     of_quantizers = jax.tree.map(lambda _: replicated, state.quant_state)
     return TrainState(of_params, of_state, of_quantizers, of_copies)
 

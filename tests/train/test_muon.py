@@ -1,0 +1,128 @@
+"""Muon of experts' weights: against singular values in float64, on any mesh, with state in the host's memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from cases import train
+from expertmesh.flax_moe import MoEConfig
+from expertmesh.train import offload
+from expertmesh.train.model import ModelConfig
+from expertmesh.train.options import TrainingOptions
+from expertmesh.train.step import make_optimizer, schedule
+
+pytestmark = pytest.mark.default_jax
+
+SIZE = 16, 13
+EXPERTS = ("wi", "wo")
+
+
+def trainer(**options):
+    moe = MoEConfig(num_experts=4, top_k=2, expert_dim=48, dtype=jnp.float32)
+    config = ModelConfig(layers=2, model_dim=32, heads=2, moe=moe)
+    return train.trainer(config, **options)
+
+
+def states(one, steps):
+    """The parameters and the optimizer's state before the first step and after each."""
+    with one.on_mesh():
+        state = one.init()
+    found = [jax.device_get(state.saved)]
+    for step in range(1, steps + 1):
+        state, _ = train.run(one, SIZE, state=state, first=step, last=step)
+        found.append(jax.device_get(state.saved))
+    return found
+
+
+def moments(state):
+    return (
+        state.opt_state[1]
+        .inner_states["experts"]
+        .inner_state.inner_states["muon"]
+        .inner_state[0]
+        .mu
+    )
+
+
+def matrices(of_experts):
+    """Of each weight, float64[..., rows, columns]: its gates and ups are matrices by themselves."""
+    wi, wo = (np.asarray(of_experts[name], np.float64) for name in EXPERTS)
+    return {"wi": np.moveaxis(wi, -2, -3), "wo": wo}
+
+
+def orthogonalized(x):
+    """Five steps of Newton-Schulz, which change singular values alone."""
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    s = s / (np.linalg.norm(s, axis=-1, keepdims=True) + 1e-8)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s[..., None, :]) @ vt
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(axis_type=AxisType.Explicit),
+        pytest.param(dict(axis_type=AxisType.Auto, offload=True), marks=pytest.mark.full),
+        pytest.param(dict(sizes=(1, 1), offload=True), marks=pytest.mark.full),
+    ],
+)
+def test_steps_in_float64(options):
+    """The head starts at zero, so experts have no gradient in the first step, and one moment in the second."""
+    one = trainer(optimizer="muon", **options)
+    found = states(one, 2)
+    rate, decay, beta = schedule(one.options), one.options.weight_decay, 0.95
+    before = {name: np.zeros(1) for name in EXPERTS}
+    for step in (1, 2):
+        old, new = (matrices(found[i].params["layers"]["moe"]) for i in (step - 1, step))
+        mu = matrices(moments(found[step])["layers"]["moe"])
+        for name in EXPERTS:
+            grad = (mu[name] - beta * before[name]) / (1 - beta)
+            ahead = beta * mu[name] / (1 - beta ** (step + 1)) + (1 - beta) * grad / (
+                1 - beta**step
+            )
+            update = 0.2 * np.sqrt(max(grad.shape[-2:])) * orthogonalized(ahead)
+            want = -float(rate(step - 1)) * (update + decay * old[name])
+            largest = np.abs(want).max()
+            assert largest > 1e-5
+            np.testing.assert_allclose(new[name] - old[name], want, atol=2e-3 * largest)
+        before = mu
+
+
+def test_all_else_is_adamw():
+    """Gradients are clipped alike; parameters that are no expert's are those of AdamW."""
+    (*_, muon), (*_, adamw) = (states(trainer(optimizer=name), 2) for name in ("muon", "adamw"))
+    for name in EXPERTS:
+        a = moments(muon)["layers"]["moe"][name] / (1 - 0.95)
+        b = adamw.opt_state[1][0].mu["layers"]["moe"][name] / (1 - 0.9)
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    for saved in (muon, adamw):
+        for name in EXPERTS:
+            del saved.params["layers"]["moe"][name]
+    for a, b in zip(*map(jax.tree.leaves, (muon.params, adamw.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # of steps of 3e-3
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2])
+def test_chunks_are_the_whole(dims):
+    keys = jax.random.split(jax.random.key(0), 2)
+    params, grads = (
+        {"wi": jax.random.normal(key, (2, 3, 8, 2, 4)), "norm": jnp.ones(4)} for key in keys
+    )
+    optimizer = make_optimizer(TrainingOptions(optimizer="muon", steps=4))
+    old = offload.Parameters(params, optimizer.init(params), {"wi": None, "norm": None})
+    hosted = jax.tree.map(lambda _: False, old)
+    norm = optax.tree_utils.tree_norm(grads)
+    new = jax.jit(
+        lambda old, grads: offload.update(
+            optimizer, grads, old, hosted, {"wi": dims, "norm": 0}, grad_norm=norm
+        )
+    )(old, grads)
+    updates, state = optimizer.update(grads, old.opt_state, params, grad_norm=norm)
+    want = optax.apply_updates(params, updates), state
+    for a, b in zip(*map(jax.tree.leaves, ((new.params, new.opt_state), want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
