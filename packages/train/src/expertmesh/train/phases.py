@@ -9,6 +9,7 @@ say where a block's time goes, not what a step takes.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -74,33 +75,27 @@ def programs(config: ModelConfig) -> tuple[Program, ...]:
     """One for each of PHASES, which ends after it."""
     moe = config.moe
 
-    def route(params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None) -> Any:
-        return stages.route(params, x, moe)[1:]
-
-    def dispatch(params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None) -> Any:
+    def forward(
+        end: str, params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None
+    ) -> Any:
         routed = stages.route(params, x, moe)
+        if end == "route":
+            return routed[1:]
         sent = stages.dispatch(params, routed, moe)
-        # Under a recipe nothing reads the rows where there are quantized ones.
-        return routed[1:], sent.weights, sent.rows if sent.quantized is None else sent.quantized
-
-    def experts(params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None) -> Any:
-        routed = stages.route(params, x, moe)
-        sent = stages.dispatch(params, routed, moe)
-        return routed[1:], stages.experts(params, sent, moe, quant_state=quant_state, key=key)[1:]
-
-    def combine(params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None) -> Any:
-        routed = stages.route(params, x, moe)
-        sent = stages.dispatch(params, routed, moe)
+        if end == "dispatch":
+            # Under a recipe nothing reads the rows where there are quantized ones.
+            rows = sent.rows if sent.quantized is None else sent.quantized
+            return routed[1:], sent.weights, rows
         computed = stages.experts(params, sent, moe, quant_state=quant_state, key=key)
-        return routed[1:], stages.combine(computed)
+        return routed[1:], computed[1:] if end == "experts" else stages.combine(computed)
 
     def backward(params: Any, x: jax.Array, quant_state: Any, key: jax.Array | None) -> Any:
-        def forward(params: Any, x: jax.Array) -> Any:
-            routed, y = combine(params, x, quant_state, key)
+        def combined(params: Any, x: jax.Array) -> Any:
+            routed, y = forward("combine", params, x, quant_state, key)
             _, _, aux_loss, z_loss, *rest = routed
             return (y, aux_loss, z_loss), rest
 
-        made, pull, rest = jax.vjp(forward, params, x, has_aux=True)
+        made, pull, rest = jax.vjp(combined, params, x, has_aux=True)
         return made, rest, pull((made[0], *map(jnp.ones_like, made[1:])))
 
-    return route, dispatch, experts, combine, backward
+    return *(functools.partial(forward, end) for end in PHASES[:-1]), backward
