@@ -6,15 +6,13 @@ import jax.numpy as jnp
 from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda import quantize
 
-COLUMNS = 128  # of a tile
-
 
 def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_type):
     """As `triton/activate_quantize.py`, to the bit but for d_weights."""
     (_, C, _, F), gradient, weighted = h.shape, d_out is not None, bool(weights)
     made = dict(activation=activation, format=format, gradient=gradient, weighted=weighted)
     if gradient and weighted:
-        out_type = *out_type, jax.ShapeDtypeStruct((-(-F // COLUMNS), C), jnp.float32)
+        out_type = *out_type, jax.ShapeDtypeStruct((-(-F // quantize.COLUMNS), C), jnp.float32)
     return quantize.launch(
         *((h, d_out) if gradient else (h,)), *weights, sizes,
         source=source(h.dtype, config=config, **made),

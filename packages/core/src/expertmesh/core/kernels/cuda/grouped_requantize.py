@@ -3,8 +3,6 @@
 from expertmesh.core.kernels.choice.quantize import Config, choose_panel
 from expertmesh.core.kernels.cuda import quantize
 
-COLUMNS = 128  # of a tile
-
 
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
     """As `triton/grouped_requantize.py`."""
@@ -12,7 +10,7 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
     panel = 0
     at: tuple = ()
     if index is not None:
-        panel, at = choose_panel(C, COLUMNS, -(-K // COLUMNS)), (index,)
+        panel, at = choose_panel(C, quantize.COLUMNS, -(-K // quantize.COLUMNS)), (index,)
         C = index.shape[1]
     return quantize.launch(
         data, scale, *at, sizes,

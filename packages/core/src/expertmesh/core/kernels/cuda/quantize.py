@@ -8,6 +8,8 @@ from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda.cuda_call import cuda_call, source_text
 from expertmesh.core.kernels.formats import scaling
 
+COLUMNS = 128  # of a tile
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -21,12 +23,12 @@ def source(
     file: str, dtype, *, config: Config, format, halves: int, row_bytes: int, **defined
 ) -> Source:
     """The kernel of `file`; `halves`, `row_bytes` and `defined` are macros of it and of `quantize.cuh`."""
-    block, columns, tiles = format.block[1], 128, config.tiles
+    block, tiles = format.block[1], config.tiles
     known = scaling(jnp.dtype(dtype), format)
     # Of what is read, of multipliers, and where a tile is transposed.
     read = block // (2 * tiles.warps) * tiles.warps * 32 * row_bytes
     rest = 4 * halves + (block if config.transposed else tiles.warps * halves * 2)
-    shared = read + rest * columns
+    shared = read + rest * COLUMNS
     defined |= dict(
         BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, ROW_BYTES=row_bytes, SHARED=shared,
         HALF=int(jnp.dtype(dtype) == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"],
