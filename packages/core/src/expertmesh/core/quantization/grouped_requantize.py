@@ -8,6 +8,7 @@ groups per participant, S tokens.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -93,10 +94,7 @@ def move_requantize(
         source = MovedQuantized(q, RowMap(row_map.row, row_map.source))
         both = q.format, format
         return quantize_rows("move_requantize", source, group_sizes, both, spec=spec)[:2]
-    parts: dict[str, Any] = {
-        part: move_rows(getattr(q, part), row_map) for part in ("data", "scale")
-    }
-    moved = dataclasses.replace(q, **parts)
+    moved = _with_rows(q, lambda rows: move_rows(rows, row_map))
     if format is None:
         return moved, None
     return moved, grouped_requantize(moved, group_sizes, format, spec=spec)
@@ -117,14 +115,20 @@ def _unsupported(
     return participant_unsupported(source, group_sizes) or next(filter(None, reasons), None)
 
 
+def _kernel(function: str) -> tuple[Kernel, ...]:
+    return (Kernel.triton("expertmesh.core.kernels.grouped_requantize", function, _unsupported),)
+
+
+def _with_rows(q: QuantizedArray, move: Callable[[jax.Array], jax.Array]) -> QuantizedArray:
+    """q with its data and its scales moved."""
+    moved: QuantizedArray = dataclasses.replace(q, data=move(q.data), scale=move(q.scale))
+    return moved
+
+
 _op = dataclasses.replace(
     quantize_rows_op,
     name="grouped_requantize",
-    kernels=(
-        Kernel.triton(
-            "expertmesh.core.kernels.grouped_requantize", "grouped_requantize", _unsupported
-        ),
-    ),
+    kernels=_kernel("grouped_requantize"),
 )
 
 
@@ -150,11 +154,7 @@ _move_op = dataclasses.replace(
     quantize_rows_op,
     name="move_requantize",
     reference=_move_reference,
-    kernels=(
-        Kernel.triton(
-            "expertmesh.core.kernels.grouped_requantize", "move_requantize", _unsupported
-        ),
-    ),
+    kernels=_kernel("move_requantize"),
 )
 
 
@@ -172,9 +172,7 @@ class MovedQuantized(Moved):
     def moved(self) -> QuantizedArray:
         """The rows, inside of an op."""
         select, source_row = each_participant(select_rows), self.row_map.source_row
-        parts = {part: select(getattr(self.base, part), source_row) for part in ("data", "scale")}
-        moved: QuantizedArray = dataclasses.replace(self.base, **parts)
-        return moved
+        return _with_rows(self.base, lambda rows: select(rows, source_row))
 
     def fuses(self, formats: Formats) -> bool:
         del formats
