@@ -606,7 +606,7 @@ def both(x, sizes, format, index=None):
         kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
         M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
-        **panel_of(x, index if BLOCK > 32 else None, N, TN),
+        **panel_of(x, index if tiles.panels else None, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
     along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
