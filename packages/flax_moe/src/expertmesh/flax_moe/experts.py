@@ -19,7 +19,8 @@ in place. Nothing reads padding rows, so nothing is written there. They leave in
 each token's sum, whose cotangent is read, or quantized, where it is.
 
 A weight may be an `Adapted`: then its own gradient is not made, and h += (rows A) B, y += (a A) B with their
-derivatives, as in core's linear/apply.py. These GEMMs read plain rows: those that arrived quantized, dequantized.
+derivatives, as in core's linear/apply.py. These thin GEMMs read rows, a and both cotangents as the GEMMs beside them
+do, quantized under a recipe, and A, B and their other operands plain.
 
 Dimension key: P participants, C rows per participant, T tokens, K choices per token, F expert width, D model width, E
 experts.
@@ -35,7 +36,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh import ep
-from expertmesh.core.linear.adapted import Adapted, is_low_rank, without_base
+from expertmesh.core.linear.adapted import Adapted, without_base
 from expertmesh.core.linear.apply import (
     add_bias,
     add_low_rank,
@@ -64,7 +65,6 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
-from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_moved
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
@@ -150,7 +150,7 @@ def feed_forward(
 
     Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
     recipe quantized along the rows), h, and under a recipe a, quantized along the rows, and both weights; of an Adapted
-    rows as they arrived, its two thin results [P, C, r], and no a. Costs and communication are those of two
+    under a recipe rows and a quantized along the features, and its two thin results [P, C, r]. Costs and communication are those of two
     `grouped_dense`; a sharded F costs the backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
@@ -209,8 +209,7 @@ def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
 
     They are then read where their tokens' are, and not written. Where they are written anyway, it gains nothing.
     """
-    plain = set(params) == set(EXPERTS) and not any(map(is_low_rank, params.values()))
-    if not plain or not _all_here(handle):
+    if set(params) != set(EXPERTS) or not _all_here(handle):
         return False
     if config.recipe is None:
         wi = params["wi"]
@@ -263,24 +262,19 @@ def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
     return Moved(rows, _rows_of(handle)) if of.in_place else rows
 
 
-def _plain_rows(rows: _Operand, layer: Layer) -> jax.Array:
-    """Rows in their dtype, of what has arrived."""
-    return plain(rows, spec=layer.resolved[0]).astype(layer.x_dtype)
-
-
 class _Adapter(NamedTuple):
     """What the backward reads of a frozen weight.
 
     Attributes:
       low_rank: A and B, if there are any.
       u: the layer's rows times A.
-      x: these rows, if they are kept; of the up projection in the format in which they arrived.
+      x: these rows as its GEMM reads them; None where they are made again.
       v: in the backward, the result's cotangent times B^T.
     """
 
     low_rank: Adapted
     u: jax.Array | None = None
-    x: _Operand | None = None
+    x: Any = None
     v: jax.Array | None = None
 
 
@@ -288,12 +282,7 @@ _Adapters = dict[str, _Adapter | None]
 
 
 def _through_up(
-    params: Params,
-    rows: jax.Array,
-    arrived: QuantizedArray | None,
-    copies: tuple[Any, _Operand],
-    handle: ep.Handle,
-    of: _Options,
+    params: Params, copies: tuple[Any, _Operand], handle: ep.Handle, of: _Options
 ) -> tuple[jax.Array, _Adapter | None]:
     """h, and what is kept of an adapter; copies: rows in the format along D, and wi."""
     bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
@@ -301,27 +290,25 @@ def _through_up(
     h = forward_gemm(*copies, sizes, bias, of.up)
     if adapter is None or not adapter.is_low_rank:
         return named("hidden", h), None if adapter is None else _Adapter(adapter)
-    x: Any = rows if arrived is None else arrived
-    h, u = add_low_rank(h, _placed(_plain_rows(x, of.up), handle, of), weight, sizes, of.up)
-    return named("hidden", h), _Adapter(adapter, u, x)
+    h, u = add_low_rank(h, copies[0], weight, sizes, of.up)
+    return named("hidden", h), _Adapter(adapter, u, copies[0])
 
 
 def _through_down(
     params: Params,
-    activated: Activated,
+    weights: jax.Array,
     copies: tuple[Any, _Operand],
     handle: ep.Handle,
     of: _Options,
 ) -> tuple[jax.Array, _Adapter | None]:
     """y, and what is kept of an adapter; copies: a in the format along F, and wo."""
     bias, weight, adapter = params.get("wo_bias"), params["wo"], without_base(params["wo"])
-    y, u = _down(*copies, bias, activated.weights, handle, of.down), None
-    if adapter is not None and adapter.is_low_rank:
-        sizes, a = handle.group_sizes, copies[0]
-        if of.down.recipe is not None:
-            a, _ = activated.apart(sizes, of.down.resolved[0])
-        y, u = add_low_rank(y, a, weight, sizes, of.down)
-    return named("expert_output", y), None if adapter is None else _Adapter(adapter, u)
+    y = _down(*copies, bias, weights, handle, of.down)
+    if adapter is None or not adapter.is_low_rank:
+        return named("expert_output", y), None if adapter is None else _Adapter(adapter)
+    y, u = add_low_rank(y, copies[0], weight, handle.group_sizes, of.down)
+    kept = None if of.down.recipe is None else copies[0]
+    return named("expert_output", y), _Adapter(adapter, u, kept)
 
 
 def _forward(
@@ -341,11 +328,11 @@ def _forward(
     source = _placed(rows, handle, of)
     x, x_rows, x_state = _row_copies(source, quantized, sizes, extras["wi"], up, trained["wi"])
     wi, kept_wi, wi_state = w_copies(params["wi"], extras["wi"], up, for_dgrad=for_backward)
-    h, of_wi = _through_up(params, rows, quantized, (x, wi), handle, of)
+    h, of_wi = _through_up(params, (x, wi), handle, of)
     activated = Activated(h, weights, handle.source, of.activation)
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=trained["wo"])
     wo, kept_wo, wo_state = w_copies(params["wo"], extras["wo"], down, for_dgrad=for_backward)
-    y, of_wo = _through_down(params, activated, (a, wo), handle, of)
+    y, of_wo = _through_down(params, weights, (a, wo), handle, of)
     y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
     state = {"wi": DenseState(x_state, wi_state), "wo": DenseState(a_state, wo_state)}
     adapters = {"wi": of_wi, "wo": of_wo}
@@ -377,19 +364,19 @@ def _bwd(
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
-    of_wo = None if of_wo is None else _with_v(of_wo, dy, sizes, down)
+    of_wo = None if of_wo is None else _with_v(of_wo, of_y.along_features, sizes, down)
     d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
-    plain = bool(biases) or any(each is not None and each.u is not None for each in (of_wi, of_wo))
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
-    d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, plain)
+    d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
     d_wo: Any
     if of_wo is None:
         d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
     else:
         # Made before the rows' cotangents, so that dy and a are then done with.
-        d_wo, of_h = barrier(_adapter_cotangent(a, dy, of_wo, sizes, down), of_h)
-    d_rows, d_wi = _up_gradients((of_h, d_h), x, wi, of_wi, handle, options)
+        of_a = a if of_wo.x is None else of_wo.x
+        d_wo, of_h = barrier(_adapter_cotangent(of_a, of_y.along_features, of_wo, sizes, down), of_h)
+    d_rows, d_wi = _up_gradients(of_h, x, wi, of_wi, handle, options)
     d_params: dict[str, Any] = {"wi": d_wi, "wo": d_wo}
     if biases:
         bo = biases["wo_bias"]
@@ -416,7 +403,7 @@ def _hidden_gradient(
     return d_h, quantized(d_h), d_weights, again if a is None else a
 
 
-def _with_v(adapter: _Adapter, dy: jax.Array, sizes: jax.Array, layer: Layer) -> _Adapter:
+def _with_v(adapter: _Adapter, dy: Any, sizes: jax.Array, layer: Layer) -> _Adapter:
     """The adapter with its v, if it has A and B."""
     if adapter.u is None:
         return adapter
@@ -434,9 +421,9 @@ def _add_adapter_dgrad(
 
 
 def _adapter_cotangent(
-    x: Any, dy: jax.Array, adapter: _Adapter, sizes: jax.Array, layer: Layer
+    x: Any, dy: Any, adapter: _Adapter, sizes: jax.Array, layer: Layer
 ) -> Adapted | None:
-    """Of A and B, x and dy plain; None where there are none."""
+    """Of A and B, x and dy in any format; None where there are none."""
     if adapter.u is None or adapter.v is None:
         return None
     inner = adapter.u, adapter.v
@@ -445,17 +432,18 @@ def _adapter_cotangent(
 
 
 def _up_gradients(
-    d_h: tuple[Any, Any],
+    of_h: Any,
     x: Any,
     wi: _Operand,
     adapter: _Adapter | None,
     handle: ep.Handle,
     of: _Options,
 ) -> tuple[jax.Array, Any]:
-    """The cotangents of the rows and of wi; d_h: its copies, and plain."""
-    (of_h, plain), sizes, row_map = d_h, handle.group_sizes, _rows_of(handle)
+    """The cotangents of the rows and of wi; of_h: copies of dh."""
+    sizes, row_map = handle.group_sizes, _rows_of(handle)
     if adapter is not None:
-        adapter, d_wi = _up_adapter(plain, adapter, handle, of)
+        adapter = _with_v(adapter, of_h.along_features, sizes, of.up)
+        d_wi = _adapter_cotangent(adapter.x, of_h.along_features, adapter, sizes, of.up)
         d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)
@@ -466,19 +454,6 @@ def _up_gradients(
     if adapter is None:
         d_wi = weight_gradient(x, of_h.along_rows, wi, sizes, of.up)
     return d_rows, d_wi
-
-
-def _up_adapter(
-    d_h: Any, adapter: _Adapter, handle: ep.Handle, of: _Options
-) -> tuple[_Adapter, Any]:
-    """The adapter of wi with its v, and its cotangent."""
-    sizes = handle.group_sizes
-    adapter = _with_v(adapter, d_h, sizes, of.up)
-    if adapter.x is None:
-        return adapter, None
-    # Else the compiler takes the forward's plain rows, and keeps them alive in between.
-    rows = _placed(_plain_rows(barrier(adapter.x, d_h)[0], of.up), handle, of)
-    return adapter, _adapter_cotangent(rows, d_h, adapter, sizes, of.up)
 
 
 def _rows_of(handle: ep.Handle) -> RowMap:

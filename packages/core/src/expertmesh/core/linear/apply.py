@@ -11,7 +11,7 @@ A weight may be an `Adapted`: it is then frozen, so that x is not kept for dw, w
 
     y += u B,  u = x A        v = dy B^T        dx += v A^T        dA = x^T v        dB = u^T dy
 
-in no format: the same three GEMMs, twice.
+the same three GEMMs, twice, A, B, u and v being in no format; x and dy may be in that of the GEMM beside.
 """
 
 import dataclasses
@@ -312,7 +312,7 @@ def add_low_rank(
     group_sizes: jax.Array | None,
     layer: Layer,
 ) -> tuple[jax.Array, jax.Array]:
-    """(y + u B, u) of a weight with A and B, which the backward reads again; x plain, or `Moved`."""
+    """(y + u B, u) of a weight with A and B, which the backward reads again; x in any format, or `Moved`."""
     of_a, of_b = low_rank_layers(w, layer)
     of_b = dataclasses.replace(of_b, caller=(*of_b.caller[:2], at_rest(y, of_b.caller[2])))
     u = forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
@@ -320,9 +320,9 @@ def add_low_rank(
 
 
 def low_rank_v(
-    dy: jax.Array, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
+    dy: Any, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
 ) -> jax.Array:
-    """v = dy B^T, where u is; dy plain."""
+    """v = dy B^T, where u is; dy in any format."""
     _, of_b = low_rank_layers(w, layer)
     b, spec = _widened(w.b, of_b), at_rest(u, None)
     return input_gradient(dy, b, group_sizes, of_b, result_spec=spec)
@@ -338,14 +338,14 @@ def add_low_rank_dgrad(
 
 
 def low_rank_gradient(
-    x: jax.Array,
-    dy: jax.Array,
+    x: Any,
+    dy: Any,
     inner: tuple[jax.Array, jax.Array],
     w: Any,
     group_sizes: jax.Array | None,
     layer: Layer,
 ) -> Adapted:
-    """The cotangent of a weight with A and B; x and dy plain, inner: u and v."""
+    """The cotangent of a weight with A and B; x and dy in any format, inner: u and v."""
     (of_a, of_b), (u, v) = low_rank_layers(w, layer), inner
     d_a = weight_gradient(x, v, w.a, group_sizes, of_a)
     return Adapted(None, d_a, weight_gradient(u, dy, w.b, group_sizes, of_b))

@@ -159,10 +159,9 @@ def _multiply_rows(
     def body(step: jax.Array, out_CN: jax.Array) -> jax.Array:
         group, first, _ = locate(step)
         y = jax.lax.dot_general(
-            rows_of(first, group),
-            _weight_of(rhs, group),
+            *_of_one_dtype(rows_of(first, group), _weight_of(rhs, group)),
             dims,
-            precision=precision_of(lhs),
+            precision=precision_of(lhs, rhs),
             preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
@@ -172,6 +171,11 @@ def _multiply_rows(
     return out
 
 
+def _of_one_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both operands of a GEMM; what was quantized is float32, and so is then the other."""
+    return (a, b) if a.dtype == b.dtype else (a.astype(jnp.float32), b.astype(jnp.float32))
+
+
 def _accumulate_weights(
     lhs: Any, dy: Any, group_sizes_G: jax.Array, shape: tuple[int, int]
 ) -> jax.Array:
@@ -179,15 +183,19 @@ def _accumulate_weights(
     G = group_sizes_G.shape[0]
     block = _block_rows(lhs.shape[0], G)
     readers = _rows_reader(lhs, block), _rows_reader(dy, block)
+    precision = precision_of(lhs, dy)
     num_steps, locate = _blocks(group_sizes_G, block)
 
     def body(step: jax.Array, dw_GKN: jax.Array) -> jax.Array:
         group, first, count = locate(step)
         live = jnp.arange(block) < count
-        x, dy = (selected(live, rows_of(first, group)) for rows_of in readers)
+        rows = (selected(live, rows_of(first, group)) for rows_of in readers)
         dims = (((0,), (0,)), ((), ()))
         dw_KN = jax.lax.dot_general(
-            x, dy, dims, precision=precision_of(lhs), preferred_element_type=jnp.float32
+            *_of_one_dtype(*rows),
+            dims,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         old_KN = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
         out: jax.Array = jax.lax.dynamic_update_index_in_dim(dw_GKN, old_KN + dw_KN, group, 0)
@@ -395,13 +403,18 @@ def _idle_axes(
 
 
 def _kernels(
-    function: str, plain: Callable[..., str | None], quantized: Callable[..., str | None]
+    function: str,
+    plain: Callable[..., str | None],
+    quantized: Callable[..., str | None],
+    mixed: Callable[..., str | None],
 ) -> tuple[Kernel, ...]:
-    """Of plain operands, of those with rows that are `Moved`, and of quantized ones; what keeps operands from each."""
+    """Of plain operands, of those with rows that are `Moved`, of quantized ones, and of rows that alone are quantized;
+    what keeps operands from each."""
     of_modules: dict[str, tuple[Callable[..., str | None], Callable[..., bool]]] = {
         "grouped_gemm": (plain, _are_rows),
         "gathered_gemm": (_OfBases(plain), is_moved),
-        "quantized_grouped_gemm": (quantized, is_quantized),
+        "quantized_grouped_gemm": (quantized, _are_both_quantized),
+        "mixed_grouped_gemm": (mixed, _is_one_quantized),
     }
     return tuple(
         Kernel.triton(f"expertmesh.core.kernels.{module}", function, unsupported, takes)
@@ -411,6 +424,16 @@ def _kernels(
 
 def _are_rows(*operands: Any) -> bool:
     return is_plain(*operands) and not is_moved(*operands)
+
+
+def _are_both_quantized(a: Any, b: Any, *others: Any) -> bool:
+    del others
+    return is_quantized(a) and is_quantized(b)
+
+
+def _is_one_quantized(a: Any, b: Any, *others: Any) -> bool:
+    del others
+    return is_quantized(a) != is_quantized(b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,6 +512,51 @@ def _quantized_weights_unsupported(
     )
 
 
+def _mixed_rows_unsupported(
+    rows: Any, rhs: Any, group_sizes: jax.Array, *, out_dtype: DTypeLike, **options: Any
+) -> str | None:
+    del options
+    widths = rhs.shape[1], prod(rhs.shape[2:])
+    return _mixed_unsupported(rows, rhs, group_sizes, rhs.shape[0], widths, out_dtype)
+
+
+def _mixed_weights_unsupported(
+    lhs: Any, dy: Any, group_sizes: jax.Array, *, num_experts: int, out_dtype: DTypeLike
+) -> str | None:
+    q, thin = (dy, lhs) if is_quantized(dy) else (lhs, dy)
+    widths = lhs.shape[2], prod(dy.shape[2:])
+    return _mixed_unsupported(q, thin, group_sizes, num_experts, widths, out_dtype)
+
+
+def _mixed_unsupported(
+    q: Any,
+    other: Any,
+    group_sizes: jax.Array,
+    num_experts: int,
+    widths: tuple[int, int],
+    out_dtype: DTypeLike,
+) -> str | None:
+    """What keeps quantized rows and a plain operand from the kernels, or None."""
+    if not is_quantized(q):
+        return "a quantized weight has no kernel with plain rows: dequantize it"
+    if q.tensor_scale is not None or q.format.dtype == "float4_e2m1fn":
+        return "there is no kernel for blocks with two levels of scales"
+    if q.block and max(q.block) != q.block[-1]:
+        return f"blocks must lie along the features; they are {q.block}"
+    capability = _jax.compute_capability()
+    if capability is not None and capability < 8.9:
+        return f"GPUs have 8-bit numbers from compute capability 8.9 on; this GPU has {capability}"
+    if reason := _participants_unsupported(group_sizes, num_experts):
+        return reason
+    if other.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the plain operand must be bfloat16 or float16; it is {other.dtype}"
+    if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
+    if q.data.size == 0 or any(width == 0 or width % 8 for width in widths):
+        return f"there must be rows, and widths that are multiples of 8; widths are {widths}"
+    return None
+
+
 def _participants_unsupported(group_sizes: jax.Array, num_experts: int) -> str | None:
     if group_sizes.shape == (1, num_experts):
         return None
@@ -520,19 +588,28 @@ grouped_gemm_op = _TERMS.gemm(
     "grouped_gemm",
     "xw y",
     partial(_rows_reference, contract_rhs=1),
-    _kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported),
+    _kernels(
+        "rows", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported
+    ),
 )
 grouped_gemm_dgrad_op = _TERMS.gemm(
     "grouped_gemm_dgrad",
     "yw x",
     partial(_rows_reference, contract_rhs=2),
-    _kernels("rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported),
+    _kernels(
+        "rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported
+    ),
 )
 grouped_gemm_wgrad_op = _TERMS.gemm(
     "grouped_gemm_wgrad",
     "xy w",
     _wgrad_reference,
-    _kernels("weights", _plain_weights_unsupported, _quantized_weights_unsupported),
+    _kernels(
+        "weights",
+        _plain_weights_unsupported,
+        _quantized_weights_unsupported,
+        _mixed_weights_unsupported,
+    ),
 )
 group_bias_op = Op(
     "group_bias",

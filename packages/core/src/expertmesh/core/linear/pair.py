@@ -31,9 +31,9 @@ def dequantized(x: Any) -> jax.Array:
     return values
 
 
-def precision_of(x: Any) -> jax.lax.Precision | None:
+def precision_of(*operands: Any) -> jax.lax.Precision | None:
     """Exact products of what was 8 bits wide: TensorFloat-32 would lose digits of the scales."""
-    return jax.lax.Precision.HIGHEST if isinstance(x, QuantizedArray) else None
+    return jax.lax.Precision.HIGHEST if is_quantized(*operands) else None
 
 
 def rows_unsupported(
@@ -105,10 +105,12 @@ def multiply(
       options: of the op.
     """
     operands = [a[0], b[0]]
-    if is_quantized(*operands):
+    if all(map(is_quantized, operands)):
         check_pair(name, a, b, group_sizes, multiple=multiple)
-        # Groups have one size for both operands, which the op takes once.
-        operands = [dataclasses.replace(q, group_sizes=None) for q in operands]
+    # Groups have one size for both operands, which the op takes once.
+    operands = [
+        dataclasses.replace(x, group_sizes=None) if is_quantized(x) else x for x in operands
+    ]
     if group_sizes is not None:
         operands, specs = [*operands, group_sizes], (*specs, None)
     out: jax.Array = op(*operands, operand_specs=specs, **options)
