@@ -15,7 +15,8 @@ OF_8_BITS = ("sm_90", "sm_100", "sm_89", "PTX of sm_89")
 def pytest_generate_tests(metafunc):
     if "capability" in metafunc.fixturenames:
         every = ("sm_90", *CHOSEN_FOR)
-        names = OF_8_BITS if "quantized" in metafunc.module.__name__ else every
+        module = metafunc.module.__name__
+        names = OF_8_BITS if "quantized" in module or "mixed" in module else every
         metafunc.parametrize("capability", names, indirect=True)
 
 
