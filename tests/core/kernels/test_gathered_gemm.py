@@ -23,6 +23,8 @@ SHAPES = [
     (99, 600, 72, 1000, 9, 20),
     (50, 77, 8, 8, 3, 77),
     (40, 200, 8200, 136, 3, 20),  # a contraction that is left to the other kernel
+    (2000, 9000, 264, 24, 20, 300),  # thin both ways
+    (300, 1000, 128, 128, 5, 137),
     (700, 1200, 392, 1352, 20, 30),  # on Hopper the weight gradient's tiles of small groups
 ]
 CASES = [(shape, "bfloat16", "bfloat16") for shape in SHAPES]

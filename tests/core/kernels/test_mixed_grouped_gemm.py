@@ -10,7 +10,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2, quantized
-from expertmesh.core.kernels.choice.mixed_grouped_gemm import choose_rows, choose_weights
+from expertmesh.core.kernels.choice.thin_gemm import choose_rows, choose_weights
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,

@@ -46,8 +46,8 @@ from expertmesh.core.linear.apply import (
     forward_gemm,
     input_gradient,
     layer_of,
+    low_rank_cotangents,
     low_rank_gradient,
-    low_rank_v,
     w_copies,
     weight_gradient,
     where_at_rest,
@@ -269,13 +269,14 @@ class _Adapter(NamedTuple):
       low_rank: A and B, if there are any.
       u: the layer's rows times A.
       x: these rows as its GEMM reads them; None where they are made again.
-      v: in the backward, the result's cotangent times B^T.
+      v, d_b: in the backward, the result's cotangent times B^T, and the cotangent of B.
     """
 
     low_rank: Adapted
     u: jax.Array | None = None
     x: Any = None
     v: jax.Array | None = None
+    d_b: jax.Array | None = None
 
 
 _Adapters = dict[str, _Adapter | None]
@@ -364,7 +365,7 @@ def _bwd(
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     spec = _spec_of_activation(h)
     d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
-    of_wo = None if of_wo is None else _with_v(of_wo, of_y.along_features, sizes, down)
+    of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
     d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
@@ -375,7 +376,7 @@ def _bwd(
     else:
         # Made before the rows' cotangents, so that dy and a are then done with.
         of_a = a if of_wo.x is None else of_wo.x
-        d_wo, of_h = barrier(_adapter_cotangent(of_a, of_y.along_features, of_wo, sizes, down), of_h)
+        d_wo, of_h = barrier(_adapter_cotangent(of_a, of_wo, sizes, down), of_h)
     d_rows, d_wi = _up_gradients(of_h, x, wi, of_wi, handle, options)
     d_params: dict[str, Any] = {"wi": d_wi, "wo": d_wo}
     if biases:
@@ -403,11 +404,12 @@ def _hidden_gradient(
     return d_h, quantized(d_h), d_weights, again if a is None else a
 
 
-def _with_v(adapter: _Adapter, dy: Any, sizes: jax.Array, layer: Layer) -> _Adapter:
-    """The adapter with its v, if it has A and B."""
+def _with_cotangents(adapter: _Adapter, dy: Any, sizes: jax.Array, layer: Layer) -> _Adapter:
+    """The adapter with its v and dB, if it has A and B."""
     if adapter.u is None:
         return adapter
-    return adapter._replace(v=low_rank_v(dy, adapter.u, adapter.low_rank, sizes, layer))
+    v, d_b = low_rank_cotangents(dy, adapter.u, adapter.low_rank, sizes, layer)
+    return adapter._replace(v=v, d_b=d_b)
 
 
 def _add_adapter_dgrad(
@@ -421,13 +423,13 @@ def _add_adapter_dgrad(
 
 
 def _adapter_cotangent(
-    x: Any, dy: Any, adapter: _Adapter, sizes: jax.Array, layer: Layer
+    x: Any, adapter: _Adapter, sizes: jax.Array, layer: Layer
 ) -> Adapted | None:
-    """Of A and B, x and dy in any format; None where there are none."""
-    if adapter.u is None or adapter.v is None:
+    """Of A and B, x in any format; None where there are none."""
+    if adapter.v is None or adapter.d_b is None:
         return None
-    inner = adapter.u, adapter.v
-    made: Adapted = low_rank_gradient(x, dy, inner, adapter.low_rank, sizes, layer)
+    inner = adapter.v, adapter.d_b
+    made: Adapted = low_rank_gradient(x, *inner, adapter.low_rank, sizes, layer)
     return made
 
 
@@ -442,8 +444,8 @@ def _up_gradients(
     """The cotangents of the rows and of wi; of_h: copies of dh."""
     sizes, row_map = handle.group_sizes, _rows_of(handle)
     if adapter is not None:
-        adapter = _with_v(adapter, of_h.along_features, sizes, of.up)
-        d_wi = _adapter_cotangent(adapter.x, of_h.along_features, adapter, sizes, of.up)
+        adapter = _with_cotangents(adapter, of_h.along_features, sizes, of.up)
+        d_wi = _adapter_cotangent(adapter.x, adapter, sizes, of.up)
         d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels import grouped_gemm
 from expertmesh.core.kernels.choice import grouped_gemm as choice
+from expertmesh.core.kernels.choice import thin_gemm
 from expertmesh.core.kernels.cuda import grouped_gemm as cuda
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.triton import gathered_gemm as triton
@@ -64,9 +65,11 @@ def _multiply_rows(x: Moved, rhs, group_sizes, *, out_dtype, transposed: bool, c
     index = x.row_map.source_row[0]
     tokens = x.base.reshape(x.base.shape[1], -1)
     D, W = tokens.shape[1], rhs.shape[1 if transposed else 2]
+    options = dict(out_dtype=out_dtype, transposed=transposed, clear_padding=clear_padding)
+    if thin := thin_gemm.choose_gathered(W):
+        return triton.launch_thin_rows(tokens, index, rhs, group_sizes, tiles=thin, **options)
     gemm = choice.Rows(
         index.shape[0], D, W, group_sizes.shape[0], tokens.dtype, out_dtype, current_device()
     )
-    options = dict(out_dtype=out_dtype, transposed=transposed, clear_padding=clear_padding)
     config = choice.choose_gathered(gemm)
     return triton.launch_rows(tokens, index, rhs, group_sizes, config=config, **options)

@@ -6,7 +6,7 @@ Of formats that the kernels do not read the rows are widened first. Dimension ke
 from math import prod
 
 from expertmesh.core.kernels import grouped_gemm as plain
-from expertmesh.core.kernels.choice import mixed_grouped_gemm as choice
+from expertmesh.core.kernels.choice import thin_gemm as choice
 from expertmesh.core.kernels.triton import mixed_grouped_gemm as triton
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -34,9 +34,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     if (along := _along(q)) is None:
         wide = _wide(q, thin.dtype)
         operands = (thin, wide) if thin_first else (wide, thin)
-        return plain.weights(
-            *operands, group_sizes, num_experts=num_experts, out_dtype=out_dtype
-        )
+        return plain.weights(*operands, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
     thin = _flat(thin)[0]
     tiles = choice.choose_weights(thin.shape[1])
     options = dict(tiles=tiles, along=along, out_dtype=out_dtype, thin_first=thin_first)

@@ -319,13 +319,20 @@ def add_low_rank(
     return y + forward_gemm(u, _widened(w.b, of_b), group_sizes, None, of_b), u
 
 
-def low_rank_v(
+def low_rank_cotangents(
     dy: Any, u: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
-) -> jax.Array:
-    """v = dy B^T, where u is; dy in any format."""
+) -> tuple[jax.Array, jax.Array]:
+    """v = dy B^T, where u is, and dB = u^T dy; dy in any format."""
     _, of_b = low_rank_layers(w, layer)
-    b, spec = _widened(w.b, of_b), at_rest(u, None)
-    return input_gradient(dy, b, group_sizes, of_b, result_spec=spec)
+    b, spec, law = _widened(w.b, of_b), at_rest(u, None), layer.law
+    if law.cotangents is None or not isinstance(dy, jax.Array):
+        v = input_gradient(dy, b, group_sizes, of_b, result_spec=spec)
+        return v, weight_gradient(u, dy, w.b, group_sizes, of_b)
+    _, b_spec, out_spec = of_b.resolved
+    results = spec, where_at_rest(w.b, of_b.caller[1])
+    operands, specs = (dy, b, group_sizes, u), (out_spec, b_spec, None, None)
+    v, d_b = law.cotangents(*operands, operand_specs=specs, result_specs=results)
+    return v.astype(u.dtype), d_b.astype(w.b.dtype)
 
 
 def add_low_rank_dgrad(
@@ -338,17 +345,11 @@ def add_low_rank_dgrad(
 
 
 def low_rank_gradient(
-    x: Any,
-    dy: Any,
-    inner: tuple[jax.Array, jax.Array],
-    w: Any,
-    group_sizes: jax.Array | None,
-    layer: Layer,
+    x: Any, v: jax.Array, d_b: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
 ) -> Adapted:
-    """The cotangent of a weight with A and B; x and dy in any format, inner: u and v."""
-    (of_a, of_b), (u, v) = low_rank_layers(w, layer), inner
-    d_a = weight_gradient(x, v, w.a, group_sizes, of_a)
-    return Adapted(None, d_a, weight_gradient(u, dy, w.b, group_sizes, of_b))
+    """The cotangent of a weight with A and B: dA = x^T v and dB; x in any format."""
+    of_a, _ = low_rank_layers(w, layer)
+    return Adapted(None, weight_gradient(x, v, w.a, group_sizes, of_a), d_b)
 
 
 def _forward(
@@ -416,9 +417,9 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     elif adapter.is_low_rank:
-        v = low_rank_v(dy, u, adapter, group_sizes, layer)
+        v, d_b = low_rank_cotangents(dy, u, adapter, group_sizes, layer)
         dx = add_low_rank_dgrad(dx, v, adapter, group_sizes, layer)
-        dw = low_rank_gradient(x, dy, (u, v), adapter, group_sizes, layer)
+        dw = low_rank_gradient(x, v, d_b, adapter, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 
 

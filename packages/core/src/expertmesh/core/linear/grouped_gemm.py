@@ -272,6 +272,14 @@ def _wgrad_reference(
     return dw_PGKN.reshape(-1, *shape).sum(axis=0).astype(out_dtype)
 
 
+def _cotangents_reference(
+    dy: jax.Array, b: jax.Array, group_sizes: jax.Array, u: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    v = _rows_reference(dy, b, group_sizes, contract_rhs=2, out_dtype=jnp.float32)
+    of_weight = dict(num_experts=b.shape[0], out_dtype=jnp.float32)
+    return v, _wgrad_reference(u, dy, group_sizes, **of_weight)
+
+
 def _add_bias_reference(
     y: jax.Array, bias: jax.Array, group_sizes: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
@@ -357,17 +365,25 @@ def plan_grouped(query: Query) -> Plan:
     split = Split(query, sizes | {"e": [num_experts]})
     split.axes |= {"p": p_axes, "e": e_axes}
     _split_features(query, split)
-    summed = sorted(query.summed - set(rule.results[0]))
-    partial = [axis for name in summed for axis in split.axes.get(name, ())]
-    if "p" not in rule.results[0]:
-        partial = [axis for axis in p_axes if axis not in e_axes]
+    of_sets = tuple(axis for axis in p_axes if axis not in e_axes)
+    partial = [_summed_axes(query, split, names, of_sets) for names in rule.results]
     specs = tuple(map(split.spec, rule.operands))
     local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
     return dataclasses.replace(
-        scatter_sums(query, rule, split, specs, [tuple(partial)]),
+        scatter_sums(query, rule, split, specs, partial),
         options=local if "num_experts" in query.options else {},
         idle_axes=_idle_axes(query, rule, specs, p_axes),
     )
+
+
+def _summed_axes(
+    query: Query, split: Split, names: Sequence[str], of_sets: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The axes over which a result's parts are added; `of_sets`: those of participants with the same weights."""
+    if "p" not in names:
+        return of_sets
+    summed = sorted(query.summed - set(names))
+    return tuple(axis for name in summed for axis in split.axes.get(name, ()))
 
 
 def _split_features(query: Query, split: Split) -> None:
@@ -512,6 +528,14 @@ def _quantized_weights_unsupported(
     )
 
 
+def _cotangents_unsupported(
+    dy: jax.Array, b: jax.Array, group_sizes: jax.Array, u: jax.Array
+) -> str | None:
+    if u.dtype != dy.dtype:
+        return f"rows and inner rows must be of one dtype; they are {dy.dtype} and {u.dtype}"
+    return plain_rows_unsupported(dy, b, group_sizes)
+
+
 def _mixed_rows_unsupported(
     rows: Any, rhs: Any, group_sizes: jax.Array, *, out_dtype: DTypeLike, **options: Any
 ) -> str | None:
@@ -588,9 +612,7 @@ grouped_gemm_op = _TERMS.gemm(
     "grouped_gemm",
     "xw y",
     partial(_rows_reference, contract_rhs=1),
-    _kernels(
-        "rows", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported
-    ),
+    _kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported),
 )
 grouped_gemm_dgrad_op = _TERMS.gemm(
     "grouped_gemm_dgrad",
@@ -609,6 +631,21 @@ grouped_gemm_wgrad_op = _TERMS.gemm(
         _plain_weights_unsupported,
         _quantized_weights_unsupported,
         _mixed_weights_unsupported,
+    ),
+)
+grouped_cotangents_op = Op(
+    "grouped_cotangents",
+    _cotangents_reference,
+    "p c n..., e t n..., p g, p c t -> p c t, e t n...",
+    summed=("c", "n...", "p"),
+    roles="participants . ., experts . ., participants ., participants . . "
+    "-> participants . ., experts . .",
+    parameter=1,
+    plan=plan_grouped,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.grouped_cotangents", "cotangents", _cotangents_unsupported
+        ),
     ),
 )
 group_bias_op = Op(
@@ -676,6 +713,7 @@ GROUPED = Linear(
     row_roles=("participants",),
     quantize_x=_x_copies,
     quantize_dy=_dy_copies,
+    cotangents=grouped_cotangents_op,
 )
 
 

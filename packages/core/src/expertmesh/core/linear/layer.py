@@ -104,6 +104,8 @@ class Linear:
         x of groups, and dy, may be `Rows`.
       quantize_dy: `quantize_dy(dy, group_sizes, keys, layer, tokens=) -> Copies`; tokens: the last dimension of them,
         None where no copy along them is needed.
+      cotangents: `cotangents(dy, b, group_sizes, u) -> (dy b^T, u^T dy)`, both in float32, of plain rows that are read
+        once; None: two GEMMs.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Linear:
     row_roles: tuple[str, ...]
     quantize_x: Callable[..., Any]
     quantize_dy: Callable[..., Any]
+    cotangents: Op | None = None
 
     @property
     def weight_roles(self) -> tuple[str, ...]:

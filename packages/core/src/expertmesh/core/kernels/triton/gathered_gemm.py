@@ -10,6 +10,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.choice.thin_gemm import ThinTiles
 from expertmesh.core.kernels.triton.grouped_gemm import (
     banded_tile,
     group_of_tile,
@@ -72,4 +73,72 @@ def launch_rows(
         num_warps=tiles.warps, num_stages=tiles.stages,
         T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+    )  # fmt: skip
+
+
+@triton.jit
+def _across_groups(turn, tiles_G, index_G, G_POW2: tl.constexpr):
+    """The turn-th tile if each group's first ones are first, then the second ones, and so on; its number by groups."""
+    low = 0
+    high = tl.max(tiles_G)
+    while low < high:  # the last round that begins at or before the turn
+        middle = (low + high + 1) // 2
+        before = tl.sum(tl.minimum(tiles_G, middle))
+        low = tl.where(before <= turn, middle, low)
+        high = tl.where(before <= turn, high, middle - 1)
+    place = turn - tl.sum(tl.minimum(tiles_G, low))
+    takes_part = tiles_G > low
+    nth = tl.cumsum(takes_part.to(tl.int32), 0) - 1
+    mine = takes_part & (nth == place)
+    return tl.sum(tl.where(mine, tl.cumsum(tiles_G, 0) - tiles_G, 0)) + low
+
+
+@triton.jit
+def _thin_rows_kernel(
+    lhs, index, rhs, group_sizes, out,
+    T: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    TRANSPOSED: tl.constexpr, NUM_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """As `_gathered_rows_kernel` where the weights stay in L2: groups take turns, as their tokens are in one order, so
+    that what they share of the tokens stays there too."""
+    index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
+    turn = tl.program_id(0)
+    if turn < tl.sum(tiles_G):
+        tile_m = _across_groups(turn, tiles_G, index_G, G_POW2)
+        group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
+        rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        source = tl.load(index + rows, mask=rows < end, other=-1)
+        there = ((source >= 0) & (source < T))[:, None]
+        depth = tl.arange(0, BK)[None, :]
+        at = lhs + source.to(tl.int64)[:, None] * D + depth
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, (D + BK - 1) // BK):
+            inside = there
+            if D % BK != 0:
+                inside = there & (k * BK + depth < D)
+            a = tl.load(at + k * BK, mask=inside, other=0)
+            b = weight_tile(rhs, group, k, 0, D, W, TRANSPOSED, BN, BK)
+            acc = tl.dot(a, b, acc)
+        columns = tl.arange(0, BN)
+        where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
+        live = (rows < end)[:, None] & (columns < W)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=live)
+    store_zero_rows(out, tl.sum(size_G), ZEROS_END, W, BN, NUM_TILES)
+
+
+def launch_thin_rows(
+    lhs, index, rhs, group_sizes, *, tiles: ThinTiles, out_dtype, transposed: bool, clear_padding: bool
+):  # fmt: skip
+    """As `launch_rows`, of a width that one tile holds."""
+    (C,), (T, D), G = index.shape, lhs.shape, group_sizes.shape[0]
+    W = rhs.shape[1] if transposed else rhs.shape[2]
+    num_tiles = C // tiles.m + G
+    return launcher.triton_call(
+        lhs, index, rhs, group_sizes,
+        kernel=_thin_rows_kernel,
+        out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
+        grid=(num_tiles,),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        NUM_TILES=num_tiles, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.mixed_grouped_gemm import ThinTiles
+from expertmesh.core.kernels.choice.thin_gemm import ThinTiles
 from expertmesh.core.kernels.triton.grouped_gemm import (
     group_of_tile,
     matrix_tile,
