@@ -5,7 +5,6 @@ Dimension key: C rows, D their width, T the thin operand's width, G groups.
 """
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
