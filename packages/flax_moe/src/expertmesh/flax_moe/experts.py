@@ -443,6 +443,7 @@ def _up_gradients(
     of: _Options,
 ) -> tuple[jax.Array, Any]:
     """The cotangents of the rows and of wi; of_h: copies of dh."""
+    d_wi: Any
     sizes, row_map = handle.group_sizes, _rows_of(handle)
     if adapter is not None:
         adapter = _with_cotangents(adapter, of_h.along_features, sizes, of.up)

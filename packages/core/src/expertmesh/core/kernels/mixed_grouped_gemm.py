@@ -38,7 +38,8 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     thin = _flat(thin)[0]
     tiles = choice.choose_weights(thin.shape[1])
     options = dict(tiles=tiles, along=along, out_dtype=out_dtype, thin_first=thin_first)
-    out = triton.launch_weights(*_parts(q), thin, group_sizes[0], **options)
+    data, scale = _parts(q)
+    out = triton.launch_weights(data, scale, thin, group_sizes[0], **options)
     return out.reshape(num_experts, lhs.shape[2], *dy.shape[2:])
 
 
@@ -46,7 +47,9 @@ def _rows(q, w, group_sizes, *, along, transposed: bool, out_dtype, clear_paddin
     """[C, T]"""
     tiles = choice.choose_rows(w.shape[1 if transposed else 2])
     options = dict(out_dtype=out_dtype, transposed=transposed, clear_padding=clear_padding)
-    return triton.launch_rows(*_parts(q), w, group_sizes[0], tiles=tiles, along=along, **options)
+    options |= dict(tiles=tiles, along=along)
+    data, scale = _parts(q)
+    return triton.launch_rows(data, scale, w, group_sizes[0], **options)
 
 
 def _along(q) -> int | None:
