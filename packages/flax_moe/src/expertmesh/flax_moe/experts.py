@@ -37,15 +37,17 @@ from jax.sharding import PartitionSpec
 from expertmesh import ep
 from expertmesh.core.linear.adapted import Adapted, is_low_rank, without_base
 from expertmesh.core.linear.apply import (
+    LowRank,
     add_bias,
-    add_low_rank,
-    add_low_rank_dgrad,
     bias_gradient,
     dy_copies,
     forward_gemm,
     input_gradient,
     layer_of,
+    low_rank_dgrad_term,
     low_rank_gradient,
+    low_rank_term,
+    low_rank_u,
     low_rank_v,
     w_copies,
     weight_gradient,
@@ -232,9 +234,10 @@ def _down(
     weights: jax.Array | None,
     handle: ep.Handle,
     layer: Layer,
+    low_rank: LowRank | None,
 ) -> jax.Array:
     """y of a in the format along F."""
-    y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer)
+    y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer, low_rank=low_rank)
     return add_bias(y, bias, handle.group_sizes, layer, weights)
 
 
@@ -298,11 +301,12 @@ def _through_up(
     """h, and what is kept of an adapter; copies: rows in the format along D, and wi."""
     bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
     sizes = handle.group_sizes
-    h = forward_gemm(*copies, sizes, bias, of.up)
     if adapter is None or not adapter.is_low_rank:
+        h = forward_gemm(*copies, sizes, bias, of.up)
         return named("hidden", h), None if adapter is None else _Adapter(adapter)
     x: Any = rows if arrived is None else arrived
-    h, u = add_low_rank(h, _placed(_plain_rows(x, of.up), handle, of), weight, sizes, of.up)
+    u = low_rank_u(_placed(_plain_rows(x, of.up), handle, of), weight, sizes, of.up)
+    h = forward_gemm(*copies, sizes, bias, of.up, low_rank=low_rank_term(u, weight, of.up))
     return named("hidden", h), _Adapter(adapter, u, x)
 
 
@@ -315,12 +319,14 @@ def _through_down(
 ) -> tuple[jax.Array, _Adapter | None]:
     """y, and what is kept of an adapter; copies: a in the format along F, and wo."""
     bias, weight, adapter = params.get("wo_bias"), params["wo"], without_base(params["wo"])
-    y, u = _down(*copies, bias, activated.weights, handle, of.down), None
+    u = term = None
     if adapter is not None and adapter.is_low_rank:
         sizes, a = handle.group_sizes, copies[0]
         if of.down.recipe is not None:
             a, _ = activated.apart(sizes, of.down.resolved[0])
-        y, u = add_low_rank(y, a, weight, sizes, of.down)
+        u = low_rank_u(a, weight, sizes, of.down)
+        term = low_rank_term(u, weight, of.down)
+    y = _down(*copies, bias, activated.weights, handle, of.down, term)
     return named("expert_output", y), None if adapter is None else _Adapter(adapter, u)
 
 
@@ -375,10 +381,9 @@ def _bwd(
     of_wi, of_wo = adapters["wi"], adapters["wo"]
     rows = Moved(dy, _rows_of(handle)) if options.sums else dy
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
-    spec = _spec_of_activation(h)
-    d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
     of_wo = None if of_wo is None else _with_v(of_wo, dy, sizes, down)
-    d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
+    to = dict(result_spec=_spec_of_activation(h), low_rank=_dgrad_term(of_wo, down))
+    d_a = input_gradient(of_y.along_features, wo, sizes, down, **to)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     plain = bool(biases) or any(each is not None and each.u is not None for each in (of_wi, of_wo))
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
@@ -423,14 +428,11 @@ def _with_v(adapter: _Adapter, dy: jax.Array, sizes: jax.Array, layer: Layer) ->
     return adapter._replace(v=low_rank_v(dy, adapter.u, adapter.low_rank, sizes, layer))
 
 
-def _add_adapter_dgrad(
-    dx: jax.Array, adapter: _Adapter | None, sizes: jax.Array, layer: Layer
-) -> jax.Array:
-    """dx with the part that goes through an adapter."""
+def _dgrad_term(adapter: _Adapter | None, layer: Layer) -> LowRank | None:
+    """The part of an input gradient that goes through an adapter, if there is one."""
     if adapter is None or adapter.v is None:
-        return dx
-    added: jax.Array = add_low_rank_dgrad(dx, adapter.v, adapter.low_rank, sizes, layer)
-    return added
+        return None
+    return low_rank_dgrad_term(adapter.v, adapter.low_rank, layer)
 
 
 def _adapter_cotangent(
@@ -459,8 +461,8 @@ def _up_gradients(
         d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)
-    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
-    d_rows = _add_adapter_dgrad(d_rows, adapter, sizes, of.up)
+    to = dict(result_spec=spec, low_rank=_dgrad_term(adapter, of.up))
+    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, **to)
     if of.in_place:
         d_rows = move_rows(d_rows, row_map.inverse)
     if adapter is None:
