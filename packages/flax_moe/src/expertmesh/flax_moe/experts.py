@@ -38,16 +38,18 @@ from jax.sharding import PartitionSpec
 from expertmesh import ep
 from expertmesh.core.linear.adapted import Adapted, without_base
 from expertmesh.core.linear.apply import (
+    LowRank,
     add_bias,
-    add_low_rank,
-    add_low_rank_dgrad,
     bias_gradient,
     dy_copies,
     forward_gemm,
     input_gradient,
     layer_of,
     low_rank_cotangents,
+    low_rank_dgrad_term,
     low_rank_gradient,
+    low_rank_term,
+    low_rank_u,
     w_copies,
     weight_gradient,
     where_at_rest,
@@ -232,9 +234,10 @@ def _down(
     weights: jax.Array | None,
     handle: ep.Handle,
     layer: Layer,
+    low_rank: LowRank | None,
 ) -> jax.Array:
     """y of a in the format along F."""
-    y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer)
+    y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer, low_rank=low_rank)
     return add_bias(y, bias, handle.group_sizes, layer, weights)
 
 
@@ -289,10 +292,11 @@ def _through_up(
     """h, and what is kept of an adapter; copies: rows in the format along D, and wi."""
     bias, weight, adapter = params.get("wi_bias"), params["wi"], without_base(params["wi"])
     sizes = handle.group_sizes
-    h = forward_gemm(*copies, sizes, bias, of.up)
     if adapter is None or not adapter.is_low_rank:
+        h = forward_gemm(*copies, sizes, bias, of.up)
         return named("hidden", h), None if adapter is None else _Adapter(adapter)
-    h, u = add_low_rank(h, copies[0], weight, sizes, of.up)
+    u = low_rank_u(copies[0], weight, sizes, of.up)
+    h = forward_gemm(*copies, sizes, bias, of.up, low_rank=low_rank_term(u, weight, of.up))
     return named("hidden", h), _Adapter(adapter, u, copies[0])
 
 
@@ -305,10 +309,11 @@ def _through_down(
 ) -> tuple[jax.Array, _Adapter | None]:
     """y, and what is kept of an adapter; copies: a in the format along F, and wo."""
     bias, weight, adapter = params.get("wo_bias"), params["wo"], without_base(params["wo"])
-    y = _down(*copies, bias, weights, handle, of.down)
     if adapter is None or not adapter.is_low_rank:
+        y = _down(*copies, bias, weights, handle, of.down)
         return named("expert_output", y), None if adapter is None else _Adapter(adapter)
-    y, u = add_low_rank(y, copies[0], weight, handle.group_sizes, of.down)
+    u = low_rank_u(copies[0], weight, handle.group_sizes, of.down)
+    y = _down(*copies, bias, weights, handle, of.down, low_rank_term(u, weight, of.down))
     kept = None if of.down.recipe is None else copies[0]
     return named("expert_output", y), _Adapter(adapter, u, kept)
 
@@ -364,10 +369,9 @@ def _bwd(
     of_wi, of_wo = adapters["wi"], adapters["wo"]
     rows = Moved(dy, _rows_of(handle)) if options.sums else dy
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
-    spec = _spec_of_activation(h)
-    d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec)
     of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
-    d_a = _add_adapter_dgrad(d_a, of_wo, sizes, down)
+    to = dict(result_spec=_spec_of_activation(h), low_rank=_dgrad_term(of_wo, down))
+    d_a = input_gradient(of_y.along_features, wo, sizes, down, **to)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
@@ -413,19 +417,14 @@ def _with_cotangents(adapter: _Adapter, dy: Any, sizes: jax.Array, layer: Layer)
     return adapter._replace(v=v, d_b=d_b)
 
 
-def _add_adapter_dgrad(
-    dx: jax.Array, adapter: _Adapter | None, sizes: jax.Array, layer: Layer
-) -> jax.Array:
-    """dx with the part that goes through an adapter."""
+def _dgrad_term(adapter: _Adapter | None, layer: Layer) -> LowRank | None:
+    """The part of an input gradient that goes through an adapter, if there is one."""
     if adapter is None or adapter.v is None:
-        return dx
-    added: jax.Array = add_low_rank_dgrad(dx, adapter.v, adapter.low_rank, sizes, layer)
-    return added
+        return None
+    return low_rank_dgrad_term(adapter.v, adapter.low_rank, layer)
 
 
-def _adapter_cotangent(
-    x: Any, adapter: _Adapter, sizes: jax.Array, layer: Layer
-) -> Adapted | None:
+def _adapter_cotangent(x: Any, adapter: _Adapter, sizes: jax.Array, layer: Layer) -> Adapted | None:
     """Of A and B, x in any format; None where there are none."""
     if adapter.v is None or adapter.d_b is None:
         return None
@@ -451,8 +450,8 @@ def _up_gradients(
         d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)
-    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, result_spec=spec)
-    d_rows = _add_adapter_dgrad(d_rows, adapter, sizes, of.up)
+    to = dict(result_spec=spec, low_rank=_dgrad_term(adapter, of.up))
+    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, **to)
     if of.in_place:
         d_rows = move_rows(d_rows, row_map.inverse)
     if adapter is None:

@@ -13,19 +13,25 @@ from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
 from expertmesh.core.kernels.cuda import grouped_gemm as tensor_scaled
 from expertmesh.core.kernels.cuda import quantized_grouped_gemm as cuda
 from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
 
 
-def rows(lhs, rhs, group_sizes, **options):
-    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: `out_dtype`, `clear_padding`."""
-    out = _rows(lhs, rhs, group_sizes, transposed=False, **options)
+def rows(lhs, rhs, group_sizes, *low_rank, **options):
+    """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; `low_rank`: as of `grouped_gemm.py`, in 16 bits.
+
+    Options: `out_dtype`, `clear_padding`.
+    """
+    term = of_operands(low_rank, transposed=False)
+    out = _rows(lhs, rhs, group_sizes, term, transposed=False, **options)
     return out.reshape(1, lhs.shape[1], *rhs.shape[2:])
 
 
-def rows_dgrad(dy, rhs, group_sizes, **options):
-    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: `out_dtype`, `clear_padding`."""
-    return _rows(dy, rhs, group_sizes, transposed=True, **options)[None]
+def rows_dgrad(dy, rhs, group_sizes, *low_rank, **options):
+    """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; otherwise as `rows`."""
+    term = of_operands(low_rank, transposed=True)
+    return _rows(dy, rhs, group_sizes, term, transposed=True, **options)[None]
 
 
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
@@ -46,8 +52,11 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return out.reshape(-1, K, *N)
 
 
-def _rows(lhs, rhs, group_sizes, *, transposed: bool, out_dtype, clear_padding=False):
-    """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]."""
+def _rows(
+    lhs, rhs, group_sizes, low_rank: LowRank | None, *,
+    transposed: bool, out_dtype, clear_padding=False,
+):  # fmt: skip
+    """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
     data, scale, sizes = _flat(lhs.data)[0], _flat(lhs.scale)[0], group_sizes[0]
     weight, weight_scale = _flat(rhs.data), _flat(rhs.scale)
     (C, D), W, G = data.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
@@ -59,8 +68,10 @@ def _rows(lhs, rhs, group_sizes, *, transposed: bool, out_dtype, clear_padding=F
     )
     if config.kernel == "bfloat16":
         wide = _flat(_wide(lhs))[0], _flat(_wide(rhs))
+        # Of float16 this rounds what stands beside numbers of at most 4 significant bits.
+        options |= dict(low_rank=low_rank and low_rank.astype(jnp.bfloat16))
         return plain.multiply_rows(*wide, sizes, transposed=transposed, **options)
-    options |= dict(config=config)
+    options |= dict(config=config, low_rank=low_rank)
     if config.kernel == "triton":
         operands = data, scale, weight, weight_scale, sizes
         options |= dict(block=rhs.block and (rhs.block[1], rhs.block[-1]), transposed=transposed)
@@ -70,6 +81,7 @@ def _rows(lhs, rhs, group_sizes, *, transposed: bool, out_dtype, clear_padding=F
         weight, weight_scale = (
             x if x.ndim == 1 else jnp.swapaxes(x, 1, 2) for x in (weight, weight_scale)
         )
+        options |= dict(low_rank=low_rank and low_rank.transposed())
     if config.kernel == "tensor_scaled":
         scales = scale, weight_scale
         return tensor_scaled.launch_rows(data, weight, sizes, scales, transposed=True, **options)

@@ -11,11 +11,12 @@ A weight may be an `Adapted`: it is then frozen, so that x is not kept for dw, w
 
     y += u B,  u = x A        v = dy B^T        dx += v A^T        dA = x^T v        dB = u^T dy
 
-the same three GEMMs, twice, A, B, u and v being in no format; x and dy may be in that of the GEMM beside.
+the same three GEMMs, twice, A, B, u and v being in no format; x and dy may be in that of the GEMM beside. Of grouped
+GEMMs u B and v A^T are part of the sums of y and dx, so that neither is written.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +46,27 @@ from expertmesh.core.linear.layer import (
 from expertmesh.core.linear.pair import both_quantized, multiply
 from expertmesh.core.linear.quantize_weight import weight_copies
 from expertmesh.core.mesh import cast_sharded
-from expertmesh.core.op import check_reduce_dtype
+from expertmesh.core.op import Op, check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Moved, Rows
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import at_rest, differentiable
+
+
+class LowRank(NamedTuple):
+    """A term of low rank: u B of the forward, v A^T of the input gradient.
+
+    Attributes:
+      inner: u or v, [*tokens, R].
+      outer: B [*E, R, *N] or A [*E, K, R], as GEMMs read it.
+      layer: of u B or of x A, whose GEMM the term is.
+    """
+
+    inner: jax.Array
+    outer: jax.Array
+    layer: Layer
 
 
 def apply_linear(
@@ -111,22 +126,49 @@ def layer_of(
 
 
 def forward_gemm(
-    x: Any, w: Any, group_sizes: jax.Array | None, bias: jax.Array | None, layer: Layer
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    bias: jax.Array | None,
+    layer: Layer,
+    *,
+    low_rank: LowRank | None = None,
 ) -> jax.Array:
-    """The forward's GEMM, and the bias, of operands in the formats along K."""
+    """The forward's GEMM, and the bias, of operands in the formats along K; `low_rank`: u B, if there is one."""
     law, (x_spec, w_spec, _) = layer.law, layer.resolved
+    op, more = _with_term(law.fprop, law.fprop_low_rank, x, low_rank)
     y = multiply(
-        law.fprop,
+        op,
         law.fprop.name,
         (x, x.ndim - 1),
         (w, law.batch_dims),
         group_sizes,
         specs=(x_spec, w_spec),
+        more=more,
         out_dtype=layer.out_dtype,
         result_specs=(layer.caller[2],),
         **layer.row_options,
     )
+    if low_rank is not None and not more:
+        u, b, of_b = low_rank
+        of_b = dataclasses.replace(of_b, caller=(*of_b.caller[:2], at_rest(y, of_b.caller[2])))
+        y += forward_gemm(u, b, group_sizes, None, of_b)
     return add_bias(y, bias, group_sizes, layer)
+
+
+def _with_term(
+    op: Op, op_low_rank: Op | None, rows: Any, low_rank: LowRank | None
+) -> tuple[Op, tuple[tuple[jax.Array, PartitionSpec | None], ...]]:
+    """The GEMM, and the operands, with their specs, of a term that is part of its sums.
+
+    To rows of 8 bits kernels add terms of 16, so that one of 32 is a GEMM of its own.
+    """
+    if low_rank is None or op_low_rank is None:
+        return op, ()
+    if is_quantized(rows) and low_rank.inner.dtype.itemsize > 2:
+        return op, ()
+    inner, outer, layer = low_rank
+    return op_low_rank, ((inner, None), (outer, layer.resolved[1]))
 
 
 def add_bias(
@@ -177,23 +219,30 @@ def input_gradient(
     layer: Layer,
     *,
     result_spec: PartitionSpec | None,
+    low_rank: LowRank | None = None,
 ) -> jax.Array:
-    """The cotangent of x at `result_spec`; dy and w in their formats along N."""
+    """The cotangent of x at `result_spec`; dy and w in their formats along N; `low_rank`: v A^T, if there is one."""
     law, (_, w_spec, out_spec) = layer.law, layer.resolved
+    op, more = _with_term(law.dgrad, law.dgrad_low_rank, dy, low_rank)
     if is_quantized(w):
         w, dy = barrier(w, dy)
         w = w if is_quantized(dy) else _widened(w, layer)
-    return multiply(
-        law.dgrad,
+    dx = multiply(
+        op,
         f"{law.fprop.name}'s input gradient",
         (dy, dy.ndim - 1),
         (w, w.ndim - 1),
         group_sizes,
         specs=(out_spec, w_spec),
+        more=more,
         out_dtype=layer.x_dtype,
         result_specs=(result_spec,),
         **layer.row_options,
     )
+    if low_rank is not None and not more:
+        v, a, of_a = low_rank
+        dx += input_gradient(v, a, group_sizes, of_a, result_spec=at_rest(dx, layer.caller[0]))
+    return dx
 
 
 def weight_gradient(
@@ -305,18 +354,16 @@ def low_rank_layers(w: Adapted, layer: Layer) -> tuple[Layer, Layer]:
     return inner, thin(w.b, layer.out_dtype, None, of_b, out_spec)
 
 
-def add_low_rank(
-    y: jax.Array,
-    x: Any,
-    w: Any,
-    group_sizes: jax.Array | None,
-    layer: Layer,
-) -> tuple[jax.Array, jax.Array]:
-    """(y + u B, u) of a weight with A and B, which the backward reads again; x in any format, or `Moved`."""
-    of_a, of_b = low_rank_layers(w, layer)
-    of_b = dataclasses.replace(of_b, caller=(*of_b.caller[:2], at_rest(y, of_b.caller[2])))
-    u = forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
-    return y + forward_gemm(u, _widened(w.b, of_b), group_sizes, None, of_b), u
+def low_rank_u(x: Any, w: Any, group_sizes: jax.Array | None, layer: Layer) -> jax.Array:
+    """u = x A of a weight with A and B, which the backward reads again; x in any format, or `Moved`."""
+    of_a, _ = low_rank_layers(w, layer)
+    return forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
+
+
+def low_rank_term(u: jax.Array, w: Any, layer: Layer) -> LowRank:
+    """u B, of the forward."""
+    _, of_b = low_rank_layers(w, layer)
+    return LowRank(u, _widened(w.b, of_b), of_b)
 
 
 def low_rank_cotangents(
@@ -335,13 +382,10 @@ def low_rank_cotangents(
     return v.astype(u.dtype), d_b.astype(w.b.dtype)
 
 
-def add_low_rank_dgrad(
-    dx: jax.Array, v: jax.Array, w: Any, group_sizes: jax.Array | None, layer: Layer
-) -> jax.Array:
-    """dx + v A^T."""
+def low_rank_dgrad_term(v: jax.Array, w: Any, layer: Layer) -> LowRank:
+    """v A^T, of the input gradient."""
     of_a, _ = low_rank_layers(w, layer)
-    a, spec = _widened(w.a, of_a), at_rest(dx, layer.caller[0])
-    return dx + input_gradient(v, a, group_sizes, of_a, result_spec=spec)
+    return LowRank(v, _widened(w.a, of_a), of_a)
 
 
 def low_rank_gradient(
@@ -366,9 +410,9 @@ def _forward(
     """(what the layer returns, w for the backward if `for_dgrad`, u of a low rank)."""
     along_k, _, x_state = copies
     read, kept, w_state = w_copies(w, extra, layer, for_dgrad=for_dgrad)
-    y, u = forward_gemm(along_k, read, group_sizes, bias, layer), None
-    if is_low_rank(w):
-        y, u = add_low_rank(y, x, w, group_sizes, layer)
+    u = low_rank_u(x, w, group_sizes, layer) if is_low_rank(w) else None
+    term = None if u is None else low_rank_term(u, w, layer)
+    y = forward_gemm(along_k, read, group_sizes, bias, layer, low_rank=term)
     if x_state is None or w_state is None:
         return y, kept, u
     return (y, DenseState(x_state, w_state)), kept, u
@@ -412,13 +456,16 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     trained = adapter is None
     copies = dy_copies(dy, group_sizes, key, layer, tokens=tokens, for_wgrad=trained)
     spec = layer.caller[0] if x is None else where_at_rest(x, layer.caller[0])
-    dx = input_gradient(copies.along_features, w, group_sizes, layer, result_spec=spec)
+    v = d_b = None
+    if u is not None:
+        v, d_b = low_rank_cotangents(dy, u, adapter, group_sizes, layer)
+    term = None if v is None else low_rank_dgrad_term(v, adapter, layer)
+    along_n = copies.along_features
+    dx = input_gradient(along_n, w, group_sizes, layer, result_spec=spec, low_rank=term)
     dw: Any = None
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
-    elif adapter.is_low_rank:
-        v, d_b = low_rank_cotangents(dy, u, adapter, group_sizes, layer)
-        dx = add_low_rank_dgrad(dx, v, adapter, group_sizes, layer)
+    elif v is not None:
         dw = low_rank_gradient(x, v, d_b, adapter, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 

@@ -2,12 +2,16 @@
 
     out[p, r] = lhs[p, r] @ rhs[expert(p, g)] + bias[expert(p, g)],   expert(p, g) = (p % R) * G + g,   R = E // G
 
+Ops that end in `low_rank` add a term to the sums before they are rounded, u[p, r] @ b[expert(p, g)], u being of a rank
+that is small beside K and N.
+
 Rows are contiguous by group; those past the last group are padding rows (`ops/groups.py`). Dimension key: P
 participants, C rows per participant, K contraction, N output dimensions (any number), E experts (weights), G groups per
 participant, R participants that share one set of weights.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -138,6 +142,7 @@ def _multiply_rows(
     lhs: Any,
     rhs: Any,
     group_sizes_G: jax.Array,
+    low_rank: Sequence[jax.Array],
     shape: tuple[int, int],
     *,
     contract_rhs: int,
@@ -148,22 +153,30 @@ def _multiply_rows(
     Args:
       lhs: [C, *D].
       rhs: [G, K, *N].
+      low_rank: as of `_rows_reference`, u [C, R].
       shape: (C, N) of the result.
     """
     C, N = shape
     block = _block_rows(C, group_sizes_G.shape[0])
-    rows_of = _rows_reader(lhs, block)
+    pairs = [(lhs, rhs), *([low_rank] if low_rank else [])]
+    factors = [
+        (_rows_reader(rows, block), weight, precision_of(rows, weight)) for rows, weight in pairs
+    ]
     num_steps, locate = _blocks(group_sizes_G, block)
     dims = (((1,), (contract_rhs - 1,)), ((), ()))
 
     def body(step: jax.Array, out_CN: jax.Array) -> jax.Array:
         group, first, _ = locate(step)
-        y = jax.lax.dot_general(
-            *_of_one_dtype(rows_of(first, group), _weight_of(rhs, group)),
-            dims,
-            precision=precision_of(lhs, rhs),
-            preferred_element_type=jnp.float32,
+        products = (
+            jax.lax.dot_general(
+                *_of_one_dtype(rows_of(first, group), _weight_of(weight, group)),
+                dims,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            for rows_of, weight, precision in factors
         )
+        y = functools.reduce(jnp.add, products)
         return jax.lax.dynamic_update_slice_in_dim(out_CN, y.astype(out_dtype), first, 0)
 
     out_CN = _vary_like(jnp.zeros((C + block, N), out_dtype), lhs, rhs)
@@ -234,25 +247,31 @@ def _rows_reference(
     lhs: Any,
     rhs: Any,
     group_sizes: jax.Array,
-    *,
+    *low_rank: jax.Array,
     contract_rhs: int,
     out_dtype: DTypeLike,
     clear_padding: bool = False,
 ) -> jax.Array:
+    """Of the forward (contract_rhs = 1), or of the input gradient (2).
+
+    Args:
+      low_rank: u [P, C, R], and [E, R, *N] (1) or [E, K, R] (2); or nothing.
+    """
     lhs = written(lhs)
     (P, C), (E, K, *N), G = lhs.shape[:2], rhs.shape, group_sizes.shape[1]
     shape = P, C, *(N if contract_rhs == 1 else (K,))
     if 0 in (*lhs.shape, *rhs.shape):  # XLA:CPU crashes on loops over empty buffers
         return _vary_like(jnp.zeros(shape, out_dtype), lhs, rhs, group_sizes)
     num_sets = E // G
-    sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), rhs)
+    u, b = low_rank[:1], low_rank[1:]
+    sets = jax.tree.map(lambda x: x.reshape(num_sets, G, *x.shape[1:]), (rhs, b))
     multiply = partial(_multiply_rows, contract_rhs=contract_rhs, out_dtype=out_dtype)
 
-    def one(r: int | jax.Array, lhs_C: Any, group_sizes_G: jax.Array) -> jax.Array:
-        rhs_r = jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets)
-        return multiply(lhs_C, rhs_r, group_sizes_G, (C, prod(shape[2:])))
+    def one(r: int | jax.Array, lhs_C: Any, group_sizes_G: jax.Array, *u_C: jax.Array) -> jax.Array:
+        rhs_r, b_r = jax.tree.map(lambda x: x[0] if num_sets == 1 else x[r], sets)
+        return multiply(lhs_C, rhs_r, group_sizes_G, (*u_C, *b_r), (C, prod(shape[2:])))
 
-    out = _per_participant(one, num_sets, lhs, group_sizes).reshape(shape)
+    out = _per_participant(one, num_sets, lhs, group_sizes, *u).reshape(shape)
     return cleared(out, group_sizes) if clear_padding else out
 
 
@@ -368,10 +387,14 @@ def plan_grouped(query: Query) -> Plan:
     of_sets = tuple(axis for axis in p_axes if axis not in e_axes)
     partial = [_summed_axes(query, split, names, of_sets) for names in rule.results]
     specs = tuple(map(split.spec, rule.operands))
-    local = {"num_experts": num_experts // axis_size(query.mesh_shape, e_axes)}
+    local: dict[str, Any] = {}
+    if "num_experts" in query.options:
+        local["num_experts"] = num_experts // axis_size(query.mesh_shape, e_axes)
+    if "r" in sizes:
+        (local["summed_axes"],) = partial
     return dataclasses.replace(
         scatter_sums(query, rule, split, specs, partial),
-        options=local if "num_experts" in query.options else {},
+        options=local,
         idle_axes=_idle_axes(query, rule, specs, p_axes),
     )
 
@@ -416,6 +439,25 @@ def _idle_axes(
         and names != ("p", "g")
     ]
     return tuple(dict.fromkeys(idle))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnceInASum:
+    """A GEMM with a term, which of the devices whose results are added the first one alone adds.
+
+    Attributes:
+      gemm: `gemm(rows, weight, group_sizes, u, b, **options)`.
+    """
+
+    gemm: Callable[..., jax.Array]
+
+    def __call__(
+        self, *operands: Any, summed_axes: tuple[str, ...] = (), **options: Any
+    ) -> jax.Array:
+        *others, u, b = operands
+        if summed_axes:
+            u = jnp.where(jax.lax.axis_index(summed_axes) == 0, u, 0)
+        return self.gemm(*others, u, b, **options)
 
 
 def _kernels(
@@ -467,12 +509,13 @@ class _OfBases:
 
 
 def plain_rows_unsupported(
-    x: jax.Array, rhs: Any, group_sizes: jax.Array, **options: Any
+    x: jax.Array, rhs: Any, group_sizes: jax.Array, *low_rank: jax.Array, **options: Any
 ) -> str | None:
     """For the forward (x = lhs) and the input gradient (x = dy)."""
     del options
-    return _plain_unsupported(
-        x, rhs, group_sizes, rhs.shape[0], (rhs.shape[1], prod(rhs.shape[2:]))
+    widths = rhs.shape[1], prod(rhs.shape[2:])
+    return _plain_unsupported(x, rhs, group_sizes, rhs.shape[0], widths) or _low_rank_unsupported(
+        low_rank, (x.dtype,)
     )
 
 
@@ -500,17 +543,30 @@ def _plain_unsupported(
     return None
 
 
+def _low_rank_unsupported(low_rank: Sequence[jax.Array], dtypes: tuple[Any, ...]) -> str | None:
+    """What keeps a term, if there is one, from kernels that take it in these dtypes, or None."""
+    if not low_rank:
+        return None
+    u, b = low_rank
+    if u.dtype != b.dtype or u.dtype not in dtypes:
+        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        return f"a term of low rank must be {names} here; it is of {u.dtype} and {b.dtype}"
+    return None if u.shape[-1] else "a term of low rank must have a rank"
+
+
 def _quantized_rows_unsupported(
     rows: QuantizedArray,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
-    *,
+    *low_rank: jax.Array,
     out_dtype: DTypeLike,
     **options: Any,
 ) -> str | None:
     del options
-    return _participants_unsupported(group_sizes, rhs.shape[0]) or rows_unsupported(
-        rows, rhs, rhs.shape[1:], out_dtype
+    return (
+        _participants_unsupported(group_sizes, rhs.shape[0])
+        or rows_unsupported(rows, rhs, rhs.shape[1:], out_dtype)
+        or _low_rank_unsupported(low_rank, (jnp.bfloat16, jnp.float16))
     )
 
 
@@ -622,6 +678,20 @@ grouped_gemm_dgrad_op = _TERMS.gemm(
         "rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported
     ),
 )
+
+
+def _with_term(op: Op, law: str, b: Term) -> Op:
+    """The op of `law`, and a term of low rank with these weights."""
+    kernels = (dataclasses.replace(k, launch=_OnceInASum(k.launch)) for k in op.kernels)
+    terms = Term("p c r", "participants . ."), b
+    reference = _OnceInASum(op.reference)
+    return _TERMS.gemm(f"{op.name}_low_rank", law, reference, tuple(kernels), *terms)
+
+
+grouped_gemm_low_rank_op = _with_term(grouped_gemm_op, "xw y", Term("e r n...", "experts . ."))
+grouped_gemm_dgrad_low_rank_op = _with_term(
+    grouped_gemm_dgrad_op, "yw x", Term("e k r", "experts fsdp .")
+)
 grouped_gemm_wgrad_op = _TERMS.gemm(
     "grouped_gemm_wgrad",
     "xy w",
@@ -714,6 +784,8 @@ GROUPED = Linear(
     quantize_x=_x_copies,
     quantize_dy=_dy_copies,
     cotangents=grouped_cotangents_op,
+    fprop_low_rank=grouped_gemm_low_rank_op,
+    dgrad_low_rank=grouped_gemm_dgrad_low_rank_op,
 )
 
 

@@ -69,11 +69,19 @@ class Terms:
     plan: Callable[[Query], Plan] | None = None
 
     def gemm(
-        self, name: str, law: str, reference: Callable[..., Any], kernels: tuple[Kernel, ...]
+        self,
+        name: str,
+        law: str,
+        reference: Callable[..., Any],
+        kernels: tuple[Kernel, ...],
+        *more: Term,
     ) -> Op:
-        """The op of `law`, such as "xw y": what both operands have and the result lacks is contracted."""
+        """The op of `law`, such as "xw y": what both operands have and the result lacks is contracted.
+
+        `more`: operands after them and the groups.
+        """
         a, b, result = (getattr(self, letter) for letter in law.replace(" ", ""))
-        terms = (a, b, *self.groups, result)
+        terms = (a, b, *self.groups, *more, result)
         sharding, roles = (
             f"{', '.join(side[:-1])} -> {side[-1]}" for side in zip(*terms, strict=True)
         )
@@ -98,6 +106,8 @@ class Linear:
       name: of the layer, in messages.
       terms: of the GEMMs.
       fprop, dgrad, wgrad: the GEMMs; of groups their sizes are the third operand.
+      fprop_low_rank, dgrad_low_rank: the first two, and a term of low rank that is part of their sums, u B and v A^T:
+        its operands are the last two. None where it is a GEMM of its own.
       add_bias, bias_grad: y + bias, and the sum of dy over the tokens; of groups a bias may be times rows' weights.
       row_roles: of the dimensions of x before K (see `MeshResource.axes`).
       quantize_x: `quantize_x(x, group_sizes, state, layer, for_wgrad=) -> (along K, along the tokens, state after)`;
@@ -119,6 +129,8 @@ class Linear:
     quantize_x: Callable[..., Any]
     quantize_dy: Callable[..., Any]
     cotangents: Op | None = None
+    fprop_low_rank: Op | None = None
+    dgrad_low_rank: Op | None = None
 
     @property
     def weight_roles(self) -> tuple[str, ...]:

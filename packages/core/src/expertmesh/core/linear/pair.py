@@ -93,6 +93,7 @@ def multiply(
     *,
     specs: tuple[PartitionSpec | None, ...],
     multiple: bool = True,
+    more: tuple[tuple[jax.Array, PartitionSpec | None], ...] = (),
     **options: Any,
 ) -> jax.Array:
     """A GEMM of two operands, each with the dimension of it that is contracted.
@@ -102,6 +103,7 @@ def multiply(
       name: of the GEMM, for the errors of `check_pair`.
       specs: of both operands over Auto axes, or None for each.
       multiple: see `check_pair`.
+      more: operands of the op after these, each with its spec.
       options: of the op.
     """
     operands = [a[0], b[0]]
@@ -113,6 +115,8 @@ def multiply(
     ]
     if group_sizes is not None:
         operands, specs = [*operands, group_sizes], (*specs, None)
+    for operand, spec in more:
+        operands, specs = [*operands, operand], (*specs, spec)
     out: jax.Array = op(*operands, operand_specs=specs, **options)
     return out
 

@@ -10,10 +10,13 @@
 // and 48 KB written by loads in a step, 1152 of its clocks, when the tensor cores take 1024; multicast would save
 // neither, and its stages wait for both blocks.
 //
+// A term of low rank may be part of the sums, out[r] += u[r] @ b[group of r]^T, in 16 bits: a tile's first steps, each
+// of 64 of the rank, whose bytes are those of 128 in 8 bits.
+//
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), STAGES (of the pipeline), BAND (of tiles of rows that run together), ROOMS (parts of a
+// HALF (float16 ones), LOW_RANK (the rank of such a term, 0 without one), STAGES (of the pipeline), BAND (of tiles of rows that run together), ROOMS (parts of a
 // consumer's results that are staged at most), REGISTERS_PRODUCER and REGISTERS_CONSUMER. What stands alone on a line
-// is replaced: INSTRUCTION (`multiply`).
+// is replaced: INSTRUCTIONS (`multiply`, and with a term `multiply_low_rank`).
 
 constexpr int CONSUMERS = 2;               // warpgroups that multiply
 constexpr int THREADS = 128 + CONSUMERS * 128;
@@ -22,6 +25,7 @@ constexpr int TILE_M = 128, TILE_N = 256, PART_M = TILE_M / CONSUMERS, PART_N = 
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;                  // of the contraction, of one instruction
 constexpr int SLICES = BLOCK / SLICE;
+constexpr int RANK_STEP = BLOCK / 2, LOW_RANK_STEPS = (LOW_RANK + RANK_STEP - 1) / RANK_STEP;
 // Of 16 bytes, that a thread stores at once.
 constexpr int BURST = REGISTERS_PRODUCER < 40 ? 2 : REGISTERS_PRODUCER < 56 ? 4 : 8;
 static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
@@ -37,7 +41,7 @@ constexpr int READY = 128, FREE = 160, WHICH = 192;  // among the barriers
 static_assert(STAGES >= 2, "a consumer waits for the next stage before it frees one");
 static_assert(STAGES <= 8, "as many barriers have room");
 
-INSTRUCTION
+INSTRUCTIONS
 
 __device__ __forceinline__ int2 get_pair(u32 from) {
   int2 v;
@@ -106,8 +110,12 @@ struct Tiles {
 // at the end) and of its right columns are.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
+struct Operands {
+  const TensorMap *lhs, *rhs;
+};
+
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Tiles tiles, int steps, int width, Ring ring) {
+    Operands operands, Operands low_rank, Tiles tiles, int steps, int width, Ring ring) {
   const bool one = threadIdx.x % 32 == 0;
   const int parts = (width + PART_N - 1) / PART_N;
   while (tiles.next()) {
@@ -115,14 +123,16 @@ __device__ __forceinline__ void load_tiles(
     const int first = tiles.group * parts;
     const int4 tile = make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0);
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (int step = -LOW_RANK_STEPS; step < steps; step++) {
       const u32 at = ring.at(), ready = ring.full();
       wait_barrier(ring.empty(), ring.parity);
       if (one) {
-        if (step == 0) put(which(ring), tile);
+        if (step == -LOW_RANK_STEPS) put(which(ring), tile);
         expect_bytes(ready, STAGE_BYTES);
-        load(lhs, at, ready, step * BLOCK, tiles.row);
-        load(rhs, at + OF_RHS, ready, step * BLOCK, left * PART_N, tiles.group);
+        const bool low = LOW_RANK && step < 0;
+        const int k = low ? (step + LOW_RANK_STEPS) * RANK_STEP : step * BLOCK;
+        load(low ? low_rank.lhs : operands.lhs, at, ready, k, tiles.row);
+        load(low ? low_rank.rhs : operands.rhs, at + OF_RHS, ready, k, left * PART_N, tiles.group);
       }
       ring.next();
     }
@@ -236,6 +246,29 @@ __device__ __forceinline__ void clear(float (&sums)[SUMS]) {
   for (int i = 0; i < SUMS; i++) sums[i] = 0;
 }
 
+#if LOW_RANK
+// Adds the term of low rank to a tile's sums. Its first stage is full, as the one after its last then is.
+__device__ __forceinline__ void add_low_rank(float (&left)[SUMS], float (&right)[SUMS], int mine, Ring& ring) {
+#pragma unroll
+  for (int step = 0; step < LOW_RANK_STEPS; step++) {
+    const u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < SLICES; k++) {
+      if (step * RANK_STEP + k * SLICE / 2 >= LOW_RANK) break;
+      const u64 rows = of_rows + k * SLICE / 16, columns = of_columns + k * SLICE / 16;
+      multiply_low_rank(left, rows, columns, 1);
+      multiply_low_rank(right, rows, columns + PART_N * BLOCK / 16, 1);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    finish(left), finish(right);
+    if (threadIdx.x % 32 == 0) arrive(ring.empty());
+    ring.next();
+    wait_barrier(ring.full(), ring.parity);
+  }
+}
+#endif
+
 // `x` of another lane.
 __device__ __forceinline__ float from_lane(float x, u32 lane) {
   float of_lane;
@@ -292,6 +325,9 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring
   clear(left), clear(right);
   int step = 0;
   const int mine = consumer * PART_M * BLOCK;
+#if LOW_RANK
+  add_low_rank(left, right, mine, ring);
+#endif
   u64 of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
   float4 factors = scales.of(0), next;
 #pragma unroll 1
@@ -320,6 +356,10 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring
       result.hand_over<0>(left), clear(left);
       result.hand_over<1>(right), clear(right);
       if (!live) break;
+#if LOW_RANK
+      add_low_rank(left, right, mine, ring);
+      of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
+#endif
       next = scales.of(0);
     }
     factors = next;
@@ -336,8 +376,11 @@ __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int widt
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
     const __grid_constant__ TensorMap lhs, const float* row_scales, const __grid_constant__ TensorMap rhs,
-    const float* weight_scales, const int* sizes, int num_rows, int zeros_end, int steps, int width, int num_groups,
-    u8* out) {
+    const float* weight_scales, const int* sizes,
+#if LOW_RANK
+    const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b,
+#endif
+    int num_rows, int zeros_end, int steps, int width, int num_groups, u8* out) {
   extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
   const u32 smem = (u32)__cvta_generic_to_shared(shared), table = smem + TABLE;
   const int consumer = consumer_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
@@ -359,7 +402,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
   Ring ring{smem + BARRIERS, STAGES_AT - BARRIERS, STAGE_BYTES, STAGES, consumer < 0};
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
-    if (warp == 0) load_tiles(&lhs, &rhs, tiles, steps, width, ring);
+#if LOW_RANK
+    const Operands low_rank{&u, &b};
+#else
+    const Operands low_rank{};
+#endif
+    if (warp == 0) load_tiles({&lhs, &rhs}, low_rank, tiles, steps, width, ring);
     if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));

@@ -11,17 +11,21 @@
 // Per-tensor FP8 operands have one scale per group: out[r] = (lhs[r] @ rhs[group of r]) * lhs_scale[group] *
 // rhs_scale[group]. A step's bytes are those of 16 bits, and so is all that follows from them.
 //
+// A term of low rank may be added to the sums, out[r] += u[r] @ b[group of r], in 16 bits: steps of 64 of its rank, in
+// which the producer loads u and b (in the layout of rhs) where it loads lhs and rhs in the others.
+//
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),
-// TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
+// LOW_RANK (there is such a term), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
 // consumer), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes),
 // REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS
-// (`multiply` for each height) and CASES.
+// (`multiply`, and of scaled rows with a term `multiply_low_rank`, for each height) and CASES.
 
 constexpr int CONSUMERS = 2;          // warpgroups that multiply
 constexpr int THREADS = 128 + CONSUMERS * 128;
 constexpr int LINE = 128;             // bytes of the contraction a step, the width of a swizzle
 constexpr int BK = SCALED ? LINE : LINE / 2;
 constexpr int SLICES = LINE / 32;     // of the contraction, each of one instruction
+constexpr bool SCALED_BEFORE = SCALED && LOW_RANK;  // sums, before the term is added
 constexpr int BOX = 64;               // columns of the weight of one TMA load
 constexpr int NEXT = CONSUMERS * BOX;     // columns from a consumer's box to its next one
 constexpr int COLUMNS = BOXES * NEXT;  // of a block's tile
@@ -40,6 +44,10 @@ constexpr int STAGES_AT = STAGED + CONSUMERS * STAGED_BYTES;
 
 template <int ROWS>
 __device__ void multiply(float* d, u64 columns, u64 rows, int accumulate);
+
+// Of operands of 16 bits, where all others have 8.
+template <int ROWS>
+__device__ void multiply_low_rank(float* d, u64 columns, u64 rows, int accumulate);
 
 INSTRUCTIONS
 
@@ -173,8 +181,19 @@ struct Scales {
 #endif
 };
 
+// How many steps there are, and how many more for a term.
+struct Steps {
+  int own, more;
+
+  __device__ __forceinline__ int all() const { return LOW_RANK ? own + more : own; }
+};
+
+struct Operands {
+  const TensorMap *lhs, *rhs;
+};
+
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* lhs, const TensorMap* rhs, Cursor cursor, int items, int most_parts, int steps, Ring ring) {
+    Operands operands, Operands low_rank, Cursor cursor, int items, int most_parts, Steps steps, Ring ring) {
   const int rank = rank_in_cluster(), clusters = gridDim.x / 2;
   // There and back, so that no cluster gets the higher tile of each round.
   for (int first = 0, place = place_of_cluster(); first < items; first += clusters, place = clusters - 1 - place) {
@@ -184,9 +203,11 @@ __device__ __forceinline__ void load_tiles(
     if (parts > 1 && !cursor.divide(place % parts, parts)) break;
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
     const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
-    for (int step = 0; step < steps; step++) {
+    for (int step = 0; step < steps.all(); step++) {
       const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
-      const int k = step * BK;
+      const bool low = LOW_RANK && step >= steps.own;
+      const TensorMap *lhs = low ? low_rank.lhs : operands.lhs, *rhs = low ? low_rank.rhs : operands.rhs;
+      const int k = low ? (step - steps.own) * (LINE / 2) : step * BK;
       wait_barrier(ring.empty(), ring.parity);
       if (step == 0)
         put(which(ring), make_int4(cursor.row, SCALED ? cursor.rows | group << ABOVE : cursor.rows,
@@ -322,36 +343,53 @@ struct Result {
 };
 
 // A group of products: half of a step's contraction, from slice `first` on.
-template <int ROWS>
+template <int ROWS, bool LOW>
 __device__ __forceinline__ void multiply_half(float* d, u64 columns, u64 rows, int first, int accumulate) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = first; k < first + SLICES / 2; k++)
 #pragma unroll
-    for (int i = 0; i < BOXES; i++)
-      multiply<ROWS>(d + i * MAX_ROWS / 2, columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16,
-                     rows + k * 2, accumulate || k > first);
+    for (int i = 0; i < BOXES; i++) {
+      float* sums = d + i * MAX_ROWS / 2;
+      const u64 of_columns = columns + (i * NEXT * LINE + k * (TRANSPOSED ? 32 : 2048)) / 16, of_rows = rows + k * 2;
+      if constexpr (LOW)
+        multiply_low_rank<ROWS>(sums, of_columns, of_rows, 1);
+      else
+        multiply<ROWS>(sums, of_columns, of_rows, accumulate || k > first);
+    }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-template <int ROWS>
+template <int ROWS, bool LOW>
 __device__ __forceinline__ void multiply_steps(float (&d)[SUMS], Ring& ring, Result& result, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_barrier(ring.full(), ring.parity);
     const u64 columns = descriptor(ring.at() + result.consumer * BOX * LINE);
     const u64 rows = descriptor(ring.at() + COLUMNS * LINE);
-    multiply_half<ROWS>(d, columns, rows, 0, step > 0);
+    multiply_half<ROWS, LOW>(d, columns, rows, 0, step > 0);
     wait_products<1>();  // half a step stays under way; the stage of the step before is free
     if (step > 0) ring.release_before();
-    multiply_half<ROWS>(d, columns, rows, SLICES / 2, true);
+    multiply_half<ROWS, LOW>(d, columns, rows, SLICES / 2, true);
     result.send_some();
     wait_products<1>();
     ring.next();
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result result, Scales scales) {
+template <int ROWS>
+__device__ __forceinline__ void multiply_tile(
+    float (&d)[SUMS], Ring& ring, Result& result, const Scales& scales, Steps steps) {
+  multiply_steps<ROWS, false>(d, ring, result, SCALED_BEFORE ? steps.own : steps.all());
+  if constexpr (SCALED_BEFORE) {
+    finish(d);
+    ring.release_before();
+    scales.apply(d);
+    multiply_steps<ROWS, true>(d, ring, result, steps.more);
+  }
+}
+
+__device__ __forceinline__ void multiply_tiles(Steps steps, Ring ring, Result result, Scales scales) {
   float d[SUMS];
   result.settle();
   wait_barrier(ring.full(), ring.parity);
@@ -367,7 +405,7 @@ __device__ __forceinline__ void multiply_tiles(int steps, Ring ring, Result resu
     result.begin(tile);
     finish(d);
     ring.release_before();
-    scales.apply(d);
+    if (!SCALED_BEFORE) scales.apply(d);
     result.take(d);
     tile = next;
     scales.read(tile);
@@ -388,7 +426,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #if SCALED
     const float* lhs_scale, const float* rhs_scale,
 #endif
-    int zeros_end, int steps, int width, int num_groups, int most_parts, u8* out) {
+#if LOW_RANK
+    const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b, int more_steps,
+#endif
+    int zeros_end, int own_steps, int width, int num_groups, int most_parts, u8* out) {
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
@@ -401,10 +442,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   // Lower tiles leave shared memory for more stages.
   const int bytes = (COLUMNS + (tiles.x * GRAIN + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS) * LINE;
   const Ring ring{smem, STAGES_AT, bytes, min((int)(table - smem - STAGES_AT) / bytes, MAX_STAGES), consumer < 0};
+#if LOW_RANK
+  const Operands low_rank{&u, &b};
+  const Steps steps{own_steps, more_steps};
+#else
+  const Operands low_rank{};
+  const Steps steps{own_steps, 0};
+#endif
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0)
-      load_tiles(&lhs, &rhs, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
+      load_tiles({&lhs, &rhs}, low_rank, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
 #if SCALED

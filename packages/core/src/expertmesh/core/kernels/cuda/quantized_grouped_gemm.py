@@ -17,38 +17,54 @@ from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config, We
 from expertmesh.core.kernels.choice.quantized_grouped_gemm import BLOCK, BlockTiles
 from expertmesh.core.kernels.cuda import weight_gradients
 from expertmesh.core.kernels.cuda.cuda_call import WGMMA_TYPES, cuda_call, source_text, wgmma
+from expertmesh.core.kernels.cuda.grouped_gemm import (
+    low_rank_instructions,
+    low_rank_maps,
+)
+from expertmesh.core.kernels.low_rank import LowRank
 
 
 def launch_rows(
-    lhs, row_scales, rhs, weight_scales, group_sizes, *, config: Config, out_dtype, clear_padding: bool
+    lhs, row_scales, rhs, weight_scales, group_sizes, *,
+    config: Config, out_dtype, clear_padding: bool, low_rank: LowRank | None = None,
 ):  # fmt: skip
-    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]."""
+    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128].
+
+    `low_rank`, of a transposed weight, is added.
+    """
     (C, D), (G, W, _) = lhs.shape, rhs.shape
+    term = (low_rank.rank, low_rank.u.dtype.name) if low_rank else ()
     box = launcher.TensorMap.of
     return cuda_call(
         box(lhs, (128, BLOCK)), row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
-        group_sizes.astype(jnp.int32),
-        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles), name="block_scaled_gemm",
+        group_sizes.astype(jnp.int32), *low_rank_maps(low_rank, 128, 256),
+        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles, *term), name="block_scaled_gemm",
         scalars=(C, C * clear_padding, -(-D // BLOCK), W, G),
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
-def rows_source(lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles) -> str:
-    """The kernel in CUDA C++ for rows of blocks of these types."""
+def rows_source(
+    lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles, rank: int = 0, term: str = ""
+) -> str:
+    """The kernel in CUDA C++ for rows of blocks of these types; `term`: the dtype of a term of this low rank."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
     defined: dict[str, object] = dict(
-        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
+        WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
+        LOW_RANK=rank, STAGES=tiles.stages,
         BAND=tiles.band, ROOMS=tiles.rooms_of(out_dtype), SHARED=SHARED_BYTES,
         REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
     )  # fmt: skip
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
-    multiply = wgmma(
-        "__device__ __forceinline__ void multiply", f"m64n128k32.f32.{kinds}", 64, "1, 1"
+    function = "__device__ __forceinline__ void multiply"
+    instructions = wgmma(function, f"m64n128k32.f32.{kinds}", 64, "1, 1")
+    if rank:
+        instructions += low_rank_instructions(f"{function}_low_rank", term, [128])
+    return source_text(
+        "hopper.cuh", "block_scaled_gemm.cu", defined=defined, INSTRUCTIONS=instructions
     )
-    return source_text("hopper.cuh", "block_scaled_gemm.cu", defined=defined, INSTRUCTION=multiply)
 
 
 def launch_weights(

@@ -11,9 +11,12 @@ import triton.language as tl
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config
 from expertmesh.core.kernels.choice.thin_gemm import ThinTiles
+from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
+    add_low_rank,
     banded_tile,
     group_of_tile,
+    low_rank_sizes,
     store_zero_rows,
     tiled,
     tiles_of_groups,
@@ -23,13 +26,13 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
 
 @triton.jit
 def _gathered_rows_kernel(
-    lhs, index, rhs, group_sizes, out,
+    lhs, index, rhs, group_sizes, u, b, out,
     T: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, TRANSPOSED: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[index[r]] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros where there is no
-    such row, and in padding rows up to ZEROS_END."""
+    """out[r] = lhs[index[r]] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED), of lhs zeros where there
+    is no such row, and `add_low_rank`'s; zeros in padding rows up to ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
@@ -49,9 +52,10 @@ def _gathered_rows_kernel(
             if D % BK != 0:
                 inside = there & (k * BK + depth < D)
             a = tl.load(at + k * BK, mask=inside, other=0)
-            b = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
-            acc = tl.dot(a, b, acc)
+            w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
+            acc = tl.dot(a, w, acc)
         columns = tile_n * BN + tl.arange(0, BN)
+        acc = add_low_rank(acc, u, b, rows, end, columns, group, R, W, TRANSPOSED, BR)
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
@@ -59,19 +63,21 @@ def _gathered_rows_kernel(
 
 
 def launch_rows(
-    lhs, index, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, clear_padding: bool
+    lhs, index, rhs, group_sizes, *,
+    config: Config, out_dtype, transposed: bool, clear_padding: bool, low_rank: LowRank | None = None,
 ):  # fmt: skip
-    """[T, D] at [C] x [G, D, W], or [G, W, D] if `transposed`, -> [C, W]."""
+    """[T, D] at [C] x [G, D, W], or [G, W, D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
     (C,), (T, D), G, tiles = index.shape, lhs.shape, group_sizes.shape[0], config.tiles
     W = rhs.shape[1] if transposed else rhs.shape[2]
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        lhs, index, tiled(rhs, rhs_block, tiles), group_sizes,
+        lhs, index, tiled(rhs, rhs_block, tiles), group_sizes, *(low_rank or (None, None)),
         kernel=_gathered_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
+        **low_rank_sizes(low_rank),
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config, Tiles
+from expertmesh.core.kernels.low_rank import LowRank
 
 
 @triton.jit
@@ -112,6 +113,28 @@ def rows_of(matrix, rows, live, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def add_low_rank(
+    acc, u, b, rows, end, columns, group,
+    R: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """acc + u[rows] @ b[group], BR of R at a time: u [C, R], b [G, R, W], or [G, W, R] if TRANSPOSED; none if u is
+    None."""
+    if u is None:
+        return acc
+    else:
+        of_group = b + group.to(tl.int64) * (R * W)
+        of_rank: tl.constexpr = 1 if TRANSPOSED else W
+        of_column: tl.constexpr = R if TRANSPOSED else 1
+        for first in tl.static_range(0, R, BR):
+            ranks = first + tl.arange(0, BR)
+            x = rows_of(u, rows, rows < end, ranks, R)
+            at = of_group + (ranks[:, None] * of_rank + columns[None, :] * of_column)
+            y = loaded(at, (ranks < R)[:, None] & (columns < W)[None, :])
+            acc = tl.dot(x, y, acc)
+        return acc
+
+
+@triton.jit
 def weight_tile(
     rhs, group, k, tile_n, D: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -135,13 +158,13 @@ def weight_tile(
 
 @triton.jit
 def _rows_kernel(
-    lhs, rhs, group_sizes, out,
+    lhs, rhs, group_sizes, u, b, out,
     C: tl.constexpr, ZEROS_END: tl.constexpr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED); zeros in padding rows up to
-    ZEROS_END."""
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, K, N], or [G, N, K] if TRANSPOSED) and `add_low_rank`'s; zeros in
+    padding rows up to ZEROS_END."""
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_live = tl.sum(size_G)
     num_m = tl.sum(tiles_G)
@@ -154,10 +177,11 @@ def _rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (K + BK - 1) // BK):
             a = matrix_tile(lhs, row, k * BK, C, K, BM, BK, "any")
-            b = weight_tile(rhs, group, k, tile_n, K, N, TRANSPOSED, BN, BK)
-            acc = tl.dot(a, b, acc)
+            w = weight_tile(rhs, group, k, tile_n, K, N, TRANSPOSED, BN, BK)
+            acc = tl.dot(a, w, acc)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         columns = tile_n * BN + tl.arange(0, BN)
+        acc = add_low_rank(acc, u, b, rows, end, columns, group, R, N, TRANSPOSED, BR)
         where = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
         live = (rows < end)[:, None] & (columns < N)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live, eviction_policy="evict_first")
@@ -211,21 +235,29 @@ def tiled(x, box: tuple[int, ...], tiles: Tiles):
     return launcher.TensorMap.of(x, box) if tiles.descriptors else x
 
 
+def low_rank_sizes(low_rank: LowRank | None) -> dict[str, int]:
+    """Of `add_low_rank`: the rank, and what a step contracts of it."""
+    rank = low_rank.rank if low_rank else 0
+    return {"R": rank, "BR": min(max(triton.next_power_of_2(rank), 16), 64)}
+
+
 def launch_rows(
-    lhs, rhs, group_sizes, *, config: Config, out_dtype, transposed: bool, clear_padding: bool
-):
-    """[C, K] x [G, K, N], or [G, N, K] if `transposed`, -> [C, N]."""
+    lhs, rhs, group_sizes, *,
+    config: Config, out_dtype, transposed: bool, clear_padding: bool, low_rank: LowRank | None = None,
+):  # fmt: skip
+    """[C, K] x [G, K, N], or [G, N, K] if `transposed`, -> [C, N]; to which `low_rank` is added."""
     (C, K), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     N = rhs.shape[1] if transposed else rhs.shape[2]
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
         tiled(lhs, (tiles.m, tiles.k), tiles), tiled(rhs, rhs_block, tiles), group_sizes,
+        *(low_rank or (None, None)),
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        FLATTEN=tiles.descriptors,
+        **low_rank_sizes(low_rank), FLATTEN=tiles.descriptors and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

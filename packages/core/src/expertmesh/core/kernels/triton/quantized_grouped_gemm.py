@@ -12,9 +12,12 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
+    add_low_rank,
     banded_tile,
     group_of_tile,
+    low_rank_sizes,
     matrix_tile,
     rows_of,
     store_zero_rows,
@@ -50,14 +53,14 @@ def _add_product(
 
 @triton.jit
 def _rows_kernel(
-    lhs, lhs_scale, rhs, rhs_scale, group_sizes, out,
+    lhs, lhs_scale, rhs, rhs_scale, group_sizes, u, b, out,
     C: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED); zeros in padding rows up to
-    ZEROS_END.
+    """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED) and `add_low_rank`'s; zeros in
+    padding rows up to ZEROS_END.
 
     Scales of blocks of ALONG: of rows [C, D / ALONG], of weights [G, D / ALONG, W / ACROSS], or the last two the other
     way around if TRANSPOSED. ALONG is 0 where groups have one: [G] each.
@@ -76,14 +79,15 @@ def _rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
             a = matrix_tile(lhs, row, k * BK, C, D, BM, BK, "any")
-            b = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
-            a_scale, b_scale = _scales_of_step(
+            w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
+            a_scale, w_scale = _scales_of_step(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
                 D, W, ALONG, ACROSS, TRANSPOSED, BK,
             )  # fmt: skip
-            acc = _add_product(acc, a, a_scale, b, b_scale, ALONG, LHS_FORMAT, RHS_FORMAT)
+            acc = _add_product(acc, a, a_scale, w, w_scale, ALONG, LHS_FORMAT, RHS_FORMAT)
         if ALONG == 0:
             acc *= _product(tl.load(lhs_scale + group), tl.load(rhs_scale + group))
+        acc = add_low_rank(acc, u, b, rows, end, columns, group, R, W, TRANSPOSED, BR)
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
@@ -209,21 +213,23 @@ def _scales_of_rows(
 def launch_rows(
     lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
     config: Config, block: tuple[int, ...], out_dtype, transposed: bool, clear_padding: bool,
+    low_rank: LowRank | None = None,
 ):  # fmt: skip
-    """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if ()."""
+    """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if (); to
+    which `low_rank`, of 16 bits, is added."""
     (C, D), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     W = rhs.shape[1] if transposed else rhs.shape[2]
     along, across = (block[::-1] if transposed else block) or (0, 1)
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
         tiled(lhs, (tiles.m, tiles.k), tiles), _bytes(lhs_scale),
-        tiled(rhs, rhs_block, tiles), _bytes(rhs_scale), group_sizes,
+        tiled(rhs, rhs_block, tiles), _bytes(rhs_scale), group_sizes, *(low_rank or (None, None)),
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
-        FLATTEN=tiles.descriptors and along != 128,
+        **low_rank_sizes(low_rank), FLATTEN=tiles.descriptors and along != 128 and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
