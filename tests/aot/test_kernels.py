@@ -139,6 +139,54 @@ def test_gathered_gemm(contraction, transposed, arch):
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gathered_gemm_of_few_columns(transposed, arch):
+    from expertmesh.core.kernels.choice import thin_gemm as choice
+    from expertmesh.core.kernels.triton import gathered_gemm as kernels
+
+    tiles = choice.choose_gathered(32)
+    sizes = {"T": 4096, "ZEROS_END": 16384, "D": 4096, "W": 32, "G": 8, "G_POW2": 8}
+    constants = sizes | {"TRANSPOSED": transposed, "NUM_TILES": 136}
+    types = ["*bf16", "*i32", "*bf16", "*i32", "*bf16"]
+    _check(_compile(kernels._thin_rows_kernel, types, tiles, constants, arch), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
+@pytest.mark.parametrize("along", [0, 128])
+@pytest.mark.parametrize("which", ["rows", "weights"])
+@pytest.mark.parametrize("T", [16, 128])
+def test_thin_gemm_of_quantized_rows(T, which, along, arch):
+    from expertmesh.core.kernels.choice import thin_gemm as choice
+    from expertmesh.core.kernels.triton import mixed_grouped_gemm as kernels
+
+    constants = {"D": 4096, "T": T, "G": 8, "G_POW2": 8, "ALONG": along}
+    types = ["*fp8e4nv", "*fp32", "*bf16", "*i32", "*bf16"]
+    if which == "rows":
+        tiles, kernel = choice.choose_rows(T), kernels._rows_kernel
+        constants |= {"C": 16384, "ZEROS_END": 16384, "TRANSPOSED": True, "NUM_TILES": 136}
+    else:
+        tiles, kernel = choice.choose_weights(T), kernels._weights_kernel
+        constants |= {"THIN_FIRST": True}
+    _check(_compile(kernel, types, tiles, constants, arch), arch)
+
+
+@pytest.mark.parametrize("T", [16, 64])
+@pytest.mark.parametrize("arch", [90, 100])
+def test_cotangents_of_an_adapter(arch, T):
+    from expertmesh.core.kernels.choice import thin_gemm as choice
+    from expertmesh.core.kernels.triton import grouped_cotangents as kernels
+
+    slabs = choice.choose_both(T, _device(arch))
+    constants = {"C": 16384, "D": 4096, "T": T, "G": 8, "G_POW2": 8, "SLAB": slabs.rows}
+    constants |= {"BD": slabs.columns, "BT": choice.columns_of(T), "BR": slabs.step}
+    types = ["*bf16", "*bf16", "*bf16", "*i32", "*fp32", "*fp32"]
+    parts = _assemble(kernels._parts_kernel, types, constants, slabs.warps, slabs.stages, arch)
+    _check(parts, arch)
+    sizes = {"SIZE": 4096 * T, "G": 8, "G_POW2": 8, "SLAB": slabs.rows, "BLOCK": kernels.ADDED}
+    _assemble(kernels._sum_kernel, ["*fp32", "*i32", "*fp32"], sizes, 4, 3, arch)
+
+
 def _assemble_cuda(text, folder):
     """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its compiler says."""
     from expertmesh.core import nvrtc

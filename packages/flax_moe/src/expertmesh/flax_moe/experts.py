@@ -234,7 +234,7 @@ def _down(
     weights: jax.Array | None,
     handle: ep.Handle,
     layer: Layer,
-    low_rank: LowRank | None,
+    low_rank: LowRank | None = None,
 ) -> jax.Array:
     """y of a in the format along F."""
     y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer, low_rank=low_rank)
