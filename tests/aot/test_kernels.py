@@ -92,10 +92,21 @@ def _tiled(tiles, *blocks, dtype="bf16"):
     return [f"tensordesc<{dtype}{list(b)}>" if tiles.descriptors else f"*{dtype}" for b in blocks]
 
 
+def _term(rank, tiles):
+    """Types of the operands of a term of low rank, and its constants; there is none of rank 0."""
+    if not rank:
+        return [], {"u": None, "b": None, "R": 0, "BR": 16}
+    return ["*bf16", "*bf16"], {"R": rank, "BR": min(rank, tiles.k, 64)}
+
+
+# Which product, and the rank of a term that is added to it.
+ROWS = [(which, rank) for which in ("rows", "rows_transposed") for rank in (0, 16, 128)]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("which", ["rows", "rows_transposed", "weights"])
-def test_grouped_gemm(which, out, arch):
+@pytest.mark.parametrize("which, rank", [*ROWS, ("weights", 0)])
+def test_grouped_gemm(which, rank, out, arch):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.triton import grouped_gemm as kernels
 
@@ -111,9 +122,10 @@ def test_grouped_gemm(which, out, arch):
         gemm = choice.Rows(C, K, N, G, jnp.dtype("bfloat16"), result, _device(arch))
         tiles, transposed = choice.choose_rows(gemm).tiles, which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-        types = [*_tiled(tiles, (tiles.m, tiles.k), weight), "*i32", f"*{out}"]
+        of_term, more = _term(rank, tiles)
+        types = [*_tiled(tiles, (tiles.m, tiles.k), weight), "*i32", *of_term, f"*{out}"]
         constants |= {"C": C, "ZEROS_END": C, "TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
-        constants |= {"FLATTEN": tiles.descriptors}
+        constants |= {"FLATTEN": tiles.descriptors and not rank, **more}
         compiled = _compile(kernels._rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)
     if not tiles.descriptors:
@@ -122,8 +134,8 @@ def test_grouped_gemm(which, out, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("contraction", [4096, 4104])
-def test_gathered_gemm(contraction, transposed, arch):
+@pytest.mark.parametrize("contraction, rank", [(4096, 0), (4104, 0), (4096, 16)])
+def test_gathered_gemm(contraction, rank, transposed, arch):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.triton import gathered_gemm as kernels
 
@@ -131,9 +143,10 @@ def test_gathered_gemm(contraction, transposed, arch):
     gemm = choice.Rows(16384, contraction, 1024, 8, bf16, bf16, _device(arch))
     tiles = choice.choose_gathered(gemm).tiles
     weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-    types = ["*bf16", "*i32", *_tiled(tiles, weight), "*i32", "*bf16"]
+    of_term, more = _term(rank, tiles)
+    types = ["*bf16", "*i32", *_tiled(tiles, weight), "*i32", *of_term, "*bf16"]
     sizes = {"T": 4096, "ZEROS_END": 16384, "D": contraction, "W": 1024, "G": 8, "G_POW2": 8}
-    constants = sizes | {"GROUP_M": tiles.group_m, "TRANSPOSED": transposed}
+    constants = sizes | {"GROUP_M": tiles.group_m, "TRANSPOSED": transposed} | more
     compiled = _compile(kernels._gathered_rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
@@ -335,8 +348,8 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     [(along, arch) for along in (0, 128) for arch in (89, 100, 120)] + [(32, 100), (32, 120)],
 )
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("which", ["rows", "rows_transposed", "weights"])
-def test_quantized_grouped_gemm(which, along, out, arch):
+@pytest.mark.parametrize("which, rank", [*ROWS, ("weights", 0)])
+def test_quantized_grouped_gemm(which, rank, along, out, arch):
     """Blocks of 32 by the instruction that multiplies them by their scales; operands as they lie, e5m2 times e4m3."""
     from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
     from expertmesh.core.kernels.triton import quantized_grouped_gemm as kernels
@@ -354,7 +367,8 @@ def test_quantized_grouped_gemm(which, along, out, arch):
         transposed = which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
         blocks = (tiles.m, tiles.k), weight
-        kernel, data = kernels._rows_kernel, []
+        kernel, (data, more) = kernels._rows_kernel, _term(rank, tiles)
+        constants |= more
         constants |= {
             "C": 32768,
             "ZEROS_END": 32768,
@@ -364,7 +378,7 @@ def test_quantized_grouped_gemm(which, along, out, arch):
             "GROUP_M": 8,
         }
         constants |= {"ACROSS": 128 if along == 128 else 1, "TRANSPOSED": transposed}
-        constants |= {"FLATTEN": tiles.descriptors and along != 128}
+        constants |= {"FLATTEN": tiles.descriptors and along != 128 and not rank}
     (lhs,), (rhs,) = (
         _tiled(tiles, block, dtype=dtype)
         for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)

@@ -150,6 +150,7 @@ def _check_quantized(which, kind, shape, rank, dtype):
     x, x_scale, x_wide = quantized(rng, (1, C, D), of_rows, dtypes[0], (1, G))
     shape_of_weight = (G, D, W) if forward else (G, W, D)
     w, w_scale, w_wide = quantized(rng, shape_of_weight, of_weight, dtypes[1], (G,))
+    x = x.copy()
     x[:, live:] = np.nan
     product = _product(which, x_wide[0], w_wide, sizes)
     if along:

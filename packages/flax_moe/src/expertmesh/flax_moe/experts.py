@@ -370,8 +370,8 @@ def _bwd(
     rows = Moved(dy, _rows_of(handle)) if options.sums else dy
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
-    to = dict(result_spec=_spec_of_activation(h), low_rank=_dgrad_term(of_wo, down))
-    d_a = input_gradient(of_y.along_features, wo, sizes, down, **to)
+    spec, term = _spec_of_activation(h), _dgrad_term(of_wo, down)
+    d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec, low_rank=term)
     source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
@@ -450,8 +450,8 @@ def _up_gradients(
         d_wi, of_h = barrier(d_wi, of_h)  # The rows are then done with, when others are made.
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)
-    to = dict(result_spec=spec, low_rank=_dgrad_term(adapter, of.up))
-    d_rows = input_gradient(of_h.along_features, wi, sizes, of.up, **to)
+    term, along_n = _dgrad_term(adapter, of.up), of_h.along_features
+    d_rows = input_gradient(along_n, wi, sizes, of.up, result_spec=spec, low_rank=term)
     if of.in_place:
         d_rows = move_rows(d_rows, row_map.inverse)
     if adapter is None:

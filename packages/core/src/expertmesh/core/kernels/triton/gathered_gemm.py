@@ -77,7 +77,7 @@ def launch_rows(
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank),
+        **low_rank_sizes(low_rank, tiles),
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

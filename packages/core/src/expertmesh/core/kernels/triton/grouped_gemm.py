@@ -125,7 +125,7 @@ def add_low_rank(
         of_group = b + group.to(tl.int64) * (R * W)
         of_rank: tl.constexpr = 1 if TRANSPOSED else W
         of_column: tl.constexpr = R if TRANSPOSED else 1
-        for first in tl.static_range(0, R, BR):
+        for first in tl.range(0, R, BR, num_stages=1):
             ranks = first + tl.arange(0, BR)
             x = rows_of(u, rows, rows < end, ranks, R)
             at = of_group + (ranks[:, None] * of_rank + columns[None, :] * of_column)
@@ -235,10 +235,10 @@ def tiled(x, box: tuple[int, ...], tiles: Tiles):
     return launcher.TensorMap.of(x, box) if tiles.descriptors else x
 
 
-def low_rank_sizes(low_rank: LowRank | None) -> dict[str, int]:
-    """Of `add_low_rank`: the rank, and what a step contracts of it."""
+def low_rank_sizes(low_rank: LowRank | None, tiles: Tiles) -> dict[str, int]:
+    """Of `add_low_rank`: the rank, and what a step contracts of it, no more than of the rows' own width."""
     rank = low_rank.rank if low_rank else 0
-    return {"R": rank, "BR": min(max(triton.next_power_of_2(rank), 16), 64)}
+    return {"R": rank, "BR": min(max(triton.next_power_of_2(rank), 16), tiles.k, 64)}
 
 
 def launch_rows(
@@ -257,7 +257,7 @@ def launch_rows(
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank), FLATTEN=tiles.descriptors and low_rank is None,
+        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.descriptors and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
