@@ -465,7 +465,7 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     dw: Any = None
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
-    elif v is not None:
+    elif v is not None and d_b is not None:
         dw = low_rank_gradient(x, v, d_b, adapter, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
 
