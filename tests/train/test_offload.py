@@ -162,7 +162,7 @@ def test_a_chunk_has_as_many_experts_as_fit(sizes, experts, wi, wo, monkeypatch)
 def test_chunks_of_an_optimizer(sizes):
     """Any elementwise rule of optax, in chunks of leading dimensions."""
     keys = jax.random.split(jax.random.key(0), 2)
-    params, grads = ({"w": jax.random.normal(key, (2, 3, 4)), "b": jnp.ones(4)} for key in keys)
+    params, grads = ({"w": jax.random.normal(key, (4, 6, 4)), "b": jnp.ones(4)} for key in keys)
     optimizer = optax.with_extra_args_support(optax.adamw(1e-2))
     state = optimizer.init(params)
     old = offload.Parameters(params, state, {"w": params["w"].astype(jnp.bfloat16), "b": None})
