@@ -1,4 +1,4 @@
-"""Exchanges that "auto" compiles for GPUs of which no link is known: what crosses is 8 bits under a recipe of blocks."""
+"""Exchanges that "auto" compiles for GPUs of which no link is known: 8 bits cross under a recipe of blocks."""
 
 import jax
 import jax.numpy as jnp
