@@ -1,4 +1,4 @@
-"""Writes the tables of bytes that cross devices, of docs/numerics.md and docs/expert-parallelism.md.
+"""Writes the tables of bytes that cross devices, of docs/numerics.md and two pages of exchanges.
 
     python docs/wire_bytes.py            write them
     python docs/wire_bytes.py --print    only print them
@@ -8,6 +8,8 @@ collectives are read as the partitioner leaves them. XLA:CPU would widen 8-bit c
 
 The second is of an exchange over hosts, by formula; tests/aot/test_two_level.py compares it with programs that are
 compiled for H100s.
+
+The third is of an exchange without NVLink, by `exchange_bytes`, with times that are bytes over a bus' nominal rate.
 """
 
 import argparse
@@ -30,10 +32,18 @@ from expertmesh.core import (
     hlo,
 )
 from expertmesh.core.testing import compile_partitioned
-from expertmesh.flax_moe import MoEConfig, init_quant_state, moe, param_shapes, param_specs
+from expertmesh.flax_moe import (
+    MoEConfig,
+    exchange_bytes,
+    init_quant_state,
+    moe,
+    param_shapes,
+    param_specs,
+)
 
 PAGE = pathlib.Path(__file__).with_name("numerics.md")
 PAGE_OF_LINKS = PAGE.with_name("expert-parallelism.md")
+PAGE_OF_BUSES = PAGE.with_name("without-nvlink.md")
 BEGIN = "<!-- docs/wire_bytes.py -->"
 AXES = {"fsdp": 2, "ep": 4}
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
@@ -61,6 +71,19 @@ LEGS = (
 # (hosts, hosts that a token reaches at most), of 8 ranks each; K is 8.
 HOSTS = ((2, 2), (4, 4), (4, 2), (8, 8), (8, 2))
 RANKS = 8
+# Of the table without NVLink: ranks of a group, options of MoEConfig, tokens of a GPU, and a bus' bytes a second.
+GROUPS_ON_A_BUS = (2, 4, 8)
+OF_RECIPES = {
+    "bfloat16": {},
+    "fp8_current": dict(recipe="fp8_current"),
+    "fp8_block": dict(recipe="fp8_block"),
+    "fp8_block, quantize_backward_combine": dict(
+        recipe="fp8_block", quantize_backward_combine=True
+    ),
+    "mxfp8, quantize_backward_combine": dict(recipe="mxfp8", quantize_backward_combine=True),
+}
+TOKENS_ON_A_BUS = 8192
+BUSES = {"PCIe 4.0": 31.5e9, "PCIe 5.0": 63e9}
 LINKS = ("between hosts", "inside a host")
 _OVER_FSDP = {"all-gather": "weight gathers", "reduce-scatter": "weight gradients"}
 
@@ -171,6 +194,25 @@ def table_of_links() -> str:
     return "\n".join(lines)
 
 
+def over_a_bus(options: dict, ranks: int) -> dict[str, int]:
+    """Bytes of each leg that a GPU receives in one layer, as many as it sends."""
+    config = MoEConfig(num_experts=E, top_k=K, expert_dim=F, **options)
+    return exchange_bytes(config, model_dim=D, num_tokens=TOKENS_ON_A_BUS, ep_size=ranks)
+
+
+def table_of_buses() -> str:
+    head = ["ranks", "recipe", *(leg.replace("_", " ") for leg in over_a_bus({}, 2)), "all"]
+    head += [f"{bus}, ms" for bus in BUSES]
+    rows = [head, ["---"] * len(head)]
+    for ranks in GROUPS_ON_A_BUS:
+        for name, options in OF_RECIPES.items():
+            sizes = list(over_a_bus(options, ranks).values())
+            each = [f"{size / TOKENS_ON_A_BUS / D:.4g} D" for size in (*sizes, sum(sizes))]
+            times = [f"{1e3 * sum(sizes) / rate:.1f}" for rate in BUSES.values()]
+            rows.append([str(ranks), name, *each, *times])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def table() -> str:
     measured = {name: moved(compiled(options)) for name, options in ROWS.items()}
     head = [f"| | {' | '.join(LEGS)} |", f"|---|{'---|' * len(LEGS)}"]
@@ -182,7 +224,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--print", action="store_true", help="leave the page alone")
     options = parser.parse_args()
-    for page, make in ((PAGE_OF_LINKS, table_of_links), (PAGE, table)):
+    made = {PAGE_OF_LINKS: table_of_links, PAGE_OF_BUSES: table_of_buses, PAGE: table}
+    for page, make in made.items():
         new = make()
         if options.print:
             print(new)

@@ -20,10 +20,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ep.exchange_case import Case, operands_of, run_case
 from ep.exchange_oracle import routing
 from expertmesh.core import TensorFormat, quantize
-from expertmesh.core.support import warn_once
 from expertmesh.ep import (
     EpConfig,
     _native,
+    agreement,
     bootstrap,
     combine,
     dispatch,
@@ -142,11 +142,40 @@ def test_auto_takes_it_where_it_runs(runs):
 )
 def test_auto_says_once_why_it_takes_another(runs, monkeypatch, what, reason):
     monkeypatch.setattr(*what)
-    warn_once.cache_clear()
+    transports._say.cache_clear()
     with pytest.warns(RuntimeWarning, match=reason) as said:
-        for _ in range(2):
-            assert choose_auto(EXCHANGE) == "ring"
+        for num_tokens in 64, 96:
+            exchange = dataclasses.replace(EXCHANGE, num_tokens=num_tokens, capacity=128)
+            assert choose_auto(exchange) == "ring"
     assert len(said) == 1
+
+
+def test_auto_says_what_it_takes_and_by_which_bytes(runs, monkeypatch):
+    """For each of 3 others 64 tokens, or 16 rows, of 2 bytes there and 4 back."""
+    monkeypatch.setattr(reach, "unsupported", lambda: "PCIe")
+    transports._say.cache_clear()
+    small = dataclasses.replace(EXCHANGE, capacity=16)
+    for exchange, taken, blocks in ((EXCHANGE, "ring", 64), (small, "all_to_all", 16)):
+        with pytest.warns(RuntimeWarning) as said:
+            assert choose_auto(exchange) == taken
+        (words,) = (str(each.message) for each in said)
+        assert f"takes {taken!r}, by the bytes" in words and words.endswith(": PCIe")
+        assert f"'ring' {3 * 64 * 6}, 'all_to_all' {3 * blocks * 6};" in words
+
+
+def test_processes_that_see_other_links_do_not_exchange(runs, monkeypatch):
+    """Each chooses by itself, so what it sees is of what all compare."""
+    monkeypatch.setattr(agreement, "platform_of", lambda: "cuda")
+    found = []
+    for transport in ("auto", "ring", "two_level", "two_level:nvlink"):
+        config = EpConfig(num_experts=8, transport=transport)
+        facts = []
+        for reason in (None, "the driver shows 1 of the job's 2 GPUs", "another reason"):
+            monkeypatch.setattr(reach, "unsupported", lambda reason=reason: reason)
+            facts.append(agreement.checksum(agreement.facts_of(config, (16,), 2, {"ep": 2})))
+        assert facts[1] == facts[2]
+        found.append(facts[0] != facts[1])
+    assert found == [True, False, True, False]
 
 
 def test_compiling_for_gpus_that_are_not_here_takes_another(runs, monkeypatch):

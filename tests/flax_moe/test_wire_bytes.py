@@ -51,6 +51,23 @@ def test_the_table_of_links_is_current():
     assert f"\n{script().table_of_links()}\n" in page
 
 
+def test_the_table_of_buses_is_current():
+    page = (DOCS / "without-nvlink.md").read_text()
+    assert f"\n{script().table_of_buses()}\n" in page
+
+
+def test_over_a_bus_tokens_are_of_8_bits_under_a_recipe_of_blocks():
+    """Three other ranks: tokens and their gradients of a byte and a scale for 128, sums of four, gradients of two."""
+    fewest, plain = (
+        script().over_a_bus(script().OF_RECIPES[name], 4)
+        for name in ("fp8_block, quantize_backward_combine", "bfloat16")
+    )
+    each = 3 * script().TOKENS_ON_A_BUS * script().D
+    scaled = 1 + 4 / 128
+    assert list(fewest.values()) == [each * n for n in (scaled, 4, 2, scaled)]
+    assert list(plain.values()) == [each * n for n in (2, 4, 2, 4)]
+
+
 def test_over_hosts_a_token_crosses_once_for_each_host():
     """Four hosts, two of them for a token: less than 0.4 of what one level moves, and the hosts of a token times D."""
     two, one = (

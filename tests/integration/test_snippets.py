@@ -90,6 +90,15 @@ def test_exchange():
     assert jnp.allclose(combine(found["handle"], found["y"]), 6 * tokens, atol=1e-4)
 
 
+def test_without_nvlink():
+    """Its time is that of the table."""
+    (code,) = snippets("without-nvlink.md")
+    ms = run(code, "without-nvlink.md")["ms"]
+    page = (DOCS / "without-nvlink.md").read_text()
+    row = next(row for row in page.splitlines() if row.startswith("| 4 | fp8_block, quantize"))
+    assert float(row.split("|")[-3]) == round(ms, 1)
+
+
 def test_quantization():
     formats, layers = snippets("quantization.md")
 

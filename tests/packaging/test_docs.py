@@ -73,6 +73,57 @@ def test_the_table_of_families_is_made_from_what_was_measured():
     assert subprocess.run(command).returncode == 0, "run `python docs/families.py`"
 
 
+def test_the_tables_of_gpus_are_made_from_what_is_committed():
+    command = [sys.executable, ROOT / "docs/gpus.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python docs/gpus.py`"
+
+
+@pytest.fixture
+def gpus():
+    return load_script(ROOT / "docs/gpus.py")
+
+
+H100 = "1 x NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    "gpu, recipe, said",
+    [
+        ("V100, T4", "fp8_block", "reference"),
+        ("A100", "bfloat16", "run elsewhere"),
+        ("A100", "fp8_block", "run elsewhere, emulated"),  # its GEMMs are of 16 bits
+        ("A10, RTX 30", "bfloat16", "compiled"),
+        ("L40, RTX 40", "bfloat16", "compiled"),  # PTX of 8.9 has 8 bits alone here
+        ("L40, RTX 40", "fp8_block", "run elsewhere"),
+        ("H100", "bfloat16", "run"),
+        ("H100", "mxfp8", "run, emulated"),
+        ("H200", "bfloat16", "measured"),
+        ("H200", "mxfp8", "run elsewhere, emulated"),
+        ("B200", "mxfp8", "not compiled"),
+        ("B200", "nvfp4", "compiled, emulated"),
+    ],
+)
+def test_what_is_said_of_a_gpu(gpus, monkeypatch, gpu, recipe, said):
+    """Of other facts than the committed ones."""
+    facts = {
+        "compiled": {False: (80, 86, 89, 90, 100), True: (89, 90)},
+        "run_as_ptx": {False: (80,), True: (89,)},
+        "tested": (H100,),
+        "measured": {("NVIDIA H200", "bfloat16"), ("NVIDIA H200", "router")},
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(gpus, name, lambda value=value: value)
+    (row,) = (each for each in gpus.GPUS if each.name == gpu)
+    assert gpus.cell(row, recipe) == said
+
+
+def test_without_a_run_nothing_ran_elsewhere(gpus, monkeypatch):
+    monkeypatch.setattr(gpus, "tested", lambda: ())
+    monkeypatch.setattr(gpus, "measured", frozenset)
+    found = {gpus.cell(gpu, recipe) for gpu in gpus.GPUS for recipe in gpus.WHOLE}
+    assert found == {"compiled", "compiled, emulated", "reference"}
+
+
 def test_the_page_of_exchanges_at_scale_is_made_by_its_script():
     command = [sys.executable, ROOT / "docs/scale.py", "--check"]
     assert subprocess.run(command).returncode == 0, "run `python docs/scale.py`"

@@ -1,5 +1,7 @@
 """Muon of experts' weights: against singular values in float64, on any mesh, with state in the host's memory."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import AxisType
 from cases import train
 from expertmesh.flax_moe import MoEConfig
 from expertmesh.train import offload
+from expertmesh.train import step as steps
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import TrainingOptions
 from expertmesh.train.step import make_optimizer, schedule
@@ -107,20 +110,30 @@ def test_all_else_is_adamw():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # of steps of 3e-3
 
 
-@pytest.mark.parametrize("dims", [0, 1, 2])
-def test_chunks_are_the_whole(dims):
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_gemms_are_of_a_batch_of_matrices(together, monkeypatch):
+    """Of a gate and an up of each expert of a chunk; downs are half as large, so a chunk has more of them."""
+    monkeypatch.setattr(steps, "CHUNK_BYTES", together * 4 * 32 * 2 * 48)
+    one = trainer(optimizer="muon", sizes=(1, 1), axis_type=AxisType.Auto)
+    with one.on_mesh():
+        text = str(one.step.trace(one.abstract(), train.abstract_batch(one, SIZE), 1).jaxpr)
+    found = re.findall(r":f32\[(\d+),32,48\] = dot_general", text)
+    assert set(map(int, found)) == {2 * together, min(4, 2 * together)}
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (2,), (1, 1), (1, 3), (2, 6)])
+def test_chunks_are_the_whole(sizes):
     keys = jax.random.split(jax.random.key(0), 2)
     params, grads = (
-        {"wi": jax.random.normal(key, (2, 3, 8, 2, 4)), "norm": jnp.ones(4)} for key in keys
+        {"wi": jax.random.normal(key, (2, 6, 8, 2, 4)), "norm": jnp.ones(4)} for key in keys
     )
     optimizer = make_optimizer(TrainingOptions(optimizer="muon", steps=4))
     old = offload.Parameters(params, optimizer.init(params), {"wi": None, "norm": None})
     hosted = jax.tree.map(lambda _: False, old)
     norm = optax.tree_utils.tree_norm(grads)
+    chunks = {"wi": offload.Chunks(sizes), "norm": offload.Chunks()}
     new = jax.jit(
-        lambda old, grads: offload.update(
-            optimizer, grads, old, hosted, {"wi": dims, "norm": 0}, grad_norm=norm
-        )
+        lambda old, grads: offload.update(optimizer, grads, old, hosted, chunks, grad_norm=norm)
     )(old, grads)
     updates, state = optimizer.update(grads, old.opt_state, params, grad_norm=norm)
     want = optax.apply_updates(params, updates), state

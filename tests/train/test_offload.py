@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from cases import train
 from expertmesh.core import as_recipe
 from expertmesh.flax_moe import CHECKPOINT_NAMES, MoEConfig
-from expertmesh.train import offload
+from expertmesh.train import offload, step
 from expertmesh.train.model import LAYER_INPUT, ModelConfig
 from expertmesh.train.weight import Weight, read
 
@@ -58,13 +58,18 @@ CASES = {
     "quantized microbatches": dict(recipe="fp8_current", grad_accum=2, kept=(LAYER_INPUT,)),
     "auto axes": dict(axis_type=AxisType.Auto),
     "float32": dict(dtype="float32"),
+    "muon": dict(optimizer="muon"),
+    "muon, auto axes": dict(optimizer="muon", axis_type=AxisType.Auto),
+    "muon, two experts at once": dict(optimizer="muon", sizes=(2, 1)),
 }
 
 
 @pytest.mark.full  # the main job's resumed microbatches are offloaded, too
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_a_state_on_the_device(name):
+def test_the_bits_of_a_state_on_the_device(name, monkeypatch):
     options = CASES[name]
+    if name.endswith("two experts at once"):
+        monkeypatch.setattr(step, "CHUNK_BYTES", 2 * 4 * 32 * 2 * 32)
     plain = {key: value for key, value in options.items() if key != "kept"}
     assert_same_bits(trained(trainer(True, **options)), trained(trainer(False, **plain)))
 
@@ -135,17 +140,37 @@ def test_a_weights_gradient_is_its_masters():
     np.testing.assert_array_equal(grad, x)
 
 
-@pytest.mark.parametrize("dims", [0, 1, 2])
-def test_chunks_of_an_optimizer(dims):
+@pytest.mark.parametrize(
+    "sizes, experts, wi, wo",
+    [
+        ((1, 1), 0.5, (1, 1), (1, 1)),  # one at least
+        ((1, 1), 1, (1, 1), (1, 2)),
+        ((1, 1), 3, (1, 2), (1, 4)),  # 3 do not divide 4
+        ((2, 1), 9, (1, 4), (1, 4)),
+        ((1, 2), 1, (1,), (1,)),  # all that are on a device
+    ],
+)
+def test_a_chunk_has_as_many_experts_as_fit(sizes, experts, wi, wo, monkeypatch):
+    monkeypatch.setattr(step, "CHUNK_BYTES", int(experts * 4 * 32 * 2 * 32))
+    one = trainer(True, sizes=sizes)
+    found = step.chunks_of(one.config, one.abstract().params, one.shardings)
+    assert [found["layers"]["moe"][name].sizes for name in ("wi", "wo")] == [wi, wo]
+    assert found["layers"]["qkv"].sizes == (1,) and found["embed"].sizes == ()
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (2,), (1, 1), (2, 1), (1, 3)])
+def test_chunks_of_an_optimizer(sizes):
     """Any elementwise rule of optax, in chunks of leading dimensions."""
     keys = jax.random.split(jax.random.key(0), 2)
-    params, grads = ({"w": jax.random.normal(key, (2, 3, 4)), "b": jnp.ones(4)} for key in keys)
+    params, grads = ({"w": jax.random.normal(key, (4, 6, 4)), "b": jnp.ones(4)} for key in keys)
     optimizer = optax.with_extra_args_support(optax.adamw(1e-2))
     state = optimizer.init(params)
     old = offload.Parameters(params, state, {"w": params["w"].astype(jnp.bfloat16), "b": None})
     hosted = jax.tree.map(lambda _: False, old)
     new = jax.jit(
-        lambda old, grads: offload.update(optimizer, grads, old, hosted, {"w": dims, "b": 0})
+        lambda old, grads: offload.update(
+            optimizer, grads, old, hosted, {"w": offload.Chunks(sizes), "b": offload.Chunks()}
+        )
     )(old, grads)
     updates, after = optimizer.update(grads, state, params)
     want = optax.apply_updates(params, updates)
@@ -162,7 +187,7 @@ def test_a_state_of_another_shape_is_refused():
     old = offload.Parameters(params, optimizer.init(params), {"w": None})
     hosted = jax.tree.map(lambda _: False, old)
     with pytest.raises(ValueError, match="must have its shape"):
-        offload.update(optimizer, params, old, hosted, {"w": 0})
+        offload.update(optimizer, params, old, hosted, {"w": offload.Chunks()})
 
 
 def test_a_device_without_such_a_memory():

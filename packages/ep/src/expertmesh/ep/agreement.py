@@ -12,8 +12,11 @@ import jax
 
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.processes import gather_texts, say, texts_of_all
+from expertmesh.core.support import platform_of
 from expertmesh.ep import hosts
-from expertmesh.ep.config import EpConfig
+from expertmesh.ep.config import TWO_LEVEL, EpConfig
+from expertmesh.ep.transports import unlinked
+from expertmesh.ep.transports.choice import Exchange
 from expertmesh.ep.version import __version__
 
 __all__ = ["CHECKSUM_BITS", "check_processes", "checksum", "facts_of", "say_prepared", "wait_for"]
@@ -39,10 +42,19 @@ def facts_of(
         "tokens": tuple(shape),
         "mesh": mesh and dict(mesh),
         "resource": current_resource(),
+        "nvlink": _nvlink(config),
         "jax": jax.__version__,
         "expertmesh": __version__,
     }
     return {name: repr(value) for name, value in values.items()}
+
+
+def _nvlink(config: EpConfig) -> str | None:
+    """What "auto" makes of the links that this process sees; None where nothing depends on them."""
+    platform = platform_of()
+    if "auto" not in config.transport and config.transport != TWO_LEVEL or platform != "cuda":
+        return None
+    return "linked" if unlinked(Exchange(platform=platform)) is None else "not known to be linked"
 
 
 def checksum(facts: Mapping[str, str]) -> int:

@@ -1,7 +1,7 @@
 """Training state in the host's memory, and an optimizer's step over it that holds one chunk on the device.
 
-A leaf in `pinned_host` is read and written in chunks of its leading dimensions. One chunk of the parameter and of the
-optimizer's state comes to the device, is updated there, and goes back. The chunks of one leaf are a loop of one
+A leaf in `pinned_host` is read and written in `Chunks` of its leading dimensions. One chunk of the parameter and of
+the optimizer's state comes to the device, is updated there, and goes back. The chunks of one leaf are a loop of one
 program. Donated arrays are updated in place, on the host too.
 
 Any optimizer of optax works whose update of a part of a parameter needs that part alone: its gradient, its state and
@@ -10,6 +10,7 @@ itself. Adam is elementwise, Muon works on each matrix. A norm over the whole tr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -48,18 +49,55 @@ def to_device(x: jax.Array) -> jax.Array:
     return out
 
 
-def cast_in_chunks(x: jax.Array, dtype: Any, dims: int, sharding: NamedSharding) -> jax.Array:
-    """The array in the host's memory in another dtype on the device, by chunks of size 1 in `dims` dimensions."""
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Equal chunks of an array along its leading dimensions, in their order.
+
+    Attributes:
+      sizes: of a chunk in each of these dimensions, whose divisors they are; (): the array is the only chunk.
+    """
+
+    sizes: tuple[int, ...] = ()
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """How many chunks an array of that shape has."""
+        return math.prod(self._counts(shape))
+
+    def of(self, x: jax.Array, number: jax.Array) -> jax.Array:
+        """A chunk of x, by its number."""
+        if not self.sizes:
+            return x
+        rest = x.shape[len(self.sizes) :]
+        chunk: jax.Array = jax.lax.dynamic_slice(x, self._start(x, number), (*self.sizes, *rest))
+        return chunk
+
+    def replaced(self, x: jax.Array, chunk: jax.Array, number: jax.Array) -> jax.Array:
+        """x with another chunk of that number."""
+        if not self.sizes:
+            return chunk
+        whole: jax.Array = jax.lax.dynamic_update_slice(x, chunk, self._start(x, number))
+        return whole
+
+    def _counts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(of // size for of, size in zip(shape, self.sizes, strict=False))
+
+    def _start(self, x: jax.Array, number: jax.Array) -> tuple[Any, ...]:
+        places = _unraveled(number, self._counts(x.shape))
+        starts = (place * size for place, size in zip(places, self.sizes, strict=True))
+        return (*starts, *(0,) * (x.ndim - len(self.sizes)))
+
+
+def cast_in_chunks(x: jax.Array, dtype: Any, chunks: Chunks, sharding: NamedSharding) -> jax.Array:
+    """The array in the host's memory in another dtype on the device, chunk by chunk."""
 
     def cast(x: jax.Array) -> jax.Array:
         def one(number: jax.Array, out: jax.Array) -> jax.Array:
-            place = _unraveled(number, x.shape[:dims])
-            return _with_part(out, to_device(_part(x, place)).astype(dtype), place)
+            return chunks.replaced(out, to_device(chunks.of(x, number)).astype(dtype), number)
 
-        if not dims:
+        if not chunks.sizes:
             return to_device(x).astype(dtype)
         start = jnp.zeros(x.shape, dtype, out_sharding=_in_type(sharding))
-        out: jax.Array = jax.lax.fori_loop(0, math.prod(x.shape[:dims]), one, start)
+        out: jax.Array = jax.lax.fori_loop(0, chunks.count(x.shape), one, start)
         return out
 
     made: jax.Array = jax.jit(cast, out_shardings=sharding)(x)
@@ -93,7 +131,7 @@ def update(
     grads: Any,
     old: Parameters,
     hosted: Parameters,
-    chunk_dims: Any,
+    chunks: Any,
     **extra: jax.Array,
 ) -> Parameters:
     """One step of the optimizer, leaf after leaf and chunk after chunk.
@@ -105,7 +143,7 @@ def update(
       grads: as `old.params`.
       old: before the step; of what is donated, each chunk is overwritten where it is.
       hosted: `in_host` of `old`; that of its `copies` is not read.
-      chunk_dims: as `old.params`: chunks are of size 1 in so many leading dimensions, which no mesh axis may split.
+      chunks: as `old.params`, of each its Chunks, along dimensions that no mesh axis splits.
       extra: arguments of the optimizer's update, such as a norm over all gradients.
 
     Raises:
@@ -114,7 +152,7 @@ def update(
     tree: Any = jax.tree.structure(old.params)
     params = jax.tree.leaves(old.params)
     state, state_tree = jax.tree.flatten(old.opt_state)
-    copies, dims = tree.flatten_up_to(old.copies), jax.tree.leaves(chunk_dims)
+    copies, chunks = tree.flatten_up_to(old.copies), jax.tree.leaves(chunks)
     of_params, of_state = jax.tree.leaves(hosted.params), jax.tree.leaves(hosted.opt_state)
     rule = _Rule(optimizer, tree, _owners(optimizer, old), extra)
     shared = after = rule.shared(state)
@@ -127,7 +165,7 @@ def update(
             hosted=(of_params[number], *(of_state[i] for i in own)),
             copy=copies[number],
         )
-        (params[number], *new), copies[number], after = leaf.updated(dims[number], shared)
+        (params[number], *new), copies[number], after = leaf.updated(chunks[number], shared)
         state = _replaced(state, zip(own, new, strict=True))
     state = _replaced(state, after.items())
     return Parameters(*map(jax.tree.unflatten, (tree, state_tree, tree), (params, state, copies)))
@@ -219,8 +257,8 @@ class _Leaf(NamedTuple):
     hosted: tuple[bool, ...]
     copy: jax.Array | None
 
-    def updated(self, dims: int, shared: dict[int, jax.Array]) -> Any:
-        """The arrays, the copy and the shared state after a step in chunks of size 1 in `dims` dimensions."""
+    def updated(self, chunks: Chunks, shared: dict[int, jax.Array]) -> Any:
+        """The arrays, the copy and the shared state after a step, chunk after chunk."""
         shape = self.arrays[0].shape
         if any(x.shape != shape for x in self.arrays):
             raise ValueError(
@@ -228,25 +266,22 @@ class _Leaf(NamedTuple):
                 f"{shape}; keep that optimizer's state on the device"
             )
         start = self.arrays, self.copy, shared
-        if not dims:
-            return self._chunk((), start)
+        one = functools.partial(self._chunk, chunks)
+        return (
+            jax.lax.fori_loop(0, chunks.count(shape), one, start) if chunks.sizes else one(0, start)
+        )
 
-        def one(number: jax.Array, carry: Any) -> Any:
-            return self._chunk(_unraveled(number, shape[:dims]), carry)
-
-        return jax.lax.fori_loop(0, math.prod(shape[:dims]), one, start)
-
-    def _chunk(self, place: tuple[jax.Array, ...], carry: Any) -> Any:
+    def _chunk(self, chunks: Chunks, number: Any, carry: Any) -> Any:
         arrays, copy, _ = carry
         parts = (
-            to_device(_part(x, place)) if hosted else _part(x, place)
+            to_device(chunks.of(x, number)) if hosted else chunks.of(x, number)
             for x, hosted in zip(arrays, self.hosted, strict=True)
         )
-        new, shared = self.step(_part(self.grad, place), *parts)
+        new, shared = self.step(chunks.of(self.grad, number), *parts)
         if copy is not None:
-            copy = _with_part(copy, new[0].astype(copy.dtype), place)
+            copy = chunks.replaced(copy, new[0].astype(copy.dtype), number)
         arrays = tuple(
-            _with_part(x, to_host(part) if hosted else part, place)
+            chunks.replaced(x, to_host(part) if hosted else part, number)
             for x, part, hosted in zip(arrays, new, self.hosted, strict=True)
         )
         return arrays, copy, shared
@@ -259,23 +294,3 @@ def _unraveled(number: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ..
         number, index = jnp.divmod(number, size)
         place.insert(0, index)
     return tuple(place)
-
-
-def _part(x: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
-    """x at `place` of its leading dimensions, with these as dimensions of 1."""
-    if not place:
-        return x
-    rest = x.ndim - len(place)
-    sizes = (1,) * len(place) + x.shape[len(place) :]
-    part: jax.Array = jax.lax.dynamic_slice(x, (*place, *(0,) * rest), sizes)
-    return part
-
-
-def _with_part(x: jax.Array, part: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
-    """x with another part at `place`."""
-    if not place:
-        return part
-    whole: jax.Array = jax.lax.dynamic_update_slice(
-        x, part, (*place, *(0,) * (x.ndim - len(place)))
-    )
-    return whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from expertmesh.train.mesh import RESOURCE, microbatches
 from expertmesh.train.model import ModelConfig
 from expertmesh.train.offload import (
     HOST,
+    Chunks,
     Parameters,
     cast_in_chunks,
     in_host,
@@ -30,6 +32,7 @@ from expertmesh.train.weight import Weight
 
 # Of the steps. With a shorter one most tokens crowd on two of eight experts for a while.
 WARMUP = 0.2
+CHUNK_BYTES = 2**27  # of experts that an optimizer updates together, but never less than one
 
 
 class SavedState(NamedTuple):
@@ -229,15 +232,14 @@ def with_copies(config: ModelConfig, saved: SavedState, shardings: TrainState) -
     """The state with the copies that its shardings say."""
     if shardings.copies is None:
         return TrainState(*saved)
-    dtypes, dims = _dtypes(config), chunk_dims(config, saved.params, shardings)
     copies = jax.tree.map(
-        lambda param, sharding, dtype, dims: (
-            None if sharding is None else cast_in_chunks(param, dtype, dims, sharding)
+        lambda param, sharding, dtype, chunks: (
+            None if sharding is None else cast_in_chunks(param, dtype, chunks, sharding)
         ),
         saved.params,
         shardings.copies,
-        dtypes,
-        dims,
+        _dtypes(config),
+        chunks_of(config, saved.params, shardings),
     )
     return TrainState(*saved, copies)
 
@@ -263,20 +265,26 @@ def _dtypes(config: ModelConfig) -> Any:
     return model.weights(config, lambda _, dims, dtype: jnp.dtype(dtype))
 
 
-def chunk_dims(config: ModelConfig, params: Any, shardings: TrainState) -> Any:
-    """For each parameter, the number of leading dimensions in which its chunks have size 1: those that no mesh axis
-    splits.
+def chunks_of(config: ModelConfig, params: Any, shardings: Any) -> Any:
+    """For each parameter, the chunks in which it is updated: a layer's weight, or as many of its experts as fit.
 
-    The smallest chunk is a weight by itself: a layer's, or an expert's.
+    They fit that have CHUNK_BYTES together, as wholes: Muon gathers what a mesh splits of a matrix. Where an axis
+    splits the experts themselves, a chunk has all of a layer.
     """
 
-    def count(param: Any, sharding: NamedSharding, batch_dims: int | None) -> int:
+    def chunks(param: Any, sharding: NamedSharding, batch_dims: int | None) -> Chunks:
         shard = sharding.shard_shape(param.shape)
         batch = zip(shard[: batch_dims or 0], param.shape, strict=False)
-        return len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], batch)))
+        whole = list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], batch))
+        if len(whole) < 2:
+            return Chunks((1,) * len(whole))
+        ((count, _),) = whole[1:]
+        of_expert = math.prod(param.shape[2:]) * param.dtype.itemsize
+        together = max(1, CHUNK_BYTES // of_expert)
+        return Chunks((1, max(n for n in range(1, count + 1) if count % n == 0 and n <= together)))
 
     batch_dims = model.weights(config, lambda _, dims, dtype: dims)
-    return jax.tree.map(count, params, shardings.params, batch_dims)
+    return jax.tree.map(chunks, params, shardings.params, batch_dims)
 
 
 def _init(config: ModelConfig, optimizer: Optimizer, seed: int) -> SavedState:
@@ -355,7 +363,7 @@ def _train_step(
         grad,
         Parameters(state.params, state.opt_state, copies),
         in_host(Parameters(shardings.params, shardings.opt_state, None)),
-        chunk_dims(config, state.params, shardings),
+        chunks_of(config, state.params, shardings),
         grad_norm=norm,
     )
     copies = None if state.copies is None else new.copies

@@ -1,6 +1,8 @@
 """Ways to move rows between the ranks of an EP group: `Transport` says what one is, `BY_NAME` has all."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -10,7 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.recipe import TensorFormat
-from expertmesh.core.support import compute_capability, platform_of, warn_once
+from expertmesh.core.support import compute_capability, platform_of
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import (
     all_to_all,
@@ -22,7 +24,7 @@ from expertmesh.ep.transports import (
     two_level,
 )
 from expertmesh.ep.transports.block_transport import BlockTransport
-from expertmesh.ep.transports.choice import Exchange, choose
+from expertmesh.ep.transports.choice import Exchange, Unlinked, choose, received
 from expertmesh.ep.wire import Wire
 
 
@@ -107,15 +109,24 @@ def _exchange(route: Route, dtype: DTypeLike, axis: Axis) -> Exchange:
 def choose_auto(exchange: Exchange) -> str:
     """The transport that "auto" stands for here: `choose`, of what is known of this job's GPUs.
 
-    On NVIDIA GPUs without "nvlink" a RuntimeWarning says once why not.
+    On NVIDIA GPUs without "nvlink" a RuntimeWarning says which and why, once in a process for each of both.
     """
     # Where it is compiled for GPUs that are not here, nothing is known of them.
     here = exchange.platform == "cuda" and compute_capability() is not None
     if not here or exchange.ep_size == 1:
         return choose(exchange, linked=False)
-    if reason := BY_NAME["nvlink"].unsupported(exchange) or reach.unsupported():
-        warn_once(
-            f"expertmesh.ep: transport 'auto' does not take 'nvlink', the fastest between GPUs of one host: {reason}",
-            RuntimeWarning,
-        )
-    return choose(exchange, linked=reason is None)
+    reason = unlinked(exchange)
+    name = choose(exchange, linked=reason is None)
+    if reason is not None:
+        _say(Unlinked(name, reason, received(exchange)))
+    return name
+
+
+def unlinked(exchange: Exchange) -> str | None:
+    """Why "nvlink" is not known to do an exchange between this job's GPUs, or None; all processes must agree."""
+    return BY_NAME["nvlink"].unsupported(exchange) or reach.unsupported()
+
+
+@functools.cache
+def _say(choice: Unlinked) -> None:
+    warnings.warn(str(choice), RuntimeWarning, stacklevel=2)

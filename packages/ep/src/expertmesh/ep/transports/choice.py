@@ -4,6 +4,7 @@ Dimension key as in route.py.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -41,12 +42,47 @@ class Exchange:
         return self.ep_size > 1 and self.num_tokens * self.top_k > 0
 
 
-def choose(exchange: Exchange, *, linked: bool) -> str:
-    """The transport that receives the fewest bytes in one dispatch and one combine; "ring" at equal cost.
+@dataclasses.dataclass(frozen=True)
+class Unlinked:
+    """What "auto" takes in place of "nvlink"; equal for the same transport and reason, whatever the sizes are.
 
-    Per feature, ring: (R - 1) * T * (itemsize + wide); all_to_all: (R - 1) * B * (itemsize + back) with
-    B = min(T, C), wide = 4 (8 of float64) and back = itemsize if K is 1, else wide. "ragged" is never chosen: measured
-    on 4 H200 (jax 0.11.2), it moves 8 GB/s where all_to_all moves 220 to 300.
+    Attributes:
+      name: the transport.
+      reason: why "nvlink" is not known to run.
+      received: of `received`.
+    """
+
+    name: str
+    reason: str
+    received: Mapping[str, int] = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{name!r} {size}" for name, size in self.received.items())
+        return (
+            f"expertmesh.ep: transport 'auto' takes {self.name!r}, by the bytes that a rank receives for each feature "
+            f"in a dispatch and a combine: {costs}; not 'nvlink', the fastest between GPUs of one host: {self.reason}"
+        )
+
+
+def received(exchange: Exchange) -> dict[str, int]:
+    """Bytes that a rank receives for each feature in one dispatch and one combine, by the transport.
+
+    ring: (R - 1) * T * (itemsize + wide); all_to_all: (R - 1) * B * (itemsize + back) with B = min(T, C), wide = 4
+    (8 of float64) and back = itemsize if K is 1, else wide.
+    """
+    dtype, others = jnp.dtype(exchange.dtype), exchange.ep_size - 1
+    wide, back = accumulator_dtype(dtype), sum_dtype(dtype, exchange.top_k)
+    block = block_rows(exchange.num_tokens, exchange.capacity)
+    return {
+        "ring": others * exchange.num_tokens * (dtype.itemsize + wide.itemsize),
+        "all_to_all": others * block * (dtype.itemsize + back.itemsize),
+    }
+
+
+def choose(exchange: Exchange, *, linked: bool) -> str:
+    """The transport that receives the fewest bytes; "ring" at equal cost.
+
+    "ragged" is never chosen: measured on 4 H200 (jax 0.11.2), it moves 8 GB/s where all_to_all moves 220 to 300.
 
     Args:
       linked: whether "nvlink" is known to run; it is the fastest.
@@ -55,10 +91,5 @@ def choose(exchange: Exchange, *, linked: bool) -> str:
         return "local"
     if linked:
         return "nvlink"
-    dtype = jnp.dtype(exchange.dtype)
-    back = sum_dtype(dtype, exchange.top_k)
-    ring_bytes = exchange.num_tokens * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
-    block_bytes = block_rows(exchange.num_tokens, exchange.capacity) * (
-        dtype.itemsize + back.itemsize
-    )
-    return "all_to_all" if block_bytes < ring_bytes else "ring"
+    costs = received(exchange)
+    return min(costs, key=lambda name: costs[name])
