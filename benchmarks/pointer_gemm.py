@@ -19,7 +19,12 @@ from benchmarks import _measure
 from benchmarks.grouped_gemm import CPU, GPU, check, on_gpu, operands
 from benchmarks.grouped_gemm import passes as passes_of_ops
 from expertmesh.core import _jax
-from expertmesh.core.kernels.choice.grouped_gemm import NARROW, Config, Tiles
+from expertmesh.core.kernels.choice.grouped_gemm import (
+    NARROW,
+    WEIGHTS_BY_POINTERS,
+    Config,
+    Tiles,
+)
 from expertmesh.core.kernels.device import current_device
 
 OLDEST = 80
@@ -31,29 +36,32 @@ def as_ptx(compile_triton, *arguments):
     return compile_triton(*kernel, OLDEST, "ptx")
 
 
-# Tiles, and what gives a kernel's code in place of `compile_triton`.
+ROWS_BY_POINTERS = dataclasses.replace(NARROW, k=64, stages=4)
+# Tiles of rows and of weight gradients, and what gives a kernel's code in place of `compile_triton`.
 FORMS = {
-    "as compiled for it": (dataclasses.replace(NARROW, k=64, stages=4), _jax.compile_triton),
-    f"as PTX of {OLDEST / 10}": (NARROW, functools.partial(as_ptx, _jax.compile_triton)),
+    "as compiled for it": ((ROWS_BY_POINTERS, WEIGHTS_BY_POINTERS), _jax.compile_triton),
+    f"as PTX of {OLDEST / 10}": ((NARROW, NARROW), functools.partial(as_ptx, _jax.compile_triton)),
 }
 
 
-def passes(arrays, tiles: Tiles):
+def passes(arrays, tiles: tuple[Tiles, Tiles]):
     """pass -> function of what the op's takes."""
     from expertmesh.core.kernels.triton import grouped_gemm as kernels
 
-    config = Config("triton", tiles, current_device().programs())
-    to = {"config": config, "out_dtype": arrays[0].dtype}
+    of_rows, of_weights = (Config("triton", of, current_device().programs()) for of in tiles)
+    to = {"out_dtype": arrays[0].dtype}
 
     def rows(transposed):
-        options = to | {"transposed": transposed, "clear_padding": True}
+        options = to | {"config": of_rows, "transposed": transposed, "clear_padding": True}
         return lambda a, b, s: kernels.launch_rows(a[0], b, s[0], **options)[None]
 
-    weights = lambda a, b, s: kernels.launch_weights(a[0], b[0], s[0], **to)  # noqa: E731
+    def weights(a, b, s):
+        return kernels.launch_weights(a[0], b[0], s[0], config=of_weights, **to)
+
     return {"fprop": rows(False), "dgrad": rows(True), "wgrad": weights}
 
 
-def cases_of(name: str, shape, form: str, tiles: Tiles) -> Iterator[_measure.Case]:
+def cases_of(name: str, shape, form: str, tiles: tuple[Tiles, Tiles]) -> Iterator[_measure.Case]:
     rows, k, n, groups = shape
     flops, arrays = 2 * rows * k * n, operands(shape, jnp.bfloat16 if on_gpu() else jnp.float32)
     ours = passes(arrays, tiles) if on_gpu() else {}

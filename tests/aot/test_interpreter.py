@@ -55,6 +55,10 @@ def test_rows_of_tokens_without_blocks():
     interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 8)
 
 
+def test_kernels_that_take_the_place_of_refused_ones():
+    interpret(["tests/core/kernels/test_refused.py"], "grouped_gemms", 3)
+
+
 def test_amax_of_activations():
     interpret(["tests/core/kernels/test_activate_rows.py"], "amax_of_rows and 200", 3)
     interpret(["tests/core/kernels/test_activate_quantize.py"], "a_scale_per_group", 8)

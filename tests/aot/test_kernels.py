@@ -115,9 +115,12 @@ def test_grouped_gemm(which, rank, out, arch):
     result = jnp.dtype("float32" if out == "fp32" else "bfloat16")
     if which == "weights":
         tiles = choice.choose_weights(choice.Weights(C, (K, N), G, result, _device(arch))).tiles
-        types = _tiled(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n))
-        types += ["*i32", "*bf16", "*bf16", f"*{out}"]
-        compiled = _compile(kernels._weights_kernel, types, tiles, constants, arch)
+        types = [*_tiled(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n)), "*i32"]
+        if tiles.flat and not tiles.descriptors:
+            kernel, constants["GROUP_M"] = kernels._flat_weights_kernel, tiles.group_m
+        else:
+            kernel, types = kernels._weights_kernel, [*types, "*bf16", "*bf16"]
+        compiled = _compile(kernel, [*types, f"*{out}"], tiles, constants, arch)
     else:
         gemm = choice.Rows(C, K, N, G, jnp.dtype("bfloat16"), result, _device(arch))
         tiles, transposed = choice.choose_rows(gemm).tiles, which == "rows_transposed"
@@ -125,11 +128,17 @@ def test_grouped_gemm(which, rank, out, arch):
         of_term, more = _term(rank, tiles)
         types = [*_tiled(tiles, (tiles.m, tiles.k), weight), "*i32", *of_term, f"*{out}"]
         constants |= {"C": C, "ZEROS_END": C, "TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
-        constants |= {"FLATTEN": tiles.descriptors and not rank, **more}
+        constants |= {"FLATTEN": tiles.flat and not rank, **more}
         compiled = _compile(kernels._rows_kernel, types, tiles, constants, arch)
     _check(compiled, arch)
     if not tiles.descriptors:
-        assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "rows pass through registers"
+        steps = compiled.asm["ptx"].count("cp.async.cg.shared.global")
+        # Of 16 bytes, those of as many steps as are under way: before the loop, and in it.
+        each = tiles.k * (tiles.m + tiles.n) // (8 * 32 * tiles.warps)
+        assert steps == each * tiles.stages, "rows pass through registers"
+    if tiles.flat and arch == 90:
+        # A step's product runs on while the next one's loads begin.
+        assert "wgmma.wait_group.sync.aligned 1" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -378,7 +387,7 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
             "GROUP_M": 8,
         }
         constants |= {"ACROSS": 128 if along == 128 else 1, "TRANSPOSED": transposed}
-        constants |= {"FLATTEN": tiles.descriptors and along != 128 and not rank}
+        constants |= {"FLATTEN": tiles.flat and along != 128 and not rank}
     (lhs,), (rhs,) = (
         _tiled(tiles, block, dtype=dtype)
         for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)

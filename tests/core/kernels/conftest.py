@@ -6,15 +6,17 @@ import jax
 import pytest
 
 from expertmesh.core import _jax
+from expertmesh.core.kernels import device
 
+TRITON = "sm_90, Triton"  # alone, as where kernels in CUDA C++ are refused
 # What kernels are chosen for; the others are compiled for the GPU that is there.
 CHOSEN_FOR = {"sm_100": 10.0, "sm_89": 8.9, "PTX of sm_89": 8.9, "PTX of sm_80": 8.0}
-OF_8_BITS = ("sm_90", "sm_100", "sm_89", "PTX of sm_89")
+OF_8_BITS = ("sm_90", TRITON, "sm_100", "sm_89", "PTX of sm_89")
 
 
 def pytest_generate_tests(metafunc):
     if "capability" in metafunc.fixturenames:
-        every = ("sm_90", *CHOSEN_FOR)
+        every = ("sm_90", TRITON, *CHOSEN_FOR)
         module = metafunc.module.__name__
         names = OF_8_BITS if "quantized" in module or "mixed" in module else every
         metafunc.parametrize("capability", names, indirect=True)
@@ -24,11 +26,14 @@ def pytest_generate_tests(metafunc):
 def capability(request, monkeypatch):
     """Hopper's kernels, and those of other GPUs, which run on Hopper too: as compiled for it, or for the others."""
     chosen = CHOSEN_FOR.get(request.param)
-    if chosen is None:
+    if request.param == "sm_90":
         yield
         return
     jax.clear_caches()  # of programs for the GPU that is there
-    monkeypatch.setattr(_jax, "compute_capability", lambda: chosen)
+    if chosen is None:
+        monkeypatch.setattr(device, "nvrtc", lambda: None)
+    else:
+        monkeypatch.setattr(_jax, "compute_capability", lambda: chosen)
     if request.param.startswith("PTX"):
         compiled = partial(compiled_as_ptx, _jax.compile_triton, round(10 * chosen))
         monkeypatch.setattr(_jax, "compile_triton", compiled)

@@ -101,6 +101,7 @@ def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, out, capability)
 @pytest.mark.parametrize("moved", ["lhs", "dy", "both"])
 def test_what_hoppers_weight_gradient_is_given(moved, monkeypatch):
     """The operand whose rows it finds, and their index, by a launch in NumPy."""
+    from expertmesh.core.kernels import device as of_device
     from expertmesh.core.kernels import gathered_gemm as kernels
 
     gathered = []
@@ -121,7 +122,7 @@ def test_what_hoppers_weight_gradient_is_given(moved, monkeypatch):
         products = [operands["lhs"][part].T @ operands["dy"][part] for part in parts]
         return jnp.asarray(np.stack(products), out_dtype)
 
-    monkeypatch.setattr(kernels, "current_device", Device)
+    monkeypatch.setattr(of_device, "current_device", Device)
     monkeypatch.setattr(kernels.cuda, "launch_weights", launch)
     (x, dy, rows, d_rows, w), index, sizes = _operands(FEW, "bfloat16")
     row_map = RowMap(jnp.zeros((1, len(x)), jnp.int32), jnp.asarray(index[None]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Activated, choose_activation
 from expertmesh.core.kernels.cuda import activate_quantize as cuda
-from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import activate_quantize as triton
 from expertmesh.core.kernels.triton import activate_rows
@@ -43,7 +43,8 @@ def _by_group(
     return *copies, *d_weights
 
 
-def _in_blocks(source, group_sizes, format):
+@for_device
+def _in_blocks(source, group_sizes, format, *, device):
     """[1, C, 2, F] -> (data [1, C, F], scale) along F, and along the rows; with [1, C, F] -> of [1, C, 2, F].
 
     With weights the gradient has theirs, float32[1, C], too.
@@ -51,7 +52,7 @@ def _in_blocks(source, group_sizes, format):
     h, d_out, activation = source.base, getattr(source, "d_out", None), source.activation
     (_, C, _, F), block = h.shape, format.block[1]
     grad_dtype = None if d_out is None else d_out.dtype
-    config = choose_activation(Activated(C, F, h.dtype, block, current_device(), grad_dtype))
+    config = choose_activation(Activated(C, F, h.dtype, block, device, grad_dtype))
     halves = () if d_out is None else (2,)
     shape = (1, C, *halves, F)
     counts = (1, C, *halves, -(-F // block)), (1, -(-C // block), *halves, F)

@@ -1,11 +1,13 @@
 """The GPU that kernels are chosen for, as a value."""
 
 import dataclasses
+import functools
 
 import jax
 
 from expertmesh.core import _jax
 from expertmesh.core.kernels.cuda.cuda_call import nvrtc
+from expertmesh.core.support import KernelError, warn_once
 
 # NVIDIA H200, 2026-11-22: docs/dev/kernels.md says what was measured.
 MAX_TURNS = 4  # programs of a multiprocessor
@@ -71,3 +73,24 @@ def current_device() -> Device:
         nvrtc=nvrtc() is not None,
         alone=jax.sharding.get_abstract_mesh().size <= 1,
     )
+
+
+def for_device(function):
+    """A function with a keyword `device`, made one without: it is given this process' GPU.
+
+    Where a kernel in CUDA C++ cannot be compiled or loaded, it is given a GPU without these, and a warning says so.
+    """
+
+    @functools.wraps(function)
+    def run(*operands, **options):
+        device = current_device()
+        try:
+            return function(*operands, device=device, **options)
+        except KernelError as error:
+            if not device.runs_cuda:
+                raise
+            found = function(*operands, device=dataclasses.replace(device, nvrtc=False), **options)
+            warn_once(f"{error}; a kernel in Triton takes its place")
+            return found
+
+    return run

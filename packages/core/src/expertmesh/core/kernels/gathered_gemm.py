@@ -11,7 +11,7 @@ from expertmesh.core.kernels import grouped_gemm
 from expertmesh.core.kernels.choice import grouped_gemm as choice
 from expertmesh.core.kernels.choice import thin_gemm
 from expertmesh.core.kernels.cuda import grouped_gemm as cuda
-from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.device import current_device, for_device
 from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import gathered_gemm as triton
 from expertmesh.core.ops.gather_rows import exists
@@ -36,13 +36,14 @@ def rows_dgrad(dy: Moved, rhs, group_sizes, *low_rank, out_dtype, clear_padding=
     return _multiply_rows(dy, rhs.reshape(*rhs.shape[:2], N), group_sizes[0], **options)[None]
 
 
-def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
+@for_device
+def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N], rows of one operand, or of both, being `Moved`.
 
     Only Hopper's kernel reads the rows of one where they are. Else, and of both those of dy, they are written first.
     """
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
-    gemm = choice.Weights(C, (K, N), num_experts, out_dtype, current_device())
+    gemm = choice.Weights(C, (K, N), num_experts, out_dtype, device)
     config = choice.choose_weights(gemm)
     if config.kernel != "cuda":
         options = dict(num_experts=num_experts, out_dtype=out_dtype)

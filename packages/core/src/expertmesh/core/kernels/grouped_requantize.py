@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Rows, choose_requantize
 from expertmesh.core.kernels.cuda import grouped_requantize as cuda
-from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import grouped_requantize as triton
 
@@ -22,12 +22,13 @@ def move_requantize(source, group_sizes, multiplier, key, *, format, **options):
     return _launch(source.base, source.row_map.source_row, group_sizes, format)
 
 
-def _launch(q, index, group_sizes, format):
+@for_device
+def _launch(q, index, group_sizes, format, *, device):
     """(data, scale) in blocks along the rows; with an index, int32[1, C], before them those of q's rows there."""
     data, scale, dtype = q.data, q.scale, jnp.dtype(q.dtype)
     (_, tokens, K), block = data.shape, format.block[1]
     C = tokens if index is None else index.shape[1]
-    config = choose_requantize(Rows(C, K, dtype, block, current_device()))
+    config = choose_requantize(Rows(C, K, dtype, block, device))
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     data_bytes = jax.lax.bitcast_convert_type(data, jnp.uint8)

@@ -12,7 +12,7 @@ from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
 from expertmesh.core.kernels.cuda import grouped_gemm as tensor_scaled
 from expertmesh.core.kernels.cuda import quantized_grouped_gemm as cuda
-from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
@@ -34,10 +34,11 @@ def rows_dgrad(dy, rhs, group_sizes, *low_rank, **options):
     return _rows(dy, rhs, group_sizes, term, transposed=True, **options)[None]
 
 
-def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
+@for_device
+def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
     (_, C, K), N = lhs.shape, dy.shape[2:]
-    along, device = _along(lhs), current_device()
+    along = _along(lhs)
     config = choice.choose_weights(
         choice.Weights(C, (K, prod(N)), num_experts, out_dtype, device, along)
     )
@@ -52,16 +53,16 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
     return out.reshape(-1, K, *N)
 
 
+@for_device
 def _rows(
     lhs, rhs, group_sizes, low_rank: LowRank | None, *,
-    transposed: bool, out_dtype, clear_padding=False,
+    transposed: bool, out_dtype, clear_padding=False, device,
 ):  # fmt: skip
     """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
     data, scale, sizes = _flat(lhs.data)[0], _flat(lhs.scale)[0], group_sizes[0]
     weight, weight_scale = _flat(rhs.data), _flat(rhs.scale)
     (C, D), W, G = data.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
-    device, along = current_device(), _along(lhs)
-    gemm = choice.Rows(C, D, W, G, data.dtype, out_dtype, device, along)
+    gemm = choice.Rows(C, D, W, G, data.dtype, out_dtype, device, _along(lhs))
     config, options = (
         choice.choose_rows(gemm),
         dict(out_dtype=out_dtype, clear_padding=clear_padding),

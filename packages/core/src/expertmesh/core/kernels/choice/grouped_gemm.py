@@ -69,7 +69,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows, columns and depth of a tile, and how it is run: `descriptors`, whether TMA loads it."""
+    """Rows, columns and depth of a tile, and how it is run.
+
+    Attributes:
+      descriptors: TMA loads it.
+      flat: the next tile's loads run while it is stored; not those of weight gradients that TMA loads.
+    """
 
     m: int
     n: int
@@ -78,6 +83,7 @@ class Tiles:
     stages: int
     group_m: int = 8
     descriptors: bool = True
+    flat: bool = True
 
     @property
     def mnk(self) -> tuple[int, int, int]:
@@ -181,7 +187,9 @@ WEIGHTS = Tiles(m=128, n=256, k=64, warps=8, stages=3)
 # Of GPUs whose tensor cores read registers, and of 99 KB of shared memory: a warp multiplies 64 x 64, whose sums take
 # half of its registers. Chosen among those without spills, as PTX of compute capability 8.0 on an H100, 2026-11-25:
 # docs/dev/kernels.md. No such GPU was at hand.
-NARROW = Tiles(m=128, n=256, k=32, warps=8, stages=4, descriptors=False)
+NARROW = Tiles(m=128, n=256, k=32, warps=8, stages=4, descriptors=False, flat=False)
+# Where kernels in CUDA C++ cannot run on Hopper. NVIDIA H100, 2026-11-26: likewise; not by turns with TMA's.
+WEIGHTS_BY_POINTERS = dataclasses.replace(NARROW, k=64, stages=3, flat=True)
 WEIGHTS_HOPPER = WeightTiles(
     stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
     passing=True,
@@ -225,6 +233,8 @@ def choose_weights(gemm: Weights) -> Config:
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, STEP)
     tiles = WEIGHTS if gemm.device.reads_shared else NARROW
+    if gemm.device.capability == 90:
+        tiles = WEIGHTS_BY_POINTERS
     return Config("triton", tiles.fit(gemm.widths[1], gemm.out_dtype), gemm.device.programs())
 
 

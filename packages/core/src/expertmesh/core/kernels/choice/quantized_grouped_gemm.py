@@ -73,8 +73,8 @@ TILES = Tiles(m=128, n=256, k=128, warps=8, stages=4)
 TILES_OF_128 = dataclasses.replace(TILES, n=128)
 ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
 # As `choice/grouped_gemm.py`'s. Rows that are contracted pass through registers, which leave less room for steps.
-NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=4, descriptors=False)
-NARROW_ROWS = Tiles(m=64, n=128, k=128, warps=8, stages=3, descriptors=False)
+NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=4, descriptors=False, flat=False)
+NARROW_ROWS = dataclasses.replace(NARROW, m=64, k=128, stages=3)
 NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, stages=2)
 
 

@@ -190,6 +190,23 @@ def _rows_kernel(
 
 
 @triton.jit
+def _store_weight(
+    acc, out, group, row, column,
+    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """A tile of out[group] from a row and a column on; HALVES: one after the other, in half the shared memory."""
+    if HALVES:
+        left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        _store_weight(left, out, group, row, column, K, N, BM, BN // 2, False)
+        _store_weight(right, out, group, row, column + BN // 2, K, N, BM, BN // 2, False)
+    else:
+        rows, columns = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        where = out + (group.to(tl.int64) * K + rows)[:, None] * N + columns[None, :]
+        inside = (rows < K)[:, None] & (columns < N)[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
 def _weights_kernel(
     lhs_tiles, dy_tiles, group_sizes, lhs, dy, out,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
@@ -212,8 +229,6 @@ def _weights_kernel(
         end = tl.sum(tl.where(index_G == group, end_G, 0))
         size = tl.sum(tl.where(index_G == group, size_G, 0))
         first = end - size
-        columns_m = tile_m * BM + tl.arange(0, BM)
-        columns_n = tile_n * BN + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(0, size // BK):
             row = first + step * BK
@@ -225,9 +240,57 @@ def _weights_kernel(
             a = matrix_tile(lhs, row, tile_m * BM, end, K, BK, BM, "zeros", True)
             b = matrix_tile(dy, row, tile_n * BN, end, N, BK, BN, "zeros")
             acc = tl.dot(a, b, acc)
-        where = out + (group.to(tl.int64) * K + columns_m)[:, None] * N + columns_n[None, :]
-        inside = (columns_m < K)[:, None] & (columns_n < N)[None, :]
-        tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+        _store_weight(acc, out, group, tile_m * BM, tile_n * BN, K, N, BM, BN, False)
+
+
+@triton.jit
+def _tiles_before(tile, NUM_PROGRAMS: tl.constexpr):
+    """How many of the tiles before a tile are this program's."""
+    return (tile + NUM_PROGRAMS - 1 - tl.program_id(0)) // NUM_PROGRAMS
+
+
+@triton.jit
+def _flat_weights_kernel(
+    lhs, dy, group_sizes, out,
+    K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """As `_weights_kernel`, by pointers, in one loop over the steps of all of a program's tiles.
+
+    The next tile's loads run while this one is stored. Triton flattens no loops whose inner length varies.
+    """
+    index_G = tl.arange(0, G_POW2)
+    size_G = tl.load(group_sizes + index_G, mask=index_G < G, other=0)
+    end_G = tl.cumsum(size_G, 0)
+    steps_G = tl.maximum((size_G + BK - 1) // BK, 1)  # an empty group has one, of zeros
+    num_m: tl.constexpr = (K + BM - 1) // BM
+    num_n: tl.constexpr = (N + BN - 1) // BN
+    num_tiles: tl.constexpr = num_m * num_n  # of a group
+    tiles_G = _tiles_before((index_G + 1) * num_tiles, NUM_PROGRAMS)
+    tiles_G -= _tiles_before(index_G * num_tiles, NUM_PROGRAMS)
+    total = tl.sum(tl.where(index_G < G, tiles_G * steps_G, 0))
+
+    # A tile's place, which its first step finds.
+    tile = tl.program_id(0) - NUM_PROGRAMS
+    step, steps = -1, 1
+    group, row, column, first, end = 0, 0, 0, 0, 0
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, total):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += NUM_PROGRAMS
+            group = tile // num_tiles
+            tile_m, tile_n = banded_tile(tile % num_tiles, num_m, num_n, GROUP_M)
+            row, column = tile_m * BM, tile_n * BN
+            end = tl.sum(tl.where(index_G == group, end_G, 0))
+            first = end - tl.sum(tl.where(index_G == group, size_G, 0))
+            steps = tl.sum(tl.where(index_G == group, steps_G, 0))
+        a = matrix_tile(lhs, first + step * BK, row, end, K, BK, BM, "zeros", True)
+        b = matrix_tile(dy, first + step * BK, column, end, N, BK, BN, "zeros")
+        acc = tl.dot(a, b, acc)
+        if step == steps - 1:
+            _store_weight(acc, out, group, row, column, K, N, BM, BN, True)
+            acc = tl.zeros((BM, BN), tl.float32)
 
 
 def tiled(x, box: tuple[int, ...], tiles: Tiles):
@@ -257,7 +320,7 @@ def launch_rows(
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.descriptors and low_rank is None,
+        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.flat and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
@@ -265,12 +328,15 @@ def launch_rows(
 def launch_weights(lhs, dy, group_sizes, *, config: Config, out_dtype):
     """[C, K] x [C, N] -> [G, K, N]."""
     K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
-    return launcher.triton_call(
-        tiled(lhs, (tiles.k, tiles.m), tiles), tiled(dy, (tiles.k, tiles.n), tiles), group_sizes, lhs, dy,
-        kernel=_weights_kernel,
+    options = dict(
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G),
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip
+    if tiles.flat and not tiles.descriptors:
+        options |= dict(kernel=_flat_weights_kernel, GROUP_M=tiles.group_m)
+        return launcher.triton_call(lhs, dy, group_sizes, **options)
+    boxes = tiled(lhs, (tiles.k, tiles.m), tiles), tiled(dy, (tiles.k, tiles.n), tiles)
+    return launcher.triton_call(*boxes, group_sizes, lhs, dy, kernel=_weights_kernel, **options)

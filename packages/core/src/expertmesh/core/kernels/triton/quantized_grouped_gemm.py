@@ -229,7 +229,7 @@ def launch_rows(
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.descriptors and along != 128 and low_rank is None,
+        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.flat and along != 128 and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
