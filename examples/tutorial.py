@@ -24,8 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.core import hlo
 from expertmesh.core.testing import compile_partitioned
+from expertmesh.ep import bootstrap, recv_capacity
 from expertmesh.ep import is_supported as ep_is_supported
-from expertmesh.ep import recv_capacity
 from expertmesh.flax_moe import MoEConfig, NativeMoEBlock, is_supported
 from expertmesh.flax_moe.linen import MoEBlock
 
@@ -177,6 +177,14 @@ def describe(shape: Shape, mesh) -> None:
     print(f"{shape}; a device receives at most {rows} rows")
 
 
+def check(shape: Shape, mesh) -> None:
+    """Finds a process that is late, or was started otherwise, before any device waits for it."""
+    if jax.process_count() > 1:
+        tokens = (shape.batch, shape.sequence, shape.D)
+        x = jax.ShapeDtypeStruct(tokens, jnp.bfloat16, sharding=NamedSharding(mesh, TOKENS))
+        bootstrap(shape.config().exchange(axis=("ep",)), x, top_k=shape.K)
+
+
 def main(devices=None) -> dict[str, dict[str, float]]:
     """Runs the tutorial on these devices, or all; returns what was compared, by the block's name."""
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
@@ -185,6 +193,7 @@ def main(devices=None) -> dict[str, dict[str, float]]:
     mesh = make_mesh(devices or jax.devices())
     shape = (ON_GPU if on_gpu else ON_CPU).on(mesh)
     describe(shape, mesh)
+    check(shape, mesh)
     operands = make_operands(shape, mesh)
 
     native, _ = compile_program(make_step(NativeMoEBlock(shape.config())), operands)

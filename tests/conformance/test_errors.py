@@ -773,6 +773,60 @@ TABLE = [
 ]
 
 
+# Both of two processes make the call, the second with other options, and it raises in both alike.
+TABLE_OF_PROCESSES = [
+    row(
+        "options that differ between processes, at the first step",
+        lambda: raise_overflow(find_overflow(prepare(over_processes(IDX), own_config()))),
+        RuntimeError,
+        *("same exchange", "got another at rank", "nothing was exchanged", "call bootstrap"),
+    ),
+    row(
+        "options that differ between processes, before the first step",
+        lambda: bootstrap(own_config(), over_processes(X), top_k=2),
+        ValueError,
+        *("same exchange", "alignment=1 in process 0, 2 in process 1", "same script"),
+    ),
+    row(
+        "sizes that differ between processes, before the first step",
+        lambda: bootstrap(ep(), over_processes(X), top_k=2 + jax.process_index()),
+        ValueError,
+        *("same exchange", "top_k=2 in process 0, 3 in process 1", "same script"),
+    ),
+]
+
+
+def over_processes(x):
+    """The major axis goes over them."""
+    return on_mesh(x, ("ep", "dp"), sizes=(4, 2), names=("ep", "dp"))
+
+
+def own_config():
+    """Of this process; blocks have a capacity, so that all collectives are of the same sizes."""
+    return ep(capacity=16, alignment=1 + jax.process_index(), transport="all_to_all")
+
+
+def call_each():
+    """Runs in each process: what each call raises."""
+    errors = []
+    for case in TABLE_OF_PROCESSES:
+        with pytest.raises(Exception) as info:
+            case.call()
+        errors.append([info.type.__name__, str(info.value)])
+    return errors
+
+
+@pytest.mark.multiprocess
+def test_rows_of_processes(multiprocess):
+    first, second = multiprocess(
+        "conformance.test_errors:call_each", processes=2, devices=4, timeout=120
+    )
+    assert first == second
+    for case, (error, message) in zip(TABLE_OF_PROCESSES, first, strict=True):
+        assert error == case.error.__name__, message
+        assert all(word in message for word in case.words), message
+
+
 def checked(function, operand):
     """Data are checked in a function that `checkify` transforms, and only there."""
     error, _ = jax.jit(checkify.checkify(function))(operand)

@@ -200,7 +200,13 @@ def prepare_otherwise(fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"alignment": 8}, {"num_experts": 16}, {"overflow": "error"}, {"debug": True}],
+    [
+        {"alignment": 8},
+        {"num_experts": 16},
+        {"overflow": "error"},
+        {"debug": True},
+        {"capacity": 32},
+    ],
     ids=str,
 )
 def test_a_step_of_processes_that_differ_is_refused(multiprocess, fields):

@@ -269,6 +269,30 @@ def test_hash_routing(config_of):
     assert want[0][1:] == (None, None)
 
 
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_spare_experts_level_what_small_buffers_drop(config_of, traced, mode):
+    """Every token chooses the two experts of one rank of four: buffers of the even share hold a quarter of the rows."""
+    block = Block(config_of(**EP4_FSDP2 | MIXTRAL, shard_mode=mode))
+    x = tokens(block.config)
+    choices = jnp.broadcast_to(jnp.arange(2), x.shape[:2] + (2,))
+    want = Block(config_of(**EP4_FSDP2 | MIXTRAL)).run(x, forced_routed_experts=choices)
+    dropless = [
+        {"num_spare_experts": 1},  # the even share
+        {"num_spare_experts": 1, "capacity_factor": 2.0},
+        {"capacity_factor": 4.0},
+    ]
+    for options in dropless:
+        with expertmesh.maxtext.installed(**options):
+            assert_same(block.run(x, forced_routed_experts=choices), want)
+        config = traced.pop()[2]
+        assert {name: getattr(config, name) for name in options} == options
+    with expertmesh.maxtext.installed(capacity_factor=1.0):
+        (y, _, _), *_ = block.run(x, forced_routed_experts=choices)
+    # Rows of the first expert come first: in each of two groups 32 tokens have that alone, and 32 nothing.
+    assert np.all(y == 0, axis=-1).sum() == 64
+    assert float(relative_error(y, want[0][0])) > 0.1
+
+
 MESHES = {
     "ep-fsdp": (EP4_FSDP2, ("fsdp", ("expert",), False)),
     "context": (
@@ -500,6 +524,18 @@ def test_training_is_maxtexts(dense, traced, tmp_path, name):
         np.testing.assert_array_equal(bias, theirs)
         assert bias.shape == (2, 8) and np.ptp(bias) >= 0.02
     assert_same(mine, variables, 1e-3)  # Adam divides by roots of small numbers
+
+
+def test_training_with_spare_experts(dense, traced, tmp_path):
+    """In buffers that hold any routing: the losses of MaxText's, by copies of hot experts' weights in each step."""
+    job = JOBS["mixtral"]
+    want, variables = dense(**job)
+    with expertmesh.maxtext.installed(num_spare_experts=2, capacity_factor=4.0):
+        got, mine = trained(tmp_path, **job)
+    worst = np.max(np.abs(got - want) / want)
+    print(f"spare experts: losses {worst:.1e}")
+    assert {args[2].num_spare_experts for args in traced} == {2} and worst < 1e-6
+    assert_same(mine, variables, 1e-3)
 
 
 def test_scanned_trees_of_jobs(dense):

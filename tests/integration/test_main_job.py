@@ -246,6 +246,21 @@ def test_auto_axes_train_the_same(whole, text, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)
 
 
+def train_in_processes(text, out, options):
+    """A process for each of `options`, joined; exit codes, and what was printed."""
+    joining = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", len(options))
+    processes = [
+        start(text, out, *joining, "--process-id", number, *own)
+        for number, own in enumerate(options)
+    ]
+    try:
+        printed = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], printed
+
+
 @pytest.mark.multiprocess
 @pytest.mark.default_jax
 @pytest.mark.parametrize(
@@ -258,23 +273,31 @@ def test_auto_axes_train_the_same(whole, text, tmp_path):
 )
 def test_processes_train_the_same(whole, text, tmp_path, number, axes):
     """Over the axes that one process had, and over others: 2 x 4 against 1 x 8, and Auto against Explicit."""
-    joining = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", number)
-    joining += ("--cpu-devices", 8 // number, "--axis-types", axes)
-    processes = [
-        start(text, tmp_path / "run", *joining, "--process-id", process)
-        for process in range(number)
-    ]
-    try:
-        printed = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * number, printed
+    joining = ("--cpu-devices", 8 // number, "--axis-types", axes)
+    codes, printed = train_in_processes(text, tmp_path / "run", [joining] * number)
+    assert codes == [0] * number, printed
     assert f"8 cpu in {number} process(es), mesh fsdp=2 ep=4" in printed[0][0]
     for out, _ in printed[1:]:  # Gloo's lines cannot be turned off and break into one another
         assert not re.search("step|loss|mesh|data", out), out
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-5)
     assert len(losses(tmp_path / "run")) == STEPS
+
+
+@pytest.mark.multiprocess
+@pytest.mark.default_jax
+@pytest.mark.parametrize(
+    "name, first, second",
+    [("--top-k", 2, 1), full("--capacity-factor", 1.0, 2.0), full("--seed", 0, 1)],
+)
+def test_processes_of_other_options_are_refused(text, tmp_path, name, first, second):
+    """All of them, before the first step and before a file is written."""
+    options = [("--cpu-devices", 4, name, value) for value in (first, second)]
+    codes, printed = train_in_processes(text, tmp_path / "run", options)
+    assert codes == [2, 2], printed
+    for _, errors in printed:
+        assert "train: error: start: all processes must mean the same run" in errors
+        assert f"got {name}={first} in process 0, {second} in process 1; start the same" in errors
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mesh_that_does_not_fit(text, tmp_path):

@@ -19,7 +19,15 @@ from expertmesh.ep.transports import unlinked
 from expertmesh.ep.transports.choice import Exchange
 from expertmesh.ep.version import __version__
 
-__all__ = ["CHECKSUM_BITS", "check_processes", "checksum", "facts_of", "say_prepared", "wait_for"]
+__all__ = [
+    "CHECKSUM_BITS",
+    "check_processes",
+    "checksum",
+    "facts_of",
+    "say_prepared",
+    "versions",
+    "wait_for",
+]
 
 CHECKSUM_BITS = 30
 _PHASE, _PREPARED = "phase", "prepare"
@@ -43,10 +51,13 @@ def facts_of(
         "mesh": mesh and dict(mesh),
         "resource": current_resource(),
         "nvlink": _nvlink(config),
-        "jax": jax.__version__,
-        "expertmesh": __version__,
     }
-    return {name: repr(value) for name, value in values.items()}
+    return {name: repr(value) for name, value in values.items()} | versions()
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same in all processes of a job."""
+    return {"jax": jax.__version__, "expertmesh": __version__}
 
 
 def _nvlink(config: EpConfig) -> str | None:
@@ -137,8 +148,10 @@ def _processes_behind(phase: str, end: float) -> list[str]:
         time.sleep(0.1)
 
 
-def check_processes(function: str, facts: Mapping[str, str], *, timeout: float) -> None:
-    """Raises in all processes alike unless all call it in time, with the same facts.
+def check_processes(
+    function: str, facts: Mapping[str, str], *, what: str = "exchange", timeout: float
+) -> None:
+    """Raises in all processes alike unless all call it in time, with the same facts about `what`.
 
     Raises:
       RuntimeError: names `function`, and each process that has said nothing, with its host and devices.
@@ -153,7 +166,7 @@ def check_processes(function: str, facts: Mapping[str, str], *, timeout: float) 
     differences = _differences([json.loads(text or "") for text in said])
     if differences:
         raise ValueError(
-            f"{function}: all processes must mean the same exchange; got {'; '.join(differences)}; {_REMEDY}"
+            f"{function}: all processes must mean the same {what}; got {'; '.join(differences)}; {_REMEDY}"
         )
 
 

@@ -23,7 +23,7 @@ from expertmesh.ep import raise_stall, recv_capacity
 from expertmesh.ep.transports import choose_auto
 from expertmesh.ep.transports.choice import Exchange
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig, exchange_bytes
-from expertmesh.train import checkpoint, data, devices, flops, metrics, order1, rundir
+from expertmesh.train import agreement, checkpoint, data, devices, flops, metrics, order1, rundir
 from expertmesh.train.attention import implementation
 from expertmesh.train.data import Corpus
 from expertmesh.train.mesh import make_mesh, mesh_sizes
@@ -77,6 +77,7 @@ def run(options: Options) -> int:
     job = plan(options, corpus)
     _say(_describe(job))
     with job.trainer.on_mesh():
+        _agree(job)
         functions = _functions(job)
         start, state = _begin(job)
         began = time.perf_counter()
@@ -221,6 +222,19 @@ def _num_windows(options: Options) -> int:
 def _batch_size(options: Options) -> int:
     assert options.training.batch_size is not None  # _fill
     return options.training.batch_size
+
+
+def _agree(job: Job) -> None:
+    """Raises where the job's processes were not started alike."""
+    training, model = job.options.training, job.options.model
+    microbatch = _batch_size(job.options) // training.grad_accum
+    agreement.check_job(
+        job.options,
+        job.trainer,
+        job.config.moe.exchange(axis=("ep",), capacity=_capacity(job)),
+        tokens=(microbatch, model.seq_len),
+        fingerprint=job.corpus.fingerprint,
+    )
 
 
 def _begin(job: Job) -> tuple[int, TrainState]:
@@ -412,19 +426,24 @@ def _transport(job: Job) -> str:
     moe, ranks = job.config.moe, job.mesh.shape["ep"]
     if moe.transport != "auto" or ranks == 1:
         return moe.transport if ranks > 1 else "local"
-    tokens = _tokens_per_device(job)
-    capacity = recv_capacity(
-        moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
-    )
     return choose_auto(
         Exchange(
-            num_tokens=tokens,
+            num_tokens=_tokens_per_device(job),
             top_k=moe.top_k,
-            capacity=capacity,
+            capacity=_capacity(job),
             ep_size=ranks,
             dtype=moe.dtype,
             platform=platform_of(),
         )
+    )
+
+
+def _capacity(job: Job) -> int:
+    """Receive rows of a device, for one layer and microbatch."""
+    moe, ranks = job.config.moe, job.mesh.shape["ep"]
+    tokens = _tokens_per_device(job)
+    return recv_capacity(
+        moe.num_experts, moe.top_k, tokens, ranks, moe.row_alignment, moe.capacity_factor
     )
 
 
