@@ -16,7 +16,12 @@ import time
 
 from benchmarks import _measure, runnable
 
-SEVERAL = ("block_launches", "dispatch", "moe_block")  # use all GPUs that there are
+SEVERAL = (
+    "block_launches",
+    "dispatch",
+    "moe_block",
+    "weight_copies",
+)  # use all GPUs that there are
 # Of the others, in order of their time.
 LONG = (
     "compile_time",

@@ -27,8 +27,8 @@ def headers():
 def test_kernels_compile_and_keep_their_values_in_registers(architecture, headers, tmp_path):
     triton = pytest.importorskip("triton")
     names = _native.host().KERNELS
-    # Dispatch of rows of whole words or not; the same of combine, of three types as three types.
-    assert len(set(names)) == 2 + 3 * 3 * 2
+    # Dispatch of rows of whole words or not; the same of combine, of three types as three types; both by row.
+    assert len(set(names)) == 2 + 3 * 3 * 2 + 2
     compiled = kernels.exchange(architecture, headers, names).compile()
     file = tmp_path / "exchange.cubin"
     file.write_bytes(compiled.code)

@@ -22,7 +22,7 @@ using namespace expertmesh;
     }                                                                             \
   } while (0)
 
-constexpr int kRanks = 4, kTokens = 37, kChoices = 3, kLocal = 2, kCapacity = 70, kBlocks = 3;
+constexpr int kRanks = 4, kLocal = 2, kBlocks = 3;
 constexpr int kCanary = 256;  // bytes behind what a kernel writes
 
 template <typename T>
@@ -84,43 +84,63 @@ void Require(bool holds, const char* what, int at) {
 }
 
 struct Routes {
+  int tokens, choices, capacity;
   std::vector<int32_t> slot[kRanks], source[kRanks], row[kRanks];
+
+  Routes(int tokens, int choices, int capacity) : tokens(tokens), choices(choices), capacity(capacity) {
+    for (int r = 0; r < kRanks; ++r) {
+      slot[r].assign(tokens * choices, -1);
+      source[r].assign(capacity, -1);
+      row[r].assign(kRanks * tokens * choices, -1);
+    }
+  }
+  // Row n of rank r is of choice c.
+  void Set(int r, int n, int c) {
+    source[r][n] = c;
+    row[r][c] = n;
+    slot[c / choices / tokens][c % (tokens * choices)] = r * capacity + n;
+  }
 };
 
-Routes Draw(std::mt19937& random) {
-  const int group = kRanks * kTokens;
-  std::vector<int> expert(group * kChoices);
+// Tokens of drawn experts.
+Routes Draw(std::mt19937& random, ByToken) {
+  Routes routes(37, 3, 70);
+  std::vector<int> expert(kRanks * routes.tokens * routes.choices);
   for (int& e : expert) e = static_cast<int>(random() % (kRanks * kLocal + 1)) - 1;
-  Routes routes;
-  for (int r = 0; r < kRanks; ++r) {
-    routes.slot[r].assign(kTokens * kChoices, -1);
-    routes.source[r].assign(kCapacity, -1);
-    routes.row[r].assign(group * kChoices, -1);
-  }
   for (int r = 0; r < kRanks; ++r) {
     int n = 0;
     for (int e = r * kLocal; e < (r + 1) * kLocal; ++e) {
-      for (int c = 0; c < group * kChoices; ++c) {
-        if (expert[c] != e || n >= kCapacity) continue;
-        routes.source[r][n] = c;
-        routes.row[r][c] = n;
-        routes.slot[c / kChoices / kTokens][c % (kTokens * kChoices)] = r * kCapacity + n;
-        ++n;
+      for (size_t c = 0; c < expert.size(); ++c) {
+        if (expert[c] == e && n < routes.capacity) routes.Set(r, n++, static_cast<int>(c));
       }
     }
   }
   return routes;
 }
 
+// Few tokens, of which each rank but a token's own may have a row: choice r is of rank r. Some rows are of none.
+Routes Draw(std::mt19937& random, ByRow) {
+  Routes routes(5, kRanks, 4);
+  for (int r = 0; r < kRanks; ++r) {
+    for (int n = 0; n < routes.capacity; ++n) {
+      const int t = static_cast<int>(random() % (kRanks * routes.tokens)), c = t * kRanks + r;
+      if (t / routes.tokens != r && routes.row[r][c] < 0 && random() % 4) routes.Set(r, n, c);
+    }
+  }
+  return routes;
+}
+
+template <typename Places>
 void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int features, std::mt19937& random) {
-  const int group = kRanks * kTokens;
-  const Routes routes = Draw(random);
+  const Routes routes = Draw(random, Places{});
+  const int num_tokens = routes.tokens, num_choices = routes.choices, capacity = routes.capacity;
+  const int group = Places::kLong ? kRanks * capacity : kRanks * num_tokens;  // staging rows
   const auto padded = [](int64_t value) { return (value + 15) / 16 * 16; };
   Exchange x[kRanks] = {};
   Record* record = nullptr;
   CHECK(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Record), cudaHostAllocMapped));
   *record = Record{};
-  const int64_t stride = std::max(padded(bytes) + padded(more_bytes), padded(features * 4)), flags = kTokens * slices;
+  const int64_t stride = std::max(padded(bytes) + padded(more_bytes), padded(features * 4)), flags = num_tokens * slices;
   const int64_t staging = (kFlags + kRanks * flags * 4 + 15) / 16 * 16;
   std::vector<Written> written;
   char* windows[kRanks];
@@ -142,9 +162,9 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
     x[r].timeout = serial ? 20'000'000 : 20'000'000'000;
     x[r].rank = r;
     x[r].size = kRanks;
-    x[r].tokens = kTokens;
-    x[r].choices = kChoices;
-    x[r].capacity = kCapacity;
+    x[r].tokens = num_tokens;
+    x[r].choices = num_choices;
+    x[r].capacity = capacity;
     x[r].slices = slices;
     x[r].senders = 1;
   }
@@ -156,25 +176,25 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
   for (int r = 0; r < kRanks; ++r) {
     parts[r].count = num_parts;
     for (int p = 0; p < num_parts; ++p) {
-      tokens[p][r].resize(kTokens * part_bytes[p]);
+      tokens[p][r].resize(num_tokens * part_bytes[p]);
       for (char& c : tokens[p][r]) c = static_cast<char>(random());
-      char* result = written.emplace_back(kCapacity * part_bytes[p]).at;
+      char* result = written.emplace_back(capacity * part_bytes[p]).at;
       parts[r].part[p] = Part{OnDevice(tokens[p][r]), result, part_bytes[p], p ? padded(bytes) : 0};
     }
   }
   for (int turn = 0; turn < 3; ++turn) {
     EachRank(serial, turn + 1, [&](int r, cudaStream_t stream) {
       const bool wide = (bytes | more_bytes) % 16 == 0;
-      return Launch(wide ? Dispatch<BulkRows> : Dispatch<AnyRows>, stream, x[r], parts[r]);
+      return Launch(wide ? Dispatch<BulkRows<Places>> : Dispatch<AnyRows>, stream, x[r], parts[r]);
     });
     for (int r = 0; r < kRanks; ++r) {
       if (serial && r != turn % kRanks) continue;
       for (int p = 0; p < num_parts; ++p) {
-        const auto rows = OnHost(parts[r].part[p].result, kCapacity * part_bytes[p]);
-        for (int n = 0; n < kCapacity; ++n) {
-          const int c = routes.source[r][n], t = c / kChoices;
+        const auto rows = OnHost(parts[r].part[p].result, capacity * part_bytes[p]);
+        for (int n = 0; n < capacity; ++n) {
+          const int c = routes.source[r][n], t = c / num_choices;
           std::vector<char> want(part_bytes[p], 0);
-          if (c >= 0) std::memcpy(want.data(), &tokens[p][t / kTokens][t % kTokens * part_bytes[p]], part_bytes[p]);
+          if (c >= 0) std::memcpy(want.data(), &tokens[p][t / num_tokens][t % num_tokens * part_bytes[p]], part_bytes[p]);
           Require(!std::memcmp(want.data(), &rows[n * part_bytes[p]], part_bytes[p]), "dispatch", n);
         }
       }
@@ -191,26 +211,27 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
   const T* held[kRanks];
   T* out[kRanks];
   for (int r = 0; r < kRanks; ++r) {
-    for (int i = 0; i < kCapacity * features; ++i) rows[r].push_back(__float2bfloat16(static_cast<int>(random() % 17) - 8));
+    for (int i = 0; i < capacity * features; ++i) rows[r].push_back(__float2bfloat16(static_cast<int>(random() % 17) - 8));
     held[r] = OnDevice(rows[r]);
-    out[r] = reinterpret_cast<T*>(written.emplace_back(kTokens * features * sizeof(T)).at);
+    out[r] = reinterpret_cast<T*>(written.emplace_back(num_tokens * features * sizeof(T)).at);
   }
   const auto check = [&](auto wire) {
     using W = decltype(wire);
     EachRank(serial, 1, [&](int r, cudaStream_t stream) {
-      const auto kernel = features % 8 == 0 ? Combine<T, W, BulkSums<T, W>> : Combine<T, W, AnySums<T, W>>;
+      const auto kernel =
+          features % 8 == 0 ? Combine<T, W, BulkSums<T, W>, Places> : Combine<T, W, AnySums<T, W>, Places>;
       return Launch(kernel, stream, x[r], reinterpret_cast<const char*>(held[r]), reinterpret_cast<char*>(out[r]),
                     features);
     });
     for (int r = 0; r < kRanks; ++r) {
       if (serial && r != 0) continue;
-      const auto sums = OnHost(out[r], kTokens * features);
-      for (int t = 0; t < kTokens; ++t) {
+      const auto sums = OnHost(out[r], num_tokens * features);
+      for (int t = 0; t < num_tokens; ++t) {
         for (int f = 0; f < features; ++f) {
           float want = 0;  // of small integers: exact in every type
-          for (int k = 0; k < kChoices; ++k) {
-            const int s = routes.slot[r][t * kChoices + k];
-            if (s >= 0) want += __bfloat162float(rows[s / kCapacity][s % kCapacity * features + f]);
+          for (int k = 0; k < num_choices; ++k) {
+            const int s = routes.slot[r][t * num_choices + k];
+            if (s >= 0) want += __bfloat162float(rows[s / capacity][s % capacity * features + f]);
           }
           Require(__bfloat162float(sums[t * features + f]) == want, "combine", t);
         }
@@ -226,12 +247,16 @@ void Run(bool serial, int slices, int64_t bytes, int64_t more_bytes, int feature
 int main(int count, char**) {
   const bool serial = count > 1;
   std::mt19937 random(0);
-  Run(serial, 1, 48, 0, 24, random);
-  Run(serial, 4, 4096, 20, 1024, random);
-  Run(serial, 1, 14, 3, 7, random);
-  Run(serial, 8, 528, 8, 264, random);
-  Run(serial, 2, 4096, 128, 4096, random);
-  Run(serial, 8, 4096, 128, 4096, random);  // a warp has so many pieces that it flags several at once
-  Run(serial, 1, 36864, 224, 18432, random);  // more than a warp's room
+  Run<ByToken>(serial, 1, 48, 0, 24, random);
+  Run<ByToken>(serial, 4, 4096, 20, 1024, random);
+  Run<ByToken>(serial, 1, 14, 3, 7, random);
+  Run<ByToken>(serial, 8, 528, 8, 264, random);
+  Run<ByToken>(serial, 2, 4096, 128, 4096, random);
+  Run<ByToken>(serial, 8, 4096, 128, 4096, random);  // a warp has so many pieces that it flags several at once
+  Run<ByToken>(serial, 1, 36864, 224, 18432, random);  // more than a warp's room
+  Run<ByRow>(serial, 1, 48, 0, 24, random);
+  Run<ByRow>(serial, 7, 4096, 0, 1024, random);
+  Run<ByRow>(serial, 2, 36864, 224, 18432, random);
+  Run<ByRow>(serial, 60, 983040, 0, 245760, random);  // as of weights
   std::printf("ok\n");
 }

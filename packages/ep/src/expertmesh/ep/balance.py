@@ -38,7 +38,7 @@ from expertmesh.ep.config import EpConfig
 from expertmesh.ep.copy_plan import plan_copies
 from expertmesh.ep.dispatch import prepare
 from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, group_rank, group_size
-from expertmesh.ep.transports import BY_NAME, Transport
+from expertmesh.ep.transports import find_by_row
 from expertmesh.ep.wire import PLAIN
 
 __all__ = ["Balanced", "Copies", "balance", "copy_experts"]
@@ -148,8 +148,9 @@ def copy_experts(
       [E + R S, ...] in the dtype of the weight, split as it is; zeros in a slot that holds nothing. The cotangent of an
       expert is the sum of its own slot's and its copies', in order of ranks, in float32 (in float64 if it is float64).
 
-    Costs an exchange of one block of min(e, S) weights for each pair of ranks, whatever the plan is. Under the
-    transport "ragged" it moves existing copies only. The backward exchanges their cotangents in float32.
+    Costs an exchange. Under "nvlink", or where "auto" stands for it, and under "ragged" it moves existing copies only;
+    else one block of min(e, S) weights for each pair of ranks, whatever the plan is. The backward exchanges their
+    cotangents in float32. The window of "nvlink" must hold, twice, the copies of S experts, and 256 MiB of cotangents.
     """
     if not copies.axis or not copies.expert.shape[1]:
         return weight
@@ -271,11 +272,6 @@ def _route(expert_RS: jax.Array, num_local: int, axis: Axis) -> Route:
     )
 
 
-def _transport(name: str) -> Transport:
-    """Between ranks of which each needs few of the others' experts."""
-    return BY_NAME["ragged" if name == "ragged" else "all_to_all"]
-
-
 def _copy_reference(
     weight: jax.Array, expert_RS: jax.Array, *, axis: Axis, transport: str, dtype: DTypeLike
 ) -> jax.Array:
@@ -285,7 +281,8 @@ def _copy_reference(
     if in_bytes:
         sent_TD = jax.lax.bitcast_convert_type(sent_TD, jnp.uint8)
     route = _route(expert_RS, shape[0], axis)
-    copies_SD = _transport(transport).dispatch(sent_TD, route, axis=axis)
+    move = find_by_row(transport, route, sent_TD.dtype, axis).dispatch
+    copies_SD = move(sent_TD, route, axis=axis)
     if in_bytes:
         copies_SD = jax.lax.bitcast_convert_type(copies_SD, dtype)
     copies = copies_SD.astype(weight.dtype).reshape(num_spare, *shape[1:])
@@ -300,7 +297,8 @@ def _add_reference(
     wide = jnp.promote_types(grads.dtype, jnp.float32)
     rows_SD = copies.reshape(copies.shape[0], prod(copies.shape[1:])).astype(wide)
     route = _route(expert_RS, num_local, axis)
-    sums_TD = _transport(transport).combine(rows_SD, route, axis=axis, wire=PLAIN)
+    add = find_by_row(transport, route, wide, axis).combine
+    sums_TD = add(rows_SD, route, axis=axis, wire=PLAIN)
     return (own.astype(wide) + sums_TD.reshape(own.shape)).astype(grads.dtype)
 
 

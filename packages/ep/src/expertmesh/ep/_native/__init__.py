@@ -14,7 +14,12 @@ import jax
 from expertmesh.core.native import load_extension
 from expertmesh.ep._native import build, kernels
 
-DISPATCH, COMBINE = "expertmesh_ep_nvlink_dispatch", "expertmesh_ep_nvlink_combine"
+# XLA's names of the custom calls, by those in the extension.
+TARGETS = {
+    name: f"expertmesh_ep_nvlink_{name.lower()}"
+    for name in ("DISPATCH", "COMBINE", "DISPATCH_BY_ROW", "COMBINE_BY_ROW")
+}
+DISPATCH, COMBINE, DISPATCH_BY_ROW, COMBINE_BY_ROW = TARGETS.values()
 
 
 def unsupported() -> str | None:
@@ -30,7 +35,7 @@ def host() -> ModuleType | str:
 
 @functools.cache
 def load(architecture: str) -> None:
-    """Compiles what no earlier process has, and gives XLA the custom calls `DISPATCH` and `COMBINE`.
+    """Compiles what no earlier process has, and gives XLA the custom calls `TARGETS`.
 
     Args:
       architecture: such as "sm_90a", of this process' GPUs.
@@ -47,8 +52,8 @@ def load(architecture: str) -> None:
     peers = kernels.peers(architecture, headers)
     query = kernels.compile_once(peers).code if peers else b""
     module.load(exchange.code, list(exchange.names), query, headers.nccl_version)
-    jax.ffi.register_ffi_target(DISPATCH, module.DISPATCH, platform="CUDA")
-    jax.ffi.register_ffi_target(COMBINE, module.COMBINE, platform="CUDA")
+    for name, target in TARGETS.items():
+        jax.ffi.register_ffi_target(target, getattr(module, name), platform="CUDA")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,10 @@
 //   combine:  a rank adds up its rows of token t of rank s in float32, stores the sum at s as staging row
 //             rank * T + t, then the flag; s adds up what came, in order of ranks.
 //
+// That is staging by token. Few long rows, such as copies of weights, are staged by row: there a half has C rows in a
+// dispatch, row n for what goes to receive row n, and R * C in a combine, row rank * C + n for the sum that has row n of
+// `rank`. A token then has one choice at most on each rank.
+//
 // A flag is the epoch's number, so that it is never reset: a larger one says that its rank is further on. A half is
 // written again two exchanges later: a sender first waits until every peer has finished the exchange before the last
 // (`done`). Only that and a missing flag are waited for, and senders are the first blocks of the grid, so that they run
@@ -134,14 +138,60 @@ __device__ uint64_t RanksOf(const Exchange& x, int32_t slot) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Part of a row of every rank that is in `ranks`.
+// Part of a row of every rank that is in `ranks`; each lane holds the slot of a choice.
 struct Sent {
   uint64_t ranks;
   int token, slice;
+  int32_t slot;
 };
 
 // The ranks after this one: each rank begins with another.
 __device__ int Rank(const Exchange& x, int i) { return (x.rank + i) % x.size; }
+
+// Which row of a half has what one rank sends another. The warp calls each function; each lane holds the slot of a choice
+// of the token, or as `held` the row that the choice has here.
+struct ByToken {
+  static constexpr bool kLong = false;
+
+  // In a dispatch: calls f(rank, staging row) in the lanes that store a token.
+  template <typename F>
+  __device__ static void EachPlace(const Exchange& x, const Sent& next, int lane, F f) {
+    for (int i = lane; i < x.size; i += 32) {
+      const int r = Rank(x, i);
+      if (next.ranks >> r & 1) f(r, x.rank * x.tokens + next.token);
+    }
+  }
+  // In a dispatch: of token t of rank s.
+  __device__ static int Arrived(const Exchange& x, int s, int t, int32_t) { return s * x.tokens + t; }
+  // In a combine: of this rank's sum of token t.
+  __device__ static int Returned(const Exchange& x, int t, int32_t) { return x.rank * x.tokens + t; }
+  // In a combine: of the sum of token t from rank r, which is a lane's own.
+  __device__ static int From(const Exchange& x, int r, int t, int32_t) { return r * x.tokens + t; }
+};
+
+struct ByRow {
+  static constexpr bool kLong = true;
+
+  template <typename F>
+  __device__ static void EachPlace(const Exchange& x, const Sent& next, int, F f) {
+    const int r = next.slot / x.capacity;
+    if (next.slot >= 0 && r != x.rank) f(r, next.slot % x.capacity);
+  }
+  __device__ static int Arrived(const Exchange&, int, int, int32_t held) { return Only(held); }
+  __device__ static int Returned(const Exchange& x, int, int32_t held) { return x.rank * x.capacity + Only(held); }
+  __device__ static int From(const Exchange& x, int r, int, int32_t slot) {
+    int row = 0;
+    for (int k = 0; k < x.choices; ++k) {
+      const int32_t other = __shfl_sync(kAll, slot, k);
+      if (other >= 0 && other / x.capacity == r) row = other;
+    }
+    return row;
+  }
+
+ private:
+  // What one lane holds; the others hold -1.
+  __device__ static int Only(int32_t held) { return __reduce_max_sync(kAll, held); }
+};
 
 template <typename V>
 __device__ V Filled(unsigned char byte) {
@@ -282,6 +332,7 @@ extern __shared__ __align__(128) char shared[];
 __device__ SmemStaging StagingOf(const Role& role) { return SmemStaging(shared, kWarps, role.warp, role.lane); }
 
 // Moves rows whose parts are multiples of 16 bytes: a staging row is its parts, one after the other.
+template <typename Places>
 struct BulkRows {
   static constexpr int kBurst = 2048;  // bytes to a rank before the next rank's turn, so that none holds up the others
   SmemStaging staging;
@@ -314,19 +365,16 @@ struct BulkRows {
   __device__ void Send(const Exchange& x, const Parts& parts, uint32_t epoch, const Sent& next, int lane,
                        Settle settle) {
     const Range words = Slice(x, next.slice, Bytes(parts) / 16);
-    const int64_t row = x.rank * x.tokens + next.token;
     for (int64_t at = words.begin * 16; at < words.end * 16; at += kSmemStaging) {
       const int count = min(static_cast<int64_t>(kSmemStaging), words.end * 16 - at);
       SmemStaging::AwaitRead();
       FetchToken(parts, next.token, at, count, lane);
       staging.Await();
       if (at == words.begin * 16) settle();
-      for (int i = lane; i < x.size; i += 32) {
-        const int r = Rank(x, i);
-        if (!(next.ranks >> r & 1)) continue;
+      Places::EachPlace(x, next, lane, [&](int r, int row) {
         char* to = StagingRow(x, r, epoch, row) + at;
         for (int from = 0; from < count; from += kBurst) staging.Store(from, to + from, min(kBurst, count - from));
-      }
+      });
       SmemStaging::Commit();
     }
   }
@@ -334,17 +382,21 @@ struct BulkRows {
   // Until what a lane has stored is there.
   __device__ static void AwaitSent() { SmemStaging::AwaitStored(); }
 
-  // Rows without a token, in turn between warps and lanes: they are often next to each other.
+  // Rows without a token, in turn between warps and lanes: they are often next to each other. Of long rows a warp clears
+  // a slice at a time.
   __device__ void Clear(const Exchange& x, const Parts& parts, int first, int warps, int lane) {
     Fill(0, lane);
-    const int64_t groups = (x.capacity + 31) / 32;
+    const int slices = Places::kLong ? x.slices : 1;
+    const int64_t pieces = static_cast<int64_t>(x.capacity) * slices;
+    const int64_t groups = Places::kLong ? pieces : (pieces + 31) / 32;
     for (int64_t g = first; g < groups; g += warps) {
-      const int64_t n = lane * groups + g;
-      if (n >= x.capacity || x.source[n] >= 0) continue;
+      const int64_t i = lane * groups + g, n = i / slices, slice = i % slices;
+      if (i >= pieces || x.source[n] >= 0) continue;
       for (int p = 0; p < parts.count; ++p) {
         const Part& part = parts.part[p];
-        for (int64_t at = 0; at < part.row_bytes; at += kSmemStaging) {
-          const int count = min(static_cast<int64_t>(kSmemStaging), part.row_bytes - at);
+        const int64_t words = part.row_bytes / 16, end = words * (slice + 1) / slices * 16;
+        for (int64_t at = words * slice / slices * 16; at < end; at += kSmemStaging) {
+          const int count = min(static_cast<int64_t>(kSmemStaging), end - at);
           staging.Store(0, part.result + n * part.row_bytes + at, count);
         }
       }
@@ -355,6 +407,7 @@ struct BulkRows {
   __device__ void Receive(const Exchange& x, const Parts& parts, uint32_t epoch, int s, int t, int slice,
                           int32_t held, bool came, int lane) {
     const Range words = Slice(x, slice, Bytes(parts) / 16);
+    const int row = Places::Arrived(x, s, t, held);
     for (int64_t at = words.begin * 16; at < words.end * 16; at += kSmemStaging) {
       const int count = min(static_cast<int64_t>(kSmemStaging), words.end * 16 - at);
       SmemStaging::AwaitRead();
@@ -365,7 +418,7 @@ struct BulkRows {
         staging.Expect(count, lane);
         if (lane == 0) {
           SmemStaging::ShowMemory();
-          staging.Fetch(0, StagingRow(x, x.rank, epoch, s * x.tokens + t) + at, count);
+          staging.Fetch(0, StagingRow(x, x.rank, epoch, row) + at, count);
         }
         staging.Await();
       } else {
@@ -404,7 +457,7 @@ __device__ void WithUnit(int64_t bytes, F f) {
   }
 }
 
-// Moves rows of any length, through registers.
+// Moves rows of any length, through registers; staged by token.
 struct AnyRows {
   __device__ explicit AnyRows(const Role&) {}
 
@@ -486,7 +539,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     int32_t slot;
     for (int i; (i = slots.Next(slot)) < count;) {
       const int n = i / role.warps;
-      const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices};
+      const Sent next{RanksOf(x, slot) & ~(1ull << x.rank), i / x.slices, i % x.slices, slot};
       if (!next.ranks) continue;
       rows.Send(x, parts, epoch, next, lane, [&] { settle(min(n, rounds - n)); });
       pending.Add(next.ranks, i, lane);
@@ -695,7 +748,7 @@ __device__ int64_t OwnRow(int32_t held, unsigned lanes, int before, int lane) {
   return __shfl_sync(kAll, held, is_own ? NthBit(lanes, lane - before) : 0);
 }
 
-template <typename T, typename W, typename Sums>
+template <typename T, typename W, typename Sums, typename Places = ByToken>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     Combine(const __grid_constant__ Exchange x, const char* rows, char* out, int64_t features) {
   const uint32_t epoch = Epoch(x);
@@ -724,7 +777,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       const int n = i / role.warps;
       const int slice = i % x.slices, s = rank_of(i), t = token_of(i), own = __popc(lanes);
       const Terms terms{rows + OwnRow(held, lanes, 0, lane) * bytes, 0, own, own};
-      char* staged = StagingRow(x, s, epoch, x.rank * x.tokens + t);
+      char* staged = StagingRow(x, s, epoch, Places::Returned(x, t, held));
       sums.template Add<W>(terms, Slice(x, slice, words), staged, true, lane, [&] { settle(min(n, rounds - n)); });
       pending.Add(1ull << s, t * x.slices + slice, lane);
     }
@@ -736,7 +789,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     RoundRobin held_rows(x, role, x.row + mine * x.choices, count, [&](int i) { return i / x.slices; });
     for (int n = 0, i; (i = role.Item(n)) < count; ++n) {
       const int t = i / x.slices, slice = i % x.slices;
-      const uint64_t others = RanksOf(x, slots.Next()) & ~(1ull << x.rank);
+      const int32_t slot = slots.Next();
+      const uint64_t others = RanksOf(x, slot) & ~(1ull << x.rank);
       const int32_t held = held_rows.Next();
       const unsigned lanes = __ballot_sync(kAll, held >= 0);
       bool came = true;
@@ -748,10 +802,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       const int count = __popcll(others) + own;
       const bool is_own = lane >= before && lane < before + own;
       const char* at = rows + OwnRow(held, lanes, before, lane) * bytes;
-      if (!is_own && lane < count) {
-        const int r = NthBit(others, lane < before ? lane : lane - own);
-        at = StagingRow(x, x.rank, epoch, r * x.tokens + t);
-      }
+      const int r = !is_own && lane < count ? NthBit(others, lane < before ? lane : lane - own) : -1;
+      const int came_at = Places::From(x, r, t, slot);
+      if (r >= 0) at = StagingRow(x, x.rank, epoch, came_at);
       const Terms terms{at, before, own, count};
       sums.template Add<T>(terms, Slice(x, slice, words), out + t * bytes, came, lane, [] {});
     }

@@ -53,7 +53,7 @@ using Comm = Nccl::Comm;
 using Stream = Driver::Stream;
 
 // The kernels in exchange.cu by the types of rows and sums, as NVRTC takes their names, and by whether rows are whole
-// words.
+// words; then those that stage by row, which must be whole words, and sums float32.
 constexpr const char* kTypes[] = {"float", "__nv_bfloat16", "__half"};
 
 size_t DispatchKernel(bool wide) { return wide; }
@@ -62,9 +62,11 @@ size_t CombineKernel(Type rows, Type wire, bool wide) {
   return 2 + (static_cast<int>(rows) * std::size(kTypes) + static_cast<int>(wire)) * 2 + wide;
 }
 
+constexpr size_t kDispatchByRow = 2 + 2 * std::size(kTypes) * std::size(kTypes), kCombineByRow = kDispatchByRow + 1;
+
 std::vector<std::string> KernelNames() {
   std::vector<std::string> names = {"expertmesh::Dispatch<expertmesh::AnyRows>",
-                                    "expertmesh::Dispatch<expertmesh::BulkRows>"};
+                                    "expertmesh::Dispatch<expertmesh::BulkRows<expertmesh::ByToken>>"};
   for (const std::string rows : kTypes) {
     for (const std::string wire : kTypes) {
       for (const std::string sums : {"AnySums", "BulkSums"}) {
@@ -73,6 +75,8 @@ std::vector<std::string> KernelNames() {
       }
     }
   }
+  names.push_back("expertmesh::Dispatch<expertmesh::BulkRows<expertmesh::ByRow>>");
+  names.push_back("expertmesh::Combine<float, float, expertmesh::BulkSums<float, float>, expertmesh::ByRow>");
   return names;
 }
 
@@ -313,11 +317,11 @@ ffi::Error Prepare(CollectivesContext collectives, Args, Rets, Attributes a) {
   return collectives.RequestCommunicator(ffi::GroupMode::kFlattenedId, Groups(a), kCommunicationId);
 }
 
-ffi::Error Initialize(CollectivesContext collectives, Args, Rets, Attributes a) {
+ffi::Error Initialize(CollectivesContext collectives, Args args, Rets, Attributes a) {
   auto comm = CommOf(collectives, a);
   if (comm.has_error()) return comm.error();
   Window& window = WindowOf(comm.value());
-  const int64_t flags = a.rows / a.size * a.slices;
+  const int64_t flags = args.get<ffi::AnyBuffer>(0)->dimensions()[0] * a.slices;  // of a rank's tokens
   if (window.memory != nullptr && flags <= window.flags && a.rows * a.stride <= window.half) {
     return ffi::Error::Success();
   }
@@ -373,6 +377,7 @@ ffi::Error Launch(const Window& window, size_t kernel, int64_t blocks, Stream st
   return error ? FailCuda(cuda, "a kernel cannot be launched", error) : ffi::Error::Success();
 }
 
+template <bool by_row>
 ffi::Error Dispatch(CollectivesContext collectives, Stream stream, Args args, Rets rets, Attributes a) {
   Exchange x{};
   auto window = Begin(collectives, stream, args, a, x);
@@ -389,8 +394,9 @@ ffi::Error Dispatch(CollectivesContext collectives, Stream stream, Args args, Re
     offset += RoundUp(bytes, 16);
     wide = wide && bytes % 16 == 0;
   }
+  if (by_row && !wide) return Fail("rows that are staged by row must be multiples of 16 bytes");
   void* arguments[] = {&x, &parts};
-  return Launch(**window, DispatchKernel(wide), x.senders + a.receivers, stream, arguments);
+  return Launch(**window, by_row ? kDispatchByRow : DispatchKernel(wide), x.senders + a.receivers, stream, arguments);
 }
 
 bool TypeOf(ffi::DataType dtype, Type& type) {
@@ -401,6 +407,7 @@ bool TypeOf(ffi::DataType dtype, Type& type) {
   return true;
 }
 
+template <bool by_row>
 ffi::Error Combine(CollectivesContext collectives, Stream stream, Args args, Rets rets, Attributes a) {
   Exchange x{};
   auto window = Begin(collectives, stream, args, a, x);
@@ -412,7 +419,12 @@ ffi::Error Combine(CollectivesContext collectives, Stream stream, Args args, Ret
   const void* rows = values.untyped_data();
   void* out = result->untyped_data();
   int64_t features = values.dimensions()[1];
-  const size_t kernel = CombineKernel(type, static_cast<Type>(a.wire), features % 8 == 0);
+  const Type wire = static_cast<Type>(a.wire);
+  const bool wide = features % 8 == 0;
+  if (by_row && (type != Type::kF32 || wire != Type::kF32 || !wide)) {
+    return Fail("rows that are staged by row must be float32, and multiples of 32 bytes");
+  }
+  const size_t kernel = by_row ? kCombineByRow : CombineKernel(type, wire, wide);
   void* arguments[] = {&x, &rows, &out, &features};
   return Launch(**window, kernel, x.senders + a.receivers, stream, arguments);
 }
@@ -430,8 +442,10 @@ auto Executing() {
 
 XLA_FFI_DEFINE_HANDLER(kPrepare, Prepare, Preparing());
 XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize, Initializing());
-XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch, Executing());
-XLA_FFI_DEFINE_HANDLER(kCombine, Combine, Executing());
+XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch<false>, Executing());
+XLA_FFI_DEFINE_HANDLER(kCombine, Combine<false>, Executing());
+XLA_FFI_DEFINE_HANDLER(kDispatchOfRows, Dispatch<true>, Executing());
+XLA_FFI_DEFINE_HANDLER(kCombineOfRows, Combine<true>, Executing());
 
 // As jax.ffi.register_ffi_target takes it.
 py::dict Stages(XLA_FFI_Handler* execute) {
@@ -485,6 +499,8 @@ PYBIND11_MODULE(_host, module) {
   module.attr("KERNELS") = ListedNames();
   module.attr("DISPATCH") = Stages(kDispatch);
   module.attr("COMBINE") = Stages(kCombine);
+  module.attr("DISPATCH_BY_ROW") = Stages(kDispatchOfRows);
+  module.attr("COMBINE_BY_ROW") = Stages(kCombineOfRows);
   module.def("load", &Load, "Takes the kernels for this process' GPUs: code and names in the order of KERNELS.");
   module.def("window_bytes", &WindowBytes, "Bytes of all windows of this process.");
   module.def("take_stall", &TakeStall, "Takes the record (epoch, rank, peer, phase) of a wait that timed out.");

@@ -25,6 +25,7 @@ from expertmesh.ep.transports import (
 )
 from expertmesh.ep.transports.block_transport import BlockTransport
 from expertmesh.ep.transports.choice import Exchange, Unlinked, choose, received
+from expertmesh.ep.transports.nvlink_by_row import NvlinkByRow
 from expertmesh.ep.wire import Wire
 
 
@@ -68,6 +69,16 @@ def find_transport(
     if wire is not None and BY_NAME[base].unsupported(dataclasses.replace(exchange, wire=wire)):
         return BY_NAME["all_to_all"]
     return _detailed(base, detail) if detail else BY_NAME[base]
+
+
+def find_by_row(name: str, route: Route, dtype: DTypeLike, axis: Axis) -> Transport:
+    """For few long rows, with one choice at most of a token on each rank: the transport of that name where it sends no
+    other rows, as "ragged" and "nvlink" do, else "all_to_all"."""
+    exchange = _exchange(route, dtype, axis)
+    base, _, detail = (choose_auto(exchange) if name == "auto" else name).partition(":")
+    if base == "nvlink" and BY_NAME[base].unsupported(exchange) is None:
+        return NvlinkByRow(int(detail)) if detail else NvlinkByRow()
+    return BY_NAME["ragged" if base == "ragged" else "all_to_all"]
 
 
 def _detailed(base: str, detail: str) -> Transport:

@@ -115,6 +115,7 @@ class Nvlink:
         row_bytes: int,
         slices: int,
         wire: int = 0,
+        staging_rows: int | None = None,
     ) -> tuple[jax.Array, ...]:
         if any(0 in x.shape for xs in (types, payload) for x in xs):
             return tuple(jnp.zeros(x.shape, x.dtype) for x in types)
@@ -127,7 +128,7 @@ class Nvlink:
             *operands,
             groups=_groups(axis),
             size=np.int64(group_size(axis)),
-            rows=np.int64(route.row_GK.shape[0]),
+            rows=np.int64(staging_rows or route.row_GK.shape[0]),
             stride=np.int64(roundup(row_bytes, LINE)),
             slices=np.int64(slices),
             wire=np.int64(wire),
