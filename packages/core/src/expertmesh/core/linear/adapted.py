@@ -30,7 +30,8 @@ class Adapted:
       a, b: float[*E, K, R] and float[*E, R, *N]; their gradients have their dtypes. One of them includes the factor
         alpha / rank. Both None: the weight is frozen, and nothing is added.
 
-    GEMMs with A or B compute in the dtype of x, under any recipe.
+    A, B and what is multiplied by them compute in the dtype of x under any recipe. `dense` and `grouped_dense` multiply
+    x and dy as they are given; the experts of a block as they are quantized.
     """
 
     weight: Any
