@@ -1,11 +1,13 @@
 """`python -m expertmesh.convert`: folders there and back, written and read by hand."""
 
+import gc
 import io
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +259,33 @@ def test_8_bits_are_made(folder):
         _, found, config = converted(start, to, f"wide-{to}")
         assert config == MIXTRAL
         assert {w.dtype for n, w in found.items() if "moe" in n} == {np.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("options, most", [((), 1.3), (("--fp8",), 1.8)], ids=["as-it-is", "fp8"])
+def test_one_tensor_at_a_time_is_in_memory(folder, tmp_path, options, most):
+    """There and back, of a model of 38 MB: at most the largest array of 16 bits once, and what compiling takes."""
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, num_hidden_layers=12)
+    hf_config = QWEN3 | sizes | {"mlp_only_layers": []}
+    weights = {
+        name: w.astype(ml_dtypes.bfloat16)
+        for layer in hf.moe_layers(hf_config)
+        for name, w in make_weights(hf_config, layer).items()
+    }
+    source, total = folder(hf_config, weights), sum(w.nbytes for w in weights.values())
+    del weights
+    largest = 16 * 256 * 2 * 256 * 2  # wi of a layer
+    assert total > 8 * largest
+    convert = [str(source), str(tmp_path / "ours"), "--to", "expertmesh", "--quiet"]
+    back = [str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "huggingface", "--quiet"]
+    gc.collect()
+    gc.freeze()  # the collector leaves out what the tests before have left
+    tracemalloc.start()
+    assert main([*convert, *options]) == main([*back, *options]) == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    gc.unfreeze()
+    print(f"{peak / largest:.2f} of the largest array")
+    assert largest / 2 < peak < most * largest
 
 
 def refused(capsys, *arguments):

@@ -183,8 +183,14 @@ def bias_tensor(layout: Layout, bias: Any) -> list[Tensors]:
 
 
 def _plain(source: _Matrices, name: str, target: Layout, places: list[Place]) -> Tensors:
-    kind = (target.shapes[name], source.dtype_of(places[0].param))
-    return Tensors(types={name: kind}, make=lambda: {name: extract(places, source.values)})
+    shape, first = target.shapes[name], places[0]
+
+    def make() -> dict[str, np.ndarray]:
+        if len(places) > 1 or first.transposed:
+            return {name: extract(places, source.values)}
+        return {name: source.values(first.param, first.at).reshape(shape)}  # without a copy
+
+    return Tensors(types={name: (shape, source.dtype_of(first.param))}, make=make)
 
 
 def _unsplit(name: str, layout: Layout, *, matrix: bool = False) -> list[Place]:

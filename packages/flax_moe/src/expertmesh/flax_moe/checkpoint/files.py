@@ -230,10 +230,13 @@ def _write_file(
     with open(part, "wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         for tensors in shard:
-            for name, array in tensors.make().items():
+            made = dict(tensors.make())
+            while made:  # each is let go of before the next is made
+                name, array = made.popitem()
                 _check_type(name, array, types[name])
                 stream.seek(8 + len(header) + offsets[name])
                 stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                del array
             report.wrote(next(iter(tensors.types)), tensors.nbytes)
     part.replace(path)
 

@@ -162,12 +162,15 @@ def extract(places: Iterable[Place], of_param: Callable[[str, Index], np.ndarray
 
     The result is contiguous, and nothing else refers to it.
     """
-    parts = [(place, of_param(place.param, place.at)) for place in places]
-    first, part = parts[0]
-    own = [*part.shape[:-1], len(parts) * part.shape[-1]]
+    first, *others = places
+    part = of_param(first.param, first.at)
+    own = [*part.shape[:-1], (1 + len(others)) * part.shape[-1]]
     out = np.empty(_swapped(own) if first.transposed else own, part.dtype)
-    for place, part in parts:
+    for place in (first, *others):
+        if place is not first:
+            part = of_param(place.param, place.at)
         (out.mT if place.transposed else out)[..., place.columns] = part
+        del part  # before the next is made
     return out.reshape((1,) * first.ones + out.shape)
 
 
