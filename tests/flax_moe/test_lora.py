@@ -298,6 +298,30 @@ def test_a_recipe_quantizes_the_base_alone():
     assert_adapters(d_adapters, adapters, want.d_params, tolerance=0.15)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, expert_dim", [(512, 128), (256, 384)], ids=str)
+@pytest.mark.parametrize("recipe, tolerance", [(None, 0.02), ("Float8BlockScaling", 0.15)])
+def test_on_a_gpu(recipe, tolerance, width, expert_dim):
+    """Tokens read where they are and their rows' sums, or neither; thin GEMMs of both formats, terms inside the sums."""
+    lora = LoRA(rank=16, alpha=32)
+    config = make_config(
+        recipe=recipe, use_bias=False, expert_dim=expert_dim, dtype="bfloat16", aux_loss_coeff=0
+    )
+    rounded = partial(jax.tree.map, lambda a: np.float32(jnp.bfloat16(a)))
+    data, adapters = rounded(
+        (make_data(config, (16, 32, width)), drawn(lora_shapes(width, config, lora)))
+    )
+    adapters = rounded(jax.tree.map(lambda a: a / 4, adapters))
+    plain = make_config(use_bias=False, expert_dim=expert_dim, aux_loss_coeff=0)
+    want = run(merged(data, adapters, lora), plain)
+    grad = jax.jit(jax.value_and_grad(loss(config, lora), argnums=(0, 1), has_aux=True))
+    half = {k: w if k == "gate_kernel" else jnp.bfloat16(w) for k, w in data.params.items()}
+    (_, out), (d_adapters, d_x) = grad(adapters, jnp.bfloat16(data.x), half, data.dy)
+    for got, expected in ((out.y, want.y), (d_x, want.d_x)):
+        assert relative_error(np.asarray(got, np.float32), expected) < tolerance
+    assert_adapters(d_adapters, adapters, want.d_params, tolerance, lora)
+
+
 def test_merge():
     config = make_config(shared_expert_dim=20)
     data = make_data(config, (8, 3, 16))
