@@ -302,7 +302,7 @@ def test_a_recipe_quantizes_the_base_alone():
 @pytest.mark.parametrize("width, expert_dim", [(512, 128), (256, 384)], ids=str)
 @pytest.mark.parametrize("recipe, tolerance", [(None, 0.02), ("Float8BlockScaling", 0.15)])
 def test_on_a_gpu(recipe, tolerance, width, expert_dim):
-    """Tokens read where they are and their rows' sums, or neither; thin GEMMs of both formats, terms inside the sums."""
+    """Tokens read where they are and their rows summed, or neither; thin GEMMs of both formats, terms in the sums."""
     lora = LoRA(rank=16, alpha=32)
     config = make_config(
         recipe=recipe, use_bias=False, expert_dim=expert_dim, dtype="bfloat16", aux_loss_coeff=0
