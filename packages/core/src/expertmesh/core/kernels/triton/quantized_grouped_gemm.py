@@ -14,10 +14,10 @@ from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config
 from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
+    RANK_STEP,
     add_low_rank,
     banded_tile,
     group_of_tile,
-    low_rank_sizes,
     matrix_tile,
     rows_of,
     store_zero_rows,
@@ -229,7 +229,8 @@ def launch_rows(
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.descriptors and along != 128 and low_rank is None,
+        R=low_rank.rank if low_rank else 0, BR=RANK_STEP,
+        FLATTEN=tiles.descriptors and along != 128 and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
