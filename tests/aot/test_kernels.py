@@ -345,7 +345,8 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
         for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)
     )
     types = [lhs, scale, rhs, scale, "*i32", *data, f"*{out}"]
-    compiled = _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
+    warps = kernels.rows_warps(tiles, rank)
+    compiled = _assemble(kernel, types, constants, warps, tiles.stages, arch)
     _check(compiled, arch)
     if arch == 100:
         kind = "mxf8f6f4.block_scale.block32" if along == 32 else "f8f6f4"
