@@ -92,11 +92,10 @@ def _tiled(tiles, *blocks, dtype="bf16"):
     return [f"tensordesc<{dtype}{list(b)}>" if tiles.descriptors else f"*{dtype}" for b in blocks]
 
 
-def _term(rank, tiles):
+def _term(rank):
     """Types of the operands of a term of low rank, and its constants; there is none of rank 0."""
-    if not rank:
-        return [], {"u": None, "b": None, "R": 0, "BR": 16}
-    return ["*bf16", "*bf16"], {"R": rank, "BR": min(rank, tiles.k, 64)}
+    sizes = {"R": rank, "BR": 16}
+    return (["*bf16", "*bf16"], sizes) if rank else ([], sizes | {"u": None, "b": None})
 
 
 # Which product, and the rank of a term that is added to it.
@@ -125,7 +124,7 @@ def test_grouped_gemm(which, rank, out, arch):
         gemm = choice.Rows(C, K, N, G, jnp.dtype("bfloat16"), result, _device(arch))
         tiles, transposed = choice.choose_rows(gemm).tiles, which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-        of_term, more = _term(rank, tiles)
+        of_term, more = _term(rank)
         types = [*_tiled(tiles, (tiles.m, tiles.k), weight), "*i32", *of_term, f"*{out}"]
         constants |= {"C": C, "ZEROS_END": C, "TRANSPOSED": transposed, "GROUP_M": tiles.group_m}
         constants |= {"FLATTEN": tiles.flat and not rank, **more}
@@ -152,7 +151,7 @@ def test_gathered_gemm(contraction, rank, transposed, arch):
     gemm = choice.Rows(16384, contraction, 1024, 8, bf16, bf16, _device(arch))
     tiles = choice.choose_gathered(gemm).tiles
     weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
-    of_term, more = _term(rank, tiles)
+    of_term, more = _term(rank)
     types = ["*bf16", "*i32", *_tiled(tiles, weight), "*i32", *of_term, "*bf16"]
     sizes = {"T": 4096, "ZEROS_END": 16384, "D": contraction, "W": 1024, "G": 8, "G_POW2": 8}
     constants = sizes | {"GROUP_M": tiles.group_m, "TRANSPOSED": transposed} | more
@@ -223,6 +222,7 @@ def _assemble_cuda(text, folder):
     return ptx, made.log
 
 
+@pytest.mark.parametrize("term", ["", "bfloat16"])
 @pytest.mark.parametrize(
     "lhs, rhs, out, transposed, tiles",
     [
@@ -241,17 +241,21 @@ def _assemble_cuda(text, folder):
         (E4M3, E4M3, "float32", True, "SMALL_GROUPS_HOPPER"),
     ],
 )
-def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, tmp_path):
+def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, term, tmp_path):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.cuda import grouped_gemm as kernels
 
-    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(choice, tiles))
+    term = term and (lhs if lhs == "float16" else term)
+    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(choice, tiles), term=term)
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
     # The columns of the weight are the rows of the instruction.
-    kinds = f"k32.f32.{rhs[7:11]}.{lhs[7:11]}" if lhs in (E4M3, E5M2) else "k16.f32."
+    scaled = lhs in (E4M3, E5M2)
+    kinds = f"k32.f32.{rhs[7:11]}.{lhs[7:11]}" if scaled else "k16.f32."
     assert kinds in ptx
+    # A term of 16 bits needs instructions of its own beside those of 8 alone.
+    assert ("k16.f32.bf16.bf16" in ptx) == (lhs == "bfloat16" or scaled and bool(term))
 
 
 @pytest.mark.parametrize("gathers", ["", "lhs", "dy"])
@@ -284,16 +288,21 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_pa
 # The rows of the input gradient may be e5m2.
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("groups", [32, 1024])
-def test_rows_of_blocks_on_hopper(groups, lhs, rhs, out, tmp_path):
+@pytest.mark.parametrize("rank", [0, 8, 64, 128])
+def test_rows_of_blocks_on_hopper(rank, groups, lhs, rhs, out, tmp_path):
     from expertmesh.core.kernels.choice.quantized_grouped_gemm import ROWS_BLOCKS
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
     tiles = ROWS_BLOCKS.fit(groups, out)
-    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, tiles), tmp_path)
+    term = (rank, "bfloat16") if rank else ()
+    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, tiles, *term), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     # Two products of four in a step.
     instruction = f"m64n128k32.f32.{lhs[7:11]}.{rhs[7:11]}"
     assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 8
+    # Of a term two for each 16 of its rank, in the first tile and in the others.
+    of_term = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+    assert ptx.count(of_term) == 4 * -(-rank // 16)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
@@ -376,7 +385,7 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
         transposed = which == "rows_transposed"
         weight = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
         blocks = (tiles.m, tiles.k), weight
-        kernel, (data, more) = kernels._rows_kernel, _term(rank, tiles)
+        kernel, (data, more) = kernels._rows_kernel, _term(rank)
         constants |= more
         constants |= {
             "C": 32768,
@@ -393,7 +402,8 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
         for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)
     )
     types = [lhs, scale, rhs, scale, "*i32", *data, f"*{out}"]
-    compiled = _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
+    warps = kernels.rows_warps(tiles, rank)
+    compiled = _assemble(kernel, types, constants, warps, tiles.stages, arch)
     _check(compiled, arch)
     if arch == 100:
         kind = "mxf8f6f4.block_scale.block32" if along == 32 else "f8f6f4"

@@ -13,10 +13,10 @@ from expertmesh.core.kernels.choice.grouped_gemm import Config
 from expertmesh.core.kernels.choice.thin_gemm import ThinTiles
 from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
+    RANK_STEP,
     add_low_rank,
     banded_tile,
     group_of_tile,
-    low_rank_sizes,
     store_zero_rows,
     tiled,
     tiles_of_groups,
@@ -43,10 +43,14 @@ def _gathered_rows_kernel(
         tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
+        acc = tl.zeros((BM, BN), tl.float32)
+        # Before the places of the rows are in registers.
+        acc = add_low_rank(
+            acc, u, b, rows, end, tile_n * BN + tl.arange(0, BN), group, R, W, TRANSPOSED, BR
+        )
         source = tl.load(index + rows, mask=rows < end, other=-1)
         there = ((source >= 0) & (source < T))[:, None]
         at = lhs + source.to(tl.int64)[:, None] * D + depth
-        acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
             inside = there
             if D % BK != 0:
@@ -55,7 +59,6 @@ def _gathered_rows_kernel(
             w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
             acc = tl.dot(a, w, acc)
         columns = tile_n * BN + tl.arange(0, BN)
-        acc = add_low_rank(acc, u, b, rows, end, columns, group, R, W, TRANSPOSED, BR)
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=live)
@@ -77,7 +80,7 @@ def launch_rows(
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         T=T, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles),
+        R=low_rank.rank if low_rank else 0, BR=RANK_STEP,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

@@ -113,28 +113,6 @@ def rows_of(matrix, rows, live, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_low_rank(
-    acc, u, b, rows, end, columns, group,
-    R: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """acc + u[rows] @ b[group], BR of R at a time: u [C, R], b [G, R, W], or [G, W, R] if TRANSPOSED; none if u is
-    None."""
-    if u is None:
-        return acc
-    else:
-        of_group = b + group.to(tl.int64) * (R * W)
-        of_rank: tl.constexpr = 1 if TRANSPOSED else W
-        of_column: tl.constexpr = R if TRANSPOSED else 1
-        for first in tl.range(0, R, BR, num_stages=1):
-            ranks = first + tl.arange(0, BR)
-            x = rows_of(u, rows, rows < end, ranks, R)
-            at = of_group + (ranks[:, None] * of_rank + columns[None, :] * of_column)
-            y = loaded(at, (ranks < R)[:, None] & (columns < W)[None, :])
-            acc = tl.dot(x, y, acc)
-        return acc
-
-
-@triton.jit
 def weight_tile(
     rhs, group, k, tile_n, D: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -154,6 +132,33 @@ def weight_tile(
         else:
             of_depth: tl.constexpr = "none" if D % BK == 0 else "zeros"
             return matrix_tile(weight, k * BK, tile_n * BN, D, W, BK, BN, of_depth)
+
+
+@triton.jit
+def add_low_rank(
+    acc, u, b, rows, end, columns, group,
+    R: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """acc + u[rows] @ b[group], BR of R at a time, rows up to `end`: u [C, R], b [G, R, W], or [G, W, R] if TRANSPOSED.
+
+    acc itself if u is None.
+    """
+    if u is None:
+        return acc
+    else:
+        # Loads without masks, of some row or column beyond the last one, take fewer registers.
+        of_rows = u + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * R
+        of_group = b + group.to(tl.int64) * (R * W)
+        of_rank: tl.constexpr = 1 if TRANSPOSED else W
+        of_columns = tl.minimum(columns, W - 1)[None, :] * (R if TRANSPOSED else 1)
+        for first in tl.range(0, R, BR, num_stages=2):
+            ranks = first + tl.arange(0, BR)
+            inside = ranks < R
+            x = loaded(of_rows + ranks[None, :], None if R % BR == 0 else inside[None, :])
+            at = of_group + (ranks[:, None] * of_rank + of_columns)
+            y = loaded(at, None if R % BR == 0 else inside[:, None])
+            acc = tl.dot(x, y, acc)
+        return acc
 
 
 @triton.jit
@@ -298,10 +303,9 @@ def tiled(x, box: tuple[int, ...], tiles: Tiles):
     return launcher.TensorMap.of(x, box) if tiles.descriptors else x
 
 
-def low_rank_sizes(low_rank: LowRank | None, tiles: Tiles) -> dict[str, int]:
-    """Of `add_low_rank`: the rank, and what a step contracts of it, no more than of the rows' own width."""
-    rank = low_rank.rank if low_rank else 0
-    return {"R": rank, "BR": min(max(triton.next_power_of_2(rank), 16), tiles.k, 64)}
+RANK_STEP = (
+    16  # that `add_low_rank` contracts at a time: more takes registers that some GPUs do not have
+)
 
 
 def launch_rows(
@@ -320,7 +324,7 @@ def launch_rows(
         grid=(config.programs,),
         num_warps=tiles.warps, num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.flat and low_rank is None,
+        R=low_rank.rank if low_rank else 0, BR=RANK_STEP, FLATTEN=tiles.flat and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 

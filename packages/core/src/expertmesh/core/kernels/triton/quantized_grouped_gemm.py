@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.grouped_gemm import Config
+from expertmesh.core.kernels.choice.grouped_gemm import Config, Tiles
 from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
+    RANK_STEP,
     add_low_rank,
     banded_tile,
     group_of_tile,
-    low_rank_sizes,
     matrix_tile,
     rows_of,
     store_zero_rows,
@@ -210,6 +210,11 @@ def _scales_of_rows(
         return tl.load(scale + at, mask=inside, other=0)
 
 
+def rows_warps(tiles: Tiles, low_rank) -> int:
+    """The warps of a program; of four a thread's registers hold its results, and no place of a term's operands."""
+    return 8 if low_rank else tiles.warps
+
+
 def launch_rows(
     lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
     config: Config, block: tuple[int, ...], out_dtype, transposed: bool, clear_padding: bool,
@@ -226,10 +231,11 @@ def launch_rows(
         tiled(rhs, rhs_block, tiles), _bytes(rhs_scale), group_sizes, *(low_rank or (None, None)),
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
-        grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
+        grid=(config.programs,), num_warps=rows_warps(tiles, low_rank), num_stages=tiles.stages,
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
-        **low_rank_sizes(low_rank, tiles), FLATTEN=tiles.flat and along != 128 and low_rank is None,
+        R=low_rank.rank if low_rank else 0, BR=RANK_STEP,
+        FLATTEN=tiles.flat and along != 128 and low_rank is None,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
