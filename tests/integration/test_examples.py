@@ -42,6 +42,16 @@ def test_the_quick_start_runs():
     assert re.search(r"\(4, 128, 256\) \[[\d ]+\] dropped 0", out)
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_state_in_the_hosts_memory_changes_no_bit(devices):
+    """Losses of the same digits: each step's but the first follows from an update."""
+    hosted, plain = (line.split("]") for line in run("fewer_gpus.py", devices).splitlines())
+    assert (hosted[0], plain[0]) == ("['pinned_host'", "['device'")
+    assert hosted[1] == plain[1]
+    losses = [float(loss) for loss in hosted[1].split()]
+    assert len(losses) >= 3 and losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
 @pytest.mark.full
 def test_fp8_for_your_shape_runs():
     """A row for each recipe; the speed is that over bfloat16, and a CPU says that it emulates."""
