@@ -109,12 +109,15 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationTiles:
-    """Columns of a tile, in how many parts its rows are read, its warps, and at most how many registers of a thread."""
+    """Columns of a tile, in how many parts its rows are read, its warps, and at most how many registers of a thread.
+
+    None: as the compiler decides.
+    """
 
     columns: int
     parts: int
     warps: int
-    registers: int
+    registers: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +141,10 @@ BOTH = Tiles(elements=16384, columns=128, warps=8)
 # In panels of two tiles an H100 gave wrong bits, 2026-11-25; why is not known.
 BOTH_SMALL = Tiles(elements=16384, columns=512, warps=8, panels=False)
 SCALED = Tiles(elements=8192, columns=1024, warps=8)
-# As many programs as possible share a multiprocessor: two and three.
+# As many programs as possible share a multiprocessor: two and three. GRADIENT with weights spills 64 bytes then.
 ACTIVATION = ActivationTiles(columns=128, parts=2, warps=8, registers=128)
 ACTIVATION_SMALL = ActivationTiles(columns=256, parts=1, warps=8, registers=80)
-GRADIENT = ActivationTiles(columns=128, parts=4, warps=8, registers=128)
+GRADIENT = ActivationTiles(columns=128, parts=4, warps=8, registers=None)
 GRADIENT_SMALL = ActivationTiles(columns=128, parts=2, warps=8, registers=80)
 ACTIVATION_HOPPER = HopperTiles(warps=16, programs=1)
 ACTIVATION_HOPPER_SMALL = HopperTiles(warps=4, programs=4)
