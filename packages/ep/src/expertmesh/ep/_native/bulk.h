@@ -6,10 +6,12 @@
 
 namespace expertmesh {
 
+extern __shared__ __align__(128) char shared[];
+
 // A warp's staging in shared memory, and the barrier that says when what was fetched is there.
 class SmemStaging {
  public:
-  __device__ SmemStaging(char* shared, int warps, int warp, int lane)
+  __device__ SmemStaging(int warps, int warp, int lane)
       : bytes_(shared + warp * kSmemStaging), barrier_(Address(shared + warps * kSmemStaging + 8 * warp)) {
     if (lane == 0) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_) : "memory");

@@ -26,34 +26,12 @@
 
 #include "bulk.h"
 #include "exchange.h"
+#include "peer_memory.h"
 
 namespace expertmesh {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-
-__device__ uint32_t LoadAcquire(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ void StoreRelease(uint32_t* p, uint32_t v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
-__device__ void StoreRelaxed(uint32_t* p, uint32_t v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
-// With relaxed stores after it: a release of all of them.
-__device__ void FenceRelease() { asm volatile("fence.release.sys;" ::: "memory"); }
-
-__device__ uint64_t Nanoseconds() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
 
 __device__ Control* ControlOf(const Exchange& x, int rank) { return reinterpret_cast<Control*>(x.window[rank]); }
 
@@ -327,9 +305,7 @@ class PendingFlags {
   int flag_ = 0, count_ = 0;
 };
 
-extern __shared__ __align__(128) char shared[];
-
-__device__ SmemStaging StagingOf(const Role& role) { return SmemStaging(shared, kWarps, role.warp, role.lane); }
+__device__ SmemStaging StagingOf(const Role& role) { return SmemStaging(kWarps, role.warp, role.lane); }
 
 // Moves rows whose parts are multiples of 16 bytes: a staging row is its parts, one after the other.
 template <typename Places>

@@ -108,7 +108,7 @@ def exchange(architecture: str, headers: Headers, names: list[str]) -> Program:
         options=_options(architecture, headers.cuda),
         headers=(
             ("cstdint", _INTEGERS),
-            *((n, (SOURCES / n).read_text()) for n in ("bulk.h", "exchange.h")),
+            *((n, (SOURCES / n).read_text()) for n in ("bulk.h", "exchange.h", "peer_memory.h")),
         ),
         kernels=tuple(names),
         reads=((headers.cuda / "cuda_bf16.h").read_text(),),
