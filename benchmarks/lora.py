@@ -2,7 +2,8 @@
 
 A step is the forward and the backward for tokens and adapters; the base alone, for tokens only, weights frozen; full
 training, for tokens and all parameters. All programs of a case are scans without pauses and run in turns. Memory is
-what the compiler gives a program beyond its operands, and what the gradients of full training add to these.
+what the compiler gives a program beyond its operands, and what the gradients of full training add to these. The base's
+weights are of 16 bits, or as a checkpoint of 8 bits is loaded, or a recipe quantizes them.
 
 Wanted: at most 1.25 times the base.
 """
@@ -17,22 +18,31 @@ import jax.numpy as jnp
 
 from benchmarks import _measure
 from benchmarks.moe_block import SMALL, Shape, operands
+from expertmesh.core import quantize
 from expertmesh.flax_moe import LoRA, init_lora, moe, with_lora
+from expertmesh.flax_moe.models.fp8_blocks import block_format
 
 SHAPES = [
     Shape((32768,), 2048, 768, 128, 8),
     Shape((32768,), 4096, 2048, 64, 4),
     Shape((16384,), 2048, 8192, 8, 2),
 ]
-RANKS = 16, 64
-RECIPES = None, "fp8_block"
+BASES = {"bfloat16": None, "weights of 8 bits": None, "fp8_block": "fp8_block"}  # and their recipes
+KINDS = [("bfloat16", 16), ("bfloat16", 64), ("weights of 8 bits", 16), ("fp8_block", 16)]
+WEIGHTS = "wi", "wo"
 TURNS, CALLS = 7, 8
 
 
-def programs(shape: Shape, rank: int, recipe: str | None):
+def programs(shape: Shape, rank: int, base: str):
     """(operands, name -> function of them)."""
     params, x, dy = operands(shape, None)
-    config = shape.config(recipe=recipe)
+    config = shape.config(recipe=BASES[base])
+    if base == "weights of 8 bits":
+        blocks = dict(axis=1, across=-1, batch_dims=1)
+        made = {
+            name: quantize(params[name], block_format((128, 128)), **blocks) for name in WEIGHTS
+        }
+        params = {**params, **made}
     lora = LoRA(rank=rank, alpha=2 * rank, dtype=jnp.bfloat16)
     adapters = init_lora(jax.random.key(1), shape.width, config, lora)
 
@@ -46,7 +56,7 @@ def programs(shape: Shape, rank: int, recipe: str | None):
 
         return gradients(block, dy, adapters, x)
 
-    def base(params, adapters, x, dy):
+    def frozen(params, adapters, x, dy):
         del adapters
         return gradients(lambda x: moe(with_lora(params, {}, lora), x, config).y, dy, x)
 
@@ -54,7 +64,10 @@ def programs(shape: Shape, rank: int, recipe: str | None):
         del adapters
         return gradients(lambda params, x: moe(params, x, config).y, dy, params, x)
 
-    return (params, adapters, x, dy), {"step": step, "base": base, "full": full}
+    made = {"step": step, "base": frozen}
+    if base != "weights of 8 bits":  # which have no gradient
+        made["full"] = full
+    return (params, adapters, x, dy), made
 
 
 def memory(function, arrays) -> int:
@@ -63,13 +76,15 @@ def memory(function, arrays) -> int:
     return found.temp_size_in_bytes + found.output_size_in_bytes
 
 
-def rows_of(shape: Shape, rank: int, recipe: str | None) -> Iterator[dict]:
-    arrays, functions = programs(shape, rank, recipe)
+def rows_of(shape: Shape, rank: int, base: str) -> Iterator[dict]:
+    arrays, functions = programs(shape, rank, base)
     times = _measure.in_turns(functions, arrays, TURNS, CALLS)
     used = {name: memory(function, arrays) for name, function in functions.items()}
     median = {name: statistics.median(found) for name, found in times.items()}
-    case = f"{recipe or 'bfloat16'} rank {rank}, {shape}"
+    case = f"{base} rank {rank}, {shape}"
     for name, words in (("base", "its frozen base alone"), ("full", "training all weights")):
+        if name not in functions:
+            continue
         pairs = zip(times[name], times["step"], strict=True)
         ratio = statistics.median(other / own for other, own in pairs)
         yield _measure.time_row(
@@ -91,8 +106,8 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     gpu = jax.default_backend() == "gpu"
-    cases = [(s, rank, recipe) for s in SHAPES for rank in RANKS for recipe in RECIPES]
-    cases = cases if gpu else [(SMALL, 8, None)]
+    cases = [(shape, rank, base) for shape in SHAPES for base, rank in KINDS]
+    cases = cases if gpu else [(SMALL, 8, "bfloat16"), (SMALL, 8, "weights of 8 bits")]
     _measure.write(options.json, (row for case in cases for row in rows_of(*case)))
 
 
