@@ -69,6 +69,8 @@ LING = {
     "routed_scaling_factor": 2.5,
     "hidden_act": "silu",
 }
+EXAONE = {k: v for k, v in GLM4.items() if k not in ("n_routed_experts", "n_shared_experts")}
+EXAONE |= {"model_type": "exaone_moe", "num_experts": 16, "num_shared_experts": 2}
 GPT_OSS = MIXTRAL | {"model_type": "gpt_oss", "swiglu_alpha": 1.702, "swiglu_limit": 0.75}
 GRANITE = MIXTRAL | {"model_type": "granitemoe"}
 LLAMA4 = MIXTRAL | {
@@ -109,6 +111,7 @@ MODELS = {
     "qwen3-next": QWEN2 | {"model_type": "qwen3_next", "norm_topk_prob": False},
     "qwen3.5": QWEN2 | {"model_type": "qwen3_5_moe_text"},
     "olmoe": OLMOE,
+    "flex-olmo": OLMOE | {"model_type": "flex_olmo"},
     "deepseek-v2": DEEPSEEK_V2,
     "deepseek-v2-greedy": DEEPSEEK_V2 | {"topk_method": "greedy"},
     "deepseek": DEEPSEEK,
@@ -121,6 +124,8 @@ MODELS = {
     "glm4-lite": GLM4 | {"model_type": "glm4_moe_lite"},
     "glm5": GLM4 | {"model_type": "glm_moe_dsa"},
     "dots1": GLM4 | {"model_type": "dots1"},
+    "solar-open": GLM4 | {"model_type": "solar_open"},
+    "exaone": EXAONE,
     "ling": LING,
     "gpt-oss": GPT_OSS,
     "minimax": MIXTRAL | {"model_type": "minimax"},
@@ -189,6 +194,12 @@ NAMES = {
         "mlp",
         DEEPSEEK_LINES + TWO,
     ),
+    "exaone_moe": (
+        "mlp",
+        ROUTER + SHARED + "e_score_correction_bias E\n" + EACH,
+        "mlp",
+        DEEPSEEK_LINES + TWO,
+    ),
     "kimi_linear": ("block_sparse_moe", DEEPSEEK_LINES + EACH_W, "mlp", DEEPSEEK_LINES + TWO),
     "gpt_oss": ("mlp", GPT_OSS_LINES, "mlp", GPT_OSS_LINES),
     "minimax_m2": (
@@ -221,9 +232,10 @@ NAMES = {
 }
 SAME = {
     "qwen2_moe": ["qwen3_next", "qwen3_5_moe_text"],
-    "qwen3_moe": ["olmoe"],
+    "qwen3_moe": ["olmoe", "flex_olmo"],
     "mixtral": ["minimax"],
-    "deepseek_v3": ["deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1"],
+    "deepseek_v3": ["deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"]
+    + ["dots1", "solar_open"],
 }
 NAMES |= {other: NAMES[name] for name, others in SAME.items() for other in others}
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")

@@ -165,6 +165,7 @@ CONFIGS = {
     "qwen3-next": ((8, 3, 12), GATED | {"use_pre_softmax": True}),
     "qwen3.5": ((8, 3, 12), GATED),
     "olmoe": ((8, 3, 24), {"use_pre_softmax": True}),
+    "flex-olmo": ((8, 3, 24), {"use_pre_softmax": True}),
     "deepseek-v2": ((16, 4, 12), V2 | {"num_groups": 4, "group_topk": 2, "group_best": 1}),
     "deepseek-v2-greedy": ((16, 4, 12), V2),
     "deepseek": ((16, 4, 12), V3),
@@ -177,6 +178,8 @@ CONFIGS = {
     "glm4-lite": ((16, 4, 12), V3),
     "glm5": ((16, 4, 12), V3),
     "dots1": ((16, 4, 12), V3),
+    "solar-open": ((16, 4, 12), V3),
+    "exaone": ((16, 4, 12), V3),
     "ling": ((16, 4, 12), V3 | {"shared_expert_dim": 12}),
     "gpt-oss": (
         (8, 3, 24),

@@ -57,6 +57,7 @@ GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_si
 GROUPS |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
 GROUPS |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
 RENAMED = {k: v for k, v in GROUPS.items() if k != "n_routed_experts"} | {"num_experts": 16}
+EXAONE = {k: v for k, v in RENAMED.items() if k != "n_shared_experts"} | {"num_shared_experts": 2}
 ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
 MODELS = {
     "mixtral": ("mixtral", LOCAL),
@@ -71,6 +72,7 @@ MODELS = {
         "olmoe",
         {"num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True},
     ),
+    "flex-olmo": ("flex_olmo", {"num_experts": 8, "num_experts_per_tok": 4}),
     "deepseek-v2": (
         "deepseek_v2",
         GROUPS | LATENT | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
@@ -87,6 +89,8 @@ MODELS = {
     "glm4-lite": ("glm4_moe_lite", GROUPS | LATENT),
     "glm5": ("glm_moe_dsa", GROUPS | LATENT | INDEXED),
     "dots1": ("dots1", GROUPS),
+    "solar-open": ("solar_open", GROUPS),
+    "exaone": ("exaone_moe", EXAONE),
     "bailing": ("bailing_hybrid", RENAMED | LATENT | LINEAR),
     "kimi-linear": ("kimi_linear", RENAMED | LATENT | LINEAR),
     "gpt-oss": ("gpt_oss", LOCAL | {"swiglu_limit": 1.0}),

@@ -147,6 +147,13 @@ _DEEPSEEK_V3 = Family(
     ),
     layers=laws.after_dense,
 )
+_OLMOE = Family(
+    title="OLMoE",
+    files=_EACH_FILES,
+    memory=_STACKED_MEMORY,
+    width="intermediate_size",
+    options=(laws.softmax_of_all,),
+)
 _GPT_OSS = Names(
     "mlp",
     (
@@ -192,13 +199,8 @@ FAMILIES = {
     "qwen3_5_moe_text": dataclasses.replace(
         _QWEN2, title="Qwen3.5-MoE", options=_QWEN2.options[1:], layers=laws.all_layers
     ),
-    "olmoe": Family(
-        title="OLMoE",
-        files=_EACH_FILES,
-        memory=_STACKED_MEMORY,
-        width="intermediate_size",
-        options=(laws.softmax_of_all,),
-    ),
+    "olmoe": _OLMOE,
+    "flex_olmo": dataclasses.replace(_OLMOE, title="FlexOlmo"),
     "deepseek_v2": Family(
         title="DeepSeek-V2",
         files=_with(_EACH_FILES, *_SHARED),
@@ -214,6 +216,12 @@ FAMILIES = {
     "glm4_moe_lite": dataclasses.replace(_DEEPSEEK_V3, title="GLM-4.7-Flash"),
     "glm_moe_dsa": dataclasses.replace(_DEEPSEEK_V3, title="GLM-5"),
     "dots1": dataclasses.replace(_DEEPSEEK_V3, title="dots.llm1"),
+    "solar_open": dataclasses.replace(_DEEPSEEK_V3, title="Solar-Open", layers=laws.all_layers),
+    "exaone_moe": dataclasses.replace(
+        _DEEPSEEK_V3,
+        title="EXAONE-MoE",
+        files=_with(_EACH_FILES, *_SHARED, *_BIAS_OF_BLOCK),
+    ),
     "bailing_hybrid": dataclasses.replace(
         _DEEPSEEK_V3,
         title="Ling 2.5 (Bailing)",
