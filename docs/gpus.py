@@ -81,8 +81,8 @@ def compiled() -> dict[bool, tuple[int, ...]]:
 def run_as_ptx() -> dict[bool, tuple[int, ...]]:
     """The capabilities whose kernels a GPU of another runs as PTX: of 16 bits, and of 8."""
     found = constants(RUNNING)
-    of_16 = [name for name in found["CHOSEN_FOR"] if name.startswith("PTX")]
-    of_8 = [name for name in found["OF_8_BITS"] if name.startswith("PTX")]
+    of_16 = {name: of for name, of in found["CHOSEN_FOR"].items() if name.startswith("PTX")}
+    of_8 = [name for name, of in of_16.items() if of >= found["FIRST_OF_8_BITS"]]
     return {
         bits: tuple(int(name.rpartition("_")[2]) for name in names)
         for bits, names in ((False, of_16), (True, of_8))

@@ -177,7 +177,7 @@ def unlike(mesh, shape=(24, 40), dtype="bfloat16", steps=1, transport="nvlink"):
     plan = held_at(mesh)
     holds = np.argwhere(plan >= 0)
 
-    def step(wrong, i):
+    def step(w, g, wrong, i):
         # Some slots hold nothing in turn.
         slot = jnp.asarray(holds)[i % len(holds)]
         held = jnp.asarray(plan).at[slot[0], slot[1]].set(-1)
@@ -186,8 +186,8 @@ def unlike(mesh, shape=(24, 40), dtype="bfloat16", steps=1, transport="nvlink"):
         return wrong + sum(jnp.sum(a != b) for a, b in zip(got, want, strict=True)), None
 
     with jax.set_mesh(mesh):
-        run = jax.jit(lambda: jax.lax.scan(step, 0, jnp.arange(steps))[0])
-        return [len(holds), int(run())]
+        run = jax.jit(lambda w, g: jax.lax.scan(partial(step, w, g), 0, jnp.arange(steps))[0])
+        return [len(holds), int(run(w, g))]
 
 
 @pytest.mark.gpu

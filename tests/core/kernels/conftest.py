@@ -11,14 +11,14 @@ from expertmesh.core.kernels import device
 TRITON = "sm_90, Triton"  # alone, as where kernels in CUDA C++ are refused
 # What kernels are chosen for; the others are compiled for the GPU that is there.
 CHOSEN_FOR = {"sm_100": 10.0, "sm_89": 8.9, "PTX of sm_89": 8.9, "PTX of sm_80": 8.0}
-OF_8_BITS = ("sm_90", TRITON, "sm_100", "sm_89", "PTX of sm_89")
+FIRST_OF_8_BITS = 8.9
 
 
 def pytest_generate_tests(metafunc):
     if "capability" in metafunc.fixturenames:
-        every = ("sm_90", TRITON, *CHOSEN_FOR)
-        module = metafunc.module.__name__
-        names = OF_8_BITS if "quantized" in module or "mixed" in module else every
+        module, names = metafunc.module.__name__, ["sm_90", TRITON, *CHOSEN_FOR]
+        if "quantized" in module or "mixed" in module:
+            names = [name for name in names if CHOSEN_FOR.get(name, 9.0) >= FIRST_OF_8_BITS]
         metafunc.parametrize("capability", names, indirect=True)
 
 
