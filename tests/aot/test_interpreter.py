@@ -42,6 +42,11 @@ def test_kernels_of_few_rows():
     interpret(["tests/core/kernels/test_small.py"], few, 5)
 
 
+def test_terms_of_low_rank():
+    which = "moved or few_plain and (sm_100 or sm_80)"
+    interpret(["tests/core/kernels/test_low_rank.py"], which, 12)
+
+
 def test_weights_in_square_blocks():
     interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 72)
 

@@ -25,7 +25,9 @@ from expertmesh.core.linear.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
     group_bias_weights_grad_op,
+    grouped_gemm_dgrad_low_rank_op,
     grouped_gemm_dgrad_op,
+    grouped_gemm_low_rank_op,
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
@@ -108,6 +110,12 @@ def multiplied(o):
 OPS = {
     "grouped_gemm": lambda o: grouped_gemm_op(o.x, o.w, SIZES, out_dtype=F32),
     "input gradient": lambda o: grouped_gemm_dgrad_op(o.dy, o.w, SIZES, out_dtype=F32),
+    "grouped_gemm, low rank": lambda o: grouped_gemm_low_rank_op(
+        o.x, o.w, SIZES, o.x[..., :3], o.w[:, :3], out_dtype=F32
+    ),
+    "input gradient, low rank": lambda o: grouped_gemm_dgrad_low_rank_op(
+        o.dy, o.w, SIZES, o.dy[..., :3], o.w[..., :3], out_dtype=F32
+    ),
     "weight gradient": lambda o: grouped_gemm_wgrad_op(
         o.x, o.dy, SIZES, num_experts=E, out_dtype=F32
     ),
