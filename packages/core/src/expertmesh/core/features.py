@@ -15,6 +15,9 @@ from expertmesh.core.support import (
 
 # The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
 _NATIVE_FROM = {"fp8_delayed": 8.9, "fp8_current": 8.9, "fp8_block": 8.9, "mxfp8": 10.0}
+_RUN_ON = (
+    "9.0",
+)  # compute capabilities of GPUs on which the tests of kernels ran; for others CI compiles
 FEATURES = ("reference", "triton", *RECIPES)
 
 
@@ -36,7 +39,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
       device: None for the default device.
 
     Returns:
-      (True, "") or (False, reason).
+      (True, ""), or (False, reason). (True, "compiled, not run: ...") for kernels of GPUs on which nobody has run them.
 
     Raises:
       ValueError: unknown feature.
@@ -47,11 +50,20 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
     device = jax.devices()[0] if device is None else device
     if feature in RECIPES:
         reason = _emulated(feature, device)
-        return not reason, reason
+        return not reason, reason or _not_run(device)
     if device.platform != "gpu":
         return False, f"Triton kernels need an NVIDIA GPU; the device is {device.device_kind}"
     problem = triton_unsupported() or _kernels_unsupported()
-    return problem is None, problem or ""
+    return problem is None, problem or _not_run(device)
+
+
+def _not_run(device: jax.Device) -> str:
+    """That kernels for a GPU are only compiled; "" where they ran."""
+    if device.compute_capability in _RUN_ON:
+        return ""
+    return (
+        f"compiled, not run: the tests met no GPU of compute capability {device.compute_capability}"
+    )
 
 
 @functools.cache

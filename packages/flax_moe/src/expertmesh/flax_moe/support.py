@@ -20,7 +20,7 @@ def is_supported(feature: str, device: jax.Device | None = None) -> tuple[bool, 
       device: None for the default device.
 
     Returns:
-      (True, "") or (False, reason).
+      (True, "") or (False, reason); of a recipe also (True, "compiled, not run: ...").
 
     Raises:
       ValueError: unknown feature.

@@ -91,7 +91,7 @@ class Tiles:
 
     def fit(self, width: int, out_dtype) -> "Tiles":
         """Narrow outputs take narrow tiles; float32 outputs leave less shared memory for stages."""
-        tiles = dataclasses.replace(self, n=128) if width <= 128 else self
+        tiles = dataclasses.replace(self, n=min(self.n, 128)) if width <= 128 else self
         if jnp.dtype(out_dtype).itemsize == 4 and tiles.n == 256:
             tiles = dataclasses.replace(tiles, stages=min(tiles.stages, 3), n=128)
         return tiles

@@ -75,6 +75,8 @@ ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
 # As `choice/grouped_gemm.py`'s. Rows that are contracted pass through registers, which leave less room for steps.
 NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=4, descriptors=False, flat=False)
 NARROW_ROWS = dataclasses.replace(NARROW, m=64, k=128, stages=3)
+# Rows of few blocks of 128 spill in tiles twice as wide.
+NARROW_ROWS_OF_128 = dataclasses.replace(NARROW_ROWS, n=64)
 NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, stages=2)
 
 
@@ -106,7 +108,7 @@ def choose_weights(gemm: Weights) -> Config:
 def rows_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:
     """Those of the kernel in Triton."""
     if not device.reads_shared:
-        return (NARROW_ROWS if along else NARROW).fit(width, out_dtype)
+        return (NARROW_ROWS_OF_128 if along == BLOCK else NARROW_ROWS).fit(width, out_dtype)
     tiles = (ROWS_OF_128 if along == BLOCK else TILES).fit(width, out_dtype)
     # Without blocks a warp has registers for twice as many float32 results.
     wide = along == 0 and jnp.dtype(out_dtype).itemsize == 4
