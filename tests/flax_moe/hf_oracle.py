@@ -71,6 +71,18 @@ LING = {
 }
 EXAONE = {k: v for k, v in GLM4.items() if k not in ("n_routed_experts", "n_shared_experts")}
 EXAONE |= {"model_type": "exaone_moe", "num_experts": 16, "num_shared_experts": 2}
+LFM2 = {
+    "model_type": "lfm2_moe",
+    "hidden_size": 16,
+    "moe_intermediate_size": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 5,
+    "num_dense_layers": 2,
+    "use_expert_bias": True,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 GPT_OSS = MIXTRAL | {"model_type": "gpt_oss", "swiglu_alpha": 1.702, "swiglu_limit": 0.75}
 GRANITE = MIXTRAL | {"model_type": "granitemoe"}
 LLAMA4 = MIXTRAL | {
@@ -131,6 +143,8 @@ MODELS = {
     "minimax": MIXTRAL | {"model_type": "minimax"},
     "minimax-m2": MIXTRAL | {"model_type": "minimax_m2"},
     "granite": GRANITE,
+    "lfm2": LFM2,
+    "lfm2-without-a-bias": LFM2 | {"use_expert_bias": False},
     "llama4": LLAMA4,
     "jamba": JAMBA,
     "hunyuan": HUNYUAN,
@@ -214,6 +228,12 @@ NAMES = {
         "block_sparse_moe",
         "router.weight E D" + TWO,
     ),
+    "lfm2_moe": (
+        "feed_forward",
+        ROUTER + EACH_W + "expert_bias E\n",
+        "feed_forward",
+        ROUTER + TWO + "expert_bias E\n",
+    ),
     "llama4_text": ("feed_forward", LLAMA4_LINES, "feed_forward", LLAMA4_LINES),
     "jamba": (
         "feed_forward",
@@ -259,8 +279,9 @@ def names_and_shapes(config, layer, *, memory=False):
     size, shapes = sizes(config), {}
     for name, *dims in map(str.split, filter(None, lines.splitlines())):
         shape = tuple(size[dim] for dim in dims)
+        biased = config.get("use_expert_bias", True) or name != "expert_bias"
         for e in range(size["E"]) if "#" in name else [""]:
-            if 0 not in shape:
+            if biased and 0 not in shape:
                 shapes[f"model.layers.{layer}.{block}.{name.replace('#', str(e))}"] = shape
     return shapes
 
@@ -357,6 +378,8 @@ def choice(logits, config, bias):
         return chosen, 1 / (1 + np.exp(-logits[chosen]))
     if kind == "ernie4_5_moe":
         return softmax_choice(logits, config, bias)
+    if kind == "lfm2_moe":
+        return sigmoid_choice(logits, config, 0 if bias is None else bias)
     return softmax_choice(logits, config) if bias is None else sigmoid_choice(logits, config, bias)
 
 

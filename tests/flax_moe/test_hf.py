@@ -188,6 +188,11 @@ CONFIGS = {
     "minimax": ((8, 3, 24), {}),
     "minimax-m2": ((8, 3, 24), SIGMOID),
     "granite": ((8, 3, 24), {}),
+    "lfm2": ((8, 3, 12), SIGMOID | {"scaling_factor": 1.5}),
+    "lfm2-without-a-bias": (
+        (8, 3, 12),
+        SIGMOID | {"scaling_factor": 1.5, "use_expert_bias": False},
+    ),
     "llama4": (
         (8, 1, 24),
         {"score_function": "sigmoid", "normalize": False, "weigh_inputs": True}
@@ -221,6 +226,7 @@ def test_layers_with_a_block():
     assert hf.moe_layers(DEEPSEEK | {"moe_layer_freq": 2}) == (4,)
     assert hf.moe_layers(JAMBA) == (1, 4)
     assert hf.moe_layers(LING) == (1, 3, 4)
+    assert hf.moe_layers(MODELS["lfm2"]) == (2, 3, 4)
     assert hf.moe_layers(LLAMA4) == (1, 3, 5)
     assert hf.moe_layers(LLAMA4 | {"moe_layers": [0, 2]}) == (0, 2)
     assert hf.moe_layers(ERNIE) == (3, 5)

@@ -58,6 +58,7 @@ GROUPS |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_
 GROUPS |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
 RENAMED = {k: v for k, v in GROUPS.items() if k != "n_routed_experts"} | {"num_experts": 16}
 EXAONE = {k: v for k, v in RENAMED.items() if k != "n_shared_experts"} | {"num_shared_experts": 2}
+LFM2 = QWEN | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
 ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
 MODELS = {
     "mixtral": ("mixtral", LOCAL),
@@ -97,6 +98,8 @@ MODELS = {
     "minimax": ("minimax", LOCAL),
     "minimax-m2": ("minimax_m2", LOCAL),
     "granite": ("granitemoe", LOCAL | {"residual_multiplier": 0.5}),
+    "lfm2": ("lfm2_moe", LFM2),
+    "lfm2-without-a-bias": ("lfm2_moe", LFM2 | {"use_expert_bias": False}),
     "llama4": (
         "llama4_text",
         LOCAL

@@ -105,6 +105,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _ROUTER = (Array("gate.weight", "gate_kernel"),)
 _PLAIN_ROUTER = (Array("router.weight", "gate_kernel"),)
 _BIAS = (Array("gate.e_score_correction_bias", EXPERT_BIAS),)
+_EXPERT_BIAS = (Array("expert_bias", EXPERT_BIAS),)
 _BIAS_OF_BLOCK = (Array("e_score_correction_bias", EXPERT_BIAS),)
 _EACH = _feed_forward("experts.{e}.", "", _PROJECTIONS)
 _EACH_W = _feed_forward("experts.{e}.", "", ("w1", "w3", "w2"))
@@ -277,6 +278,15 @@ FAMILIES = {
         memory=Names("block_sparse_moe", (*_PLAIN_ROUTER, *_STACKED)),
         width="intermediate_size",
         options=(),
+    ),
+    "lfm2_moe": Family(
+        title="LFM2-MoE",
+        files=Names("feed_forward", (*_ROUTER, *_EACH_W, *_EXPERT_BIAS)),
+        memory=Names("feed_forward", (*_ROUTER, *_STACKED, *_EXPERT_BIAS)),
+        width="moe_intermediate_size",
+        options=(laws.optional_bias,),
+        layers=laws.after_few,
+        activation=laws.always_silu,
     ),
     "llama4_text": Family(
         title="Llama-4",

@@ -12,7 +12,9 @@ from expertmesh.flax_moe.models.model_fields import Fields, get, must, name_of
 
 __all__ = [
     "after_dense",
+    "after_few",
     "all_layers",
+    "always_silu",
     "between",
     "biased_sigmoid",
     "biased_softmax",
@@ -25,6 +27,7 @@ __all__ = [
     "grouped_softmax",
     "hidden_act",
     "listed",
+    "optional_bias",
     "periodic",
     "router_outside",
     "shared_gate",
@@ -56,6 +59,11 @@ def hidden_act(fields: Fields) -> str:
             "replace it in the config by the nearest of these"
         )
     return _ACTIVATIONS[act]
+
+
+def always_silu(fields: Fields) -> str:
+    del fields
+    return "silu"
 
 
 def clamped_swiglu(fields: Fields) -> Activation:
@@ -113,6 +121,16 @@ def biased_sigmoid(fields: Fields) -> dict[str, Any]:
     """Always divided, without groups."""
     del fields
     return {"score_function": "sigmoid", "use_expert_bias": True, "normalize": True}
+
+
+def optional_bias(fields: Fields) -> dict[str, Any]:
+    """Of LFM2: a sigmoid without groups, with a bias if `use_expert_bias`."""
+    return {
+        "score_function": "sigmoid",
+        "use_expert_bias": bool(get(fields, "use_expert_bias")),
+        "normalize": bool(get(fields, "norm_topk_prob")),
+        "scaling_factor": float(get(fields, "routed_scaling_factor")),
+    }
 
 
 def deepseek(fields: Fields) -> dict[str, Any]:
@@ -202,6 +220,10 @@ def after_dense(fields: Fields, layer: int) -> bool:
         return bool(kinds[layer] == "sparse")
     first, every = get(fields, "first_k_dense_replace"), fields.get("moe_layer_freq", 1)
     return bool(layer >= first and layer % every == 0)
+
+
+def after_few(fields: Fields, layer: int) -> bool:
+    return bool(layer >= get(fields, "num_dense_layers"))
 
 
 def listed(fields: Fields, layer: int) -> bool:
