@@ -73,12 +73,15 @@ def num_experts(size: int) -> int:
     return max(256, size)
 
 
+jitted_plan = jax.jit(plan_copies, static_argnames=("num_ranks", "num_spare"))
+
+
 @functools.cache
 def plan_of_copies(size: int) -> tuple[np.ndarray, CopyPlan]:
     """Choices of each expert under zipf, of all ranks' tokens, and the plan that levels the ranks."""
     drawn = np.bincount(choices(size, "zipf").ravel(), minlength=num_experts(size))
     counts = (drawn * size * T // DRAWN).astype(np.int32)
-    plan = plan_copies(jax.numpy.asarray(counts), num_ranks=size, num_spare=SPARE)
+    plan = jitted_plan(jax.numpy.asarray(counts), num_ranks=size, num_spare=SPARE)
     return counts, CopyPlan(*map(np.asarray, plan))
 
 
@@ -129,6 +132,7 @@ def reached(size: int, kind: str, places: int) -> float:
     )  # the others are alike but for what was drawn
 
 
+@functools.cache
 def shares(size: int, kind: str, places: int) -> np.ndarray:
     """The share of tokens that have a row at each of these parts."""
     at = ranks_of_choices(size, kind) // (size // places)
@@ -185,6 +189,7 @@ def deepep(size: int) -> float:
     return 1e-6 * rows * sum(b / rate for b, rate in zip((SENT, BACK), DEEPEP[size], strict=True))
 
 
+@functools.cache
 def costs() -> dict[str, dict[int, Cost]]:
     kinds = {
         "two levels": "uniform",

@@ -2,11 +2,8 @@
 
 import gc
 import os
-import pathlib
 
 from multiprocess_runner import COMPILE_QUICKLY, on_gpu, run_processes, visible_gpus
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -17,8 +14,8 @@ if on_gpu() and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     gpus = visible_gpus()
     first = 2 * int(worker.removeprefix("gw")) % max(len(gpus), 1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
-# The second run of a test does not compile again; JAX_COMPILATION_CACHE_DIR= (empty) turns it off.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache/jax"))
+# A run compiles few programs twice, and to keep one costs a quarter of its compilation. With JAX_COMPILATION_CACHE_DIR
+# set, the next run finds them.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import pytest  # noqa: E402
@@ -37,8 +34,8 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    # What takes long in one piece begins first, so that no worker is left alone with it at the end.
-    items.sort(key=lambda item: "integration" not in item.path.parts)
+    # Files that take long in one piece begin first, so that no worker is left alone with one at the end.
+    items.sort(key=lambda item: not {"integration", "train"} & set(item.path.parts))
     if on_gpu():
         items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
     if on_gpu() or INTERPRETED:

@@ -19,8 +19,10 @@ PACKAGES = TESTS.parent / "packages"
 LOG_TAIL = 6000
 # Most of a test's time is the compiler's; what a program computes does not hang on it. XLA:CPU's older emitter of fused
 # loops compiles a block's gradient in 0.65 s, the newer one in 1.5 s (jax 0.11.2, 2026-11-22; 0.12 has the newer only).
+# A program in several parts, for several cores, is a seventh more work, and each core has its own tests.
 COMPILE_QUICKLY = (
     "--xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 

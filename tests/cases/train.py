@@ -32,12 +32,15 @@ def abstract_batch(one, size):
     return jax.ShapeDtypeStruct(size, np.int32, sharding=one.rows)
 
 
-def run(one, size, *, state=None, first=1, last):
-    """The state after the steps from `first` to `last`, and the metrics of each; without a state, from the first."""
-    found = []
+def run(one, size, *, state=None, first=1, last, program=None):
+    """The state after the steps from `first` to `last`, and the metrics of each; without a state, from the first.
+
+    Steps are those of `one`, or the `program` that was compiled of them.
+    """
+    found, step = [], program or one.step
     with one.on_mesh():
         state = one.init() if state is None else state
         for number in range(first, last + 1):
-            state, metrics = one.step(state, batch(one, number, size), number)
+            state, metrics = step(state, batch(one, number, size), number)
             found.append(jax.device_get(metrics))
     return state, found

@@ -3,8 +3,30 @@
 import pytest
 
 from cases.covering import full
+from multiprocess_runner import run_processes
 
 pytestmark = pytest.mark.multiprocess
+# What the last of two processes prepares otherwise.
+OTHERWISE = (
+    {"alignment": 8},
+    {"num_experts": 16},
+    {"overflow": "error"},
+    {"debug": True},
+    {"capacity": 32},
+)
+
+
+def be_two():
+    """Runs in each of two processes what the tests of two look at: one start, by name."""
+    found = {"group": check_group(), "another": start_otherwise()}
+    found |= {str(fields): prepare_otherwise(fields) for fields in OTHERWISE}
+    return found | {"late": start_otherwise(late=True)}  # at last, as one does not wait
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """What each of the two returned."""
+    return run_processes("ep.test_processes:be_two", processes=2, devices=2, timeout=240)
 
 
 def check_group():
@@ -37,10 +59,8 @@ def check_group():
     return [group.ep_size, group.num_participants, "no error"]
 
 
-def test_two_processes(multiprocess):
-    first, second = multiprocess(
-        "ep.test_processes:check_group", processes=2, devices=2, timeout=120
-    )
+def test_two_processes(of_two):
+    first, second = (found["group"] for found in of_two)
     assert first == second
     assert first[:2] == [2, 4]
     assert "demand=12 rows, capacity=10, at rank 1 of EP group 1" in first[2]
@@ -152,10 +172,8 @@ def start_otherwise(late=False):
         (True, ["RuntimeError", "waited 1 s for process 1 (host 0, devices 2, 3 of the job)"]),
     ],
 )
-def test_bootstrap_says_which_process_is_another(multiprocess, late, words):
-    results = multiprocess(
-        "ep.test_processes:start_otherwise", processes=2, devices=2, timeout=120, late=late
-    )
+def test_bootstrap_says_which_process_is_another(of_two, late, words):
+    results = [found["late" if late else "another"] for found in of_two]
     assert results[0][0] == "all_to_all" and (late or results[0] == results[1])
     assert all(word in results[0][1] for word in words), results[0]
     assert late or results[0][2] == "all_to_all"
@@ -198,21 +216,9 @@ def prepare_otherwise(fields):
     return [run(EpConfig(**plain | (fields if last else {}))), run(EpConfig(**plain))]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"alignment": 8},
-        {"num_experts": 16},
-        {"overflow": "error"},
-        {"debug": True},
-        {"capacity": 32},
-    ],
-    ids=str,
-)
-def test_a_step_of_processes_that_differ_is_refused(multiprocess, fields):
-    first, second = multiprocess(
-        "ep.test_processes:prepare_otherwise", processes=2, devices=2, timeout=120, fields=fields
-    )
+@pytest.mark.parametrize("fields", OTHERWISE, ids=str)
+def test_a_step_of_processes_that_differ_is_refused(of_two, fields):
+    first, second = (found[str(fields)] for found in of_two)
     assert first == second
     (total, dropped, error), after = first
     assert (total, dropped) == (0, 32)  # nothing is exchanged

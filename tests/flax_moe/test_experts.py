@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases.covering import covering, full
 from expertmesh.core import (
     Activation,
     DelayedScaling,
@@ -46,6 +47,11 @@ CASES = {
     "four bits": (FOUR, {}),
     "four bits, biases": (FOUR, dict(use_bias=True)),
 }
+# Of each recipe one, of biases and of rows sent in fewer bits some.
+ALWAYS = [
+    *("copied, biases", "in place", "tensor, biases", "delayed"),
+    *("blocks", "mx, biases", "sent, blocks", "four bits"),
+]
 
 
 class Exact:
@@ -155,7 +161,7 @@ def given_for(config):
     return Quantization(state=state), dict.fromkeys(multipliers, (4.0, 4.0))
 
 
-@pytest.mark.parametrize("name", CASES)
+@covering("name", CASES, covers=ALWAYS)
 def test_value_and_gradients(name):
     """A choice without an expert, a weight of 0, an expert without rows, NaN in padding rows."""
     config, params, x, dy, idx, weights = setup(*CASES[name])
@@ -183,7 +189,7 @@ def test_value_and_gradients(name):
         assert set(state) == {"wi", "wo"} and np.all(state["wo"].weight.amax_history[:, -1] > 0)
 
 
-@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), full(MXFP8BlockScaling())])
 def test_quantized_weights(recipe):
     """To the bit what the function makes of the weights itself; their gradients are the weights'."""
     config, params, x, dy, idx, weights = setup(recipe, {})

@@ -196,7 +196,7 @@ def test_manual_axes():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(dtype="bfloat16", shared_expert_dim=20),
+        full(dict(dtype="bfloat16", shared_expert_dim=20)),
         dict(recipe="Float8BlockScaling", expert_dim=128, use_bias=False),
         full(dict(recipe="Float8CurrentScaling", expert_dim=32, num_chunks=2, separate_wi=True)),
         full(dict(recipe="MXFP8BlockScaling", expert_dim=128, shared_expert_dim=128)),

@@ -9,6 +9,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from expertmesh.core import global_shard_guard, update_expert_bias
 from expertmesh.flax_moe import LogicalAxes, NativeMoEBlock, linen, moe, nnx, param_shapes
 from flax_moe.moe_oracle import RESOURCE, make_config, make_data, make_mesh, place
@@ -261,8 +262,9 @@ def test_the_bias_balances():
     assert first.max() > 1.5 * mean and counts.max() < 1.25 * mean, (first, counts)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("library", ["linen", "nnx"])
+@covering(
+    "library, remat", ["linen", "nnx"], [False, True], covers=[("linen", True), ("nnx", False)]
+)
 def test_a_guard_inside_a_layer(library, remat):
     """The layer's `__call__` enters it; the gradients of two layers are those of a guard around the step."""
     config = make_config(use_bias=False)

@@ -388,8 +388,15 @@ def test_scan_over_layers(remat):
     assert relative_error(d_x, sum(want.d_x for want in wants)) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, dict(remat="recompute", num_chunks=2)], ids=str)
-@pytest.mark.parametrize("wrap", ["", "jit", "remat", full("scan"), "remat scan"])
+PARTS = dict(remat="recompute", num_chunks=2)
+
+
+@covering(
+    "wrap, changes",
+    ["", "jit", "remat", "scan", "remat scan"],
+    [{}, PARTS],
+    covers=[("", {}), ("jit", PARTS), ("remat", {}), ("remat scan", PARTS)],
+)
 def test_a_guard_inside_the_differentiated_function(wrap, changes):
     """Gradients are those of the guard around all of it, eagerly, under remat and of scanned layers."""
     config = make_config(**changes)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from cases.covering import covering
 from expertmesh.core.mesh import global_shard_guard
 from expertmesh.core.testing import relative_error
 from expertmesh.flax_moe import LoRA, MoEConfig, init_lora, moe, quantize_weights, stages, with_lora
@@ -52,9 +53,16 @@ def with_spare(config, spare=2, factor=None):
 
 def outputs(data, config, kind, shape, block=SKEWED):
     """((loss, output), gradients)."""
+    (result,) = runs(data, config, kind, shape, block, number=1)
+    return result
+
+
+def runs(data, config, kind, shape, block=SKEWED, *, number):
+    """`outputs` of one program, so many times."""
     mesh = make_mesh(shape, kind)
     with jax.set_mesh(mesh), global_shard_guard(RESOURCE if kind is AUTO else None):
-        return jax.jit(value_and_gradients(block, config))(*place(data, config, mesh))
+        placed, program = place(data, config, mesh), jax.jit(value_and_gradients(block, config))
+        return [program(*placed) for _ in range(number)]
 
 
 @over_modes
@@ -64,9 +72,9 @@ def test_the_oracle(kind, shape, factor):
     want = run(data, config, bias=BIAS)
     most = want.tokens_per_expert.reshape(shape[1], -1).sum(axis=1).max()
     assert most > 1.9 * want.tokens_per_expert.sum() / shape[1]
-    (_, out), gradients = outputs(data, with_spare(config, factor=factor), kind, shape)
+    spare = with_spare(config, factor=factor)
+    ((_, out), gradients), ((_, again), twice) = runs(data, spare, kind, shape, number=2)
     assert_result(out, gradients, want)
-    (_, again), twice = outputs(data, with_spare(config, factor=factor), kind, shape)
     for one, other in zip(
         jax.tree.leaves((out.y, gradients)), jax.tree.leaves((again.y, twice)), strict=True
     ):
@@ -101,7 +109,7 @@ def test_each_group_has_its_plan_in_a_shard_map_of_yours():
         assert relative_error(one, other) <= 1e-6
 
 
-@pytest.mark.parametrize("least", [0, 10])
+@covering("least", [0, 10], covers=[10])
 def test_rows_are_level_and_buffers_a_share(least):
     """C is T K and what aligns; the worst case is that of all tokens at one rank."""
     config = make_config(alignment=4, use_expert_bias=True)

@@ -161,7 +161,7 @@ def _differentiated(loss, block):
     return jax.jit(lambda *operands: function(block, *operands))
 
 
-@pytest.mark.parametrize("recipe", [None, BLOCK])
+@pytest.mark.parametrize("recipe", [None, full(BLOCK)])
 def test_backward_by_stages(recipe):
     """A schedule may take each stage's backward by itself: `experts` moves no token, the others no weight."""
     config, data = setup(recipe, aux_loss_coeff=0.0, z_loss_coeff=0.0, use_bias=False)

@@ -55,7 +55,7 @@ def config_of(**options):
     [
         dict(),
         dict(top_k=1),
-        dict(expert_dim=8, top_k=4, num_experts=16),
+        full(dict(expert_dim=8, top_k=4, num_experts=16)),
         dict(expert_dim=8, top_k=8, scaling_factor=4.0, separate_wi=True),
         dict(expert_dim=16, top_k=4, use_bias=True, score_function="sigmoid", scaling_factor=2.5),
         full(dict(expert_dim=16, top_k=4, activation=Activation(function="gelu", gated=False))),

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from cases.covering import full
+
 pytestmark = pytest.mark.default_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -31,7 +33,7 @@ def body(name):
     return (ROOT / "examples" / name).read_text().split("\n\n", 1)[1]
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 6, 8])
+@pytest.mark.parametrize("devices", [full(1), 6, full(8)])
 def test_own_model_runs(devices):
     out = run("own_model.py", devices)
     assert "loss" in out and "'ep'" in out

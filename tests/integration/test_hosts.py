@@ -11,6 +11,8 @@ import yaml
 
 from multiprocess_runner import free_port
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT, MANIFEST = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"
 LAST_STEP = r"step 2: loss (\d\.\d+), EP 4 over 2 hosts"
@@ -85,7 +87,7 @@ def test_kubernetes():
     assert python == "python"
     pods = [
         subprocess.Popen(
-            [sys.executable, *arguments, "--transport", "two_level"],
+            [sys.executable, *arguments, "--transport", "ring"],
             cwd=ROOT,
             env=environment(**variables, JOB_COMPLETION_INDEX=str(index)),
             stdout=subprocess.PIPE,

@@ -16,8 +16,10 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from cases.covering import full
+from cases.covering import covering
 from multiprocess_runner import free_port
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 STEPS = 20
 TINY = (
@@ -71,7 +73,7 @@ def wait_for(process, pattern):
     pytest.fail(f"no line matched {pattern!r}: {process.stderr.read()}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Some 70 kB of this folder's own sources, as one file."""
     path = tmp_path_factory.mktemp("text") / "text.py"
@@ -80,7 +82,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
     """A run that nothing interrupts: 1 process x 8 devices, Explicit axes."""
     out = tmp_path_factory.mktemp("main_job") / "whole"
@@ -194,9 +196,9 @@ def saved_state(out, step):
 GROWN = "--experts 8 --steps 4 --eval-every 9".split()
 
 
-@pytest.fixture(scope="session", params=[0, 1], ids=["plain", "spare"])
+@pytest.fixture(scope="module")
 def ep_of_4(request, text, tmp_path_factory):
-    """A run under EP 4, without spare slots and with one."""
+    """A run under EP 4, without spare slots or with one."""
     out = tmp_path_factory.mktemp("main_job") / "ep4"
     options = ["--mesh", "fsdp=2,ep=4", "--spare-experts", request.param, "--capacity-factor", 4]
     assert "mesh fsdp=2 ep=4" in train(text, out, *GROWN, *options)
@@ -204,7 +206,14 @@ def ep_of_4(request, text, tmp_path_factory):
 
 
 @pytest.mark.default_jax
-@pytest.mark.parametrize("ep, spare", [(2, 0), (8, 2), full(2, 2), full(8, 0)])
+@covering(
+    "ep_of_4, ep, spare",
+    (0, 1),
+    (2, 8),
+    (0, 2),
+    covers=[(0, 8, 2), (1, 2, 0)],
+    indirect=["ep_of_4"],
+)
 def test_ep_grows_and_shrinks_between_runs(ep_of_4, text, tmp_path, ep, spare):
     """A step under another EP, at a learning rate that float32 rounds to 0: the same parameters, bit for bit."""
     out = tmp_path / "run"

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -126,7 +127,9 @@ def test_without_a_run_nothing_ran_elsewhere(gpus, monkeypatch):
 
 def test_the_page_of_exchanges_at_scale_is_made_by_its_script():
     command = [sys.executable, ROOT / "docs/scale.py", "--check"]
-    assert subprocess.run(command).returncode == 0, "run `python docs/scale.py`"
+    # Its loops over 1024 ranks run for longer than they are compiled.
+    optimized = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    assert subprocess.run(command, env=optimized).returncode == 0, "run `python docs/scale.py`"
 
 
 @pytest.fixture

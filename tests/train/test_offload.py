@@ -1,5 +1,6 @@
 """State in the host's memory: the bits of training with all state on the device, and where each array is."""
 
+import functools
 import re
 import types
 
@@ -44,6 +45,13 @@ def trained(one, steps=2):
     with one.on_mesh():
         found.append(float(one.evaluate(state, train.batch(one, 9, SIZE))))
     return state, found
+
+
+@functools.cache
+def stepped(**options):
+    """A trainer whose state is in the host's memory, and its state after a step."""
+    one = trainer(True, **options)
+    return one, train.run(one, SIZE, last=1)[0]
 
 
 def assert_same_bits(got, want):
@@ -103,7 +111,7 @@ def places(tree):
 )
 def test_where_each_array_is(options, masters):
     """Masters that products read in another dtype, and the moments of all weights."""
-    state, _ = trained(trainer(True, **options), steps=1)
+    _, state = stepped(**options)
     adam = state.opt_state[1][0]
     assert places(state.params) == set(masters)
     assert places(adam.mu) == places(adam.nu) == set(WEIGHTS)
@@ -124,8 +132,7 @@ def test_layers_inputs_are_in_the_host(kept):
 
 
 def test_copies_follow_from_what_is_saved():
-    one = trainer(True)
-    state, _ = trained(one, steps=1)
+    one, state = stepped(recipe="fp8_current")
     with one.on_mesh():
         again = one.restored(state.saved)
     for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cases.covering import covering
 from expertmesh.core import global_shard_guard
 from expertmesh.flax_moe import MoEConfig, moe
 from expertmesh.train import model, phases
@@ -27,11 +28,6 @@ def config_of(recipe):
     return dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=recipe))
 
 
-@pytest.fixture(params=["explicit", "auto"])
-def mesh(request):
-    return make_mesh(2, 4, request.param)
-
-
 def begin(config, mesh):
     optimizer = make_optimizer(TrainingOptions(steps=4))
     state = init_state(config, optimizer, state_shardings(config, optimizer, mesh), seed=0)
@@ -40,9 +36,14 @@ def begin(config, mesh):
     return state, jax.device_put(batch, rows)
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "nvfp4"])
-def test_the_programs_compute_what_the_block_does(mesh, recipe):
-    config = config_of(recipe)
+@covering(
+    "axis_types, recipe",
+    ("explicit", "auto"),
+    (None, "fp8_delayed", "nvfp4"),
+    covers=[("explicit", "fp8_delayed"), ("auto", None)],
+)
+def test_the_programs_compute_what_the_block_does(axis_types, recipe):
+    config, mesh = config_of(recipe), make_mesh(2, 4, axis_types)
     with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
         state, batch = begin(config, mesh)
         operands = jax.jit(phases.operands_of, static_argnums=(0, 1))(config, 1, state, batch)
@@ -72,8 +73,10 @@ def test_the_programs_compute_what_the_block_does(mesh, recipe):
         np.testing.assert_array_equal(counts, whole.tokens_per_expert[0])
 
 
-def test_each_phase_has_a_time(mesh, monkeypatch):
+@covering("axis_types", ("explicit", "auto"), covers=["explicit"])
+def test_each_phase_has_a_time(axis_types, monkeypatch):
     """By a clock that counts calls of it, so that each program takes as long as the one before."""
+    mesh = make_mesh(2, 4, axis_types)
     with jax.set_mesh(mesh), global_shard_guard(RESOURCE):
         state, batch = begin(CONFIG, mesh)
         monkeypatch.setattr(phases.time, "perf_counter", iter(range(1000)).__next__)

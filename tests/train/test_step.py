@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases import train
+from cases.covering import full
 from expertmesh.core import as_recipe, hlo
 from expertmesh.flax_moe import REMAT_POLICIES, MoEConfig
 from expertmesh.train import model
@@ -23,9 +24,9 @@ CONFIG = ModelConfig(layers=2, model_dim=32, heads=2, moe=MOE)
 B, S = 32, 12
 
 
-def trained(one, steps=3):
+def trained(one, steps=3, program=None):
     """The state after some steps, and the metrics of each."""
-    state, found = train.run(one, (B, S + 1), last=steps)
+    state, found = train.run(one, (B, S + 1), last=steps, program=program)
     return jax.device_get(state), found
 
 
@@ -50,7 +51,7 @@ def whole():
     return trained(train.trainer(CONFIG))
 
 
-@pytest.mark.parametrize("axis_type, count", [(AxisType.Explicit, 4), (AxisType.Auto, 2)])
+@pytest.mark.parametrize("axis_type, count", [(AxisType.Explicit, 4), full(AxisType.Auto, 2)])
 def test_microbatches_train_as_the_batch(whole, axis_type, count):
     parts = train.trainer(CONFIG, axis_type=axis_type, grad_accum=count)
     assert_same_training(trained(parts), whole)
@@ -99,7 +100,8 @@ def test_quantizers_remember_each_microbatch():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", pytest.param("nvfp4", marks=pytest.mark.full)])
+@pytest.mark.full  # of shards it always runs, below
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
 def test_weights_that_are_quantized_once(recipe):
     """The logits and gradients of weights that each call quantizes."""
     config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, recipe=as_recipe(recipe)))
@@ -119,9 +121,7 @@ def test_weights_that_are_quantized_once(recipe):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, full(AxisType.Auto)])
 def test_shards_of_weights_are_quantized_once(monkeypatch, axis_type):
     """A step on a mesh trains as one whose every microbatch quantizes its weights."""
     config = dataclasses.replace(
@@ -154,11 +154,12 @@ def remat():
         policy = name if name in REMAT_POLICIES else "save_all"
         moe = dataclasses.replace(MOE, remat=policy)
         config = dataclasses.replace(CONFIG, moe=moe, remat_layers=name == "full", layers=4)
-        one = train.trainer(config)
+        one = train.trainer(config, sizes=(1, 1))
         with one.on_mesh():
             lowered = one.step.lower(one.abstract(), train.abstract_batch(one, (B, S + 1)), 0)
-        memory = lowered.compile().memory_analysis().temp_size_in_bytes
-        found[name] = memory, trained(one, steps=2)
+        program = lowered.compile()
+        memory = program.memory_analysis().temp_size_in_bytes
+        found[name] = memory, trained(one, steps=2, program=program)
     return found
 
 

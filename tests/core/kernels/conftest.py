@@ -16,8 +16,9 @@ FIRST_OF_8_BITS = 8.9
 
 def pytest_generate_tests(metafunc):
     if "capability" in metafunc.fixturenames:
-        module, names = metafunc.module.__name__, ["sm_90", TRITON, *CHOSEN_FOR]
-        if "quantized" in module or "mixed" in module:
+        test = f"{metafunc.module.__name__} {metafunc.function.__name__}"
+        names = ["sm_90", TRITON, *CHOSEN_FOR]
+        if "quantized" in test or "mixed" in test:
             names = [name for name in names if CHOSEN_FOR.get(name, 9.0) >= FIRST_OF_8_BITS]
         metafunc.parametrize("capability", names, indirect=True)
 

@@ -67,5 +67,5 @@ def test_shapes_that_are_left_to_the_reference():
     )
     weight = (256, 2, 192), (128, 1, 128)
     assert "blocks of 128; it is 192" in refused(gemm_op, ((2, 200, 256), (1, 1, 128)), weight)
-    assert "multiples of 16; widths are (64, 24)" in refused(gemm_op, ((2, 64), ()), ((64, 24), ()))
+    assert "multiples of 16; they are (64, 24)" in refused(gemm_op, ((2, 64), ()), ((64, 24), ()))
     assert "no kernel for blocks" in refused(gemm_op, ((2, 64), (1, 16)), ((64, 64), (16, 16)))
