@@ -150,7 +150,9 @@ def _check_quantized(which, kind, shape, rank, dtype):
     x, x_scale, x_wide = quantized(rng, (1, C, D), of_rows, dtypes[0], (1, G))
     shape_of_weight = (G, D, W) if forward else (G, W, D)
     w, w_scale, w_wide = quantized(rng, shape_of_weight, of_weight, dtypes[1], (G,))
-    if along != 32:  # whose scales are bytes; a term in float16 must hold numbers of the result's size
+    if (
+        along != 32
+    ):  # whose scales are bytes; a term in float16 must hold numbers of the result's size
         x_scale, x_wide = x_scale * np.float32(2**-10), x_wide * (2**-10 if along else 1)
     x = x.copy()
     x[:, live:] = np.nan
