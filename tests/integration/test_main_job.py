@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from cases.covering import covering
+from cases.covering import covering, full
 from multiprocess_runner import free_port
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
