@@ -75,9 +75,9 @@ ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
 # As `choice/grouped_gemm.py`'s. Rows that are contracted pass through registers, which leave less room for steps.
 NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=4, descriptors=False, flat=False)
 NARROW_ROWS = dataclasses.replace(NARROW, m=64, k=128, stages=3)
-# Rows of few blocks of 128 spill in tiles twice as wide.
+# Tiles twice as wide spill, of rows in few blocks of 128 (Triton 3.8), and of weight gradients (3.9).
 NARROW_ROWS_OF_128 = dataclasses.replace(NARROW_ROWS, n=64)
-NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, stages=2)
+NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, n=64, stages=2)
 
 
 def choose_rows(gemm: Rows) -> Config:
