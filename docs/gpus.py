@@ -137,10 +137,11 @@ def cell(gpu: Gpu, recipe: str) -> str:
     return f"{found}, emulated" if emulated else found
 
 
-def table(recipes: tuple[str, ...]) -> str:
+def table(recipes: tuple[str, ...], oldest: int = 0) -> str:
+    """Of GPUs from a capability on."""
     rows = [["GPU", "compute capability", *(f"`{name}`" for name in recipes)]]
     rows.append(["---"] * len(rows[0]))
-    for gpu in GPUS:
+    for gpu in (gpu for gpu in GPUS if gpu.capability >= oldest):
         capability = (
             f"{gpu.capability / 10}" if gpu.capability >= OLDEST else f"below {OLDEST / 10}"
         )
@@ -153,9 +154,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     stale = 0
-    for page, recipes in ((DOCS / "gpus.md", WHOLE), (ROOT / "README.md", SHORT)):
+    for page, *of in ((DOCS / "gpus.md", WHOLE), (ROOT / "README.md", SHORT, OLDEST)):
         old = page.read_text()
-        new = filled(old, BEGIN, table(recipes))
+        new = filled(old, BEGIN, table(*of))
         stale += new != old
         if not options.check:
             page.write_text(new)

@@ -211,7 +211,7 @@ def ep_of_4(request, text, tmp_path_factory):
     (0, 1),
     (2, 8),
     (0, 2),
-    covers=[(0, 8, 2), (1, 2, 0)],
+    covers=[(0, 8, 2)],
     indirect=["ep_of_4"],
 )
 def test_ep_grows_and_shrinks_between_runs(ep_of_4, text, tmp_path, ep, spare):

@@ -279,5 +279,5 @@ def test_no_page_is_left_out():
     """Those of the tutorial, the recipes and MaxText are of programs that other tests run."""
     pages = {page.name for page in DOCS.glob("*.md") if snippets(page.name)}
     here = {"core.md", "ep.md", "expert-parallelism.md", "quantization.md", "flax_moe.md"}
-    here |= {"stages.md", "fine-tuning.md", "observability.md"}
+    here |= {"stages.md", "fine-tuning.md", "observability.md", "without-nvlink.md"}
     assert pages == here | {"tutorial.md", "recipes.md", "maxtext.md"}
