@@ -48,6 +48,12 @@ def _compile(kernel, types, tiles, constants, arch):
     return _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
 
 
+def _compile_thin(kernel, types, tiles, constants, arch):
+    """Of one program for each tile."""
+    constants = constants | {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k}
+    return _assemble(kernel, types, constants, tiles.warps, tiles.stages, arch)
+
+
 def _assemble(kernel, types, constants, warps, stages, arch, **more):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -170,7 +176,7 @@ def test_gathered_gemm_of_few_columns(transposed, arch):
     sizes = {"T": 4096, "ZEROS_END": 16384, "D": 4096, "W": 32, "G": 8, "G_POW2": 8}
     constants = sizes | {"TRANSPOSED": transposed, "NUM_TILES": 136}
     types = ["*bf16", "*i32", "*bf16", "*i32", "*bf16"]
-    _check(_compile(kernels._thin_rows_kernel, types, tiles, constants, arch), arch)
+    _check(_compile_thin(kernels._thin_rows_kernel, types, tiles, constants, arch), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
@@ -187,9 +193,12 @@ def test_thin_gemm_of_quantized_rows(T, which, along, arch):
         tiles, kernel = choice.choose_rows(T), kernels._rows_kernel
         constants |= {"C": 16384, "ZEROS_END": 16384, "TRANSPOSED": True, "NUM_TILES": 136}
     else:
-        tiles, kernel = choice.choose_weights(T), kernels._weights_kernel
+        tiles, kernel = choice.choose_weights(T, _device(arch)), kernels._weights_kernel
         constants |= {"THIN_FIRST": True}
-    _check(_compile(kernel, types, tiles, constants, arch), arch)
+    compiled = _compile_thin(kernel, types, tiles, constants, arch)
+    _check_resources(compiled, arch)
+    # A tile of fewer rows than 64 is multiplied from registers.
+    assert tiles.m < 64 or MATRIX_INSTRUCTION.get(arch, "mma.sync") in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("T", [16, 64])

@@ -11,6 +11,7 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2, quantized
 from expertmesh.core.kernels.choice.thin_gemm import choose_rows, choose_weights
+from expertmesh.core.kernels.device import Device
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
@@ -94,7 +95,7 @@ def test_equals_float64_loops_and_repeats_bitwise(kind, shape, dtype, capability
 def test_tiles_hold_whole_instructions_of_all_columns_up_to_128(T):
     for tiles, columns in (
         (choose_rows(T), choose_rows(T).n),
-        (choose_weights(T), choose_weights(T).m),
+        (choose_weights(T, Device()), choose_weights(T, Device()).m),
     ):
         assert columns % 16 == 0 and columns >= min(T, 128)
         # A step of columns lies within one block of 128.

@@ -7,6 +7,7 @@ from math import prod
 
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels.choice import thin_gemm as choice
+from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.triton import mixed_grouped_gemm as triton
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -36,7 +37,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
         operands = (thin, wide) if thin_first else (wide, thin)
         return plain.weights(*operands, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
     thin = _flat(thin)[0]
-    tiles = choice.choose_weights(thin.shape[1])
+    tiles = choice.choose_weights(thin.shape[1], current_device())
     options = dict(tiles=tiles, along=along, out_dtype=out_dtype, thin_first=thin_first)
     data, scale = _parts(q)
     out = triton.launch_weights(data, scale, thin, group_sizes[0], **options)

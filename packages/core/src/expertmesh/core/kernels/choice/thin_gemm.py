@@ -6,6 +6,7 @@ from expertmesh.core.kernels.device import Device
 
 MOST_COLUMNS = 128
 FEWEST_COLUMNS = 16  # what one instruction of tensor cores takes
+WIDE = 64  # columns beyond which four warps spill, as on later GPUs some kernels do: tests/aot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +39,33 @@ class Slabs:
 
 def choose_rows(T: int) -> ThinTiles:
     """Of [C, D] x [G, D, T]."""
-    return ThinTiles(m=128, n=columns_of(T), k=128, warps=4, stages=3)
+    wide = T > WIDE
+    return ThinTiles(m=128, n=columns_of(T), k=64 if wide else 128, warps=_warps(T), stages=3)
 
 
 def choose_gathered(T: int) -> ThinTiles | None:
     """The same, rows read where they are; None where the result is no longer thin."""
-    return ThinTiles(m=128, n=columns_of(T), k=64, warps=4, stages=4) if T <= MOST_COLUMNS else None
+    if T > MOST_COLUMNS:
+        return None
+    return ThinTiles(m=128, n=columns_of(T), k=64, warps=_warps(T), stages=4)
 
 
-def choose_weights(T: int) -> ThinTiles:
+def choose_weights(T: int, device: Device) -> ThinTiles:
     """Of [C, T]^T [C, D] in groups."""
-    return ThinTiles(m=columns_of(T), n=128, k=64, warps=4, stages=3)
+    warps = _warps(T) if device.capability < 100 else 8
+    return ThinTiles(m=columns_of(T), n=128, k=64, warps=warps, stages=3)
 
 
 def choose_both(T: int, device: Device) -> Slabs | None:
     """Of [C, D] x [G, T, D]^T and [C, T]^T [C, D] in groups; None: two GEMMs read the rows."""
-    if T > 64 or not device.reads_shared:
+    if T > WIDE or not device.reads_shared:
         return None
     return Slabs(rows=2048, columns=256 if T <= 32 else 128, step=64, warps=4, stages=4)
+
+
+def _warps(T: int) -> int:
+    """As many as hold a tile of 128 by T."""
+    return 8 if T > WIDE else 4
 
 
 def columns_of(T: int) -> int:
