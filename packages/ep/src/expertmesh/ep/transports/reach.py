@@ -18,7 +18,10 @@ def unsupported() -> str | None:
 
     Known it is on one host, of which the driver shows all GPUs to every process.
     """
-    devices = jax.devices("cuda")
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return "this process has no GPU, as where a program is compiled ahead of time"
     hosts = {getattr(d, "slice_index", None) for d in devices}
     if len(hosts) > 1:
         return f"the job's GPUs are on {len(hosts)} hosts; name transport='nvlink' if groups do not cross them"
