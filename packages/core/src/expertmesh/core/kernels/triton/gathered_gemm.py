@@ -25,6 +25,25 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
 
 
 @triton.jit
+def _add_product(
+    acc, lhs, source, rhs, group, tile_n,
+    T: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + the tile_n-th BN columns of lhs[source] @ rhs[group]; zeros are added where there is no such row."""
+    there = ((source >= 0) & (source < T))[:, None]
+    depth = tl.arange(0, BK)[None, :]
+    at = lhs + source.to(tl.int64)[:, None] * D + depth
+    for k in tl.range(0, (D + BK - 1) // BK):
+        inside = there
+        if D % BK != 0:
+            inside = there & (k * BK + depth < D)
+        a = tl.load(at + k * BK, mask=inside, other=0)
+        w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
+        acc = tl.dot(a, w, acc)
+    return acc
+
+
+@triton.jit
 def _gathered_rows_kernel(
     lhs, index, rhs, group_sizes, u, b, out,
     T: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
@@ -36,7 +55,6 @@ def _gathered_rows_kernel(
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
-    depth = tl.arange(0, BK)[None, :]
 
     # Not flattened: the index is read before the rows.
     for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
@@ -49,15 +67,7 @@ def _gathered_rows_kernel(
             acc, u, b, rows, end, tile_n * BN + tl.arange(0, BN), group, R, W, TRANSPOSED, BR
         )
         source = tl.load(index + rows, mask=rows < end, other=-1)
-        there = ((source >= 0) & (source < T))[:, None]
-        at = lhs + source.to(tl.int64)[:, None] * D + depth
-        for k in tl.range(0, (D + BK - 1) // BK):
-            inside = there
-            if D % BK != 0:
-                inside = there & (k * BK + depth < D)
-            a = tl.load(at + k * BK, mask=inside, other=0)
-            w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
-            acc = tl.dot(a, w, acc)
+        acc = _add_product(acc, lhs, source, rhs, group, tile_n, T, D, W, TRANSPOSED, BN, BK)
         columns = tile_n * BN + tl.arange(0, BN)
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
@@ -117,17 +127,8 @@ def _thin_rows_kernel(
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
         rows = row + tl.arange(0, BM)  # from `end` on they belong to the next group
         source = tl.load(index + rows, mask=rows < end, other=-1)
-        there = ((source >= 0) & (source < T))[:, None]
-        depth = tl.arange(0, BK)[None, :]
-        at = lhs + source.to(tl.int64)[:, None] * D + depth
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, (D + BK - 1) // BK):
-            inside = there
-            if D % BK != 0:
-                inside = there & (k * BK + depth < D)
-            a = tl.load(at + k * BK, mask=inside, other=0)
-            b = weight_tile(rhs, group, k, 0, D, W, TRANSPOSED, BN, BK)
-            acc = tl.dot(a, b, acc)
+        acc = _add_product(acc, lhs, source, rhs, group, 0, T, D, W, TRANSPOSED, BN, BK)
         columns = tl.arange(0, BN)
         where = out + rows.to(tl.int64)[:, None] * W + columns[None, :]
         live = (rows < end)[:, None] & (columns < W)[None, :]
