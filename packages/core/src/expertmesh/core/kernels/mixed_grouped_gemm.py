@@ -3,11 +3,10 @@
 Of formats that the kernels do not read the rows are widened first. Dimension key as in `linear/grouped_gemm.py`.
 """
 
-from math import prod
-
 from expertmesh.core.kernels import grouped_gemm as plain
 from expertmesh.core.kernels.choice import thin_gemm as choice
 from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.quantized_grouped_gemm import flat
 from expertmesh.core.kernels.triton import mixed_grouped_gemm as triton
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -17,7 +16,7 @@ def rows(lhs, rhs, group_sizes, **options):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; options: `out_dtype`, `clear_padding`."""
     if (along := _along(lhs)) is None:
         return plain.rows(_wide(lhs, rhs.dtype), rhs, group_sizes, **options)
-    out = _rows(lhs, _flat(rhs), group_sizes, along=along, transposed=False, **options)
+    out = _rows(lhs, flat(rhs), group_sizes, along=along, transposed=False, **options)
     return out.reshape(1, -1, *rhs.shape[2:])
 
 
@@ -25,7 +24,7 @@ def rows_dgrad(dy, rhs, group_sizes, **options):
     """The input gradient: [1, C, *N] x [G, K, *N] -> [1, C, K]; options: `out_dtype`, `clear_padding`."""
     if (along := _along(dy)) is None:
         return plain.rows_dgrad(_wide(dy, rhs.dtype), rhs, group_sizes, **options)
-    return _rows(dy, _flat(rhs), group_sizes, along=along, transposed=True, **options)[None]
+    return _rows(dy, flat(rhs), group_sizes, along=along, transposed=True, **options)[None]
 
 
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
@@ -36,7 +35,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype):
         wide = _wide(q, thin.dtype)
         operands = (thin, wide) if thin_first else (wide, thin)
         return plain.weights(*operands, group_sizes, num_experts=num_experts, out_dtype=out_dtype)
-    thin = _flat(thin)[0]
+    thin = flat(thin)[0]
     tiles = choice.choose_weights(thin.shape[1], current_device())
     options = dict(tiles=tiles, along=along, out_dtype=out_dtype, thin_first=thin_first)
     data, scale = _parts(q)
@@ -64,12 +63,7 @@ def _along(q) -> int | None:
 
 def _parts(q):
     """Data [C, D] and scales."""
-    return _flat(q.data)[0], _flat(q.scale)[0]
-
-
-def _flat(x):
-    """One dimension after the first two."""
-    return x if x.ndim < 3 else x.reshape(*x.shape[:2], prod(x.shape[2:]))
+    return flat(q.data)[0], flat(q.scale)[0]
 
 
 def _wide(q, dtype):

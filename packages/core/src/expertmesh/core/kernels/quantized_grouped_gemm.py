@@ -46,7 +46,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
         wide, options = (_wide(lhs), _wide(dy)), dict(num_experts=num_experts, out_dtype=out_dtype)
         return plain.weights(*wide, group_sizes, **options)
     room = triton if config.kernel == "triton" else cuda
-    parts = lhs.data, lhs.scale, _flat(dy.data), _flat(dy.scale), group_sizes
+    parts = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
     out = room.launch_weights(
         *(x[0] for x in parts), config=config, along=along, out_dtype=out_dtype
     )
@@ -59,8 +59,8 @@ def _rows(
     transposed: bool, out_dtype, clear_padding=False, device,
 ):  # fmt: skip
     """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
-    data, scale, sizes = _flat(lhs.data)[0], _flat(lhs.scale)[0], group_sizes[0]
-    weight, weight_scale = _flat(rhs.data), _flat(rhs.scale)
+    data, scale, sizes = flat(lhs.data)[0], flat(lhs.scale)[0], group_sizes[0]
+    weight, weight_scale = flat(rhs.data), flat(rhs.scale)
     (C, D), W, G = data.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
     gemm = choice.Rows(C, D, W, G, data.dtype, out_dtype, device, _along(lhs))
     config, options = (
@@ -68,7 +68,7 @@ def _rows(
         dict(out_dtype=out_dtype, clear_padding=clear_padding),
     )
     if config.kernel == "bfloat16":
-        wide = _flat(_wide(lhs))[0], _flat(_wide(rhs))
+        wide = flat(_wide(lhs))[0], flat(_wide(rhs))
         # Of float16 this rounds what stands beside numbers of at most 4 significant bits.
         options |= dict(low_rank=low_rank and low_rank.astype(jnp.bfloat16))
         return plain.multiply_rows(*wide, sizes, transposed=transposed, **options)
@@ -99,6 +99,6 @@ def _along(q) -> int:
     return max(q.block, default=0)
 
 
-def _flat(x):
+def flat(x):
     """Data and scales of blocks [_, _, *N] with one dimension N; scales of tensors as they are."""
     return x if x.ndim < 3 else x.reshape(*x.shape[:2], prod(x.shape[2:]))
