@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from expertmesh import ep
 from expertmesh.core.linear.adapted import Adapted, without_base
 from expertmesh.core.linear.apply import (
-    LowRank,
+    LowRankTerm,
     add_bias,
     bias_gradient,
     dy_copies,
@@ -234,7 +234,7 @@ def _down(
     weights: jax.Array | None,
     handle: ep.Handle,
     layer: Layer,
-    low_rank: LowRank | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> jax.Array:
     """y of a in the format along F."""
     y: jax.Array = forward_gemm(a, wo, handle.group_sizes, None, layer, low_rank=low_rank)
@@ -417,7 +417,7 @@ def _with_cotangents(adapter: _Adapter, dy: Any, sizes: jax.Array, layer: Layer)
     return adapter._replace(v=v, d_b=d_b)
 
 
-def _dgrad_term(adapter: _Adapter | None, layer: Layer) -> LowRank | None:
+def _dgrad_term(adapter: _Adapter | None, layer: Layer) -> LowRankTerm | None:
     """The part of an input gradient that goes through an adapter, if there is one."""
     if adapter is None or adapter.v is None:
         return None

@@ -55,7 +55,7 @@ from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import at_rest, differentiable
 
 
-class LowRank(NamedTuple):
+class LowRankTerm(NamedTuple):
     """A term of low rank: u B of the forward, v A^T of the input gradient.
 
     Attributes:
@@ -132,7 +132,7 @@ def forward_gemm(
     bias: jax.Array | None,
     layer: Layer,
     *,
-    low_rank: LowRank | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> jax.Array:
     """The forward's GEMM, and the bias, of operands in the formats along K; `low_rank`: u B, if there is one."""
     law, (x_spec, w_spec, _) = layer.law, layer.resolved
@@ -157,7 +157,7 @@ def forward_gemm(
 
 
 def _with_term(
-    op: Op, op_low_rank: Op | None, rows: Any, low_rank: LowRank | None
+    op: Op, op_low_rank: Op | None, rows: Any, low_rank: LowRankTerm | None
 ) -> tuple[Op, tuple[tuple[jax.Array, PartitionSpec | None], ...]]:
     """The GEMM, and the operands, with their specs, of a term that is part of its sums.
 
@@ -219,7 +219,7 @@ def input_gradient(
     layer: Layer,
     *,
     result_spec: PartitionSpec | None,
-    low_rank: LowRank | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> jax.Array:
     """The cotangent of x at `result_spec`; dy and w in their formats along N; `low_rank`: v A^T, if there is one."""
     law, (_, w_spec, out_spec) = layer.law, layer.resolved
@@ -360,10 +360,10 @@ def low_rank_u(x: Any, w: Any, group_sizes: jax.Array | None, layer: Layer) -> j
     return forward_gemm(x, _widened(w.a, of_a), group_sizes, None, of_a)
 
 
-def low_rank_term(u: jax.Array, w: Any, layer: Layer) -> LowRank:
+def low_rank_term(u: jax.Array, w: Any, layer: Layer) -> LowRankTerm:
     """u B, of the forward."""
     _, of_b = low_rank_layers(w, layer)
-    return LowRank(u, _widened(w.b, of_b), of_b)
+    return LowRankTerm(u, _widened(w.b, of_b), of_b)
 
 
 def low_rank_cotangents(
@@ -382,10 +382,10 @@ def low_rank_cotangents(
     return v.astype(u.dtype), d_b.astype(w.b.dtype)
 
 
-def low_rank_dgrad_term(v: jax.Array, w: Any, layer: Layer) -> LowRank:
+def low_rank_dgrad_term(v: jax.Array, w: Any, layer: Layer) -> LowRankTerm:
     """v A^T, of the input gradient."""
     of_a, _ = low_rank_layers(w, layer)
-    return LowRank(v, _widened(w.a, of_a), of_a)
+    return LowRankTerm(v, _widened(w.a, of_a), of_a)
 
 
 def low_rank_gradient(
