@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from core.kernels.quantized_operands import E4M3, E5M2, paired, quantized
+from core.kernels.quantized_operands import KINDS, paired, quantized
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_low_rank_op,
     grouped_gemm_dgrad_op,
@@ -128,16 +128,6 @@ def test_moved_rows(which, rank):
     rows = np.where((source >= 0)[:, None], np.asarray(base[0], np.float64)[source], 0)
     product, term = (_product(which, x, w, sizes) for x, w in ((rows, weight), (u[0], b)))
     _check(got, product, term, live, 2e-5)
-
-
-# Length of the blocks, dtypes, largest relative error, as of `quantized_operands.KINDS`.
-KINDS = {
-    "blocks of 128": (128, (E4M3, E4M3), 2e-4),
-    "blocks of 128, e5m2": (128, (E5M2, E4M3), 2e-4),
-    "tensors": (0, (E4M3, E4M3), 2e-3),
-    "tensors, e5m2": (0, (E5M2, E4M3), 2e-3),
-    "blocks of 32": (32, (E4M3, E4M3), 1e-5),
-}
 
 
 def _check_quantized(which, kind, shape, rank, dtype):
