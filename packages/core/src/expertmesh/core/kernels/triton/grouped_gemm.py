@@ -303,9 +303,8 @@ def tiled(x, box: tuple[int, ...], tiles: Tiles):
     return launcher.TensorMap.of(x, box) if tiles.descriptors else x
 
 
-RANK_STEP = (
-    16  # that `add_low_rank` contracts at a time: more takes registers that some GPUs do not have
-)
+# What `add_low_rank` contracts at a time: more takes registers that some GPUs do not have.
+RANK_STEP = 16
 
 
 def launch_rows(
