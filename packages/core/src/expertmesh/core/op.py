@@ -134,7 +134,7 @@ class Op:
       sharding: a rule of `expertmesh.core.rule`, one term for each operand. Of an operand or result of several arrays,
         such as a QuantizedArray, the term is that of its data; the others follow from it.
       summed, whole: factors of the rule that are not free.
-      roles: the role of each dimension for Auto axes under a MeshResource (see `expertmesh.core.rule.role_names`).
+      roles: the role of each dimension for Auto axes under a MeshResource, in the form of `sharding`.
       parameter: index of the term (operands, then results) that is a weight or bias: the axes of the resource's role tp
         in its spec decide before the first operand's.
       plan: `plan(Query) -> Plan`, needed if the rule alone does not say how to partition.

@@ -5,6 +5,12 @@ for the same leading or trailing dimensions in every term that has it; `n...` is
 an option's name is as long as the option says; `()` is a term of rank 0. A factor is *free* (it may be split;
 `f(shard(x)) == shard(f(x))` along it), *whole* (a shard must hold all of it) or *summed* (it may be split; results that
 lack it are sums over its shards).
+
+Roles are written in the same form, one for each name: what axes a MeshResource gives to a dimension (see
+`MeshResource.axes`). Without them `...` and `t...` are tokens, `p` is participants, `e` is experts, and all else has
+none. The role of a group is that of its first dimension. Of a term's dimensions of tokens, in one group or in two, the
+second is the sequence. A group that is a whole array has the role `rows`: tokens, sequence, and a last dimension of
+features.
 """
 
 import dataclasses
@@ -166,13 +172,10 @@ _ROLES = {"...": "tokens", "t...": "tokens", "p": "participants", "e": "experts"
 def role_names(
     roles: str, sharding: str, rule: Rule
 ) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
-    """The role of every dimension of the operands and of the results (see `MeshResource.axes`).
+    """The role of every dimension of the operands and of the results.
 
     Args:
-      roles: one role per name of `sharding`, in its form; "" for the default: `...` and `t...` are tokens, `p` is
-        participants, `e` is experts, all else has none. The role of a group is that of its first dimension. Of a term's
-        dimensions of tokens, in one group or in two, the second is the sequence. A group that is a whole array has the
-        role `rows`: tokens, sequence, and a last dimension of features.
+      roles: one role for each name of `sharding`, in its form; "" for the default.
       rule: `sharding`, parsed.
     """
     sides = [parse_terms(side) for side in sharding.split("->")]

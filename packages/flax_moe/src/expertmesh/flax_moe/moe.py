@@ -114,7 +114,7 @@ def moe(
 
     Differentiable in x, every parameter, `logits`, `topk_weights` and the coefficients, in reverse mode and once;
     `expert_bias` gets gradient 0. `config.remat` says what the backward keeps, or your own policy on
-    `expertmesh.flax_moe.CHECKPOINT_NAMES`.
+    `expertmesh.flax_moe.remat.CHECKPOINT_NAMES`.
 
     Runs on global arrays: on one device, over Explicit axes (layouts are those of the arrays' types), over Auto axes
     under a MeshResource, over Auto axes without one (correct, but every device then routes all tokens), and inside your

@@ -64,7 +64,7 @@ class ModelConfig:
       model_dim: a multiple of `heads`, such that each head is of even width.
       remat_layers: whether the backward keeps each layer's input alone and computes the layer again.
       kept_in_host: names of the only values that layers keep for the backward, in the host's memory: LAYER_INPUT and
-        those of `expertmesh.flax_moe.CHECKPOINT_NAMES`; () keeps values on the device.
+        those of `expertmesh.flax_moe.remat.CHECKPOINT_NAMES`; () keeps values on the device.
     """
 
     layers: int
