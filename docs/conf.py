@@ -11,6 +11,7 @@ import warnings
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from accessible import change_pages  # noqa: E402
 from docstrings import as_rst, with_formulas  # noqa: E402
+from other_libraries import DOCUMENTED, named_unions  # noqa: E402
 
 project = "expertmesh"
 author = "The expertmesh authors"
@@ -54,7 +55,12 @@ intersphinx_mapping = {
     "numpy": ("https://numpy.org/doc/stable", None),
     "jax": ("https://docs.jax.dev/en/latest", None),
     "flax": ("https://flax.readthedocs.io/en/latest", None),
+    "linen": ("https://flax-linen.readthedocs.io/en/latest", None),
 }
+# A reference to a name of ours that is on no page is a warning. Types of others may have no link.
+nitpicky = True
+nitpick_ignore = [("py:class", "expertmesh.core.rule.Rule")]  # what an op's string says, parsed
+nitpick_ignore_regex = [("py:.*", r"(?!expertmesh\.)[\w.]+")]
 
 
 PUBLIC = {
@@ -68,6 +74,9 @@ def setup(app):
     def process(app, what, name, obj, options, lines):
         module = sys.modules.get(getattr(obj, "__module__", None))
         lines[:] = as_rst(with_formulas(lines, module and module.__doc__), PUBLIC)
+        # An escaped space: Napoleon takes what stands before a property's first colon for its type.
+        if what == "property":
+            lines.insert(0, "\\ ")
 
     def skip(app, what, name, obj, skipped, options):
         """Fields are in the docstring: those of a NamedTuple ("Alias for field number 0"), and dtypes."""
@@ -78,15 +87,21 @@ def setup(app):
         named = re.compile(r"<(?:class|function) '?(?:[\w.]|<locals>)*?(\w+)(?:'| at \w+)>")
         other = re.compile(r"<(?:factory|[\w.]+ object at \w+)>")
         written = [
-            text and other.sub("...", named.sub(r"\1", text)) for text in (signature, returned)
+            text and named_unions(other.sub("...", named.sub(r"\1", text)))
+            for text in (signature, returned)
         ]
         return tuple(written)
+
+    def find(app, env, node, contnode):
+        """Other libraries' pages are searched for the name that they have there; intersphinx comes next."""
+        node["reftarget"] = DOCUMENTED.get(node["reftarget"], node["reftarget"])
 
     def finish(app, exception):
         if exception is None and app.builder.format == "html":
             change_pages(pathlib.Path(app.outdir))
 
     app.connect("build-finished", finish)
+    app.connect("missing-reference", find, priority=400)  # before intersphinx's 500
     app.connect("autodoc-process-signature", sign)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", process, priority=400)  # before Napoleon's 500

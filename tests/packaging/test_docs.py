@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import zlib
 
 import pytest
 
@@ -378,6 +379,62 @@ def test_a_page_gets_what_it_lacks_once():
         '<dl role="none">\n<dd>a</dd></dl><dl><dt>'
     )
     assert accessible(found) == found
+
+
+# A page that has types of other libraries.
+TYPES = """# Types
+
+```{eval-rst}
+.. currentmodule:: expertmesh.core
+
+.. autofunction:: grouped_gemm
+
+.. autofunction:: gather_weight
+
+.. currentmodule:: expertmesh.flax_moe.linen
+
+.. autoclass:: MoEBlock
+```
+"""
+
+
+INVENTORY = """# Sphinx inventory version 2
+# Project: x
+# Version: 0
+# The remainder of this file is compressed using zlib.
+"""
+
+
+def test_types_of_other_libraries_are_links(tmp_path):
+    """With DOCS_ONLINE=1, by inventories of the names that those libraries document."""
+    documented_there = {
+        "jax": ["jax.Array", "jax.sharding.PartitionSpec", "jax.typing.DTypeLike"],
+        "linen": ["flax.linen.Module"],
+    }
+    mapping = {}
+    for library, names in documented_there.items():
+        lines = "".join(f"{name} py:class 1 api.html#$ -\n" for name in names)
+        file = tmp_path / f"{library}.inv"
+        file.write_bytes(INVENTORY.encode() + zlib.compress(lines.encode()))
+        mapping[library] = (f"https://{library}", str(file))
+    pages, built = tmp_path / "pages", tmp_path / "built"
+    pages.mkdir()
+    (pages / "index.md").write_text(TYPES)
+    build = (
+        "import sys; from sphinx.application import Sphinx; pages, settings, built = sys.argv[1:]; "
+        f"override = dict(intersphinx_mapping={mapping!r}); "
+        "Sphinx(pages, settings, built, built, 'html', override, status=None).build()"
+    )
+    environment = os.environ | {"DOCS_ONLINE": "1"}
+    command = [sys.executable, "-c", build, pages, ROOT / "docs", built]
+    subprocess.run(command, check=True, env=environment)
+    text = (built / "index.html").read_text()
+    links = set(re.findall(r'class="reference external" href="(https://[^"]+)"', text))
+    assert links == {
+        f"https://{library}/api.html#{name}"
+        for library, names in documented_there.items()
+        for name in names
+    }
 
 
 @pytest.fixture
