@@ -223,6 +223,11 @@ def _bars(axes: Any, bars: Bars, colors: dict[str, str], written: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _line_at_one(axes: Any) -> None:
+    """Behind the bars, whose values are written near it."""
+    axes.axvline(1, color="black", linewidth=0.8, zorder=0)
+
+
 def _legend(figure: Any, colors: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
@@ -240,7 +245,7 @@ def draw_beside(results: Results, path: pathlib.Path) -> None:
     figure, every = _stacked([bars for _, bars in panels])
     for axes, (title, bars) in zip(every, panels, strict=True):
         _bars(axes, bars, COLORS, ".2f")
-        axes.axvline(1, color="black", linewidth=0.8)
+        _line_at_one(axes)
         axes.set_title(f"times as fast {title}, forward and backward", fontsize=9, loc="left")
     _legend(figure, COLORS)
     _save(figure, path)
@@ -280,7 +285,7 @@ def draw_fp8(results: Results, path: pathlib.Path) -> None:
     }
     figure, (above, below) = _stacked([speeds, sent])
     _bars(above, speeds, COLORS, ".2f")
-    above.axvline(1, color="black", linewidth=0.8)
+    _line_at_one(above)
     title = "times as fast as the bfloat16 block, forward and backward, 1 GPU"
     above.set_title(title, fontsize=9, loc="left")
     _bars(below, sent, {"nvlink": "#00735a"}, ".0f")

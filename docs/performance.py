@@ -91,7 +91,7 @@ def of_shapes(results: figures.Results) -> str:
                 recipe, which, shapes = match.groups()
                 name = figures.PASSES.get(which, which)
                 rows.append([recipe, name, f"{row['ratio']:.2f}", row["reference"], shapes])
-    return lines(["format", "GEMM", "times as fast as", "", "shapes"], rows)
+    return lines(["format", "GEMM", "relative speed", "relative to", "shapes"], rows)
 
 
 def of_exchange(results: figures.Results) -> str:
@@ -107,7 +107,7 @@ def of_exchange(results: figures.Results) -> str:
         [
             f"{tokens} x {width}",
             ranks,
-            f"{ours:.3g}",
+            f"{ours:.4g}",
             *(f"{others.get(n, 0):.4g}" for n in ("ring", "all_to_all")),
         ]
         for (ranks, tokens, width), (ours, others) in found.items()
