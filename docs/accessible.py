@@ -1,4 +1,4 @@
-"""What pages lack for those who read by keyboard or by ear: levels of headings, and focus for what scrolls."""
+"""What pages lack for those who read by keyboard, by ear or on a phone: levels of headings, focus, whole pictures."""
 
 import pathlib
 import re
@@ -13,6 +13,8 @@ CHANGES = (
         re.compile(r'<div class="(table-wrapper[^"]*)">'),
         r'<div class="\1" tabindex="0" role="region" aria-label="Table">',
     ),
+    # A picture is a link to itself in its own size.
+    (re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)'), r'<p><a href="\2">\1</a>'),
     # The parameters of a signature, one a line, are no definitions.
     (re.compile(r"<dl>(?=\s*<dd>)"), '<dl role="none">'),
 )
