@@ -1,6 +1,6 @@
 """Grouped GEMMs of rows through an index against permute and grouped GEMM: those of a block's tokens, x and dy.
 
-A rate counts the operations of the product. Higher ratios are better.
+A rate counts the operations of the GEMM. Higher ratios are better.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.testing import relative_error
 
-# tokens, width, of the results, experts, choices: the first product of a block
+# tokens, width, of the results, experts, choices: the up projection of a block
 GPU = {
     "ffn": (32768, 4096, 1024, 128, 8),
     "qwen3-30b w13": (4096, 2048, 1536, 32, 8),
@@ -40,7 +40,7 @@ CPU = {"small": (128, 256, 512, 8, 2)}
 
 
 def operands(shape, dtype):
-    """Tokens, the results' cotangents, rows of the second product, both weights, and the plan of random choices."""
+    """Tokens, the results' cotangents, rows of the down projection, both weights, and the plan of random choices."""
     tokens, k, n, experts, choices = shape
     keys = jax.random.split(jax.random.key(0), 6)
     rows = tokens * choices

@@ -4,7 +4,7 @@ bfloat16 throughout, gradients of the tokens and of all parameters; tokens are s
 and weights replicated over fsdp. A time is the device time of a step in a scan of 20, each after the one before.
 Routing is uniform, or zipf: expert e is chosen about 1 / (e + 1) as often as the first. On one GPU one large block is
 timed, as others publish it, against dense GEMMs of as many rows, since `ragged_dot` would take minutes; a rate counts
-the three products of each routed row, and twice as many for the backward.
+the three GEMMs of each routed row, and twice as many for the backward.
 
 Devices add the weights' gradients in bfloat16 unless a row says float32: so does the native block, whose gradients
 leave `ragged_dot` in the parameters' dtype and are reduce-scattered in it. Its exchange is `ragged_all_to_all`.
@@ -70,7 +70,7 @@ class Shape:
         )
 
     def flops(self) -> int:
-        """Of the forward's products, gate and up and down."""
+        """Of the forward's GEMMs, gate and up and down."""
         return 6 * self.top_k * math.prod(self.tokens) * self.width * self.expert_width
 
 
@@ -214,7 +214,7 @@ def rows_alone(shape: Shape, mesh, transport: str, turns: _measure.Turns):
 
 
 def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
-    """Both passes with products of 8 bits, against bfloat16."""
+    """Both passes with GEMMs of 8 bits, against bfloat16."""
     arrays = operands(shape, mesh)
     wide, ours = (
         _compiled(moe, shape.config(transport=transport, recipe=recipe), arrays)
@@ -431,7 +431,7 @@ PHASES = (
 
 
 def by_phase(kernels) -> collections.Counter:
-    """Microseconds of each phase; what has no name of its own is "other": XLA's fusions, the router's products."""
+    """Microseconds of each phase; what has no name of its own is "other": XLA's fusions, the router's GEMMs."""
     seen, total = collections.Counter(), collections.Counter()
     for name, microseconds, _ in kernels:
         pattern, names = next(((p, n) for p, n in PHASES if re.search(p, name)), ("", ("other",)))

@@ -28,7 +28,7 @@ def experts_of_a_chunk(experts: int, width: int, expert_width: int) -> int:
 
 
 def flops(experts: int, width: int, expert_width: int) -> float:
-    """Of Newton-Schulz on gates and ups: x x', its square, and a product with x, five times."""
+    """Of Newton-Schulz on gates and ups: x x', its square, and a GEMM with x, five times."""
     small, large = sorted((width, expert_width))
     return 5 * 2 * experts * (4 * small**2 * large + 2 * small**3)
 

@@ -19,7 +19,7 @@ from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.testing import relative_error
 
-# Tokens, contraction, width: a shared expert's two products.
+# Tokens, contraction, width: a shared expert's two GEMMs.
 GPU = {"w13": (32768, 7168, 4096), "w2": (32768, 2048, 7168)}
 CPU = {"small": (512, 256, 384)}
 OPS = {"fprop": gemm_op, "dgrad": gemm_dgrad_op, "wgrad": gemm_wgrad_op}

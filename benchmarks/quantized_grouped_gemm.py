@@ -120,7 +120,7 @@ def dense(which, shape):
 
 
 def bfloat16(recipe, which, shape, to):
-    """The same product by our kernel for bfloat16, of the same groups."""
+    """The same GEMM by our kernel for bfloat16, of the same groups."""
     rows, k, n, groups = shape
     sizes = jnp.asarray(group_sizes(rows, groups, align(recipe, which)))[None]
     x, dy, w = (

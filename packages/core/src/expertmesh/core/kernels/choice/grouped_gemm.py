@@ -200,7 +200,7 @@ WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
 WEIGHTS_HOPPER_SMALL = dataclasses.replace(
     WEIGHTS_HOPPER, strips=4, band=1, passing=False, keeping=False
 )
-# Where the table of many groups leaves three stages, NVRTC 13.1 to 13.3 let products wait for each other, unless each
+# Where the table of many groups leaves three stages, NVRTC 13.1 to 13.3 let one wgmma wait for another, unless each
 # warp sends its own lines. Not measured.
 WEIGHTS_HOPPER_MANY = dataclasses.replace(WEIGHTS_HOPPER, strips=2)
 SMALL_GROUP = 192  # rows in the mean, at most

@@ -4,8 +4,8 @@ import dataclasses
 
 from expertmesh.core.kernels.device import Device
 
-MOST_COLUMNS = 128
-FEWEST_COLUMNS = 16  # what one instruction of tensor cores takes
+MAX_COLUMNS = 128
+MIN_COLUMNS = 16  # what one instruction of tensor cores takes
 WIDE = 64  # columns beyond which four warps spill, as on later GPUs some kernels do: tests/aot
 
 
@@ -45,7 +45,7 @@ def choose_rows(T: int) -> ThinTiles:
 
 def choose_gathered(T: int) -> ThinTiles | None:
     """The same, rows read where they are; None where the result is no longer thin."""
-    if T > MOST_COLUMNS:
+    if T > MAX_COLUMNS:
         return None
     return ThinTiles(m=128, n=columns_of(T), k=64, warps=_warps(T), stages=4)
 
@@ -70,4 +70,4 @@ def _warps(T: int) -> int:
 
 def columns_of(T: int) -> int:
     """Of a tile that holds them all, or as many as it may."""
-    return min(max(1 << (T - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS)
+    return min(max(1 << (T - 1).bit_length(), MIN_COLUMNS), MAX_COLUMNS)

@@ -1,6 +1,6 @@
 """Calls a kernel in CUDA C++ from JAX: compiled by NVRTC, which comes with jax[cuda13], launched as Triton's kernels.
 
-For what Triton's language does not have, such as products whose shape is chosen on the device.
+For what Triton's language does not have, such as wgmma whose shape is chosen on the device.
 """
 
 import functools
@@ -84,7 +84,7 @@ def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
 """
 
 
-# Of operands, in the name of `wgmma`'s instruction.
+# Types of operands, as `wgmma` writes them.
 WGMMA_TYPES = {
     "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
 }  # fmt: skip

@@ -4,9 +4,9 @@ Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows 
 the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `triton/quantize.py`
 leaves them. Dimension key as in `linear/grouped_gemm.py`.
 
-Rows of blocks, whose products of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the weight
-gradients of blocks, whose products have a scale for each number (`block_scaled_weight_gradient.cu`), and with a scale
-for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8 are in `cuda/grouped_gemm.py`.
+Rows of blocks, whose partial sums of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the
+weight gradients of blocks, whose partial sums have a scale for each number (`block_scaled_weight_gradient.cu`), and
+with a scale for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8 are in `cuda/grouped_gemm.py`.
 """
 
 import jax

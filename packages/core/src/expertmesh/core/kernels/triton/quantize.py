@@ -655,10 +655,10 @@ def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
     if not config.transposed:
         return (*scaled(x, multiplier, shape, format.dtype), scale) * (1 + dgrad)
     wanted = dict(data=dgrad, amax=False, data_rows=True)
-    *data, turned = _scaled(x, multiplier, shape, format.dtype, config, x.shape, wanted)
+    *data, transposed = _scaled(x, multiplier, shape, format.dtype, config, x.shape, wanted)
     # A bitcast, which the one before the GEMM undoes.
-    turned = jnp.swapaxes(turned, 1, 2).reshape(x.shape)
-    return turned, scale, *((*data, scale) if dgrad else ())
+    transposed = jnp.swapaxes(transposed, 1, 2).reshape(x.shape)
+    return transposed, scale, *((*data, scale) if dgrad else ())
 
 
 def _amax_of_tensors(parts, lead: tuple[int, ...], amax_axes):
