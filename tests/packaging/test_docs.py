@@ -372,12 +372,13 @@ def test_a_function_shows_the_formulas_of_its_module(docstrings):
 def test_a_page_gets_what_it_lacks_once():
     accessible = load_script(ROOT / "docs/accessible.py").accessible
     page = '<p role="heading">x</p><pre>y</pre><div class="table-wrapper wide"><dl>\n<dd>a</dd></dl><dl><dt>'
-    page += '<p><img src="a.png"></p>'
+    page += '<p><img src="a.png"></p><span class="pre">core.a_b_</span>'
     found = accessible(page)
     assert found == (
         '<p role="heading" aria-level="2">x</p><pre tabindex="0">y</pre>'
         '<div class="table-wrapper wide" tabindex="0" role="region" aria-label="Table">'
         '<dl role="none">\n<dd>a</dd></dl><dl><dt><p><a href="a.png"><img src="a.png"></a></p>'
+        '<span class="pre">core.<wbr>a_<wbr>b_</span>'
     )
     assert accessible(found) == found
 
