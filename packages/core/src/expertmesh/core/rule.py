@@ -2,8 +2,8 @@
 
 `"p t d, p n k -> p n d"` names each dimension of each operand and result. Equal names are equal factors. `...` stands
 for the same leading or trailing dimensions in every term that has it; `n...` is a second such group, and one that has
-an option's name is as long as the option says; `()` is a term of rank 0. A factor is *free* (it may be split;
-`f(shard(x)) == shard(f(x))` along it), *whole* (a shard must hold all of it) or *summed* (it may be split; results that
+an option's name is as long as the option says; `()` is a term of rank 0. A factor is "free" (it may be split;
+`f(shard(x)) == shard(f(x))` along it), "whole" (a shard must hold all of it) or "summed" (it may be split; results that
 lack it are sums over its shards).
 
 Roles are written in the same form, one for each name: what axes a MeshResource gives to a dimension (see

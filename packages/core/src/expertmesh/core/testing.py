@@ -1,7 +1,7 @@
 """The contract that every op keeps, as one test: `check_op(case, setting)`.
 
-A *case* says what an op computes (an oracle in NumPy, by another route) and how its operands may be laid out. A
-*setting* says where and how it runs. `covering_settings` chooses settings so that every two values of different
+A "case" says what an op computes (an oracle in NumPy, by another route) and how its operands may be laid out. A
+"setting" says where and how it runs. `covering_settings` chooses settings so that every two values of different
 factors meet; `full_settings` is the product of all that says how a program is made.
 """
 

@@ -3,16 +3,17 @@
 `families.py` has a row for each model type: the name of each parameter after `model.layers.{i}.` in a checkpoint, its
 name in a model in memory, and what the config says about the block. Most models have one array [out, in] per expert e:
 
-    | ours                 | mixtral: block_sparse_moe.   | others: mlp.                                          |
-    | gate_kernel [D, E]   | gate.weight [E, D]           | gate.weight [E, D]                                    |
-    | wi [E, D, 0, F]      | experts.{e}.w1.weight [F, D] | experts.{e}.gate_proj.weight [F, D]                   |
-    | wi [E, D, 1, F]      | experts.{e}.w3.weight [F, D] | experts.{e}.up_proj.weight [F, D]                     |
-    | wo [E, F, D]         | experts.{e}.w2.weight [D, F] | experts.{e}.down_proj.weight [D, F]                   |
-    | shared_wi, shared_wo |                              | shared_experts.{gate,up,down}_proj.weight (deepseek)  |
-    | expert_bias [E]      |                              | gate.e_score_correction_bias [E] (deepseek)           |
+| here | mixtral: block_sparse_moe. | others: mlp. |
+|---|---|---|
+| gate_kernel [D, E] | gate.weight [E, D] | gate.weight [E, D] |
+| wi [E, D, 0, F] | experts.{e}.w1.weight [F, D] | experts.{e}.gate_proj.weight [F, D] |
+| wi [E, D, 1, F] | experts.{e}.w3.weight [F, D] | experts.{e}.up_proj.weight [F, D] |
+| wo [E, F, D] | experts.{e}.w2.weight [D, F] | experts.{e}.down_proj.weight [D, F] |
+| shared_wi, shared_wo | | shared_experts.{gate,up,down}_proj.weight (deepseek) |
+| expert_bias [E] | | gate.e_score_correction_bias [E] (deepseek) |
 
 A model of `transformers` >= 5 holds all experts of a layer in two arrays, `experts.gate_up_proj` [E, 2 F, D] and
-`experts.down_proj` [E, D, F]: here *stacked*. Nothing of Hugging Face is imported.
+`experts.down_proj` [E, D, F]: here "stacked". Nothing of Hugging Face is imported.
 
 Dimension key: D model width, E experts, F expert width, S width of the shared experts.
 """
