@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import inspect
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,31 @@ def _masks_of_bools(builder) -> None:
         setattr(builder, name, of_bools)
 
 
+def _scales_of_e4m3(interpreter) -> None:
+    """The interpreter of Triton 3.8 takes all scales of `tl.dot_scaled` for powers of two."""
+    if not hasattr(interpreter, "_e8m0_to_f32"):
+        return
+    prepare = interpreter._prepare_dot_scaled_operand
+
+    def of_handles(value, scale, *more, **options):
+        import triton.language as tl
+
+        if scale is None or scale.dtype != tl.float8e4nv:
+            return prepare(value, scale, *more, **options)
+        with mock.patch.object(interpreter, "_e8m0_to_f32", _numbers_of_e4m3):
+            return prepare(value, scale, *more, **options)
+
+    interpreter._prepare_dot_scaled_operand = of_handles
+
+
+def _numbers_of_e4m3(codes: np.ndarray) -> np.ndarray:
+    return codes.view(jnp.float8_e4m3fn).astype(np.float32)
+
+
 def install() -> None:
     """From now on, in this process."""
     from triton.language.extra import libdevice
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import interpreter_builder
 
     from expertmesh.core.kernels import launcher
@@ -135,6 +158,7 @@ def install() -> None:
 
     launcher.triton_call = triton_call
     _masks_of_bools(interpreter_builder)
+    _scales_of_e4m3(interpreter)
     libdevice.exp = _elementwise(np.exp)
     libdevice.erfc = _elementwise(np.vectorize(math.erfc, otypes=[np.float32]))
     made = Kernel.triton.__func__
