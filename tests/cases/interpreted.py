@@ -127,20 +127,26 @@ def _masks_of_bools(builder) -> None:
 
 
 def _scales_of_e4m3(interpreter) -> None:
-    """The interpreter of Triton 3.8 takes all scales of `tl.dot_scaled` for powers of two."""
-    if not hasattr(interpreter, "_e8m0_to_f32"):
-        return
+    """Triton's interpreter takes all scales of `tl.dot_scaled` for powers of two."""
+    import triton.language as tl
+
+    newer = getattr(interpreter, "_dot_scaled_scale_to_f32", None)  # from 3.9 on
     prepare = interpreter._prepare_dot_scaled_operand
 
-    def of_handles(value, scale, *more, **options):
-        import triton.language as tl
+    def numbers_of(scale, *more):
+        of_e4m3 = scale.dtype == tl.float8e4nv
+        return _numbers_of_e4m3(scale.data) if of_e4m3 else newer(scale, *more)
 
+    def prepared(value, scale, *more, **options):
         if scale is None or scale.dtype != tl.float8e4nv:
             return prepare(value, scale, *more, **options)
         with mock.patch.object(interpreter, "_e8m0_to_f32", _numbers_of_e4m3):
             return prepare(value, scale, *more, **options)
 
-    interpreter._prepare_dot_scaled_operand = of_handles
+    if newer:
+        interpreter._dot_scaled_scale_to_f32 = numbers_of
+    else:
+        interpreter._prepare_dot_scaled_operand = prepared
 
 
 def _numbers_of_e4m3(codes: np.ndarray) -> np.ndarray:
