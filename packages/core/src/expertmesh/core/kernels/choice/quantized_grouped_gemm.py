@@ -83,6 +83,8 @@ NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, n=64, stages=2)
 # Of 4 bits, by shared memory and registers; likewise.
 PACKED = dataclasses.replace(TILES, k=256, stages=3)
 NARROW_PACKED = dataclasses.replace(NARROW, k=128, stages=3)
+# Rows that are contracted pass through registers, of which a thread of four warps has enough.
+PACKED_WEIGHTS = dataclasses.replace(PACKED, k=128, warps=4)
 
 
 def choose_rows(gemm: Rows) -> Config:
@@ -107,7 +109,7 @@ def choose_rows(gemm: Rows) -> Config:
 def choose_weights(gemm: Weights) -> Config:
     """The weight gradient."""
     if gemm.along == NV_BLOCK:
-        tiles = PACKED if gemm.device.reads_shared else NARROW_PACKED
+        tiles = PACKED_WEIGHTS if gemm.device.reads_shared else NARROW_PACKED
         return _packed(gemm, tiles.fit(gemm.widths[1], gemm.out_dtype))
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
