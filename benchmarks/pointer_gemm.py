@@ -97,8 +97,9 @@ def _pass(row: dict) -> str | None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     options = parser.parse_args()
-    rows = (row for form in FORMS for row in rows_of(form))
+    rows = (row for form in options.forms for row in rows_of(form))
     _measure.write(options.json, _measure.with_means(rows, _pass))
 
 

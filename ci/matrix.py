@@ -167,6 +167,7 @@ def pytest(cell: dict, python: str, extra: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.xml")
         chosen = ["-m", cell["select"], *(["-k", cell["keyword"]] if "keyword" in cell else [])]
+        chosen += cell.get("options", [])
         arguments = ["-q", *parallel, *chosen, f"--junitxml={report}", *folders, *extra]
         test = [python, "-m", "pytest", *arguments]
         status = shell(test, environment(cell)) if folders else NO_TESTS

@@ -4,7 +4,7 @@ python docs/gpus.py            write them
 python docs/gpus.py --check    exit status 1 if a page is not what would be written
 
 Facts: the devices of benchmarks/results and ci/summaries, the capabilities for which tests/aot compiles kernels and
-those whose kernels tests/core/kernels runs as PTX, and `is_supported`.
+those whose kernels tests run as PTX (tests/cases/gpus.py), and `is_supported`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from expertmesh.core import RECIPES, features, is_supported
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
 BEGIN = "<!-- docs/gpus.py -->"
-COMPILING, RUNNING = ROOT / "tests/aot/test_kernels.py", ROOT / "tests/core/kernels/conftest.py"
+COMPILING, RUNNING = ROOT / "tests/aot/test_kernels.py", ROOT / "tests/cases/gpus.py"
 BFLOAT16 = "bfloat16"
 WHOLE = (BFLOAT16, *RECIPES)
 SHORT = (BFLOAT16, "fp8_current", "fp8_block", "mxfp8")

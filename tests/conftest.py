@@ -20,10 +20,23 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import pytest  # noqa: E402
 
+from cases.gpus import HERE, NAMES, OPTION, as_gpu  # noqa: E402
+
 if not on_gpu():
     os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 # What Triton's interpreter runs needs no GPU.
 INTERPRETED = "TRITON_INTERPRET" in os.environ
+
+
+def pytest_addoption(parser):
+    parser.addoption(OPTION, help=f"kernels are those of another GPU: {', '.join(NAMES[1:])}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def of_gpu(request):
+    """Kernels of the GPU that the option names, in all tests of the run."""
+    with as_gpu(request.config.getoption(OPTION) or HERE):
+        yield
 
 
 def pytest_configure():

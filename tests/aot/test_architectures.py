@@ -16,6 +16,7 @@ import expertmesh.core
 from aot.test_kernels import SHARED_LIMIT, _assemble, _stack_bytes
 from cases.marks import needs_triton
 from expertmesh.core import (
+    NVFP4BlockScaling,
     RouterConfig,
     _jax,
     as_recipe,
@@ -115,6 +116,7 @@ def programs():
     yield block(None)
     yield adapted(None)
     yield adapted("fp8_block")
+    yield block(NVFP4BlockScaling(disable_stochastic_rounding=True))
     for recipe in ("fp8_current", "fp8_block", "mxfp8"):
         yield block(recipe)
         if recipe != "fp8_current":

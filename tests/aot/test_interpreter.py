@@ -92,6 +92,10 @@ def test_products_of_8_bits(gpu, count):
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)
 
 
+def test_products_of_4_bits():
+    interpret(["tests/core/kernels/test_packed_grouped_gemm.py"], "packed", 6)
+
+
 @OF_8_BITS
 def test_dense_products_of_8_bits(gpu, count):
     which = f"{gpu} and bfloat16 and not e5m2"

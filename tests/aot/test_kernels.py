@@ -425,6 +425,54 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
         assert kind in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("arch", [100, 120])
+def test_blocks_of_32_in_one_step(arch):
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.triton import quantized_grouped_gemm as kernels
+
+    tiles = choice.rows_tiles(32, 4096, "bfloat16", _device(arch))
+    sizes = {"C": 4096, "ZEROS_END": 0, "D": 128, "W": 4096, "G": 8, "G_POW2": 8}
+    constants = sizes | {"ALONG": 32, "ACROSS": 1, "LHS_FORMAT": "e4m3", "RHS_FORMAT": "e4m3"}
+    constants |= {"TRANSPOSED": False, "FLATTEN": tiles.flat, "GROUP_M": 8} | _term(0)[1]
+    lhs, rhs = _tiled(tiles, (tiles.m, tiles.k), (1, tiles.k, tiles.n), dtype="fp8e4nv")
+    types = [lhs, "*u8", rhs, "*u8", "*i32", "*bf16"]
+    _check(_compile(kernels._rows_kernel, types, tiles, constants, arch), arch)
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("which, rank", [*ROWS, ("weights", 0)])
+@pytest.mark.parametrize("K", [7168, 160])  # of many steps, and of one
+def test_packed_grouped_gemm(K, which, rank, out, arch):
+    """Of 4 bits, by the instruction that multiplies blocks of 16 by their scales."""
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.triton import packed_grouped_gemm as kernels
+
+    C, N, G = 32768, 4096, 32
+    result = jnp.dtype("float32" if out == "fp32" else "bfloat16")
+    bits = jnp.dtype("float4_e2m1fn")
+    sizes = {"C": C, "G": G, "G_POW2": G}
+    if which == "weights":
+        weights = choice.Weights(C, (K, N), G, result, _device(arch), along=16)
+        tiles, kernel = choice.choose_weights(weights).tiles, kernels._weights_kernel
+        types, constants = ["*u8", "*u8", "*u8", "*u8"], sizes | {"K": K, "N": N}
+        more: list = []
+    else:
+        rows = choice.Rows(C, K, N, G, bits, result, _device(arch), along=16)
+        tiles, kernel = choice.choose_rows(rows).tiles, kernels._rows_kernel
+        blocks = (tiles.m, tiles.k // 2), (1, tiles.n, tiles.k // 2)
+        lhs, rhs = _tiled(tiles, *blocks, dtype="u8")
+        (more, term), types = _term(rank), [lhs, "*u8", rhs, "*u8"]
+        constants = sizes | {"ZEROS_END": C, "D": K, "W": N, "ACROSS": 16, **term}
+        constants |= {"TRANSPOSED": which == "rows_transposed", "GROUP_M": tiles.group_m}
+        constants |= {"FLATTEN": tiles.flat and not rank}
+    types = [*types, "*fp32", "*i32", *more, f"*{out}"]
+    compiled = _compile(kernel, types, tiles, constants, arch)
+    _check_resources(compiled, arch, stack=8 if rank and arch == 120 else 0)
+    form = {100: "block_scale.block16", 120: "block_scale.scale_vec::4X"}[arch]
+    assert f"kind::mxf4nvf4.{form}" in compiled.asm["ptx"]
+
+
 def _check(compiled, arch):
     _check_resources(compiled, arch)
     assert MATRIX_INSTRUCTION.get(arch, "mma.sync") in compiled.asm["ptx"]

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import inspect
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,37 @@ def _masks_of_bools(builder) -> None:
         setattr(builder, name, of_bools)
 
 
+def _scales_of_e4m3(interpreter) -> None:
+    """Triton's interpreter takes all scales of `tl.dot_scaled` for powers of two."""
+    import triton.language as tl
+
+    newer = getattr(interpreter, "_dot_scaled_scale_to_f32", None)  # from 3.9 on
+    prepare = interpreter._prepare_dot_scaled_operand
+
+    def numbers_of(scale, *more):
+        of_e4m3 = scale.dtype == tl.float8e4nv
+        return _numbers_of_e4m3(scale.data) if of_e4m3 else newer(scale, *more)
+
+    def prepared(value, scale, *more, **options):
+        if scale is None or scale.dtype != tl.float8e4nv:
+            return prepare(value, scale, *more, **options)
+        with mock.patch.object(interpreter, "_e8m0_to_f32", _numbers_of_e4m3):
+            return prepare(value, scale, *more, **options)
+
+    if newer:
+        interpreter._dot_scaled_scale_to_f32 = numbers_of
+    else:
+        interpreter._prepare_dot_scaled_operand = prepared
+
+
+def _numbers_of_e4m3(codes: np.ndarray) -> np.ndarray:
+    return codes.view(jnp.float8_e4m3fn).astype(np.float32)
+
+
 def install() -> None:
     """From now on, in this process."""
     from triton.language.extra import libdevice
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import interpreter_builder
 
     from expertmesh.core.kernels import launcher
@@ -135,6 +164,7 @@ def install() -> None:
 
     launcher.triton_call = triton_call
     _masks_of_bools(interpreter_builder)
+    _scales_of_e4m3(interpreter)
     libdevice.exp = _elementwise(np.exp)
     libdevice.erfc = _elementwise(np.vectorize(math.erfc, otypes=[np.float32]))
     made = Kernel.triton.__func__

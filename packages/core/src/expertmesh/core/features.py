@@ -13,8 +13,10 @@ from expertmesh.core.support import (
     warn_once,
 )
 
-# The compute capability from which on kernels multiply the operands of a recipe as they are; NVFP4 has none.
-_NATIVE_FROM = {"fp8_delayed": 8.9, "fp8_current": 8.9, "fp8_block": 8.9, "mxfp8": 10.0}
+# The compute capability from which on kernels multiply the operands of a recipe as they are.
+_NATIVE_FROM = {
+    "fp8_delayed": 8.9, "fp8_current": 8.9, "fp8_block": 8.9, "mxfp8": 10.0, "nvfp4": 10.0,
+}  # fmt: skip
 # Compute capabilities of GPUs on which the tests of kernels ran; for others CI compiles.
 _RUN_ON = ("9.0",)
 FEATURES = ("reference", "triton", *RECIPES)

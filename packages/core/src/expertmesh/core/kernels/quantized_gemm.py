@@ -1,4 +1,4 @@
-"""GEMMs of 8-bit operands for NVIDIA GPUs: grouped GEMMs of one group, which holds all tokens.
+"""GEMMs of quantized operands for NVIDIA GPUs: grouped GEMMs of one group, which holds all tokens.
 
 Dimension key as in `linear/gemm.py`; T: all tokens.
 """
@@ -37,8 +37,10 @@ def _rows(q, width_dims: int):
     """[*t, *W] -> [1, T, *W], and its scales likewise, or [1, 1]; blocks lie along one of the widths, or along the last
     dimension of tokens."""
     scale = _flat(q.scale, width_dims) if q.scale.ndim else q.scale[None, None]
+    total = None if q.tensor_scale is None else q.tensor_scale[None, None]
     block = q.block and (1, *(1, *q.block)[-1 - width_dims :])
-    return dataclasses.replace(q, data=_flat(q.data, width_dims), scale=scale, block=block)
+    data = _flat(q.data, width_dims)
+    return dataclasses.replace(q, data=data, scale=scale, tensor_scale=total, block=block)
 
 
 def _flat(x, width_dims: int):
@@ -48,7 +50,11 @@ def _flat(x, width_dims: int):
 
 def _one_expert(q):
     block = q.block and (1, *q.block)
-    return dataclasses.replace(q, data=q.data[None], scale=q.scale[None], block=block)
+    parts = {
+        name: None if (x := getattr(q, name)) is None else x[None]
+        for name in ("data", "scale", "tensor_scale")
+    }
+    return dataclasses.replace(q, **parts, block=block)
 
 
 def _group(tokens):

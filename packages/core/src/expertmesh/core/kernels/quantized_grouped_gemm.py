@@ -1,4 +1,5 @@
-"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 8.9, group sizes read on the device.
+"""Grouped GEMMs of 8-bit operands for NVIDIA GPUs from compute capability 8.9, of 4-bit ones from 10.0, group sizes
+read on the device.
 
 Every byte of the outputs is written, but for padding rows without `clear_padding`. Dimension key as in
 `linear/grouped_gemm.py`.
@@ -14,6 +15,7 @@ from expertmesh.core.kernels.cuda import grouped_gemm as tensor_scaled
 from expertmesh.core.kernels.cuda import quantized_grouped_gemm as cuda
 from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.low_rank import LowRank, of_operands
+from expertmesh.core.kernels.triton import packed_grouped_gemm as packed
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
 
@@ -45,10 +47,17 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     if config.kernel == "bfloat16":
         wide, options = (_wide(lhs), _wide(dy)), dict(num_experts=num_experts, out_dtype=out_dtype)
         return plain.weights(*wide, group_sizes, **options)
+    if config.kernel == "packed":
+        # Rows last: they are contracted.
+        parts = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale)
+        x, x_scale, y, y_scale = (part[0].T for part in parts)
+        total, options = _total(lhs, dy), dict(config=config, out_dtype=out_dtype)
+        out = packed.launch_weights(x, x_scale, y, y_scale, total, group_sizes[0], **options)
+        return out.reshape(-1, K, *N)
     room = triton if config.kernel == "triton" else cuda
-    parts = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
+    operands = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
     out = room.launch_weights(
-        *(x[0] for x in parts), config=config, along=along, out_dtype=out_dtype
+        *(x[0] for x in operands), config=config, along=along, out_dtype=out_dtype
     )
     return out.reshape(-1, K, *N)
 
@@ -73,6 +82,12 @@ def _rows(
         options |= dict(low_rank=low_rank and low_rank.astype(jnp.bfloat16))
         return plain.multiply_rows(*wide, sizes, transposed=transposed, **options)
     options |= dict(config=config, low_rank=low_rank)
+    if config.kernel == "packed":
+        if not transposed:
+            weight, weight_scale = (jnp.swapaxes(x, 1, 2) for x in (weight, weight_scale))
+        options |= dict(across=rhs.block[1 if transposed else -1], transposed=transposed)
+        total = _total(lhs, rhs)
+        return packed.launch_rows(data, scale, weight, weight_scale, total, sizes, **options)
     if config.kernel == "triton":
         operands = data, scale, weight, weight_scale, sizes
         options |= dict(block=rhs.block and (rhs.block[1], rhs.block[-1]), transposed=transposed)
@@ -92,6 +107,12 @@ def _rows(
 def _wide(q):
     """Exact in bfloat16: an 8-bit number has at most 4 significant bits, and its scale is a power of two."""
     return quantize.dequantize(q.data, q.scale, block=q.block, dtype=jnp.bfloat16)
+
+
+def _total(a, b):
+    """[G]: the scale of a group's products beside those of blocks; finite if both are, so that a sum of 0 stays 0."""
+    product = a.tensor_scale.reshape(-1) * b.tensor_scale.reshape(-1)
+    return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 
 
 def _along(q) -> int:

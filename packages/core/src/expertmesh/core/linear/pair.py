@@ -59,9 +59,15 @@ def unsupported(
       widths: K and the size of N.
       block_dims: along how many dimensions of either operand blocks of 128 lie.
     """
-    if reason := _blocks_unsupported(a, b, block_dims):
-        return reason
     capability = _jax.compute_capability()
+    if _has_4_bits(a) and _has_4_bits(b):
+        # Where there is no GPU, kernels are an H100's.
+        if capability is None or capability < 10.0:
+            return f"tensor cores multiply 4 bits from compute capability 10.0 on; this GPU has {capability or 9.0}"
+        if reason := _packing_unsupported(a, b):
+            return reason
+    elif reason := _blocks_unsupported(a, b, block_dims):
+        return reason
     if capability is not None and capability < 8.9:
         return f"tensor cores multiply 8 bits from compute capability 8.9 on; this GPU has {capability}"
     if a.data.size == 0:
@@ -70,6 +76,22 @@ def unsupported(
         return reason
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the result must be float32, bfloat16 or float16; it is {out_dtype}"
+    return None
+
+
+def _has_4_bits(q: QuantizedArray) -> bool:
+    return q.data.dtype.name == "float4_e2m1fn"
+
+
+def _packing_unsupported(*operands: QuantizedArray) -> str | None:
+    """What keeps operands of 4 bits from the kernels, which read two blocks of 16 at a time, or None."""
+    for q in operands:
+        if q.tensor_scale is None or not q.block or max(q.block) != 16:
+            return f"there is no kernel for 4 bits in blocks of {q.block}"
+        if any(n % 32 for n, block in zip(q.shape, q.block, strict=True) if block > 1):
+            return (
+                f"dimensions with blocks must be multiples of 32; data {q.shape}, blocks {q.block}"
+            )
     return None
 
 

@@ -1,8 +1,9 @@
-"""Which kernel multiplies 8-bit rows in groups, or contracts them. Dimension key as in `linear/grouped_gemm.py`.
+"""Which kernel multiplies rows of 8 or 4 bits in groups, or contracts them. Dimension key as in
+`linear/grouped_gemm.py`.
 
 Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with one scale per group.
 "bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for all other
-GPUs, which takes the others' place where these cannot run.
+GPUs, which takes the others' place where these cannot run; "packed" is Triton's for blocks of 16, of 4 bits.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from expertmesh.core.kernels.device import Device
 
 BLOCK = 128  # elements of the contraction, and columns of a weight, that share a scale
 MX_BLOCK = 32
+NV_BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +80,21 @@ NARROW_ROWS = dataclasses.replace(NARROW, m=64, k=128, stages=3)
 # Tiles twice as wide spill, of rows in few blocks of 128 (Triton 3.8), and of weight gradients (3.9).
 NARROW_ROWS_OF_128 = dataclasses.replace(NARROW_ROWS, n=64)
 NARROW_WEIGHTS = dataclasses.replace(NARROW_ROWS, n=64, stages=2)
+# Of 4 bits, by shared memory and registers; likewise.
+PACKED = dataclasses.replace(TILES, k=256, stages=3)
+NARROW_PACKED = dataclasses.replace(NARROW, k=128, stages=3)
+# Rows that are contracted pass through registers, of which a thread of four warps has enough.
+PACKED_WEIGHTS = dataclasses.replace(PACKED, k=128, warps=4)
 
 
 def choose_rows(gemm: Rows) -> Config:
     """The forward and the input gradient."""
+    if gemm.along == NV_BLOCK:
+        tiles = PACKED if gemm.device.reads_shared else NARROW_PACKED
+        # Float32 results leave no registers for loads of the next tile.
+        flat = tiles.flat and jnp.dtype(gemm.out_dtype).itemsize == 2
+        tiles = dataclasses.replace(tiles, flat=flat).fit(gemm.width, gemm.out_dtype)
+        return _packed(gemm, tiles)
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
     if not plain.fits_cuda(gemm):
@@ -95,6 +108,9 @@ def choose_rows(gemm: Rows) -> Config:
 
 def choose_weights(gemm: Weights) -> Config:
     """The weight gradient."""
+    if gemm.along == NV_BLOCK:
+        tiles = PACKED_WEIGHTS if gemm.device.reads_shared else NARROW_PACKED
+        return _packed(gemm, tiles.fit(gemm.widths[1], gemm.out_dtype))
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
     cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_TENSORS).fit(gemm.groups, gemm.out_dtype)
@@ -103,6 +119,10 @@ def choose_weights(gemm: Weights) -> Config:
         return cuda.config(gemm, BLOCK, kernel)
     tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype, gemm.device)
     return Config("triton", tiles, gemm.programs(tiles.mnk))
+
+
+def _packed(gemm: Rows | Weights, tiles: Tiles) -> Config:
+    return Config("packed", tiles, gemm.programs(tiles.mnk))
 
 
 def rows_tiles(along: int, width: int, out_dtype, device: Device) -> Tiles:

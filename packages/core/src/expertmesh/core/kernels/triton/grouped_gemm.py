@@ -39,6 +39,18 @@ def tiles_of_groups(group_sizes, G: tl.constexpr, G_POW2: tl.constexpr, BM: tl.c
 
 
 @triton.jit
+def steps_of(D: tl.constexpr, BK: tl.constexpr, num_m):
+    """The steps of a contraction, where there are tiles of rows.
+
+    Of one step that the compiler knows of it makes no loop, and Triton 3.8 then no `tl.dot_scaled` for sm_100.
+    """
+    if D > BK:
+        return (D + BK - 1) // BK
+    else:
+        return tl.minimum(num_m, 1)
+
+
+@triton.jit
 def banded_tile(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """Row and column of a tile: those that run together share rows and columns, so that both stay in L2."""
     band = tile // (GROUP_M * num_n)

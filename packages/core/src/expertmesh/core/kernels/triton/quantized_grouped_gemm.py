@@ -20,6 +20,7 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
     group_of_tile,
     matrix_tile,
     rows_of,
+    steps_of,
     store_zero_rows,
     tiled,
     tiles_of_groups,
@@ -68,6 +69,7 @@ def _rows_kernel(
     index_G, size_G, end_G, tiles_G, last_tile_G = tiles_of_groups(group_sizes, G, G_POW2, BM)
     num_m = tl.sum(tiles_G)
     num_n: tl.constexpr = (W + BN - 1) // BN
+    steps = steps_of(D, BK, num_m) if ALONG == 32 else (D + BK - 1) // BK
     for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = banded_tile(tile, num_m, num_n, GROUP_M)
         group, row, end = group_of_tile(tile_m, size_G, end_G, tiles_G, last_tile_G, index_G, BM)
@@ -77,7 +79,7 @@ def _rows_kernel(
         some_rows = tl.minimum(rows, C - 1).to(tl.int64)
         some_columns = tl.minimum(columns, W - 1)
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, (D + BK - 1) // BK):
+        for k in tl.range(0, steps):
             a = matrix_tile(lhs, row, k * BK, C, D, BM, BK, "any")
             w = weight_tile(rhs, group, k, tile_n, D, W, TRANSPOSED, BN, BK)
             a_scale, w_scale = _scales_of_step(
