@@ -15,6 +15,7 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
+from expertmesh.core.kernels.choice import gathered_activation as activates_at_once
 from expertmesh.core.linear import grouped_gemm
 from expertmesh.core.op import Op
 from expertmesh.core.ops import activate_rows, activation
@@ -266,6 +267,22 @@ def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, term, tmp_path):
     assert kinds in ptx
     # A term of 16 bits needs instructions of its own beside those of 8 alone.
     assert ("k16.f32.bf16.bf16" in ptx) == (lhs == "bfloat16" or scaled and bool(term))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("keeps_h", [True, False])
+@pytest.mark.parametrize("function", activates_at_once.FUNCTIONS)
+def test_gathered_activation_on_hopper(function, keeps_h, dtype, tmp_path):
+    from expertmesh.core.kernels.cuda import gathered_activation as kernels
+
+    activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
+    text = kernels.source(dtype, activation=activates, keeps_h=keeps_h)
+    ptx, said = _assemble_cuda(text, tmp_path)
+    assert "serialized" not in said, "every product waits for itself"
+    assert ptx.count("cp.async.cg.shared.global") == 8, "of a thread, in a step"
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    # Four along the contraction, of the gate and of the up half.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind}") == 8
 
 
 @pytest.mark.parametrize("gathers", ["", "lhs", "dy"])

@@ -21,6 +21,7 @@ from expertmesh.core import (
     grouped_gemm,
     quantize,
 )
+from expertmesh.core.linear.gathered_activation import gathered_activation_op
 from expertmesh.core.linear.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
@@ -144,6 +145,9 @@ OPS = {
         o.dy, SIZES, o.weights, num_experts=E, out_dtype=F32
     ),
     "gradient of a bias' weights": lambda o: group_bias_weights_grad_op(o.dy, o.bias, SIZES),
+    "gathered activation": lambda o: gathered_activation_op(
+        o.moved, jnp.stack([o.w, o.w], 2), SIZES, o.weights, activation=SILU
+    ),
     "activate_rows": lambda o: activate_rows_op(o.h, o.weights, o.source, SIZES, activation=SILU),
     "activate_rows' gradient": lambda o: activate_rows_grad_op(
         o.h, o.dy, o.weights, o.source, SIZES, activation=SILU

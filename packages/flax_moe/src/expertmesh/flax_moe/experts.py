@@ -55,6 +55,7 @@ from expertmesh.core.linear.apply import (
     where_at_rest,
     x_copies,
 )
+from expertmesh.core.linear.gathered_activation import activates_at_once, gathered_activation
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
 from expertmesh.core.linear.layer import (
     DenseState,
@@ -189,13 +190,16 @@ def feed_forward(
 def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     """Whether the up projection, or what quantizes or moves its operand, reads tokens where they are: all are here.
 
-    Without a recipe unless it writes more than their rows: a copy of them costs little beside it, and is read faster.
+    Without a recipe unless it writes more than their rows, and no kernel activates them at once: a copy of them costs
+    little beside it, and is read faster.
     """
     recipe = config.recipe
     if not _all_here(handle):
         return False
     if recipe is None:
-        return prod(wi.shape[2:]) <= wi.shape[1]
+        E, D, *width = wi.shape
+        rows = handle.source.shape[-1]
+        return prod(width) <= D or (config.act.gated and activates_at_once(rows, D, E))
     if dispatches_quantized(recipe):
         return not config.quantize_backward_combine
     formats = recipe.formats()
@@ -264,6 +268,12 @@ def _row_copies(
 def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
     """The rows as GEMMs take them, which may be given as their tokens."""
     return Moved(rows, _rows_of(handle)) if of.in_place else rows
+
+
+def _activates_at_once(params: Params, of: _Options) -> bool:
+    """Whether one op projects rows, read where their tokens are, and activates them."""
+    plain = "wi_bias" not in params and not isinstance(params["wi"], Adapted)
+    return plain and of.in_place and of.up.recipe is None and of.activation.gated
 
 
 class _Adapter(NamedTuple):
@@ -335,8 +345,16 @@ def _forward(
     source = _placed(rows, handle, of)
     x, x_rows, x_state = _row_copies(source, quantized, sizes, extras["wi"], up, trained["wi"])
     wi, kept_wi, wi_state = w_copies(params["wi"], extras["wi"], up, for_dgrad=for_backward)
-    h, of_wi = _through_up(params, (x, wi), handle, of)
-    activated = Activated(h, weights, handle.source, of.activation)
+    h: Any
+    activated: Any
+    if _activates_at_once(params, of):
+        h, activated = gathered_activation(
+            x, wi, sizes, weights, activation=of.activation, keeps_h=for_backward
+        )
+        h, of_wi = named("hidden", h) if for_backward else h, None
+    else:
+        h, of_wi = _through_up(params, (x, wi), handle, of)
+        activated = Activated(h, weights, handle.source, of.activation)
     a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=trained["wo"])
     wo, kept_wo, wo_state = w_copies(params["wo"], extras["wo"], down, for_dgrad=for_backward)
     y, of_wo = _through_down(params, weights, (a, wo), handle, of)

@@ -1,74 +1,22 @@
 // A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper:
-// with what `quantize.cuh` has, which comes before this text. Results are rounded to 16 bits and computed once.
+// with what `quantize.cuh` and `activation.cuh` have, which come before this text. Results are rounded to 16 bits and
+// computed once.
 //
-// Macros besides those: GRADIENT (or the activation), FUNCTION, UP_OFFSET and BOUND (if there is one), WEIGHTED (times
-// each row's routing weight, and 0 in rows that hold no token, of which nothing is read; the gradient has that of the
-// weights, too, as sums over each tile's columns).
-
-__device__ __forceinline__ float most(float a, float b) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
-__device__ __forceinline__ float least(float a, float b) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
-// Within two units of the last place; zero below -87.
-__device__ __forceinline__ float sigmoid(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(-1.4426950408889634f * x));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1 + y));
-  return y;
-}
-
-struct ValueAndSlope {
-  float value, slope;
-};
-
-__device__ __forceinline__ ValueAndSlope swish(float x, float factor) {
-  const float gate = sigmoid(factor * x), value = x * gate;
-  return {value, gate + factor * value * (1 - gate)};
-}
-
-__device__ __forceinline__ ValueAndSlope silu(float x) { return swish(x, 1); }
-
-__device__ __forceinline__ ValueAndSlope quick_gelu(float x) { return swish(x, 1.702f); }
-
-// (1 + tanh(y)) / 2 is the sigmoid of 2 y.
-__device__ __forceinline__ ValueAndSlope gelu(float x) {
-  const float square = x * x, twice = 1.5957691216057308f * x;
-  const float gate = sigmoid(twice * (1 + 0.044715f * square)), inner = twice * (1 + 0.134145f * square);
-  return {x * gate, gate * (1 + inner * (1 - gate))};
-}
-
-__device__ __forceinline__ ValueAndSlope relu(float x) { return {most(x, 0), x > 0 ? 1.0f : 0.0f}; }
-
-__device__ __forceinline__ ValueAndSlope squared_relu(float x) {
-  const float positive = most(x, 0);
-  return {positive * positive, 2 * positive};
-}
+// Macros besides those: GRADIENT (or the activation), WEIGHTED (times each row's routing weight, and 0 in rows that
+// hold no token, of which nothing is read; the gradient has that of the weights, too, as sums over each tile's columns).
 
 // A number of the activation, or of the gradients of gate and up, times `weight`; adds to a row's gradient of it.
 __device__ __forceinline__ void compute(
     float gate, float up, float d, float weight, float (&out)[HALVES], float& d_weight) {
-#ifdef BOUND
-  const bool gate_moves = !(gate > BOUND), up_moves = !(fabsf(up) > BOUND);
-  gate = least(gate, BOUND);
-  up = most(least(up, BOUND), -BOUND);
-#else
-  const bool gate_moves = true, up_moves = true;
-#endif
-  const ValueAndSlope act = FUNCTION(gate);
-  const float value = act.value * (up + UP_OFFSET);
+  const Gated act(gate, up);
+  const float value = act.value();
 #if GRADIENT
 #if WEIGHTED
   d_weight += d * value;
   d *= weight;
 #endif
-  out[0] = gate_moves ? d * act.slope * (up + UP_OFFSET) : 0;
-  out[1] = up_moves ? d * act.value : 0;
+  out[0] = act.gate_moves ? d * act.of_gate.slope * act.up : 0;
+  out[1] = act.up_moves ? d * act.of_gate.value : 0;
 #else
   out[0] = WEIGHTED ? weight * value : value;
 #endif

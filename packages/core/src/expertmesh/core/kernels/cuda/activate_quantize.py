@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda import quantize
+from expertmesh.core.kernels.cuda.cuda_call import activation_macros
 
 
 def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_type):
@@ -24,13 +25,8 @@ def source(
     dtype, *, config: Config, activation, format, gradient: bool, weighted: bool
 ) -> quantize.Source:
     """The kernel for h of `dtype`."""
-    defined = dict(
-        GRADIENT=int(gradient), WEIGHTED=int(weighted), FUNCTION=activation.function,
-        UP_OFFSET=quantize.literal(activation.up_offset),
-    )  # fmt: skip
-    if activation.limit is not None:
-        defined["BOUND"] = quantize.literal(activation.limit)
+    defined = dict(GRADIENT=int(gradient), WEIGHTED=int(weighted), **activation_macros(activation))
     return quantize.source(
-        "activate_quantize.cu", dtype, config=config, format=format,
+        "activation.cuh", "activate_quantize.cu", dtype=dtype, config=config, format=format,
         halves=1 + gradient, row_bytes=16 * (2 + gradient), **defined,
     )  # fmt: skip

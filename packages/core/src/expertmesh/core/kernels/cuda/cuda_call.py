@@ -15,7 +15,10 @@ from expertmesh.core import nvrtc as compiler
 from expertmesh.core.kernels import launcher
 from expertmesh.core.support import KernelError
 
-__all__ = ["WGMMA_TYPES", "compile_cuda", "cuda_call", "nvrtc", "source_text", "wgmma"]
+__all__ = [
+    "WGMMA_TYPES", "activation_macros", "compile_cuda", "cuda_call", "literal", "nvrtc", "source_text",
+    "wgmma",
+]  # fmt: skip
 
 
 def nvrtc() -> str | None:
@@ -62,6 +65,17 @@ def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
     for name, of_name in lines.items():
         text = re.sub(rf"^ *{name}\n", of_name.replace("\\", r"\\"), text, count=1, flags=re.M)
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + text
+
+
+def literal(number: float) -> str:
+    """A float in CUDA C++."""
+    return f"{float(number)!r}f"
+
+
+def activation_macros(activation) -> dict[str, object]:
+    """What `activation.cuh` asks for."""
+    bound = {} if activation.limit is None else dict(BOUND=literal(activation.limit))
+    return dict(FUNCTION=activation.function, UP_OFFSET=literal(activation.up_offset)) | bound
 
 
 def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:

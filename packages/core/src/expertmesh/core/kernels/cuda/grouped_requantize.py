@@ -22,4 +22,4 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
 def source(dtype, *, config: Config, format, panel: int = 0) -> quantize.Source:
     """The kernel with `dtype` between the two formats; `panel`: of rows at an index, else 0."""
     options = dict(config=config, format=format, halves=1, row_bytes=8, PANEL=panel)
-    return quantize.source("grouped_requantize.cu", dtype, **options)
+    return quantize.source("grouped_requantize.cu", dtype=dtype, **options)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Config
-from expertmesh.core.kernels.cuda.cuda_call import cuda_call, source_text
+from expertmesh.core.kernels.cuda.cuda_call import cuda_call, literal, source_text
 from expertmesh.core.kernels.formats import scaling
 
 COLUMNS = 128  # of a tile
@@ -20,9 +20,9 @@ class Source:
 
 
 def source(
-    file: str, dtype, *, config: Config, format, halves: int, row_bytes: int, **defined
+    *files: str, dtype, config: Config, format, halves: int, row_bytes: int, **defined
 ) -> Source:
-    """The kernel of `file`; `halves`, `row_bytes` and `defined` are macros of it and of `quantize.cuh`."""
+    """The kernel of `files`; `halves`, `row_bytes` and `defined` are macros of it and of `quantize.cuh`."""
     block, tiles = format.block[1], config.tiles
     known = scaling(jnp.dtype(dtype), format)
     # Of what is read, of multipliers, and where a tile is transposed.
@@ -35,7 +35,7 @@ def source(
         FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
         FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TRANSPOSED=int(config.transposed),
     )  # fmt: skip
-    return Source(source_text("quantize.cuh", file, defined=defined), shared)
+    return Source(source_text("quantize.cuh", *files, defined=defined), shared)
 
 
 def launch(*operands, source: Source, name: str, config: Config, rows: int, columns: int, out_type):
@@ -44,8 +44,3 @@ def launch(*operands, source: Source, name: str, config: Config, rows: int, colu
         *operands, source=source.text, name=name, scalars=(rows, columns, operands[-1].shape[0]),
         out_type=out_type, programs=config.programs, warps=config.tiles.warps, shared=source.shared,
     )  # fmt: skip
-
-
-def literal(number: float) -> str:
-    """A float in CUDA C++."""
-    return f"{float(number)!r}f"

@@ -1,0 +1,40 @@
+"""The up projection of rows that are read where their tokens are, and their activation, for NVIDIA GPUs from 8.0.
+
+Dimension key as in `linear/gathered_activation.py`.
+"""
+
+from expertmesh.core.kernels import gathered_gemm
+from expertmesh.core.kernels.choice import gathered_activation as choice
+from expertmesh.core.kernels.cuda import gathered_activation as cuda
+from expertmesh.core.kernels.device import for_device
+from expertmesh.core.kernels.triton import activate_rows
+from expertmesh.core.quantization.quantize_rows import Moved
+
+
+def gathered_activation(lhs: Moved, rhs, group_sizes, weights, *, activation):
+    """[1, T, K] at [1, C] x [G, K, 2, F], times [1, C] -> [1, C, 2, F] and [1, C, F]."""
+    return _run(lhs, rhs, group_sizes, weights, activation=activation, keeps_h=True)
+
+
+def gathered_activation_value(lhs: Moved, rhs, group_sizes, weights, *, activation):
+    """The second result of `gathered_activation`."""
+    return _run(lhs, rhs, group_sizes, weights, activation=activation, keeps_h=False)
+
+
+@for_device
+def _run(lhs: Moved, rhs, group_sizes, weights, *, activation, keeps_h: bool, device):
+    source = lhs.row_map.source_row
+    tokens = lhs.base.reshape(lhs.base.shape[1], -1)
+    (T, K), (G, _, _, F) = tokens.shape, rhs.shape
+    projection = choice.Projection(
+        rows=source.shape[1], tokens=T, contraction=K, width=F, groups=G, dtype=lhs.dtype,
+        function=activation.function, device=device,
+    )  # fmt: skip
+    config = choice.choose(projection)
+    if config is None:
+        h = gathered_gemm.rows(lhs, rhs, group_sizes, out_dtype=lhs.dtype)
+        a = activate_rows.value(h, weights, source, group_sizes, activation=activation)
+        return (h, a) if keeps_h else a
+    operands = tokens, source[0], rhs, weights[0], group_sizes[0]
+    out = cuda.launch(*operands, config=config, activation=activation, keeps_h=keeps_h)
+    return (out[0][None], out[1][None]) if keeps_h else out[None]

@@ -1,0 +1,118 @@
+"""The up projection of rows that are read where their tokens are, and the gated activation behind it, as one op.
+
+    h[p, r] = lhs[p, source[p, r]] @ rhs[expert of row r]        0 where there is no such token
+    a[p, r] = weights[p, r] * act(h[p, r])                       likewise
+
+as `grouped_gemm_op` of rows that are `Moved` and `activate_rows_op` have them, h being rounded before it is activated.
+Hopper has a kernel for both, which stores h and never reads it; elsewhere the two ops' kernels run one after the other.
+It is for tokens that are all on one device: under a mesh of several each device but for F computes the whole.
+
+Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
+participant. Padding rows are undefined (`ops/groups.py`).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, plain_rows_unsupported
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.activate_rows import activate_rows_reference
+from expertmesh.core.ops.activation import Activation, unsupported
+from expertmesh.core.quantization.quantize_rows import Moved
+
+__all__ = [
+    "activates_at_once",
+    "gathered_activation",
+    "gathered_activation_op",
+    "gathered_activation_value_op",
+]
+
+ROWS_AT_ONCE = 256  # of a group, in a tile of the kernel
+# NVIDIA H100, 2026-11-26: docs/dev/kernels.md says what was measured.
+LONGEST_CONTRACTION = 2048
+
+
+def activates_at_once(rows: int, contraction: int, groups: int) -> bool:
+    """Whether the one kernel is faster than others: it reads narrow tokens fast enough, and fills its tiles."""
+    return contraction <= LONGEST_CONTRACTION and rows >= ROWS_AT_ONCE * groups
+
+
+def gathered_activation(
+    lhs: Moved,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    keeps_h: bool,
+) -> tuple[jax.Array | None, jax.Array]:
+    """(h, a), or (None, a) where h is not kept.
+
+    Args:
+      lhs: tokens [P, T, K] as the rows [P, C, K] of their map.
+      rhs: [E, K, 2, F] (0 gate, 1 up) in the dtype of `lhs`.
+      group_sizes: int32[P, G].
+      weights: float32[P, C], each row's routing weight.
+      activation: with a gate.
+
+    Has no derivative: it is a part of rules that have.
+    """
+    op = gathered_activation_op if keeps_h else gathered_activation_value_op
+    made = op(lhs, rhs, group_sizes, weights, activation=activation)
+    return made if keeps_h else (None, made)
+
+
+def _reference(
+    lhs: Moved,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    keeps_h: bool,
+) -> Any:
+    """(h [P, C, 2, F], a [P, C, F]), or a alone, in the dtype of `lhs`."""
+    h = grouped_gemm_op.reference(lhs, rhs, group_sizes, out_dtype=lhs.dtype)
+    source = lhs.row_map.source_row
+    a = activate_rows_reference(h, weights, source, group_sizes, activation=activation)
+    return (h, a) if keeps_h else a
+
+
+def _unsupported(
+    lhs: Moved,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+) -> str | None:
+    h: Any = jax.ShapeDtypeStruct((*weights.shape, *rhs.shape[2:]), lhs.dtype)
+    return plain_rows_unsupported(lhs.base, rhs, group_sizes) or unsupported(
+        h, activation=activation
+    )
+
+
+def _op(name: str, results: str, roles: str, *, keeps_h: bool) -> Op:
+    kernel = Kernel.triton("expertmesh.core.kernels.gathered_activation", name, _unsupported)
+    return Op(
+        name,
+        partial(_reference, keeps_h=keeps_h),
+        f"p c k, e k two... f, p g, p c -> {results}",
+        whole=("p", "c", "e", "k", "two...", "g"),
+        roles=f"participants . ., experts fsdp . tp, participants ., participants . -> {roles}",
+        parameter=1,
+        kernels=(kernel,),
+    )
+
+
+gathered_activation_op = _op(
+    "gathered_activation",
+    "p c two... f, p c f",
+    "participants . . tp, participants . tp",
+    keeps_h=True,
+)
+gathered_activation_value_op = _op(
+    "gathered_activation_value", "p c f", "participants . tp", keeps_h=False
+)
