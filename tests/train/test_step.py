@@ -1,6 +1,7 @@
 """A step over microbatches against a step of the whole batch, and what the backward computes again."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,19 @@ B, S = 32, 12
 forward = jax.jit(model.forward, static_argnums=2)
 
 
+@functools.cache
+def begun(layers, recipe):
+    """The state before the first step, in the host's memory; what else a trainer is does not change it."""
+    moe = dataclasses.replace(MOE, recipe=recipe)
+    one = train.trainer(dataclasses.replace(CONFIG, layers=layers, moe=moe))
+    with one.on_mesh():
+        return jax.device_get(one.init())
+
+
 def trained(one, steps=3, program=None):
     """The state after some steps, and the metrics of each."""
-    state, found = train.run(one, (B, S + 1), last=steps, program=program)
+    state = jax.device_put(begun(one.config.layers, one.config.moe.recipe), one.shardings)
+    state, found = train.run(one, (B, S + 1), state=state, last=steps, program=program)
     return jax.device_get(state), found
 
 
