@@ -79,7 +79,8 @@ jitted_plan = jax.jit(plan_copies, static_argnames=("num_ranks", "num_spare"))
 @functools.cache
 def plan_of_copies(size: int) -> tuple[np.ndarray, CopyPlan]:
     """Choices of each expert under zipf, of all ranks' tokens, and the plan that levels the ranks."""
-    drawn = np.bincount(choices(size, "zipf").ravel(), minlength=num_experts(size))
+    E = num_experts(size)
+    drawn = np.bincount(choices(E, "zipf").ravel(), minlength=E)
     counts = (drawn * size * T // DRAWN).astype(np.int32)
     plan = jitted_plan(jax.numpy.asarray(counts), num_ranks=size, num_spare=SPARE)
     return counts, CopyPlan(*map(np.asarray, plan))
@@ -88,10 +89,11 @@ def plan_of_copies(size: int) -> tuple[np.ndarray, CopyPlan]:
 @functools.cache
 def ranks_of_choices(size: int, kind: str) -> np.ndarray:
     """int[DRAWN, K]: the rank that each choice goes to; "balanced" are those of zipf, with copies."""
-    each = num_experts(size) // size
+    E = num_experts(size)
+    each = E // size
     if kind != "balanced":
-        return choices(size, kind) // each
-    experts, (counts, plan) = choices(size, "zipf"), plan_of_copies(size)
+        return choices(E, kind) // each
+    experts, (counts, plan) = choices(E, "zipf"), plan_of_copies(size)
     number = np.random.default_rng(1).random(experts.shape) * counts[experts]
     ranks = experts // each
     for x in np.unique(plan.expert[plan.expert >= 0]):
@@ -106,10 +108,9 @@ def ranks_of_choices(size: int, kind: str) -> np.ndarray:
 
 
 @functools.cache
-def choices(size: int, kind: str) -> np.ndarray:
+def choices(E: int, kind: str) -> np.ndarray:
     """int[DRAWN, K]: different experts of each token, by their chances; experts lie in a drawn order."""
     rng = np.random.default_rng(0)
-    E = num_experts(size)
     chances = np.zeros(E)
     if kind == "zipf":
         chances = -np.log(rng.permutation(E) + 1.0)

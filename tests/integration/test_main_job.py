@@ -1,6 +1,7 @@
 """The main job through its command line, in processes of its own."""
 
 import csv
+import itertools
 import json
 import random
 import re
@@ -16,14 +17,14 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from cases.covering import covering, full
+from cases.covering import full
 from multiprocess_runner import free_port
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 STEPS = 20
 TINY = (
-    "--steps 20 --layers 1 --model-dim 32 --heads 2 --experts 4 --expert-dim 16 --seq-len 16 "
+    "--steps 20 --layers 1 --model-dim 32 --heads 2 --experts 8 --expert-dim 16 --seq-len 16 "
     "--eval-windows 8 --eval-every 8 --checkpoint-every 4 --log-every 1 --learning-rate 1e-2"
 ).split()
 
@@ -115,7 +116,7 @@ def test_reported_numbers_are_those_of_the_files(whole, text):
     assert f"validation loss        {valid_loss:.4f} nats per byte" in printed
     assert f"order-1 byte model     {summary['order1_loss']:.4f} nats per byte" in printed
     last = rows(out)[-5:]
-    counts = [[int(row[f"rows_l0_e{e}"]) for row in last] for e in range(4)]
+    counts = [[int(row[f"rows_l0_e{e}"]) for row in last] for e in range(8)]
     assert sum(map(sum, counts)) == 5 * 8 * 16 * 2  # steps x sequences x bytes x top-k
     share = min(map(sum, counts)) / sum(map(sum, counts))
     assert summary["smallest_expert_share"] == pytest.approx(share)
@@ -193,44 +194,42 @@ def saved_state(out, step):
     return {jax.tree_util.keystr(name): np.asarray(x) for name, x in arrays}
 
 
-GROWN = "--experts 8 --steps 4 --eval-every 9".split()
-
-
 @pytest.fixture(scope="module")
-def ep_of_4(request, text, tmp_path_factory):
-    """A run under EP 4, without spare slots or with one."""
+def ep_of_4(request, whole, text, tmp_path_factory):
+    """A run under EP 4 and its own options: the whole one, or, by capacity, without spare slots or with one."""
+    if request.param is None:
+        return whole[0], []
     out = tmp_path_factory.mktemp("main_job") / "ep4"
-    options = ["--mesh", "fsdp=2,ep=4", "--spare-experts", request.param, "--capacity-factor", 4]
-    assert "mesh fsdp=2 ep=4" in train(text, out, *GROWN, *options)
-    return out
+    own = ["--capacity-factor", 4]
+    options = ["--mesh", "fsdp=2,ep=4", "--spare-experts", request.param, *own]
+    assert "mesh fsdp=2 ep=4" in train(text, out, *options)
+    return out, own
 
 
 @pytest.mark.default_jax
-@covering(
+@pytest.mark.parametrize(
     "ep_of_4, ep, spare",
-    (0, 1),
-    (2, 8),
-    (0, 2),
-    covers=[(0, 8, 2)],
+    [(None, 8, 2), *(full(*case) for case in itertools.product((0, 1), (2, 8), (0, 2)))],
     indirect=["ep_of_4"],
 )
 def test_ep_grows_and_shrinks_between_runs(ep_of_4, text, tmp_path, ep, spare):
     """A step under another EP, at a learning rate that float32 rounds to 0: the same parameters, bit for bit."""
+    begun, own = ep_of_4
     out = tmp_path / "run"
-    shutil.copytree(ep_of_4, out)
-    resume = "--resume --steps 5 --learning-rate 1e-300 --capacity-factor 4".split()
-    options = ["--mesh", f"fsdp={8 // ep},ep={ep}", "--spare-experts", spare]
-    printed = train(text, out, *GROWN, *resume, *options)
-    assert "resuming after step 4" in printed and f"ep={ep}" in printed
+    shutil.copytree(begun, out)
+    resume = f"--resume --steps {STEPS + 1} --learning-rate 1e-300".split()
+    options = ["--mesh", f"fsdp={8 // ep},ep={ep}", "--spare-experts", spare, *own]
+    printed = train(text, out, *resume, *options)
+    assert f"resuming after step {STEPS}" in printed and f"ep={ep}" in printed
     assert (f", {spare} spare slots a rank" in printed) == (spare > 0)
-    before, after = saved_state(out, 4), saved_state(out, 5)
+    before, after = saved_state(out, STEPS), saved_state(out, STEPS + 1)
     assert before.keys() == after.keys()
     params = [name for name in before if name.startswith("['params']")]
     moments = [name for name in before if name not in params]
     assert len(params) > 5 and any((before[name] != after[name]).any() for name in moments)
     for name in params:
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
-    assert float(rows(out)[4]["loss"]) == pytest.approx(losses(out)[3], rel=0.2)
+    assert losses(out)[STEPS] == pytest.approx(losses(out)[STEPS - 1], rel=0.2)
     assert {row["dropped"] for row in rows(out)} == {"0"}
 
 

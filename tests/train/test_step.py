@@ -1,6 +1,7 @@
 """A step over microbatches against a step of the whole batch, and what the backward computes again."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,22 @@ CONFIG = ModelConfig(layers=2, model_dim=32, heads=2, moe=MOE)
 B, S = 32, 12
 
 
+forward = jax.jit(model.forward, static_argnums=2)
+
+
+@functools.cache
+def begun(layers, recipe):
+    """The state before the first step, in the host's memory; what else a trainer is does not change it."""
+    moe = dataclasses.replace(MOE, recipe=recipe)
+    one = train.trainer(dataclasses.replace(CONFIG, layers=layers, moe=moe))
+    with one.on_mesh():
+        return jax.device_get(one.init())
+
+
 def trained(one, steps=3, program=None):
     """The state after some steps, and the metrics of each."""
-    state, found = train.run(one, (B, S + 1), last=steps, program=program)
+    state = jax.device_put(begun(one.config.layers, one.config.moe.recipe), one.shardings)
+    state, found = train.run(one, (B, S + 1), state=state, last=steps, program=program)
     return jax.device_get(state), found
 
 
@@ -64,10 +78,10 @@ def test_each_microbatch_is_balanced_by_itself():
     params = model.init(jax.random.key(0), config)
     by_device = batch(1).reshape(8, 2, B // 16, S + 1)
     losses = [
-        float(model.forward(params, by_device[:, i].reshape(-1, S + 1)[:, :-1], config).aux_loss)
+        float(forward(params, by_device[:, i].reshape(-1, S + 1)[:, :-1], config).aux_loss)
         for i in range(2)
     ]
-    together = float(model.forward(params, batch(1)[:, :-1], config).aux_loss)
+    together = float(forward(params, batch(1)[:, :-1], config).aux_loss)
     assert metrics.aux_loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics.aux_loss != pytest.approx(together, rel=1e-5)
 
@@ -94,7 +108,7 @@ def test_quantizers_remember_each_microbatch():
     by_device = batch(1).reshape(8, 2, B // 16, S + 1)
     for i in range(2):
         rows = by_device[:, i].reshape(-1, S + 1)[:, :-1]
-        expected = model.forward(params, rows, config, expected).quant_state
+        expected = forward(params, rows, config, expected).quant_state
     assert jax.tree.leaves(expected)
     for a, b in zip(*map(jax.tree.leaves, (state.quant_state, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
