@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import _measure
 from expertmesh.ep import plan_copies
-from expertmesh.ep.copy_plan import CopyPlan, best_of, plan_op
+from expertmesh.ep.copy_plan import LEVELS, CopyPlan, best_of, plan_op
 from expertmesh.ep.testing import make_choices
 from expertmesh.flax_moe import place_experts
 
@@ -36,8 +36,8 @@ def counts_of(workload, shape, step):
 def planned(implementation, ranks, counts):
     """The expert and the rows of each spare slot."""
     counts = counts.reshape(ranks, -1)
-    levels = plan_op(counts, num_spare=SPARE, least_rows=0, implementation=implementation)
-    return best_of(CopyPlan(*levels))
+    options = dict(num_spare=SPARE, least_rows=0, levels=LEVELS)
+    return best_of(CopyPlan(*plan_op(counts, **options, implementation=implementation)))
 
 
 def check(ranks, counts):
