@@ -1,5 +1,7 @@
 """EP groups over processes: the same words of bootstrap and the overflow error in each, the same rows by two levels."""
 
+import functools
+
 import pytest
 
 from cases.covering import full
@@ -180,14 +182,29 @@ def test_bootstrap_says_which_process_is_another(of_two, late, words):
     assert "capacity" not in results[0][1]  # which is the same
 
 
+@functools.cache
+def step_of_configs():
+    """A step's function of its config: each process compiles it once for each."""
+    import jax
+    import jax.numpy as jnp
+
+    from expertmesh.ep import combine, dispatch, find_overflow, prepare
+
+    def step(idx, x, config):
+        handle = prepare(idx, config)
+        out = combine(handle, dispatch(handle, x))
+        return jnp.sum(out), jnp.sum(handle.num_dropped), find_overflow(handle)
+
+    return jax.jit(step, static_argnums=2)
+
+
 def prepare_otherwise(fields):
     """Runs in each process: a first step without bootstrap, the last process with other options."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from expertmesh.ep import EpConfig, combine, dispatch, find_overflow, prepare, raise_overflow
+    from expertmesh.ep import EpConfig, raise_overflow
 
     last = jax.process_index() == jax.process_count() - 1
     mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -195,18 +212,13 @@ def prepare_otherwise(fields):
     sharding = NamedSharding(mesh, PartitionSpec(("dp", "ep")))
     plain = dict(num_experts=8, axis="ep", transport="all_to_all", capacity=16)
 
-    def step(idx, x, config):
-        handle = prepare(idx, config)
-        out = combine(handle, dispatch(handle, x))
-        return jnp.sum(out), jnp.sum(handle.num_dropped), find_overflow(handle)
-
     def put(row):
         x = np.broadcast_to(row, (16, row.size))
         return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
     def run(config):
         operands = put(np.int32([1, 6])), put(np.ones(4, np.float32))
-        total, dropped, overflow = jax.jit(step, static_argnums=2)(*operands, config)
+        total, dropped, overflow = step_of_configs()(*operands, config)
         try:
             raise_overflow(overflow)
         except RuntimeError as error:

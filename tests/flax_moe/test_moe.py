@@ -391,34 +391,39 @@ def test_scan_over_layers(remat):
 PARTS = dict(remat="recompute", num_chunks=2)
 
 
+def block_loss(params, x, dy, config):
+    out = moe(params, x, config)
+    return jnp.sum(out.y * dy) + out.aux_loss + out.z_loss
+
+
+block_gradient = jax.jit(jax.grad(block_loss, argnums=(0, 1)), static_argnums=3)
+
+
 @covering(
     "wrap, changes",
     ["", "jit", "remat", "scan", "remat scan"],
     [{}, PARTS],
-    covers=[("", {}), ("jit", PARTS), ("remat", {}), ("remat scan", PARTS)],
+    covers=[("", {}), ("jit", PARTS), ("remat scan", PARTS)],
 )
 def test_a_guard_inside_the_differentiated_function(wrap, changes):
     """Gradients are those of the guard around all of it, eagerly, under remat and of scanned layers."""
     config = make_config(**changes)
     placed = place(make_data(config, (16, 5, 16)), config, make_mesh((2, 4), AUTO))
 
-    def loss(params, x, dy, resource):
+    def loss(params, x, dy):
         def layer(carry, _):
-            with global_shard_guard(resource):
-                out = moe(params, x, config)
-            return carry + jnp.sum(out.y * dy) + out.aux_loss + out.z_loss, None
+            with global_shard_guard(RESOURCE):
+                return carry + block_loss(params, x, dy, config), None
 
         layer = jax.checkpoint(layer) if "remat" in wrap else layer
         if "scan" in wrap:
-            return jax.lax.scan(layer, jnp.float32(0), length=2)[0]
+            return jax.lax.scan(layer, jnp.float32(0), length=2)[0] / 2
         return layer(jnp.float32(0), None)[0]
 
     gradient = jax.grad(loss, argnums=(0, 1))
-    if "jit" in wrap or "scan" in wrap:
-        gradient = jax.jit(gradient, static_argnums=3)
-    got = gradient(*placed, RESOURCE)
+    got = jax.jit(gradient)(*placed) if "jit" in wrap or "scan" in wrap else gradient(*placed)
     with global_shard_guard(RESOURCE):
-        want = gradient(*placed, RESOURCE)
+        want = block_gradient(*placed, config)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
         assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
