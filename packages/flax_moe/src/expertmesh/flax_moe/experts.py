@@ -55,7 +55,7 @@ from expertmesh.core.linear.apply import (
     where_at_rest,
     x_copies,
 )
-from expertmesh.core.linear.gathered_activation import activates_at_once, gathered_activation
+from expertmesh.core.linear.gathered_activation import gathered_activation
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
 from expertmesh.core.linear.layer import (
     DenseState,
@@ -64,6 +64,7 @@ from expertmesh.core.linear.layer import (
     barrier,
     residuals,
 )
+from expertmesh.core.ops.activate_rows import activates_at_once
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad

@@ -23,20 +23,10 @@ from expertmesh.core.ops.activation import Activation, unsupported
 from expertmesh.core.quantization.quantize_rows import Moved
 
 __all__ = [
-    "activates_at_once",
     "gathered_activation",
     "gathered_activation_op",
     "gathered_activation_value_op",
 ]
-
-ROWS_AT_ONCE = 256  # of a group, in a tile of the kernel
-# NVIDIA H100, 2026-11-26: docs/dev/kernels.md says what was measured.
-LONGEST_CONTRACTION = 2048
-
-
-def activates_at_once(rows: int, contraction: int, groups: int) -> bool:
-    """Whether the one kernel is faster than others: it reads narrow tokens fast enough, and fills its tiles."""
-    return contraction <= LONGEST_CONTRACTION and rows >= ROWS_AT_ONCE * groups
 
 
 def gathered_activation(

@@ -27,7 +27,20 @@ __all__ = [
     "activate_rows_grad_reference",
     "activate_rows_op",
     "activate_rows_reference",
+    "activates_at_once",
 ]
+
+ROWS_AT_ONCE = 256  # of a group, in a tile of the kernel
+# NVIDIA H100, 2026-11-26: docs/dev/kernels.md says what was measured.
+LONGEST_CONTRACTION = 2048
+
+
+def activates_at_once(rows: int, contraction: int, groups: int) -> bool:
+    """Whether one kernel that projects gathered rows and activates them is faster than two.
+
+    It reads narrow tokens fast enough, and groups fill its tiles.
+    """
+    return contraction <= LONGEST_CONTRACTION and rows >= ROWS_AT_ONCE * groups
 
 
 def activate_rows_reference(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config
 from expertmesh.core.kernels.device import Device
-from expertmesh.core.linear.gathered_activation import ROWS_AT_ONCE, activates_at_once
+from expertmesh.core.ops.activate_rows import ROWS_AT_ONCE, activates_at_once
 
 STEP, COLUMNS = 64, 128  # of the contraction; of a half of h in a tile
 FUNCTIONS = "silu", "quick_gelu", "gelu", "relu", "squared_relu"
