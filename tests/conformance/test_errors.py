@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ from expertmesh.core import (
 )
 from expertmesh.ep import (
     EpConfig,
+    agreement,
     balance,
     bootstrap,
     combine,
@@ -793,7 +795,20 @@ TABLE_OF_PROCESSES = [
         ValueError,
         *("same exchange", "top_k=2 in process 0, 3 in process 1", "same script"),
     ),
+    row(
+        "versions that differ between processes, before the first step",
+        lambda: under_own_version(lambda: bootstrap(ep(), over_processes(X), top_k=2)),
+        ValueError,
+        *("same exchange", "jax=0.0 in process 0, 0.1 in process 1", "same script"),
+    ),
 ]
+
+
+def under_own_version(call):
+    """Each process says that it has another JAX."""
+    said = agreement.versions() | {"jax": f"0.{jax.process_index()}"}
+    with mock.patch.object(agreement, "versions", lambda: said):
+        return call()
 
 
 def over_processes(x):
