@@ -216,14 +216,6 @@ def test_panels_of_tokens_fit_into_half_of_l2(tokens, across, panel):
     assert quantize.choose_panel(tokens, 2 * quantize.BOTH.columns, across) == panel
 
 
-@pytest.mark.parametrize(
-    "tokens, across, panel",
-    [(40960, 6, 6), (32768, 32, 8), (4096, 32, 8), (1024, 32, 32), (24576, 12, 12)],
-)
-def test_panels_with_scales_fill_sectors(tokens, across, panel):
-    assert quantize.choose_panel(tokens, 2 * quantize.BOTH.columns, across, 4) == panel
-
-
 def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
     """Not what other kernels read, or the reference."""
 

@@ -74,7 +74,7 @@ def panel(request, monkeypatch):
     monkeypatch.setattr(
         kernels,
         "choose_panel",
-        lambda tokens, row_bytes, across, scale_bytes=0: min(request.param, across),
+        lambda tokens, row_bytes, across: min(request.param, across),
     )
     jax.clear_caches()
 

@@ -58,9 +58,7 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
     from expertmesh.core.kernels.triton import quantize as kernels
 
     for module in (kernels, cuda):
-        monkeypatch.setattr(
-            module, "choose_panel", lambda tokens, row_bytes, across, scale_bytes=0: panel
-        )
+        monkeypatch.setattr(module, "choose_panel", lambda tokens, row_bytes, across: panel)
     jax.clear_caches()
     format, rng = FORMATS[which][0], np.random.default_rng(1)
     x = oracle.wild_numbers(rng, (1, 90, width), np.dtype(jnp.bfloat16), special="")

@@ -155,19 +155,14 @@ REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
 KEPT_BYTES = 12 * 2**20
 
 
-SECTOR = 32  # bytes that memory writes at once
-
-
-def choose_panel(tokens: int, row_bytes: int, across: int, scale_bytes: int = 0) -> int:
+def choose_panel(tokens: int, row_bytes: int, across: int) -> int:
     """How many of `across` tiles beside each other are quantized before all others, of rows where their tokens are.
 
     Then a token, of which a tile has so many bytes, comes from memory once, not for each of its rows. All panels are
-    equal. Where a tile has scales of its rows, so many bytes of each, those of a panel fill sectors, or all are one.
+    equal.
     """
-    whole = SECTOR // min(scale_bytes, SECTOR) if scale_bytes else 1
-    panels = [n for n in range(1, across + 1) if across % n == 0 and n % whole == 0] or [across]
-    fit = [panel for panel in panels if panel * tokens * row_bytes <= KEPT_BYTES]
-    return max(fit, default=panels[0])
+    panels = (n for n in range(1, across + 1) if across % n == 0)
+    return max((n for n in panels if n * tokens * row_bytes <= KEPT_BYTES), default=1)
 
 
 def choose_scaled(rows: Rows, *, twice: bool) -> Config:

@@ -496,11 +496,11 @@ def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, ind
     return _jax.match_varying((x, *results))[1:]
 
 
-def panel_of(x, index, N: int, TN: int, scale_bytes: int = 0) -> dict:
+def panel_of(x, index, N: int, TN: int) -> dict:
     """How many tiles of TN columns are a panel: all N, or of rows of `x` [1, rows, ...] at an index, as chosen."""
     across = triton.cdiv(N, TN)
     if index is not None:
-        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across, scale_bytes)}
+        return {"PANEL": choose_panel(x.shape[1], TN * x.dtype.itemsize, across)}
     return {"PANEL": across}
 
 
