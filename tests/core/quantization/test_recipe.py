@@ -296,7 +296,7 @@ class Gpu:
         ("mxfp8", jax.devices("cpu")[0], "NVIDIA GPU"),
         ("mxfp8", Gpu("9.0"), "compute capability 10.0; the device has 9.0"),
         ("fp8_current", Gpu("8.6"), "compute capability 8.9; the device has 8.6"),
-        ("nvfp4", Gpu("10.0"), "no kernel"),
+        ("nvfp4", Gpu("9.0"), "compute capability 10.0; the device has 9.0"),
     ],
 )
 def test_what_runs_emulated(feature, device, words):
@@ -310,8 +310,8 @@ def test_what_runs_emulated(feature, device, words):
         ("8.0", []),
         ("8.9", ["fp8_delayed", "fp8_current", "fp8_block"]),
         ("9.0", ["fp8_delayed", "fp8_current", "fp8_block"]),
-        ("10.0", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8"]),
-        ("12.0", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8"]),
+        ("10.0", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]),
+        ("12.0", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]),
     ],
 )
 def test_what_runs_natively(capability, native, monkeypatch):
