@@ -40,7 +40,7 @@ def begin(config, mesh):
     "axis_types, recipe",
     ("explicit", "auto"),
     (None, "fp8_delayed", "nvfp4"),
-    covers=[("explicit", "fp8_delayed")],
+    covers=[("explicit", "fp8_delayed"), ("auto", None)],
 )
 def test_the_programs_compute_what_the_block_does(axis_types, recipe):
     config, mesh = config_of(recipe), make_mesh(2, 4, axis_types)
