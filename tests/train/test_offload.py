@@ -50,7 +50,7 @@ def trained(one, steps=2):
 @functools.cache
 def stepped(**options):
     """A trainer whose state is in the host's memory, and its state after a step."""
-    one = trainer(True, **dict(sizes=(1, 2)) | options)
+    one = trainer(True, **options)
     return one, train.run(one, SIZE, last=1)[0]
 
 
