@@ -1,5 +1,6 @@
 """Timing and records that the benchmarks share."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -24,6 +25,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark: `--json FILE`, where its rows go."""
+    made = argparse.ArgumentParser(description=doc)
+    made.add_argument("--json", type=pathlib.Path)
+    return made
 
 
 def in_turns(

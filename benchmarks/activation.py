@@ -1,8 +1,5 @@
 """Gated activations, forward and backward, against a copy of the bytes that they must read and write."""
 
-import argparse
-import pathlib
-
 import jax
 import jax.numpy as jnp
 
@@ -33,9 +30,7 @@ def cases_of(name, rows, width, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     on_gpu = jax.default_backend() == "gpu"
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu else (CPU, jnp.float32)
     cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))

@@ -5,9 +5,7 @@ kernel of a step in order: its microseconds, the bytes of its operands and resul
 buffers are off then, as their kernels have no names of instructions.
 """
 
-import argparse
 import os
-import pathlib
 import re
 from collections.abc import Iterator
 
@@ -85,8 +83,7 @@ def _type_of(text: str) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--kernels", action="store_true", help="print each kernel of a step")
     options = parser.parse_args()
     if options.kernels:

@@ -4,11 +4,9 @@ Tracing, lowering, Triton's and XLA's compilation and one run of few tokens; the
 not count. JAX's persistent cache and Triton's are in a folder of their own.
 """
 
-import argparse
 import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -67,8 +65,7 @@ def rows():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--first-call", metavar="RECIPE", help="measure in this process, print")
     options = parser.parse_args()
     # The processes share the GPU.

@@ -3,9 +3,7 @@
 A rate counts the operations of the GEMM. Higher ratios are better.
 """
 
-import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +108,7 @@ def cases_of(name, shape, dtype, narrow: bool):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     on_gpu = jax.default_backend() == "gpu"
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
     cases = (

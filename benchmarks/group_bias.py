@@ -1,8 +1,5 @@
 """The gradient of a bias per group against a copy of the bytes that it must read."""
 
-import argparse
-import pathlib
-
 import jax
 import jax.numpy as jnp
 
@@ -30,9 +27,7 @@ def cases_of(name, rows, width, groups, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
     cases = (c for name, shape in shapes.items() for c in cases_of(name, *shape, dtype))
     _measure.write(options.json, _measure.measured(cases))

@@ -5,9 +5,7 @@ bursts the GPU keeps its clock, in long ones its power limit lowers it, more for
 `ragged_dot` (forward only) is timed beside them with `--ragged`.
 """
 
-import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +133,7 @@ def rows_of(shapes, dtype, ragged: bool, milliseconds: float):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--ragged", action="store_true", help="time lax.ragged_dot too; slow")
     short = _measure.BURST * 1e3
     parser.add_argument(

@@ -4,9 +4,7 @@ A scale per group is made of the group's amax, so that the rows are read twice: 
 read where the tokens are: their bytes count once, though each token is several rows.
 """
 
-import argparse
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -102,9 +100,7 @@ def cases_of_tokens(name, tokens, width, experts, top_k):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shapes, dtype = (GPU, jnp.bfloat16) if on_gpu() else (CPU, jnp.float32)
     tokens = GPU_TOKENS if on_gpu() else CPU_TOKENS
     cases = itertools.chain(

@@ -1,9 +1,6 @@
 """Rows in blocks of 8 bits along their features, quantized again along the rows, against a copy of the bytes that it
 must read and write, and against its two steps."""
 
-import argparse
-import pathlib
-
 import jax
 import jax.numpy as jnp
 
@@ -40,9 +37,7 @@ def cases():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     _measure.write(options.json, _measure.measured(cases()))
 
 

@@ -1,8 +1,6 @@
 """The sums of the balance losses and the counts of experts, against plain JAX in the same run. Ratios are speed-ups."""
 
-import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +66,7 @@ def cases():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     _measure.write(options.json, _measure.measured(cases()))
 
 

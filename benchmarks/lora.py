@@ -8,8 +8,6 @@ weights are of 16 bits, or as a checkpoint of 8 bits is loaded, or a recipe quan
 Wanted: at most 1.25 times the base.
 """
 
-import argparse
-import pathlib
 import statistics
 from collections.abc import Iterator
 
@@ -102,9 +100,7 @@ def rows_of(shape: Shape, rank: int, base: str) -> Iterator[dict]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     gpu = jax.default_backend() == "gpu"
     cases = [(shape, rank, base) for shape in SHAPES for base, rank in KINDS]
     cases = cases if gpu else [(SMALL, 8, "bfloat16"), (SMALL, 8, "weights of 8 bits")]

@@ -555,8 +555,7 @@ def with_weak_scaling(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--pairs", type=int, default=_measure.PAIRS, help="on one device")
     parser.add_argument("--phases", metavar="N", help="where the time of a step of shape N goes")
     parser.add_argument("--recipe", help="of --phases")

@@ -3,9 +3,6 @@
 Each of five steps multiplies three times. Of narrow experts a GEMM of one is small, and a batch of several fills a GPU.
 """
 
-import argparse
-import pathlib
-
 import jax
 import optax
 
@@ -72,9 +69,7 @@ def rows_of(name: str, shape: tuple[int, int, int]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shapes = GPU if on_gpu() else CPU
     rows = (row for name, shape in shapes.items() for row in rows_of(name, shape))
     _measure.write(options.json, rows)

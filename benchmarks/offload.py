@@ -21,7 +21,6 @@ of the host, whose memory must then be more than twice the GPU's.
 Wanted: 2.5 x the parameters, and a layer in at most 1.5 x the time.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import json
@@ -287,8 +286,7 @@ def one(what: str, layers: int | None, out: pathlib.Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--gib", type=float, help="of the GPU's memory to use; default: all")
     parser.add_argument("--one", help="one process of the benchmark")
     parser.add_argument("--layers", type=int, help="of --one")

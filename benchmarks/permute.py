@@ -3,9 +3,7 @@
 A rate counts the bytes that must move: each token once and each row once, read or written. Higher ratios are better.
 """
 
-import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +147,7 @@ def plan_case(topk_idx, experts, case):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--wide", action="store_true", help="width 7168 too")
     options = parser.parse_args()
     shapes = [GPU if jax.default_backend() == "gpu" else CPU] + [WIDE] * options.wide

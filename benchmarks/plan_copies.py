@@ -4,8 +4,6 @@ Counts are those of the workloads of `expertmesh.ep.testing`, with the experts p
 are; the latter need the most steps. Ratios are speed-ups.
 """
 
-import argparse
-import pathlib
 from functools import partial
 
 import jax
@@ -70,9 +68,7 @@ def cases_of(shape):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shapes = GPU if jax.default_backend() == "gpu" else CPU
     cases = (case for shape in shapes for case in cases_of(shape))
     _measure.write(options.json, _measure.measured(cases))

@@ -5,10 +5,8 @@ memory holds, and as PTX of compute capability 8.0 with the tiles that such GPUs
 runs is `mma.sync` and `cp.async`. Wanted of the dense rate: 0.80 and 0.45; of `ragged_dot`'s: 3.
 """
 
-import argparse
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -95,8 +93,7 @@ def _pass(row: dict) -> str | None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     options = parser.parse_args()
     rows = (row for form in options.forms for row in rows_of(form))

@@ -3,9 +3,6 @@
 A scale per expert is made of its amax, so that the weights are read twice: these bytes count.
 """
 
-import argparse
-import pathlib
-
 import jax
 import jax.numpy as jnp
 
@@ -34,9 +31,7 @@ def cases_of(name, shape, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shapes, dtypes = (GPU, (jnp.bfloat16, jnp.float32)) if on_gpu() else (CPU, (jnp.float32,))
     cases = (
         case

@@ -5,9 +5,7 @@ bfloat16, XLA's bfloat16 GEMM. The forward's weight lies with its contraction co
 gradient's operands in blocks of 128, as where they are quantized in the same program.
 """
 
-import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +104,7 @@ def cases():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     keep_8_bits()
     _measure.write(options.json, _measure.measured(cases()))
 

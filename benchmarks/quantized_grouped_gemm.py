@@ -10,10 +10,8 @@ weight [E, K, N] from elsewhere, transposed each time. Other recipes have a prog
 `quantized_by_tensor` and `quantized_by_32`. All passes of all shapes with `--all`.
 """
 
-import argparse
 import functools
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -210,8 +208,7 @@ def of_recipe_and_pass(row: dict) -> str | None:
 
 
 def main(recipe="fp8_block"):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--all", action="store_true", help="every pass and shape")
     options = parser.parse_args()
     keep_8_bits()

@@ -5,8 +5,6 @@ are what a user writes with JAX's own functions, and what JAX derives from it. T
 a copy of as many bytes as any program must move: the logits once, or their gradient, and what a token's choices need.
 """
 
-import argparse
-import pathlib
 from functools import partial
 
 import jax
@@ -115,9 +113,7 @@ def cases_of(name, config, shape):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shape = GPU if jax.default_backend() == "gpu" else CPU
     cases = (case for name, config in CONFIGS.items() for case in cases_of(name, config, shape))
     _measure.write(options.json, _measure.measured(cases))

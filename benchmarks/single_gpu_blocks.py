@@ -7,8 +7,6 @@ SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 25
 Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, its block on its own primitives, hot.
 """
 
-import argparse
-import pathlib
 import statistics
 from collections.abc import Iterator
 
@@ -89,8 +87,7 @@ def _family(row: dict) -> str | None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="each N-th shape, from the I-th"
     )

@@ -7,10 +7,8 @@ many bytes as their operands and results have, and the read of all weights, whic
 need, and nothing else.
 """
 
-import argparse
 import functools
 import itertools
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,9 +103,7 @@ def cases_of_capacity(shape, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = _measure.parser(__doc__).parse_args()
     shape, dtype = (GPU["dsv3 w2"], jnp.bfloat16) if on_gpu() else (CPU["small"], jnp.float32)
     cases = itertools.chain(cases_of_skew(shape, dtype), cases_of_capacity(shape, dtype))
     _measure.write(options.json, _measure.measured(cases))

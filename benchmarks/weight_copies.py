@@ -6,10 +6,8 @@ slots; the gradients' are of the whole op. `bytes` leave the busiest GPU; its ra
 Where there are not two GPUs: "auto" against "all_to_all", to see it run. Ratios are speed-ups.
 """
 
-import argparse
 import functools
 import itertools
-import pathlib
 import statistics
 
 import jax
@@ -152,8 +150,7 @@ def all_rows(pairs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     _measure.write(options.json, all_rows(options.pairs))
