@@ -34,14 +34,16 @@ class Projection:
 class Tiles:
     """How the kernel runs: registers of the producer, of consumers, and of what stores results; stages."""
 
-    registers: tuple[int, int, int] = (40, 200, 72)
-    stages: int = 4
-    # Shared memory of barriers, of results on their way and of stages.
-    taken: int = 1024 + 128 * 256 + 4 * 48 * 1024
+    registers: tuple[int, int, int]
+    stages: int
+
+    @property
+    def max_groups(self) -> int:
+        """So many ends of groups fit beside barriers, results on their way and stages."""
+        return (SHARED_BYTES - 2 * 1024 - 32 * 1024 - self.stages * 48 * 1024) // 4
 
 
-TILES = Tiles()
-MAX_GROUPS = (SHARED_BYTES - 1024 - TILES.taken) // 4  # whose ends fit beside the rest
+TILES = Tiles(registers=(40, 200, 72), stages=4)
 
 
 def choose(projection: Projection) -> Config | None:
@@ -58,7 +60,7 @@ def _fits(p: Projection) -> bool:
         p.device.runs_cuda
         and p.contraction % STEP == 0
         and p.width % COLUMNS == 0
-        and p.groups <= MAX_GROUPS
+        and p.groups <= TILES.max_groups
         and p.rows // ROWS_AT_ONCE * (p.width // COLUMNS) < 2**23  # tiles, which it divides
         and p.tokens * p.contraction < 2**35  # which it finds by 32 bits of 8 numbers
         and jnp.dtype(p.dtype).itemsize == 2

@@ -1,4 +1,4 @@
-// Up projection and gated activation for Hopper, in one kernel, of rows that are read where their tokens are:
+// Up projection and gated activation for Hopper in one kernel, of rows that are read where their tokens are:
 // h[r] = tokens[index[r]] @ weights[group of r], a gate and an up half, and out[r] = weight of r * act(gate) * (up +
 // UP_OFFSET), zeros in rows that hold no token. Padding rows are not written.
 //
@@ -15,7 +15,6 @@
 constexpr int CONSUMERS = 2;             // warpgroups that multiply
 constexpr int THREADS = 256 + CONSUMERS * 128;
 constexpr int LINE = 128;                // bytes of the contraction a step, the width of a swizzle
-constexpr int UNIT = 16;                 // bytes of a copy
 constexpr int PANEL = 64 * LINE;         // 64 columns of the weight, 64 of the contraction
 constexpr int PART = 64;                 // rows of a consumer
 constexpr int ROWS = CONSUMERS * PART;   // of a block's tile
@@ -24,8 +23,8 @@ constexpr int OF_ROWS = 2 * COLUMNS / 64 * PANEL;  // in a stage, where rows beg
 constexpr int STAGE_BYTES = OF_ROWS + ROWS * LINE;
 constexpr int SUMS = COLUMNS;            // of a thread: of the gate, then of the up half
 constexpr int PITCH = 2 * COLUMNS;       // bytes of a staged row: 64 columns of each half, 16 bits each
-static_assert(REGISTERS_PRODUCER + REGISTERS_STORER + CONSUMERS * REGISTERS_CONSUMER <= THREADS / 128 * (65536 / THREADS),
-              "consumers would wait forever for registers");
+constexpr int REGISTERS = REGISTERS_PRODUCER + REGISTERS_STORER + CONSUMERS * REGISTERS_CONSUMER;
+static_assert(REGISTERS * 128 <= 65536, "consumers would wait forever for registers");
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, results on their way, stages for
 // operands; and at its end where each group ends.
@@ -88,18 +87,12 @@ struct Tiles {
 
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
-// Copies a unit, or zeros where there is none. In L2 comes the line's other half, too.
-__device__ __forceinline__ void copy_unit(u32 to, const u8* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(from), "r"(exists ? UNIT : 0) : "memory");
-}
-
 // This thread arrives when its copies so far are there.
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// A row of 128, of which each of four warps holds a quarter: those whose lines its lanes copy or store, eight lanes each.
+// Of 128 rows each of four warps has a quarter: those whose lines its lanes copy or store, eight lanes each.
 struct RowOfLane {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 
@@ -110,7 +103,7 @@ struct RowOfLane {
   __device__ __forceinline__ int lane_of_taken(int turn) const { return turn * 4 + lane / 8; }
 };
 
-// All 128 threads: eight of them copy a row's line, sixteen rows at once. A thread's rows have one place in the swizzle.
+// All 128 threads: eight of them copy a row's line, sixteen rows at once, which have one place in the swizzle.
 // What it knows of a row of the next tile is read while it copies this one.
 __device__ __forceinline__ void load_tiles(
     const TensorMap* weights, const u8* tokens, const int* index, int num_tokens, int steps, int width, Tiles tiles,
@@ -265,29 +258,9 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
   handoff.end();
 }
 
-__device__ __forceinline__ float low_half(u32 both) {
-#if HALF
-  float x;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(both));
-  return x;
-#else
-  return __uint_as_float(both << 16);
-#endif
-}
-
-__device__ __forceinline__ float high_half(u32 both) {
-#if HALF
-  float x;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(x) : "r"(both));
-  return x;
-#else
-  return __uint_as_float(both & 0xFFFF0000u);
-#endif
-}
-
 __device__ __forceinline__ u32 activate(u32 gates, u32 ups, float weight) {
-  return pack(weight * Gated(low_half(gates), low_half(ups)).value(),
-              weight * Gated(high_half(gates), high_half(ups)).value());
+  const float2 gate = unpack(gates), up = unpack(ups);
+  return pack(weight * Gated(gate.x, up.x).value(), weight * Gated(gate.y, up.y).value());
 }
 
 __device__ __forceinline__ void store_tiles(

@@ -134,19 +134,11 @@ __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap
 }
 
 #if GATHERS
-constexpr int UNIT = 16;  // bytes of a copy
-
 // Begins to read a row's place; -1 from `end` on.
 __device__ __forceinline__ int read_place(const int* index, int row, int end) {
   int place = -1;
   if (row < end) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(place) : "l"(index + row));
   return place;
-}
-
-// Copies a unit, or zeros where there is none. In L2 comes the line's other half, too.
-__device__ __forceinline__ void copy_unit(u32 to, const u8* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(from), "r"(exists ? UNIT : 0) : "memory");
 }
 
 // This thread's copies for a stage are there, but for those of the last BEHIND steps, and the tensor cores see them.

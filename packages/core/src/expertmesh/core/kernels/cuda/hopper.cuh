@@ -91,6 +91,14 @@ __device__ __forceinline__ void load(const TensorMap* map, u32 to, u32 barrier, 
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
+constexpr int UNIT = 16;  // bytes of a copy
+
+// Copies a unit, or zeros where there is none. In L2 comes the line's other half, too.
+__device__ __forceinline__ void copy_unit(u32 to, const u8* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"(to), "l"(from), "r"(exists ? UNIT : 0) : "memory");
+}
+
 __device__ __forceinline__ void store(u8* to, int4 v) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
                ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");

@@ -44,17 +44,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-__device__ __forceinline__ float2 unpack(u32 both) {
-#if HALF
-  float2 v;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-      : "=f"(v.x), "=f"(v.y) : "r"(both));
-  return v;
-#else
-  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000));
-#endif
-}
-
 __device__ __forceinline__ u32 to_8_bits(float a, float b, float c, float d) {
   u32 four;
   asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite." FORMAT "x2.f32 low, %2, %1;\n"

@@ -39,3 +39,14 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 #endif
   return both;
 }
+
+__device__ __forceinline__ float2 unpack(u32 both) {
+#if HALF
+  float2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(v.x), "=f"(v.y) : "r"(both));
+  return v;
+#else
+  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000));
+#endif
+}
