@@ -39,9 +39,9 @@ def call(recipe, which, shape):
         quantized(key, size, block, ())
         for key, size, block in zip(keys, shapes, blocks, strict=True)
     ]
-    turned = {"fprop": along != 32, "wgrad": along == 128}.get(which, False)
+    transposed = {"fprop": along != 32, "wgrad": along == 128}.get(which, False)
     operands = [
-        (_laid(data, (1, 0)) if turned and (which == "wgrad" or i) else data, scale)
+        (_laid(data, (1, 0)) if transposed and (which == "wgrad" or i) else data, scale)
         for i, (data, scale) in enumerate(operands)
     ]
     return OPS[which], tuple(

@@ -159,9 +159,9 @@ ROWS, K, N, EXPERTS = 4, 256, 128, 4
 
 
 def of_layer(name: str, recipe: str, copies: bool) -> Setting:
-    """A layer in a recipe on one device; its kernel quantized before, or not."""
+    """A layer in a recipe on one device; its weight quantized before, or not."""
     grouped, chosen = name == "grouped_dense", RECIPES[recipe]()
-    title = f"{name} {recipe}{' of a QuantizedKernel' * copies}"
+    title = f"{name} {recipe}{' of a QuantizedWeight' * copies}"
     delayed = isinstance(chosen, DelayedScaling)
 
     def operands(rng):

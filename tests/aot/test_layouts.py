@@ -91,8 +91,8 @@ def test_parts_of_a_gathered_weight_are_joined_and_not_turned(h100_mesh, kind):
         program = jax.jit(lambda x, w: dense(x, w, recipe="fp8_block")).trace(x, w)
         text = program.lower(lowering_platforms=("cuda",)).compile().as_text()
     assert [shape for c in hlo.collectives(text) for shape in c.shapes if "f8" in shape]
-    turned = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* transpose\(.*dimensions={([\d,]+)}", text)
-    assert turned == [(f"{F},2,{D // 2}", "1,0,2")]
+    transposed = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* transpose\(.*dimensions={([\d,]+)}", text)
+    assert transposed == [(f"{F},2,{D // 2}", "1,0,2")]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ CASES = {
     "activate gradient": (gated_grad, (GATED, HIDDEN), 0),
     "quantize": (lambda x: quantize(x, FORMAT), (ROWS,), 0),
     "dequantize": (lambda x: dequantize(quantize(x, FORMAT)), (ROWS,), T * D * 33 // 32),
-    # Blocks along the rows are made in the order that the product reads, and turned only for who asks for the data.
+    # Blocks along the rows are made in the order that the GEMM reads, and transposed only for who asks for the data.
     "activate_quantize": (
         lambda h, sizes: activate_quantize(h, sizes, (FORMAT, FORMAT), "silu"),
         (GATED, SIZES),

@@ -1,4 +1,4 @@
-"""In which dtype devices add their parts of a weight's gradient, and that nothing else is rounded for it."""
+"""The dtype of a weight gradient's reduction over devices, and that nothing else is rounded for it."""
 
 from functools import partial
 

@@ -313,7 +313,7 @@ def test_only_rows_and_their_first_products_are_kept(capsys, use_bias):
     ids=str,
 )
 def test_what_the_backward_holds(options, rows):
-    """Of the experts' rows what was dispatched and the first product, by default; parameters, tokens and the router's
+    """Of the experts' rows what was dispatched and the up projection, by default; parameters, tokens and the router's
     numbers besides.
     """
     config = make_config(use_bias=False, dtype=jnp.bfloat16, **options)

@@ -87,7 +87,7 @@ def test_composition_is_the_block(recipe, dtype, bias, masked, sharded, changes)
 
 
 def test_experts_in_place():
-    """Where the first product reads tokens where they are, no row is made."""
+    """Where the up projection reads tokens where they are, no row is made."""
     config = make_config(expert_dim=16, use_bias=False)
     data = place(make_data(config, SHAPE), config, None)
     dispatched = stages.dispatch(data.params, stages.route(data.params, data.x, config), config)

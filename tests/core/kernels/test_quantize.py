@@ -90,9 +90,9 @@ def test_quantize(which, dtype):
 @pytest.mark.parametrize(
     "shape, batch_dims", [((2, 160, 2, 256), 1), ((3, 272, 208), 1), ((144, 80), 0)]
 )
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("which", ["square", "current"])
-def test_weights_in_square_blocks(which, turned, shape, batch_dims, dtype, dgrad, monkeypatch):
+def test_weights_in_square_blocks(which, transposed, shape, batch_dims, dtype, dgrad, monkeypatch):
     """As the forward and as the input gradient reads them: what `quantize` gives, in memory in two orders or in one.
 
     Partial blocks, and a scale per matrix. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
@@ -100,7 +100,7 @@ def test_weights_in_square_blocks(which, turned, shape, batch_dims, dtype, dgrad
     from expertmesh.core.kernels.triton import quantize as kernels
 
     square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
-    config = choice.Config("triton", choice.BOTH, turned)
+    config = choice.Config("triton", choice.BOTH, transposed)
     monkeypatch.setattr(kernels, "choose_square", lambda weights: config)
     jax.clear_caches()
     format, special = FORMATS[which][0], dict(special="") if which == "current" else {}

@@ -159,7 +159,7 @@ def test_random_rounding_is_up_as_often_as_a_number_is_near(dtype):
     want = np.where(up, high, low)
     for sign in (1, -1):
         signed = jnp.asarray(np.float32(sign) * x)
-        found = numerics.round_randomly(signed, jnp.dtype(dtype), jnp.asarray(bits))
+        found = numerics.round_stochastically(signed, jnp.dtype(dtype), jnp.asarray(bits))
         assert_same_bits(found, sign * want)
 
 

@@ -26,8 +26,8 @@ CHECKPOINT_NAMES = {
 | value | what it is |
 |---|---|
 | dispatched | what came from other devices: rows [P, C, D] or data and scales (all here: tokens'), weights, integers |
-| hidden | the result of the first GEMM, [P, C, 2, F] |
-| expert_output | the result of the second GEMM, [P, C, D], which no backward reads |
+| hidden | the result of the up projection, [P, C, 2, F] |
+| expert_output | the result of the down projection, [P, C, D], which no backward reads |
 | combined | the weighted sum, [..., D] |
 | quantized_x | under a recipe: what each GEMM keeps of its rows, data and scales |
 | quantized_weight | under a recipe: what it keeps of its weight, this device's shard, data and scales |

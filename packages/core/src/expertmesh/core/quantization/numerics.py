@@ -164,7 +164,7 @@ def round_nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def round_randomly(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
+def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
     """float32 x rounded to one of its neighbours in `dtype`, to the farther one as often as it is near; still float32.
 
     Args:

@@ -105,7 +105,7 @@ def to_data(
     """float32 x times the multiplier, saturated, rounded, in the format's dtype."""
     scaled = numerics.saturate(numerics.multiply(x, multiplier), format.dtype)
     if format.stochastic:
-        rounded = numerics.round_randomly(scaled, format.dtype, bits)
+        rounded = numerics.round_stochastically(scaled, format.dtype, bits)
     else:
         rounded = numerics.round_nearest(scaled, format.dtype)
     data: jax.Array = numerics.cast(rounded, format.dtype)
