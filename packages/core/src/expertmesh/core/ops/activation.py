@@ -54,7 +54,7 @@ _FUNCTIONS = {
 }
 
 ACTIVATIONS = tuple(_FUNCTIONS)
-# Those of kernels/triton/activation.py, kernels/triton/activate_quantize.py and kernels/cuda/activate_quantize.cu.
+# Those of kernels/triton/activation.py, kernels/triton/activate_quantize.py and kernels/cuda/activation.cuh.
 IN_KERNELS = ("silu", "gelu", "gelu_exact", "relu", "quick_gelu", "squared_relu")
 
 

@@ -224,6 +224,16 @@ def _store_weight(
 
 
 @triton.jit
+def tile_of_weights(tile, size_G, end_G, index_G, NUM_M: tl.constexpr, NUM_N: tl.constexpr):
+    """The group of a tile of weight gradients, where the tile is in the group's, and the group's first row and end."""
+    group = tile // (NUM_M * NUM_N)
+    within = tile % (NUM_M * NUM_N)
+    end = tl.sum(tl.where(index_G == group, end_G, 0))
+    size = tl.sum(tl.where(index_G == group, size_G, 0))
+    return group, within % NUM_M, within // NUM_M, end - size, end
+
+
+@triton.jit
 def _weights_kernel(
     lhs_tiles, dy_tiles, group_sizes, lhs, dy, out,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
@@ -239,13 +249,10 @@ def _weights_kernel(
     num_m: tl.constexpr = (K + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
     for tile in tl.range(tl.program_id(0), G * num_m * num_n, NUM_PROGRAMS):
-        group = tile // (num_m * num_n)
-        within = tile % (num_m * num_n)
-        tile_m = within % num_m
-        tile_n = within // num_m
-        end = tl.sum(tl.where(index_G == group, end_G, 0))
-        size = tl.sum(tl.where(index_G == group, size_G, 0))
-        first = end - size
+        group, tile_m, tile_n, first, end = tile_of_weights(
+            tile, size_G, end_G, index_G, num_m, num_n
+        )
+        size = end - first
         acc = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(0, size // BK):
             row = first + step * BK

@@ -22,6 +22,7 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
     rows_of,
     steps_of,
     store_zero_rows,
+    tile_of_weights,
     tiled,
     tiles_of_groups,
     weight_tile,
@@ -142,11 +143,9 @@ def _weights_kernel(
     num_m: tl.constexpr = (K + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
     for tile in tl.range(tl.program_id(0), G * num_m * num_n, NUM_PROGRAMS):
-        group = tile // (num_m * num_n)
-        tile_m = tile % (num_m * num_n) % num_m
-        tile_n = tile % (num_m * num_n) // num_m
-        end = tl.sum(tl.where(index_G == group, end_G, 0))
-        start = end - tl.sum(tl.where(index_G == group, size_G, 0))
+        group, tile_m, tile_n, start, end = tile_of_weights(
+            tile, size_G, end_G, index_G, num_m, num_n
+        )
         first = start // BK * BK if ALONG else start
         columns_m = tile_m * BM + tl.arange(0, BM)
         columns_n = tile_n * BN + tl.arange(0, BN)
