@@ -219,8 +219,8 @@ def test_cotangents_of_an_adapter(arch, T):
     _assemble(kernels._sum_kernel, ["*fp32", "*i32", "*fp32"], sizes, 4, 3, arch)
 
 
-def _assemble_cuda(text, folder):
-    """PTX of a kernel in CUDA C++ for Hopper, which does not spill, and what its compiler says."""
+def _assemble_cuda(text, folder, stack=0):
+    """PTX of a kernel in CUDA C++ for Hopper, which spills so many bytes at most, and what its compiler says."""
     from expertmesh.core import nvrtc
     from expertmesh.core.kernels.cuda import cuda_call
 
@@ -229,7 +229,7 @@ def _assemble_cuda(text, folder):
     options = "-arch=sm_90a", "-std=c++17"
     ptx = nvrtc.compile_program(text, *options).code.decode()
     made = nvrtc.compile_program(text, *options, "--ptxas-options=-v", form="CUBIN")
-    assert _stack_bytes(made.code) == 0, "registers spill"
+    assert _stack_bytes(made.code) <= stack, "registers spill"
     return ptx, made.log
 
 
@@ -282,6 +282,24 @@ def test_gathered_activation_on_hopper(function, keeps_h, dtype, tmp_path):
     assert ptx.count("cp.async.cg.shared.global") == 8, "of a thread, in a step"
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     # Four along the contraction, of the gate and of the up half.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind}") == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("function", activates_at_once.FUNCTIONS)
+def test_gathered_activation_grad_on_hopper(function, gathers, dtype, tmp_path):
+    from expertmesh.core.kernels.cuda import gathered_activation as kernels
+
+    activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
+    text = kernels.grad_source(dtype, activation=activates, gathers=gathers)
+    # Words of a tile, which wait while it is worked on; without them it reads fewer bytes ahead, and takes up to 1.15
+    # of the time.
+    ptx, said = _assemble_cuda(text, tmp_path, stack=32)
+    assert "serialized" not in said, "every product waits for itself"
+    assert ptx.count("cp.async.cg.shared.global") == 8 * gathers, "of a thread, in a step"
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    # Four along the contraction, of both halves of the columns.
     assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind}") == 8
 
 

@@ -21,7 +21,10 @@ from expertmesh.core import (
     grouped_gemm,
     quantize,
 )
-from expertmesh.core.linear.gathered_activation import gathered_activation_op
+from expertmesh.core.linear.gathered_activation import (
+    dgrad_activation_grad_op,
+    gathered_activation_op,
+)
 from expertmesh.core.linear.grouped_gemm import (
     group_bias_grad_op,
     group_bias_op,
@@ -151,6 +154,9 @@ OPS = {
     "activate_rows": lambda o: activate_rows_op(o.h, o.weights, o.source, SIZES, activation=SILU),
     "activate_rows' gradient": lambda o: activate_rows_grad_op(
         o.h, o.dy, o.weights, o.source, SIZES, activation=SILU
+    ),
+    "input gradient, activation's gradient": lambda o: dgrad_activation_grad_op(
+        o.x, jnp.swapaxes(o.w, 1, 2), o.h, o.weights, o.source, SIZES, activation=SILU
     ),
     "quantize, blocks": lambda o: quantize_rows("test", Rows(o.x), SIZES, (MX.x, MX.x_wgrad)),
     "quantize, tensors": lambda o: quantize_rows("test", Rows(o.x), SIZES, (CURRENT.x, CURRENT.x)),

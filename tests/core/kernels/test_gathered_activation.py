@@ -1,4 +1,4 @@
-"""The kernel of the gathered up projection with its activation, against float64 loops: on a GPU."""
+"""The kernels of GEMMs with an activation, or its gradient, behind them, against float64 loops: on a GPU."""
 
 import math
 
@@ -10,7 +10,10 @@ import pytest
 from cases.marks import needs_triton
 from expertmesh.core.kernels.choice import gathered_activation as choice
 from expertmesh.core.kernels.device import Device
-from expertmesh.core.linear.gathered_activation import gathered_activation
+from expertmesh.core.linear.gathered_activation import (
+    dgrad_activation_grad_op,
+    gathered_activation,
+)
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import Moved
@@ -46,12 +49,13 @@ def _operands(shape, dtype):
     return *arrays, index, np.asarray(sizes, np.int32), jnp.asarray(weights, jnp.float32)
 
 
+def _bounded(activation, gate, up):
+    bound = np.inf if activation.limit is None else activation.limit
+    return np.minimum(gate, bound), np.clip(up, -bound, bound)
+
+
 def _act(activation, gate, up):
-    if activation.limit is not None:
-        gate, up = (
-            np.minimum(gate, activation.limit),
-            np.clip(up, -activation.limit, activation.limit),
-        )
+    gate, up = _bounded(activation, gate, up)
     factor = {"silu": 1.0, "quick_gelu": 1.702}.get(activation.function)
     if factor is None:
         return gate * 0.5 * np.vectorize(math.erfc)(-gate / 2**0.5) * (up + activation.up_offset)
@@ -91,6 +95,76 @@ def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, activation, monk
     assert relative_error(a, want) < 5e-3
     assert not a[~held].any() and not h[~held].any()
     np.testing.assert_array_equal(a, alone)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
+@pytest.mark.parametrize("shape, dtype, activation", CASES, ids=str)
+def test_gradient_equals_float64_loops_and_repeats_bitwise(
+    shape, dtype, activation, gathers, monkeypatch
+):
+    monkeypatch.setattr(choice, "ROWS_AT_ONCE", 1)
+    tokens, up, index, sizes, weights = _operands(shape, dtype)
+    rhs = jnp.swapaxes(up[:, :, 0], 1, 2)  # [E, F, D]
+    live, rng = sizes.sum(), np.random.default_rng(1)
+    index[live:] = -1
+    h = rng.normal(size=(len(index), 2, rhs.shape[1])) * 2.0 ** rng.integers(
+        -3, 3, (len(index), 1, 1)
+    )
+    h[index < 0] = np.nan
+    h[np.abs(h - 1) < 0.01] = 0.5  # none at the bound, where a difference is no derivative
+    h[np.abs(h + 1) < 0.01] = 0.5
+    h = jnp.asarray(h, dtype)
+
+    @jax.jit
+    def run(tokens, rhs, h, index, sizes, weights):
+        moved = Moved(tokens[None], RowMap(jnp.zeros((1, len(tokens)), jnp.int32), index[None]))
+        rows = jnp.where((index < 0)[None, :, None], jnp.nan, tokens[None, index])
+        operands = moved if gathers else rows, rhs, h[None], weights[None], index[None], sizes[None]
+        return [x[0] for x in dgrad_activation_grad_op(*operands, activation=activation)]
+
+    operands = tokens, rhs, h, index, sizes, weights
+    got, again = run(*operands), run(*operands)
+    for a, b in zip(got, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[:live], np.asarray(b)[:live])
+    assert not np.asarray(got[1])[live:].any(), "the weights of padding rows have no gradient"
+    held, ends = index[:live] >= 0, np.cumsum(sizes)
+    groups = np.searchsorted(ends, np.arange(live), side="right")[held]
+    rows, of_h, w = (
+        np.asarray(x, np.float64)[:live][held] for x in (jnp.asarray(tokens)[index], h, weights)
+    )
+    d = np.stack([np.asarray(rhs[g], np.float64) @ r for g, r in zip(groups, rows, strict=True)])
+    value, step = _act(activation, of_h[:, 0], of_h[:, 1]), 1e-5
+    slopes = [
+        (_act(activation, of_h[:, 0] + dx, of_h[:, 1] + dy) - _act(activation, of_h[:, 0] - dx, of_h[:, 1] - dy))
+        / (2 * step)
+        for dx, dy in ((step, 0), (0, step))
+    ]  # fmt: skip
+    want = (
+        np.stack([w[:, None] * d * slope for slope in slopes], 1),
+        (d * value).sum(1),
+        w[:, None] * value,
+    )
+    for mine, reference in zip(got, want, strict=True):
+        mine = np.asarray(mine, np.float64)[:live]
+        assert relative_error(mine[held], reference) < 1e-2
+        assert not mine[~held].any()
+
+
+def test_what_the_gradient_takes():
+    given = dict(rows=327680, tokens=40960, contraction=4096, width=256, groups=128)
+    given |= dict(dtype=jnp.bfloat16, function="silu", device=Device())
+    others = [
+        dict(contraction=4104), dict(width=384), dict(groups=257), dict(dtype=jnp.float32),
+        dict(function="gelu_exact"), dict(device=Device(capability=100)), dict(rows=128 * 255),
+    ]  # fmt: skip
+    for gathers in (True, False):
+        taken = choice.choose_grad(choice.Projection(**given), gathers=gathers)
+        assert taken is not None and taken.programs == 132
+        for other in others:
+            projection = choice.Projection(**given | other)
+            assert choice.choose_grad(projection, gathers=gathers) is None, other
 
 
 def test_what_the_kernel_takes():

@@ -55,7 +55,10 @@ from expertmesh.core.linear.apply import (
     where_at_rest,
     x_copies,
 )
-from expertmesh.core.linear.gathered_activation import gathered_activation
+from expertmesh.core.linear.gathered_activation import (
+    dgrad_activation_grad_op,
+    gathered_activation,
+)
 from expertmesh.core.linear.grouped_gemm import GROUPED, group_bias_weights_grad_op
 from expertmesh.core.linear.layer import (
     DenseState,
@@ -273,8 +276,12 @@ def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
 
 def _activates_at_once(params: Params, of: _Options) -> bool:
     """Whether one op projects rows, read where their tokens are, and activates them."""
-    plain = "wi_bias" not in params and not isinstance(params["wi"], Adapted)
-    return plain and of.in_place and of.up.recipe is None and of.activation.gated
+    return "wi_bias" not in params and not isinstance(params["wi"], Adapted) and _fuses(of)
+
+
+def _fuses(of: _Options) -> bool:
+    """Whether there are ops for GEMMs of such rows with the activation, or its gradient, behind them."""
+    return of.in_place and of.up.recipe is None and of.activation.gated
 
 
 class _Adapter(NamedTuple):
@@ -389,11 +396,16 @@ def _bwd(
     rows = Moved(dy, _rows_of(handle)) if options.sums else dy
     of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
     of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
-    spec, term = _spec_of_activation(h), _dgrad_term(of_wo, down)
-    d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec, low_rank=term)
-    source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
-    d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
+    if of_wo is None and not biases and _fuses(options):
+        operands = of_y.along_features, wo, h, weights, handle.source, sizes
+        d_h, d_weights, a = dgrad_activation_grad_op(*operands, activation=options.activation)
+        of_h = copies(d_h)
+    else:
+        spec, term = _spec_of_activation(h), _dgrad_term(of_wo, down)
+        d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec, low_rank=term)
+        source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
+        d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
     d_wo: Any
     if of_wo is None:
         d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)

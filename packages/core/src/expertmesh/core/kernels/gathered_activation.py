@@ -1,13 +1,17 @@
-"""The up projection of rows that are read where their tokens are, and their activation, for NVIDIA GPUs from 8.0.
+"""GEMMs of rows with a gated activation, or its gradient, behind them, for NVIDIA GPUs from 8.0.
 
 Dimension key as in `linear/gathered_activation.py`.
 """
 
-from expertmesh.core.kernels import gathered_gemm
+from typing import Any
+
+from expertmesh.core.kernels import gathered_gemm, grouped_gemm
 from expertmesh.core.kernels.choice import gathered_activation as choice
 from expertmesh.core.kernels.cuda import gathered_activation as cuda
 from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.triton import activate_rows
+from expertmesh.core.ops.groups import selected
+from expertmesh.core.ops.row_map import holds_token
 from expertmesh.core.quantization.quantize_rows import Moved
 
 
@@ -38,3 +42,24 @@ def _run(lhs: Moved, rhs, group_sizes, weights, *, activation, keeps_h: bool, de
     operands = tokens, source[0], rhs, weights[0], group_sizes[0]
     out = cuda.launch(*operands, config=config, activation=activation, keeps_h=keeps_h)
     return (out[0][None], out[1][None]) if keeps_h else out[None]
+
+
+@for_device
+def dgrad_activation_grad(dy, rhs, h, weights, source, group_sizes, *, activation, device):
+    """[1, C, D], or [1, T, D] at [1, C], x [G, F, D]; [1, C, 2, F], [1, C] -> [1, C, 2, F], [1, C], [1, C, F]."""
+    rows, gathers = (dy.base, True) if isinstance(dy, Moved) else (dy, False)
+    (P, C), (G, F, D) = source.shape, rhs.shape
+    config = choice.choose_grad(
+        choice.Projection(
+            rows=C, tokens=rows.shape[1], contraction=D, width=F, groups=G, dtype=h.dtype,
+            function=activation.function, device=device,
+        ), gathers=gathers,
+    )  # fmt: skip
+    if config is None or P > 1:
+        of: Any = gathered_gemm if gathers else grouped_gemm
+        d_out = of.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
+        return activate_rows.grad(h, d_out, weights, source, group_sizes, activation=activation)
+    operands = rows[0], source[0], rhs, h[0], weights[0], group_sizes[0]
+    options = dict(config=config, activation=activation, gathers=gathers)
+    d_h, a, dots = cuda.launch_grad(*operands, **options)
+    return d_h[None], selected(holds_token(source), dots.sum(0)[None]), a[None]

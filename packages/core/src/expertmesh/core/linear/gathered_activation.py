@@ -1,11 +1,19 @@
-"""The up projection of rows that are read where their tokens are, and the gated activation behind it, as one op.
+"""GEMMs of rows on one device with a gated activation behind them, as one op each.
+
+The up projection of rows that are read where their tokens are, and their activation:
 
     h[p, r] = lhs[p, source[p, r]] @ rhs[expert of row r]        0 where there is no such token
     a[p, r] = weights[p, r] * act(h[p, r])                       likewise
 
 as `grouped_gemm_op` of rows that are `Moved` and `activate_rows_op` have them, h being rounded before it is activated.
-Hopper has a kernel for both, which stores h and never reads it; elsewhere the two ops' kernels run one after the other.
-It is for tokens that are all on one device: under a mesh of several each device but for F computes the whole.
+And the input gradient of the down projection, with the gradient of the activation before it:
+
+    d_a[p, r] = dy[p, r] @ rhs[expert of row r]^T
+
+and then `activate_rows_grad_op`, d_a being rounded before it, of rows that are `Moved` or not. Hopper has a kernel for
+each: the first stores h and never reads it, the second stores no d_a. Elsewhere the kernels of both ops run one after
+the other. They are for tokens that are all on one device: under a mesh of several each device but for F computes the
+whole.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
@@ -16,13 +24,21 @@ from typing import Any
 
 import jax
 
-from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, plain_rows_unsupported
+from expertmesh.core.linear.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    plain_rows_unsupported,
+)
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.activate_rows import activate_rows_reference
+from expertmesh.core.ops.activate_rows import (
+    activate_rows_grad_reference,
+    activate_rows_reference,
+)
 from expertmesh.core.ops.activation import Activation, unsupported
 from expertmesh.core.quantization.quantize_rows import Moved
 
 __all__ = [
+    "dgrad_activation_grad_op",
     "gathered_activation",
     "gathered_activation_op",
     "gathered_activation_value_op",
@@ -105,4 +121,56 @@ gathered_activation_op = _op(
 )
 gathered_activation_value_op = _op(
     "gathered_activation_value", "p c f", "participants . tp", keeps_h=False
+)
+
+
+def _grad_reference(
+    dy: Any,
+    rhs: jax.Array,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """d_h like h, float32 d_weights [P, C], and the activation again, [P, C, F], of rhs [E, F, K]."""
+    d_a = grouped_gemm_dgrad_op.reference(dy, rhs, group_sizes, out_dtype=h.dtype)
+    operands = h, d_a, weights, source, group_sizes
+    return activate_rows_grad_reference(*operands, activation=activation)
+
+
+def _grad_unsupported(
+    dy: Any,
+    rhs: jax.Array,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+) -> str | None:
+    del weights
+    if not source.size:
+        return "there must be rows"
+    rows = dy.base if isinstance(dy, Moved) else dy
+    return plain_rows_unsupported(rows, rhs, group_sizes) or unsupported(h, activation=activation)
+
+
+dgrad_activation_grad_op = Op(
+    "dgrad_activation_grad",
+    _grad_reference,
+    "p c k, e f k, p c two... f, p c, p c, p g -> p c two... f, p c, p c f",
+    whole=("p", "c", "e", "k", "two...", "g"),
+    summed=("f",),
+    roles="participants . ., experts tp fsdp, participants . . tp, participants ., participants ., participants . "
+    "-> participants . . tp, participants ., participants . tp",
+    parameter=1,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.gathered_activation",
+            "dgrad_activation_grad",
+            _grad_unsupported,
+        ),
+    ),
 )

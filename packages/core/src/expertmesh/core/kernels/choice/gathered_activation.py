@@ -1,4 +1,4 @@
-"""Whether one kernel projects rows that are read where their tokens are and activates them.
+"""Whether one kernel projects rows and activates them, or does so with the gradients of both.
 
 Dimension key as in `linear/gathered_activation.py`.
 """
@@ -12,7 +12,7 @@ from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config
 from expertmesh.core.kernels.device import Device
 from expertmesh.core.ops.activate_rows import ROWS_AT_ONCE, activates_at_once
 
-STEP, COLUMNS = 64, 128  # of the contraction; of a half of h in a tile
+STEP, COLUMNS = 64, 256  # of the contraction; of a tile
 FUNCTIONS = "silu", "quick_gelu", "gelu", "relu", "squared_relu"
 
 
@@ -32,10 +32,14 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the kernel runs: registers of the producer, of consumers, and of what stores results; stages."""
+    """How a kernel runs: registers of the producer, of consumers, and of what comes behind; stages.
+
+    `later`: steps of the next tile after which the second part of the last one is handed over.
+    """
 
     registers: tuple[int, int, int]
-    stages: int
+    later: int
+    stages: int = 4
 
     @property
     def max_groups(self) -> int:
@@ -43,25 +47,45 @@ class Tiles:
         return (SHARED_BYTES - 2 * 1024 - 32 * 1024 - self.stages * 48 * 1024) // 4
 
 
-TILES = Tiles(registers=(40, 200, 72), stages=4)
+TILES = Tiles(registers=(40, 200, 72), later=4)
+# Of the gradient; by whether its rows are gathered, by all threads of the producer.
+GRAD_TILES = {
+    True: Tiles(registers=(32, 184, 112), later=10),
+    False: Tiles(registers=(32, 184, 112), later=10),
+}
 
 
 def choose(projection: Projection) -> Config | None:
     """The launch of the one kernel; None: a GEMM and an activation."""
     of = projection
-    if not _fits(of) or not activates_at_once(of.rows, of.contraction, of.groups):
+    if not _fits(of, TILES, 2 * of.width):
         return None
-    return Config("cuda", TILES, projection.device.multiprocessors // 2 * 2)
+    if not activates_at_once(of.rows, of.contraction, of.groups):
+        return None
+    return _config(of.device)
 
 
-def _fits(p: Projection) -> bool:
-    """Whether the kernel can take it."""
+def choose_grad(projection: Projection, *, gathers: bool) -> Config | None:
+    """As `choose`, of the gradient: rows x [groups, width, contraction]^T; `gathers`: rows are found by an index."""
+    of, tiles = projection, GRAD_TILES[gathers]
+    if not _fits(of, tiles, of.width) or of.rows < ROWS_AT_ONCE * of.groups:
+        return None
+    return _config(of.device)
+
+
+def _config(device: Device) -> Config:
+    """Clusters of two."""
+    return Config("cuda", programs=device.multiprocessors // 2 * 2)
+
+
+def _fits(p: Projection, tiles: Tiles, columns: int) -> bool:
+    """Whether a kernel with these columns can take it."""
     return (
         p.device.runs_cuda
         and p.contraction % STEP == 0
-        and p.width % COLUMNS == 0
-        and p.groups <= TILES.max_groups
-        and p.rows // ROWS_AT_ONCE * (p.width // COLUMNS) < 2**23  # tiles, which it divides
+        and columns % COLUMNS == 0
+        and p.groups <= tiles.max_groups
+        and p.rows // ROWS_AT_ONCE * (columns // COLUMNS) < 2**23  # tiles, which it divides
         and p.tokens * p.contraction < 2**35  # which it finds by 32 bits of 8 numbers
         and jnp.dtype(p.dtype).itemsize == 2
         and p.function in FUNCTIONS

@@ -15,8 +15,8 @@ __device__ __forceinline__ void compute(
   d_weight += d * value;
   d *= weight;
 #endif
-  out[0] = act.gate_moves ? d * act.of_gate.slope * act.up : 0;
-  out[1] = act.up_moves ? d * act.of_gate.value : 0;
+  out[0] = act.d_gate(d);
+  out[1] = act.d_up(d);
 #else
   out[0] = WEIGHTED ? weight * value : value;
 #endif

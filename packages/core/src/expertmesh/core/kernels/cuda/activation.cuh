@@ -64,4 +64,7 @@ struct Gated {
   }
 
   __device__ __forceinline__ float value() const { return of_gate.value * up; }
+  // Gradients for the cotangent of `value`.
+  __device__ __forceinline__ float d_gate(float d) const { return gate_moves ? d * of_gate.slope * up : 0; }
+  __device__ __forceinline__ float d_up(float d) const { return up_moves ? d * of_gate.value : 0; }
 };

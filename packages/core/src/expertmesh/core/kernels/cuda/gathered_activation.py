@@ -1,10 +1,15 @@
-"""The up projection of rows read where their tokens are, and their gated activation, for Hopper in CUDA C++."""
+"""GEMMs of rows with a gated activation, or its gradient, behind them, for Hopper in CUDA C++."""
 
 import jax
 import jax.numpy as jnp
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.choice.gathered_activation import TILES, Tiles
+from expertmesh.core.kernels.choice.gathered_activation import (
+    COLUMNS,
+    GRAD_TILES,
+    TILES,
+    Tiles,
+)
 from expertmesh.core.kernels.choice.grouped_gemm import SHARED_BYTES, Config
 from expertmesh.core.kernels.cuda.cluster_order import cluster_order
 from expertmesh.core.kernels.cuda.cuda_call import (
@@ -23,7 +28,7 @@ def launch(
     (T, K), (C,), (G, _, _, F) = tokens.shape, index.shape, rhs.shape
     h, out = (jax.ShapeDtypeStruct((C, *of), tokens.dtype) for of in ((2, F), (F,)))
     places = cluster_order(config.programs, SHARED_BYTES)
-    made = dict(activation=activation, keeps_h=keeps_h, tiles=config.tiles, places=places)
+    made = dict(activation=activation, keeps_h=keeps_h, places=places)
     return cuda_call(
         launcher.TensorMap.of(rhs.reshape(G, K, 2 * F), (1, 64, 64)), tokens, index, weights,
         group_sizes.astype(jnp.int32),
@@ -33,21 +38,57 @@ def launch(
     )  # fmt: skip
 
 
-def source(
-    dtype, *, activation, keeps_h: bool, tiles: Tiles = TILES, places: tuple[int, ...] = ()
-) -> str:
-    """The kernel in CUDA C++ for operands of `dtype`; `places`: as of `grouped_gemm.rows_source`."""
-    kind = WGMMA_TYPES[jnp.dtype(dtype).name]
-    producer, consumer, storer = tiles.registers
-    defined = activation_macros(activation) | dict(
-        HALF=int(jnp.dtype(dtype) == jnp.float16), KEEPS_H=int(keeps_h), SHARED=SHARED_BYTES,
-        STAGES=tiles.stages, REGISTERS_PRODUCER=producer, REGISTERS_CONSUMER=consumer,
-        REGISTERS_STORER=storer,
+def launch_grad(
+    dy, source_row, rhs, h, weights, group_sizes, *, config: Config, activation, gathers: bool
+):  # fmt: skip
+    """Rows dy [C, D], or [T, D] if `gathers`, x [G, F, D], h [C, 2, F] and float32[C].
+
+    Returns d_h [C, 2, F], the activation [C, F], and of each tile of columns a part of the gradient of `weights`,
+    float32[F / 256, C].
+    """
+    (G, F, D), C = rhs.shape, source_row.shape[0]
+    out_type = (
+        jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct((C, F), h.dtype),
+        jax.ShapeDtypeStruct((F // COLUMNS, C), jnp.float32),
     )  # fmt: skip
-    if places:
-        defined["PLACES"] = ", ".join(map(str, places))
+    places = cluster_order(config.programs, SHARED_BYTES)
+    made = dict(activation=activation, gathers=gathers, places=places)
+    rows = dy if gathers else launcher.TensorMap.of(dy, (128, 64))
+    num_tokens = dy.shape[0] if gathers else 2**31 - 1  # of which each source is one
+    return cuda_call(
+        launcher.TensorMap.of(rhs, (1, 128, 64)), rows, source_row, weights, h,
+        group_sizes.astype(jnp.int32),
+        source=grad_source(dy.dtype, **made), name="gathered_activation_grad",
+        scalars=(num_tokens, C, D // 64, F, G), out_type=out_type,
+        programs=config.programs, warps=16, shared=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def source(dtype, *, activation, keeps_h: bool, places: tuple[int, ...] = ()) -> str:
+    """The kernel in CUDA C++ for operands of `dtype`; `places`: as of `grouped_gemm.rows_source`."""
+    defined = _macros(dtype, activation, TILES, places) | dict(KEEPS_H=int(keeps_h), GATHERS=1)
     # The weight lies along its columns, not along the contraction.
+    return _source("gathered_activation.cu", dtype, defined, "1, 1, 0, 1")
+
+
+def grad_source(dtype, *, activation, gathers: bool, places: tuple[int, ...] = ()) -> str:
+    """That of `launch_grad`, as `source`."""
+    defined = _macros(dtype, activation, GRAD_TILES[gathers], places) | dict(GATHERS=int(gathers))
+    return _source("gathered_activation_grad.cu", dtype, defined, "1, 1, 0, 0")
+
+
+def _macros(dtype, activation, tiles: Tiles, places: tuple[int, ...]) -> dict[str, object]:
+    producer, consumer, last = tiles.registers
+    defined = activation_macros(activation) | dict(
+        HALF=int(jnp.dtype(dtype) == jnp.float16), SHARED=SHARED_BYTES, STAGES=tiles.stages, LATER=tiles.later,
+        REGISTERS_PRODUCER=producer, REGISTERS_CONSUMER=consumer, REGISTERS_STORER=last,
+    )  # fmt: skip
+    return defined | ({"PLACES": ", ".join(map(str, places))} if places else {})
+
+
+def _source(file: str, dtype, defined: dict[str, object], flags: str) -> str:
+    kind = WGMMA_TYPES[jnp.dtype(dtype).name]
     function, shape = "__device__ __forceinline__ void multiply", f"m64n128k16.f32.{kind}.{kind}"
-    instruction = wgmma(function, shape, 64, "1, 1, 0, 1")
-    files = "hopper.cuh", "activation.cuh", "gathered_activation.cu"
+    instruction = wgmma(function, shape, 64, flags)
+    files = "hopper.cuh", "gathered_rows.cuh", "activation.cuh", file
     return source_text(*files, defined=defined, INSTRUCTION=instruction)
