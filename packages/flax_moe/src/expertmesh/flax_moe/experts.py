@@ -210,9 +210,10 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     return quantizes_moved(formats.x, formats.x_wgrad)
 
 
-# F up to which the down projection's gradients read their rows' cotangents where their tokens' are. That of its weight
-# then loads 1.5 times as much from L2, which pays where GEMMs wait for memory anyway.
-NARROW = 256
+# F up to which the down projection's gradients read their rows' cotangents where their tokens' are, and in parts of D.
+# That of its weight then loads 1.5 times as much from L2, which pays where GEMMs wait for memory anyway, or where
+# cotangents are so wide that a copy of them costs more.
+NARROW, NARROW_PART = 512, 4
 
 
 def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
@@ -224,7 +225,8 @@ def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
         return False
     if config.recipe is None:
         wi = params["wi"]
-        return wi.shape[-1] <= NARROW and reads_tokens(wi, handle, config)
+        narrow = wi.shape[-1] <= max(NARROW, wi.shape[1] // NARROW_PART)
+        return narrow and reads_tokens(wi, handle, config)
     formats = config.recipe.formats()
     return quantizes_moved(formats.grad_dgrad, formats.grad_wgrad)
 
