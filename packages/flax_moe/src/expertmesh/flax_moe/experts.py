@@ -203,17 +203,18 @@ def reads_tokens(wi: jax.Array, handle: ep.Handle, config: MoEConfig) -> bool:
     if recipe is None:
         E, D, *width = wi.shape
         rows = handle.source.shape[-1]
-        return prod(width) <= D or (config.act.gated and activates_at_once(rows, D, E))
+        fused = config.act.gated and activates_at_once(rows, D, width[-1], E)
+        return prod(width) <= D or fused
     if dispatches_quantized(recipe):
         return not config.quantize_backward_combine
     formats = recipe.formats()
     return quantizes_moved(formats.x, formats.x_wgrad)
 
 
-# F up to which the down projection's gradients read their rows' cotangents where their tokens' are, and in parts of D.
-# That of its weight then loads 1.5 times as much from L2, which pays where GEMMs wait for memory anyway, or where
-# cotangents are so wide that a copy of them costs more.
-NARROW, NARROW_PART = 512, 4
+# F, and the part of D, up to which the down projection's gradients read their rows' cotangents where their tokens' are.
+# That of its weight then loads 1.5 times as much from L2, which pays where GEMMs wait for memory anyway, or where a
+# copy of the rows costs more.
+NARROW, PART = 512, 2
 
 
 def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
@@ -225,7 +226,7 @@ def adds_rows(params: Params, handle: ep.Handle, config: MoEConfig) -> bool:
         return False
     if config.recipe is None:
         wi = params["wi"]
-        narrow = wi.shape[-1] <= max(NARROW, wi.shape[1] // NARROW_PART)
+        narrow = wi.shape[-1] <= max(NARROW, wi.shape[1] // PART)
         return narrow and reads_tokens(wi, handle, config)
     formats = config.recipe.formats()
     return quantizes_moved(formats.grad_dgrad, formats.grad_wgrad)

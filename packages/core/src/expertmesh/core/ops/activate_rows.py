@@ -32,15 +32,17 @@ __all__ = [
 
 ROWS_AT_ONCE = 256  # of a group, in a tile of the kernel
 # NVIDIA H100, 2026-11-26: docs/dev/kernels.md says what was measured.
-LONGEST_CONTRACTION = 2048
+LONGEST_CONTRACTION, LARGEST_WEIGHT = 2048, 2048 * 2048
 
 
-def activates_at_once(rows: int, contraction: int, groups: int) -> bool:
-    """Whether one kernel that projects gathered rows and activates them is faster than two.
+def activates_at_once(rows: int, contraction: int, width: int, groups: int) -> bool:
+    """Whether one kernel that projects gathered rows, to a gate and an up half, and activates them is faster than two.
 
-    It reads narrow tokens fast enough, and groups fill its tiles.
+    It reads narrow tokens fast enough, groups fill its tiles, and tensor cores, of which two kernels take more, are
+    not all that limits.
     """
-    return contraction <= LONGEST_CONTRACTION and rows >= ROWS_AT_ONCE * groups
+    small = contraction <= LONGEST_CONTRACTION and contraction * width <= LARGEST_WEIGHT
+    return small and rows >= ROWS_AT_ONCE * groups
 
 
 def activate_rows_reference(

@@ -60,7 +60,7 @@ def choose(projection: Projection) -> Config | None:
     of = projection
     if not _fits(of, TILES, 2 * of.width):
         return None
-    if not activates_at_once(of.rows, of.contraction, of.groups):
+    if not activates_at_once(of.rows, of.contraction, of.width, of.groups):
         return None
     return _config(of.device)
 
