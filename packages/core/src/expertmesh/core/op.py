@@ -674,15 +674,15 @@ def _known_specs(
     call: _Call, operands: tuple[jax.Array, ...], by_role: Sequence[PartitionSpec], place: _Place
 ) -> tuple[PartitionSpec, ...]:
     """Where operands are: by their types over Explicit axes; over Auto ones as the caller says, or by their roles."""
-    given = call.operand_specs or (None,) * len(operands)
-    for x, want in zip(operands, given, strict=True):
+    told = call.operand_specs or (None,) * len(operands)
+    for x, want in zip(operands, told, strict=True):
         if want is not None:
             _check_axes(call.op.name, want, place.mesh)
             _check_order(call.op.name, want, x, place.auto)
     typed = [filter_axes(jax.typeof(x).sharding.spec, place.explicit) for x in operands]
     return tuple(
         merge_known(type_, role if want is None else want, place.auto, x.ndim)
-        for x, type_, role, want in zip(operands, typed, by_role, given, strict=True)
+        for x, type_, role, want in zip(operands, typed, by_role, told, strict=True)
     )
 
 
