@@ -464,10 +464,10 @@ def quantize_with_amax(
     format: TensorFormat,
     multiplier: jax.Array,
     *,
-    batch_dims: int = 0,
     spec: PartitionSpec | None = None,
 ) -> tuple[QuantizedArray, jax.Array]:
     """(`quantize` by a given multiplier, the amax of x), float32[*S[:batch_dims]] both."""
+    batch_dims = multiplier.ndim
     return _quantize("quantize_delayed", x, format, -1, None, batch_dims, multiplier, None, spec)
 
 
