@@ -50,7 +50,7 @@ def lines(head: list[str], rows: list[list]) -> str:
 def of_gpus(results: figures.Results) -> str:
     """How many rows there are of which GPUs."""
     found = collections.defaultdict(list)
-    for row in (row for each in results.values() for row in each):
+    for row in (row for each in results.values() for row in each if row["gpus"]):
         found[row["device"], row["gpus"]].append(row)
     head = ["GPUs", "rows", "commits", "newest"]
     rows = [

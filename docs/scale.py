@@ -38,7 +38,7 @@ SUMS, BACK = (
     2 * D,
 )  # of what a rank adds up, in float32, and of what a host does, in bfloat16
 DRAWN = 8192  # tokens that shares are counted of
-SPREAD = 4  # standard deviations by which the fullest pair of hosts has more tokens than others
+DEVIATIONS = 4  # standard deviations by which the fullest pair of hosts has more tokens than others
 # Ranks -> logical GB/s between hosts of dispatch and combine, with T, K and D as above, on H100s: DeepEP V2's README.
 # Rows to a token's own host are counted too.
 DEEPEP = {16: (90, 81), 32: (61, 61)}
@@ -149,7 +149,9 @@ def two_levels(size: int, kind: str) -> Cost:
     first = first_rows(T, T, hosts, most_hosts(num_experts(size), hosts, K, *groups))
     part = max(1, first // ROUNDS)
     share = reached(size, kind, hosts)
-    fullest = min(T, T * share + SPREAD * math.sqrt(T * share * (1 - share))) if hosts > 1 else 0
+    fullest = (
+        min(T, T * share + DEVIATIONS * math.sqrt(T * share * (1 - share))) if hosts > 1 else 0
+    )
     rows = (hosts - 1) * (first + part * math.ceil(max(0, fullest - first) / part))
     # Of each host as many tokens as of its own; those that came to the rank itself are there.
     near = hosts * T * reached(size, kind, size) * (RANKS - 1)

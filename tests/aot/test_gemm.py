@@ -29,9 +29,9 @@ def dense(x, wi, wo):
 
 
 def experts(x, wi, wo, group_sizes):
-    h = grouped_gemm(x, wi, group_sizes, rhs_spec=P("ep", "fsdp", None, "tp"))
+    h = grouped_gemm(x, wi, group_sizes, w_spec=P("ep", "fsdp", None, "tp"))
     a = gated_activation(h, activation="silu")
-    return grouped_gemm(a, wo, group_sizes, rhs_spec=P("ep", "tp", "fsdp"))
+    return grouped_gemm(a, wo, group_sizes, w_spec=P("ep", "tp", "fsdp"))
 
 
 def elements(shape):

@@ -327,7 +327,7 @@ def _gathered_gemm(x, w, idx, **given):
 
 def grouped_subjects() -> Iterator[Subject]:
     common = dict(operands=grouped_types, wrt=(0, 1, 3))
-    layouts = grouped_layouts(("lhs_spec", "rhs_spec", "out_spec"))
+    layouts = grouped_layouts(("x_spec", "w_spec", "out_spec"))
     yield Subject(
         name="grouped_gemm",
         function=grouped_gemm,
@@ -356,9 +356,9 @@ def grouped_subjects() -> Iterator[Subject]:
         function=_gathered_gemm,
         operands=types(("bfloat16", 4, S, K), ("float32", E, K, N), ("int32", 4, S, TOP_K)),
         layouts={
-            "data parallel": on_mesh(P(T), P(), P(T), results=(P(T),), given=dict(rhs_spec=P())),
+            "data parallel": on_mesh(P(T), P(), P(T), results=(P(T),), given=dict(w_spec=P())),
             "tp columns": on_mesh(
-                *(P(T), split, P(T)), results=(P(T, None, "tp"),), given=dict(rhs_spec=split)
+                *(P(T), split, P(T)), results=(P(T, None, "tp"),), given=dict(w_spec=split)
             ),
         },
         wrt=(0, 1),

@@ -276,7 +276,7 @@ def test_what_it_needs(changed, words):
     topk, x = routing("uniform", 40, 3, 8), np.zeros((40, 4), np.float32)
     function = functools.partial(dispatch, transport="two_level")
     with pytest.raises(
-        ValueError, match="got transport='two_level'.*use transport='auto'"
+        ValueError, match="transport='two_level' cannot run: .*use transport='auto'"
     ) as error:
         on_mesh(case, function, topk, x, **changed)
     assert words in str(error.value)

@@ -1,5 +1,6 @@
 """The code that the docs show runs, on what the text around it says is there."""
 
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -79,9 +80,14 @@ def test_exchange():
     weighted = jax.jit(lambda **a: run(code, "ep.md", experts=experts, **a)["out"])
     y = weighted(tokens=tokens, topk_weights=weights, topk_idx=idx)
     assert jnp.allclose(y, 3 * weights.sum(axis=1, keepdims=True) * tokens, atol=1e-5)
-    code, by_copies = snippets("expert-parallelism.md")
+    code, by_demand, by_copies = snippets("expert-parallelism.md")
     found = run(code, "expert-parallelism.md", experts=experts, tokens=tokens, topk_idx=idx)
     assert jnp.allclose(found["out"], 6 * tokens, atol=1e-5)
+    names = dict(dataclasses=dataclasses, tokens=tokens, topk_idx=idx)
+    found = run(by_demand, "expert-parallelism.md", **names)
+    # Four experts of the first rank have four tokens each, padded to eight.
+    assert found["rows"].shape == (2, 32, 16) and not found["handle"].num_dropped.any()
+    assert jnp.allclose(combine(found["handle"], found["rows"]), 2 * tokens, atol=1e-5)
     wi = jax.device_put(
         jnp.broadcast_to(3 * jnp.eye(16), (64, 16, 16)), NamedSharding(mesh, PartitionSpec("ep"))
     )

@@ -330,7 +330,7 @@ Formula:
 
     out[p] = sum_k w[k] * y[p]
 
-* one `route` of `lhs_spec=`
+* one `route` of `x_spec=`
 * two
 
 | a | b |
@@ -350,7 +350,7 @@ Last."""
     text = "\n".join(lines)
     assert r"Rows [\*N] times ``w``, where a\|b and x\_ stand." in text
     assert ".. code-block:: none\n\n    out[p] = sum_k w[k] * y[p]\n" in text
-    assert "\n\n* one :py:obj:`route <expertmesh.core.route>` of ``lhs_spec=``\n* two" in text
+    assert "\n\n* one :py:obj:`route <expertmesh.core.route>` of ``x_spec=``\n* two" in text
     table = ".. list-table::\n   :header-rows: 1\n\n   * - a\n     - b\n   * - 1\n     - ``c``\n"
     assert table in text
     assert "Args:\n  x, y: float[P, \\*N], see :py:obj:`route <expertmesh.core.route>`." in text

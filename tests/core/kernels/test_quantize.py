@@ -140,7 +140,7 @@ def test_by_a_given_multiplier():
     x = oracle.wild_numbers(np.random.default_rng(2), (3, 70, 200), np.float32, special="")
     multipliers = np.array([2.0**-3, 1.7, 2.0**12], np.float32)
     q, amax = run_twice(
-        lambda x, m: quantize_with_amax(x, CURRENT.x, m, batch_dims=1),
+        lambda x, m: quantize_with_amax(x, CURRENT.x, m),
         jnp.asarray(x),
         jnp.asarray(multipliers),
     )

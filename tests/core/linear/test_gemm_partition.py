@@ -300,7 +300,7 @@ def test_a_float32_weight_of_experts_is_gathered_in_the_dtype_of_the_rows(kind):
     placed = [put(mesh, a, spec) for a, spec in operands]
 
     def loss(lhs, rhs, sizes):
-        return jnp.sum(grouped_gemm(lhs, rhs, sizes, rhs_spec=at_rest).astype(jnp.float32))
+        return jnp.sum(grouped_gemm(lhs, rhs, sizes, w_spec=at_rest).astype(jnp.float32))
 
     with global_shard_guard(RESOURCE if kind == AxisType.Auto else None):
         text = jax.jit(jax.grad(loss, argnums=1)).lower(*placed).compile().as_text()
@@ -408,7 +408,7 @@ def test_grouped_gemm(layout, kind):
     specs, expected = GROUPED[layout]
     lhs, rhs, sizes, bias, dy = grouped_data()
     scattered = layout == "tp rows to columns"
-    given = dict(rhs_spec=specs[1]) if kind == AxisType.Auto else {}
+    given = dict(w_spec=specs[1]) if kind == AxisType.Auto else {}
     given |= dict(out_spec=specs[4]) if scattered else {}
     compare(
         kind,
@@ -465,7 +465,7 @@ def _bias_of_rows():
         (P(*[None] * 4, "tp"), ["spec=(None, None, None, None, 'tp')", "ndim="]),
     ],
 )
-@pytest.mark.parametrize("name", ["rhs_spec", "lhs_spec", "out_spec"])
+@pytest.mark.parametrize("name", ["w_spec", "x_spec", "out_spec"])
 def test_specs_that_cannot_be(spec, words, name):
     lhs, rhs, sizes, *_ = grouped_data()
     mesh = mesh_of(AxisType.Auto)
@@ -483,7 +483,7 @@ def test_the_order_of_fsdp_and_ep_on_one_dimension_is_given():
     placed = put(mesh, lhs, P("ep")), put(mesh, rhs, P("ep")), put(mesh, sizes, P("ep"))
 
     def function(lhs, rhs, sizes, spec):
-        return grouped_gemm(lhs, rhs, sizes, lhs_spec=P("ep"), rhs_spec=spec)
+        return grouped_gemm(lhs, rhs, sizes, x_spec=P("ep"), w_spec=spec)
 
     with global_shard_guard(MeshResource(fsdp_resource="fsdp", ep_resource="ep")):
         with pytest.raises(ValueError, match=r"\['fsdp'\] in dimension 0.* over 'ep'.*tuple"):

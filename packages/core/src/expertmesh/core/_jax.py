@@ -154,11 +154,11 @@ def jax_triton_call(*operands: Any, **options: Any) -> Any:
     """`jax_triton.triton_call`, for an installation without our launcher, whose `TensorMap`s are descriptors there."""
     import jax_triton
 
-    given = [
+    taken = [
         jax_triton.TensorDescriptor(x.base, x.shape, x.strides, x.box) if hasattr(x, "box") else x
         for x in operands
     ]
-    return jax_triton.triton_call(*given, **options)
+    return jax_triton.triton_call(*taken, **options)
 
 
 @functools.cache

@@ -45,6 +45,8 @@ from expertmesh.core.specs import (
 from expertmesh.core.support import (
     INSTALL,
     KernelError,
+    no_reason,
+    refusal,
     tested_versions,
     triton_unsupported,
     warn_once,
@@ -70,10 +72,6 @@ def check_reduce_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     return resolved
 
 
-def _always_supported(*operand_types: Any, **options: Any) -> None:
-    """Nothing speaks against it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A faster implementation of an op on one platform.
@@ -91,8 +89,8 @@ class Kernel:
     name: str
     platform: str
     launch: Callable[..., Any]
-    unsupported: Callable[..., str | None] = _always_supported
-    unsupported_here: Callable[[], str | None] = _always_supported
+    unsupported: Callable[..., str | None] = no_reason
+    unsupported_here: Callable[[], str | None] = no_reason
     takes: Callable[..., bool] | None = None
 
     @classmethod
@@ -563,9 +561,8 @@ def _local(
         if reason is None:
             usable.setdefault(kernel.platform, partial(_launch, call, kernel, reference, options))
         elif named:
-            raise (ImportError if missing else ValueError)(
-                f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"
-            )
+            message = refusal(call.op.name, "implementation", kernel.name, reason)
+            raise (ImportError if missing else ValueError)(message)
         elif missing:
             warnings.warn(f"{call.op.name}: using the reference: {reason}", stacklevel=2)
     if not usable:
@@ -586,9 +583,8 @@ def _launch(
     except KernelError as error:
         reason = f"{error}; with {tested_versions()} it was tested (`{INSTALL}`)"
         if call.implementation == kernel.name:
-            raise KernelError(
-                f"{call.op.name}: implementation={kernel.name!r} cannot run: {reason}; use implementation='auto'"
-            ) from error
+            message = refusal(call.op.name, "implementation", kernel.name, reason)
+            raise KernelError(message) from error
         warn_once(f"{call.op.name}: using the reference: {reason}")
         return reference(*operands)
 
@@ -678,15 +674,15 @@ def _known_specs(
     call: _Call, operands: tuple[jax.Array, ...], by_role: Sequence[PartitionSpec], place: _Place
 ) -> tuple[PartitionSpec, ...]:
     """Where operands are: by their types over Explicit axes; over Auto ones as the caller says, or by their roles."""
-    given = call.operand_specs or (None,) * len(operands)
-    for x, want in zip(operands, given, strict=True):
+    told = call.operand_specs or (None,) * len(operands)
+    for x, want in zip(operands, told, strict=True):
         if want is not None:
             _check_axes(call.op.name, want, place.mesh)
             _check_order(call.op.name, want, x, place.auto)
     typed = [filter_axes(jax.typeof(x).sharding.spec, place.explicit) for x in operands]
     return tuple(
         merge_known(type_, role if want is None else want, place.auto, x.ndim)
-        for x, type_, role, want in zip(operands, typed, by_role, given, strict=True)
+        for x, type_, role, want in zip(operands, typed, by_role, told, strict=True)
     )
 
 

@@ -179,11 +179,11 @@ def role_names(
       rule: `sharding`, parsed.
     """
     sides = [parse_terms(side) for side in sharding.split("->")]
-    given = map(parse_terms, roles.split("->")) if roles else map(_default_roles, sides)
+    role_terms = map(parse_terms, roles.split("->")) if roles else map(_default_roles, sides)
     groups = dict(rule.groups)
     operands, results = (
         tuple(_roles_of_term(*pair, groups) for pair in zip(terms, firsts, strict=True))
-        for terms, firsts in zip(sides, given, strict=True)
+        for terms, firsts in zip(sides, role_terms, strict=True)
     )
     return operands, results
 

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import re
 import warnings
+from typing import Any
 
 import jax
 
@@ -15,6 +16,15 @@ INSTALL = "pip install 'expertmesh-core[cuda13]'"
 
 class KernelError(RuntimeError):
     """A kernel that this installation cannot compile, or this GPU not load."""
+
+
+def no_reason(*args: Any, **kwargs: Any) -> None:
+    """The `unsupported` of a kernel or a transport that takes everything."""
+
+
+def refusal(function: str, argument: str, name: str, reason: str) -> str:
+    """The message where what an argument names, a kernel or a transport, does not support the call."""
+    return f"{function}: {argument}={name!r} cannot run: {reason}; use {argument}='auto'"
 
 
 def distribution_unsupported(requirement: str) -> str | None:

@@ -296,12 +296,12 @@ class _Run(contextlib.ExitStack):
         )
 
     def put(
-        self, operands: Sequence[np.ndarray], lead: tuple[None, ...] = ()
+        self, operands: Sequence[np.ndarray], leading: tuple[None, ...] = ()
     ) -> tuple[jax.Array, ...]:
         if self.mesh is None:
             return tuple(map(jnp.asarray, operands))
         return tuple(
-            _put(x, NamedSharding(self.mesh, PartitionSpec(*lead, *spec)))
+            _put(x, NamedSharding(self.mesh, PartitionSpec(*leading, *spec)))
             for x, spec in zip(operands, self.specs, strict=True)
         )
 
@@ -400,7 +400,7 @@ class _Run(contextlib.ExitStack):
         """Under vmap or scan the result is the stack of the results."""
         sets = [self.operands() for _ in range(3)]
         stacked = [np.stack(xs) for xs in zip(*sets, strict=True)]
-        out = jax.jit(transform(self.function()))(*self.put(stacked, lead=(None,)))
+        out = jax.jit(transform(self.function()))(*self.put(stacked, leading=(None,)))
         wants = [_leaves(self.case.oracle(*_float64(operands))) for operands in sets]
         self.assert_close(out, tuple(np.stack(ys) for ys in zip(*wants, strict=True)))
 
@@ -441,8 +441,8 @@ def _with_gradients(
 
         y, vjp = jax.vjp(of, *(operands[i] for i in wrt))
         leaves, tree = jax.tree.flatten(y)
-        given = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
-        return y, vjp(jax.tree.unflatten(tree, given))
+        cotangents_of_y = [_cotangent(c, leaf) for c, leaf in zip(cotangents, leaves, strict=True)]
+        return y, vjp(jax.tree.unflatten(tree, cotangents_of_y))
 
     return both
 

@@ -21,7 +21,7 @@ class _Types(tuple[Any, ...]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _Static:
     """The static half of a call: JAX traces the rules when it pleases, and not always where the call is.
 
     Attributes:
@@ -60,20 +60,20 @@ def differentiable[Out](
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def call(given: _Given, *operands: Any) -> Out:
-        with given.context() as options:
+    def call(static: _Static, *operands: Any) -> Out:
+        with static.context() as options:
             if value is not None:
                 return value(*operands, **options)
             return fwd(*operands, **options)[0]
 
-    def call_fwd(given: _Given, *operands: Any) -> tuple[Out, tuple[Any, _Types]]:
-        with given.context() as options:
+    def call_fwd(static: _Static, *operands: Any) -> tuple[Out, tuple[Any, _Types]]:
+        with static.context() as options:
             out, residuals = fwd(*operands, **options)
         return out, (residuals, _Types(map(_jax.operand_types, operands)))
 
-    def call_bwd(given: _Given, carried: tuple[Any, _Types], cotangent: Out) -> tuple[Any, ...]:
+    def call_bwd(static: _Static, carried: tuple[Any, _Types], cotangent: Out) -> tuple[Any, ...]:
         residuals, types = carried
-        with given.context() as options:
+        with static.context() as options:
             cotangents = bwd(residuals, cotangent, **options)
         return tuple(_like_primal(*pair) for pair in zip(cotangents, types, strict=True))
 
@@ -81,9 +81,9 @@ def differentiable[Out](
     jitted = jax.jit(call, static_argnums=0)
 
     def public(*operands: Any, **options: Any) -> Out:
-        given = _Given(tuple(sorted(options.items())), current_resource())
+        static = _Static(tuple(sorted(options.items())), current_resource())
         # Outside the custom VJP, so that the cast's transpose sums the cotangent of a replicated operand.
-        out: Out = jitted(given, *_jax.match_varying(operands))
+        out: Out = jitted(static, *_jax.match_varying(operands))
         return out
 
     return public

@@ -181,8 +181,7 @@ def _plan_level(
     )
     target = _target(load_R, level, levels)
     step = partial(_step, target=target, fits=fits, least_rows=least_rows)
-    start = vary_like((counts_Re,), start)
-    end = jax.lax.while_loop(lambda state: state.goes_on, step, start)
+    end = jax.lax.while_loop(lambda state: state.goes_on, step, vary_like((counts_Re,), start))
     return end.expert_RS, end.rows_RS, end.load_R
 
 

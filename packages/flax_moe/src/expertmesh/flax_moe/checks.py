@@ -91,16 +91,16 @@ def check_outside(
             f"{function}: topk_weights must go with topk_idx, the choices that they weigh; got topk_idx=None; "
             "pass both, or logits"
         )
-    given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
-    _check_of_tokens(function, x, "K", config.top_k, **given)
+    choices = dict(topk_idx=topk_idx, topk_weights=topk_weights)
+    _check_of_tokens(function, x, "K", config.top_k, **choices)
     if logits is None and "gate_kernel" not in params:
         _check_no_losses(function, config, coeffs)
 
 
 def _check_of_tokens(
-    function: str, x: jax.Array, dim: str, size: int, **given: jax.Array | None
+    function: str, x: jax.Array, dim: str, size: int, **arrays: jax.Array | None
 ) -> None:
-    for name, array in given.items():
+    for name, array in arrays.items():
         if array is not None and array.shape != (*x.shape[:-1], size):
             raise ValueError(
                 f"{function}: {name} must be [..., {dim}] for the tokens of x, {dim} = {size}; "
@@ -111,8 +111,8 @@ def _check_of_tokens(
 def _check_no_losses(
     function: str, config: MoEConfig, coeffs: Mapping[str, Coefficient | None]
 ) -> None:
-    for name, given in coeffs.items():
-        coeff = coefficient(config, name, given)
+    for name, value in coeffs.items():
+        coeff = coefficient(config, name, value)
         if is_on(coeff):
             raise ValueError(
                 f"{function}: {name} must be 0 where there are neither a gate_kernel nor logits, whose loss it is; "
@@ -133,10 +133,10 @@ def _check_coefficients(function: str, coeffs: Mapping[str, Coefficient | None])
             )
 
 
-def coefficient(config: MoEConfig, name: str, given: Coefficient | None) -> Coefficient:
+def coefficient(config: MoEConfig, name: str, value: Coefficient | None) -> Coefficient:
     """The one that is given, else the config's."""
     kept: float = getattr(config, name)
-    return kept if given is None else given
+    return kept if value is None else value
 
 
 def is_on(coeff: Coefficient) -> bool:

@@ -38,6 +38,7 @@ from expertmesh.flax_moe.params import (
     LogicalAxes,
     Params,
     check_array,
+    keys_of,
     param_shapes,
     param_specs,
     split_wi,
@@ -129,8 +130,8 @@ class LoRA(Config):
 
 def low_rank(name: str, dims: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
     """What holds for each dimension of A and B, from what holds for those of the weight `name` and for the rank."""
-    lead = int(name in EXPERTS)
-    return {"a": (*dims[:-1], rank), "b": (*dims[:lead], *dims[lead + 1 : -1], rank, dims[-1])}
+    k = int(name in EXPERTS)
+    return {"a": (*dims[:-1], rank), "b": (*dims[:k], *dims[k + 1 : -1], rank, dims[-1])}
 
 
 def lora_shapes(
@@ -193,13 +194,12 @@ def init_lora(
       ValueError: a target that the block does not have.
     """
     shapes = lora_shapes(model_dim, config, lora)
-    keys = jax.random.split(key, len(shapes))
     return {
         name: {
-            part: init(k, shapes[name][part], lora.dtype)
+            part: init(own_key, shapes[name][part], lora.dtype)
             for part, init in lora_initializers(name, lora).items()
         }
-        for k, name in zip(keys, shapes, strict=True)
+        for name, own_key in keys_of(key, shapes).items()
     }
 
 
@@ -250,12 +250,11 @@ def merge_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, jax.
     _check_adapters(whole, adapters, lora)
     merged = {name: plain(w) for name, w in whole.items()}
     for name, adapter in adapters.items():
-        wide = (merged[name], adapter["a"], adapter["b"])
-        w, a, b = (part.astype(jnp.float32) for part in wide)
-        lead, pair = "e" * (name in EXPERTS), "p" * _is_pair(name, w)
-        law = f"{lead}k{pair}r,{lead}{pair}rn->{lead}k{pair}n"
+        w, a, b = (x.astype(jnp.float32) for x in (merged[name], adapter["a"], adapter["b"]))
+        experts, pair = "e" * (name in EXPERTS), "p" * _is_pair(name, w)
+        law = f"{experts}k{pair}r,{experts}{pair}rn->{experts}k{pair}n"
         delta = jnp.einsum(law, a, b, precision=jax.lax.Precision.HIGHEST)
-        merged[name] = (w + lora.scale * delta).astype(wide[0].dtype)
+        merged[name] = (w + lora.scale * delta).astype(merged[name].dtype)
     return split_wi(merged) if "wi_0" in params else merged
 
 
@@ -275,8 +274,7 @@ def _joined(
     if adapter is None:
         return ()
     a, b = adapter["a"], lora.scale * adapter["b"]
-    lead = int(name in EXPERTS)
-    if b.ndim - lead == 2:
+    if not _is_pair(name, b):
         return a, b
     *_, two, rank, width = b.shape
     diagonal = np.eye(two, dtype=bool)[:, None, :, None]

@@ -255,11 +255,15 @@ def init_params(
       ValueError: it returns another shape or dtype than it is given.
     """
     shapes, init = param_shapes(model_dim, config), initializers(config, kernel_init)
-    keys = jax.random.split(key, len(shapes))
+    keys = keys_of(key, shapes)
     return {
-        name: init[name](k, shape, config.param_dtype)
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: init[name](keys[name], shape, config.param_dtype) for name, shape in shapes.items()
     }
+
+
+def keys_of(key: jax.Array, names: Collection[str]) -> dict[str, jax.Array]:
+    """A key of its own for each name, in their order."""
+    return dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
 
 def param_specs(

@@ -170,9 +170,9 @@ def route(
     """
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
-    given = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
+    outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
     coeffs: dict[str, Any] = dict(aux_loss_coeff=aux_loss_coeff, z_loss_coeff=z_loss_coeff)
-    check_outside("stages.route", params, x, config, **given, **coeffs)
+    check_outside("stages.route", params, x, config, **outside, **coeffs)
     needs_gate = logits is None and topk_weights is None
     own = gate_part("stages.route", params, x.shape[-1], config, needed=needs_gate)
     if token_mask is not None:
@@ -181,7 +181,7 @@ def route(
         x = jnp.where(token_mask[..., None], x, 0)
     if config.debug and topk_idx is not None:
         debug_check_ids("stages.route", topk_idx, config.num_candidates)
-    logits, topk_idx, topk_weights = (_with_tokens(x, array) for array in given.values())
+    logits, topk_idx, topk_weights = (_with_tokens(x, array) for array in outside.values())
     if own:
         logits = _logits(own, x, config)
     if topk_weights is not None:

@@ -223,9 +223,9 @@ def triton_call(
         )  # fmt: skip
     results = jax.tree.leaves(out_type)
     names = [name for name in kernel.arg_names if name not in constants]
-    given = dict(zip(names, (*operands, *results), strict=False))
-    constants |= {name: None for name, x in given.items() if x is None}
-    types = tuple((name, type_name(x)) for name, x in given.items() if x is not None)
+    arrays = dict(zip(names, (*operands, *results), strict=False))
+    constants |= {name: None for name, x in arrays.items() if x is None}
+    types = tuple((name, type_name(x)) for name, x in arrays.items() if x is not None)
     options = {"num_warps": num_warps, "num_stages": num_stages, **(backend_options or {})}
     options |= {"enable_fp_fusion": True}  # what is left unsaid changes with Triton 3.10
     fixed = tuple(constants.items()), tuple(options.items())

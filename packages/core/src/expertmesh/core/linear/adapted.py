@@ -88,5 +88,5 @@ def low_rank_spec(
     if spec is None:
         return None, None
     entries = tuple(pad_spec(spec, ndim))
-    lead, K, N = entries[:batch_dims], entries[batch_dims], entries[batch_dims + 1 :]
-    return PartitionSpec(*lead, K, None), PartitionSpec(*lead, None, *N)
+    leading, K, N = entries[:batch_dims], entries[batch_dims], entries[batch_dims + 1 :]
+    return PartitionSpec(*leading, K, None), PartitionSpec(*leading, None, *N)

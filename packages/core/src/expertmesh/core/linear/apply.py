@@ -343,8 +343,8 @@ def _as_read(x: Any, group_sizes: Any, spec: PartitionSpec | None) -> Any:
 def low_rank_layers(w: Adapted, layer: Layer) -> tuple[Layer, Layer]:
     """Those of x A and of u B, of the layer of x W."""
     assert w.a is not None and w.b is not None
-    (x_spec, w_spec, out_spec), lead = layer.caller, layer.law.batch_dims
-    of_a, of_b = low_rank_spec(w_spec, w.b.ndim, lead)
+    x_spec, w_spec, out_spec = layer.caller
+    of_a, of_b = low_rank_spec(w_spec, w.b.ndim, layer.law.batch_dims)
 
     def thin(part: jax.Array, out_dtype: jnp.dtype, *specs: PartitionSpec | None) -> Layer:
         known: Any = dict(caller=specs, resolved=specs, w_dtype=jnp.dtype(part.dtype))

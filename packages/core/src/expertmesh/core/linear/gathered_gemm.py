@@ -29,7 +29,7 @@ __all__ = ["gathered_gemm"]
 
 
 def gathered_gemm(
-    x: jax.Array, rhs: jax.Array, plan: PermutePlan, *, rhs_spec: PartitionSpec | None = None
+    x: jax.Array, rhs: jax.Array, plan: PermutePlan, *, w_spec: PartitionSpec | None = None
 ) -> jax.Array:
     """`grouped_gemm(permute(x, plan), rhs, plan.group_sizes)`, without writing the permuted rows if a kernel can.
 
@@ -37,7 +37,7 @@ def gathered_gemm(
       x: float[P, T, K], or [T, K] for a plan without P.
       rhs: float[E, K, *N]; cast to the dtype of `x`, its gradient is accumulated and returned in its own.
       plan: of `plan_permute`, with the same P and T.
-      rhs_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
+      w_spec: where `rhs` is, for Auto axes under a MeshResource; None: P(ep, fsdp).
 
     Returns:
       [P, C, *N] (or [C, *N]) in the dtype of `x`, accumulated in float32 and rounded once. Padding rows and rows
@@ -62,7 +62,7 @@ def gathered_gemm(
     operands = [x, plan.row, plan.source, plan.group_sizes]
     if flat:
         operands = [a[None] for a in operands]
-    out = _gathered_gemm(*operands, rhs, rhs_dtype=rhs.dtype, rhs_spec=rhs_spec)
+    out = _gathered_gemm(*operands, rhs, rhs_dtype=rhs.dtype, w_spec=w_spec)
     return out[0] if flat else out
 
 
@@ -74,21 +74,21 @@ def _fwd(
     rhs: jax.Array,
     *,
     rhs_dtype: DTypeLike,
-    rhs_spec: PartitionSpec | None,
+    w_spec: PartitionSpec | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     del rhs_dtype
-    rhs = cast_sharded(rhs, x.dtype, rhs_spec, ("experts", "fsdp"))
+    rhs = cast_sharded(rhs, x.dtype, w_spec, ("experts", "fsdp"))
     rows = Moved(x, RowMap(row, source))
-    options = dict(out_dtype=x.dtype, operand_specs=(None, rhs_spec, None))
+    options = dict(out_dtype=x.dtype, operand_specs=(None, w_spec, None))
     out = grouped_gemm_op(rows, rhs, group_sizes, clear_padding=True, **options)
     return out, (rows, rhs, group_sizes)
 
 
 def _bwd(
-    residuals: Any, d_out: jax.Array, *, rhs_dtype: DTypeLike, rhs_spec: PartitionSpec | None
+    residuals: Any, d_out: jax.Array, *, rhs_dtype: DTypeLike, w_spec: PartitionSpec | None
 ) -> tuple[jax.Array | None, ...]:
     rows, rhs, group_sizes = residuals
-    options = dict(out_dtype=rows.dtype, operand_specs=(None, rhs_spec, None))
+    options = dict(out_dtype=rows.dtype, operand_specs=(None, w_spec, None))
     d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, **options)
     d_rhs = grouped_gemm_wgrad_op(
         rows,
@@ -96,7 +96,7 @@ def _bwd(
         group_sizes,
         num_experts=rhs.shape[0],
         out_dtype=rhs_dtype,
-        result_specs=(at_rest(rhs, rhs_spec),),
+        result_specs=(at_rest(rhs, w_spec),),
     )
     return move_rows(d_rows, rows.row_map.inverse), None, None, None, d_rhs
 

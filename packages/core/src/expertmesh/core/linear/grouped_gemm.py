@@ -432,8 +432,8 @@ def _idle_axes(
         known |= set(query.resource.all_axes())
     idle = [
         axis
-        for names, given, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
-        for axis in spec_axes(given)
+        for names, present, spec in zip(rule.operands, query.operand_specs, specs, strict=True)
+        for axis in spec_axes(present)
         if query.mesh_shape.get(axis, 1) > 1
         and axis not in known | set(spec_axes(spec))
         and names != ("p", "g")
@@ -797,8 +797,8 @@ def grouped_gemm(
     *,
     out_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike = "float32",
-    lhs_spec: PartitionSpec | None = None,
-    rhs_spec: PartitionSpec | None = None,
+    x_spec: PartitionSpec | None = None,
+    w_spec: PartitionSpec | None = None,
     out_spec: PartitionSpec | None = None,
     clear_padding: bool = True,
     debug: bool = False,
@@ -817,7 +817,7 @@ def grouped_gemm(
       bias: float[E, *N] or None; added to the rows of the groups only.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `lhs` (of what it was quantized from).
       reduce_dtype: the dtype of the reduction of `rhs`'s gradient over devices: "float32", "bfloat16" or "float16".
-      lhs_spec, rhs_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
+      x_spec, w_spec: where `lhs` and `rhs` are, for Auto axes under a MeshResource; None: P over (dp, fsdp, ep),
         P(ep, fsdp).
       out_spec: where the result is wanted; None: P where that of `lhs` is, N where that of `rhs` is in use.
       clear_padding: False if nobody reads padding rows, those past the last group, of the result and of the gradient of
@@ -861,7 +861,7 @@ def grouped_gemm(
         bias,
         out_dtype=out_dtype,
         reduce_dtype=reduce_dtype,
-        specs=(lhs_spec, rhs_spec, out_spec),
+        specs=(x_spec, w_spec, out_spec),
         clear_padding=clear_padding,
     )
     return out

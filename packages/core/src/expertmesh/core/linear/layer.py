@@ -146,8 +146,10 @@ class Linear:
         """Of the bias in use, whose dimensions are those of w without K."""
         if w_spec is None:
             return None
-        lead = self.batch_dims
-        return filter_roles((*w_spec[:lead], *w_spec[lead + 1 :]), *self.weight_roles[:-1], "tp")
+        leading = self.batch_dims
+        return filter_roles(
+            (*w_spec[:leading], *w_spec[leading + 1 :]), *self.weight_roles[:-1], "tp"
+        )
 
     def weight_options(self, w: Any) -> dict[str, Any]:
         """Of the ops that make gradients of the weight and of the bias."""
@@ -265,12 +267,12 @@ def resolved_specs(law: Linear, x_ndim: int, w_ndim: int, caller: Specs) -> Spec
     if resource is None:
         return caller
     x_spec, w_spec, out_spec = caller
-    lead = law.batch_dims
+    leading = law.batch_dims
     w = pad_spec(tuple(map(resource.entry, law.weight_roles)) if w_spec is None else w_spec, w_ndim)
     tokens = pad_spec([resource.entry(role) for role in law.row_roles[: x_ndim - 1]], x_ndim - 1)
-    columns = filter_roles(w[lead + 1 :], "tp")
+    columns = filter_roles(w[leading + 1 :], "tp")
     if x_spec is None:
-        x_spec = PartitionSpec(*tokens, *filter_roles(w[lead : lead + 1], "tp"))
+        x_spec = PartitionSpec(*tokens, *filter_roles(w[leading : leading + 1], "tp"))
     x = pad_spec(x_spec, x_ndim)
     if out_spec is None:
         out_spec = PartitionSpec(*strip_axes(x[:-1], spec_axes(columns)), *columns)

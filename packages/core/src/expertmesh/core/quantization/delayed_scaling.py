@@ -108,9 +108,7 @@ def quantize_delayed(
     """
     check_arrays("quantize_delayed", FLOATS, x=x)
     _check_state("quantize_delayed", state, recipe)
-    q, amax = quantize_with_amax(
-        x, recipe.formats().x, state.multiplier, batch_dims=state.multiplier.ndim, spec=spec
-    )
+    q, amax = quantize_with_amax(x, recipe.formats().x, state.multiplier, spec=spec)
     return q, _updated(state, amax, recipe)
 
 

@@ -280,8 +280,8 @@ class BlockPlan:
 
     def __call__(self, query: Query) -> Plan:
         shape, options = query.shapes[0], query.options
-        given = list(zip(query.rule.operands[0], query.operand_specs[0], strict=True))
-        kept = [None if name in query.whole else entry for name, entry in given]
+        entries = list(zip(query.rule.operands[0], query.operand_specs[0], strict=True))
+        kept = [None if name in query.whole else entry for name, entry in entries]
         for block in filter(None, options.get("blocks", (options.get("block"),))):
             # Rows may lack dimensions after the second that the operand has of which they are made.
             block = (*block[:2], *[1] * (len(shape) - len(block)), *block[2:])
@@ -296,7 +296,7 @@ class BlockPlan:
         summed_axes = tuple(() if names == ("p", "g") else axes for names, axes in sums)
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
-        gathered = (a for name, entry in given if name in query.whole for a in entry_axes(entry))
+        gathered = (a for name, entry in entries if name in query.whole for a in entry_axes(entry))
         return dataclasses.replace(
             plan,
             summed_axes=summed_axes,
@@ -464,10 +464,10 @@ def quantize_with_amax(
     format: TensorFormat,
     multiplier: jax.Array,
     *,
-    batch_dims: int = 0,
     spec: PartitionSpec | None = None,
 ) -> tuple[QuantizedArray, jax.Array]:
     """(`quantize` by a given multiplier, the amax of x), float32[*S[:batch_dims]] both."""
+    batch_dims = multiplier.ndim
     return _quantize("quantize_delayed", x, format, -1, None, batch_dims, multiplier, None, spec)
 
 

@@ -258,8 +258,8 @@ class Moved(Rows):
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         # Only the rule has names for the tokens and for the places of one.
         s, j = ("s", "j") if of_groups == "g" else (of_groups, of_groups)
-        lead, rank = of_data[:1], self.row_map.row.ndim
-        return (*lead, s, *of_data[2:]), (*lead, s, j)[:rank], of_data[:2]
+        leading, rank = of_data[:1], self.row_map.row.ndim
+        return (*leading, s, *of_data[2:]), (*leading, s, j)[:rank], of_data[:2]
 
     def rows(self) -> jax.Array:
         out: jax.Array = each_participant(select_rows)(self.base, self.row_map.source_row)

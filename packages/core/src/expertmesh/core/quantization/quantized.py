@@ -55,11 +55,11 @@ class QuantizedArray:
         shape = (self.scale if self.tensor_scale is None else self.tensor_scale).shape
         groups = (*of_data[:1], of_groups)
         grouped = self.group_sizes is not None or shape != self.shape[: len(shape)]
-        lead = groups if len(shape) == 2 and grouped else of_data[: len(shape)]
+        leading = groups if len(shape) == 2 and grouped else of_data[: len(shape)]
         leaves = {
             "data": of_data,
-            "scale": of_data if self.block else lead,
-            "tensor_scale": lead,
+            "scale": of_data if self.block else leading,
+            "tensor_scale": leading,
             "group_sizes": groups,
         }
         return tuple(of for name, of in leaves.items() if getattr(self, name) is not None)
@@ -142,13 +142,18 @@ def _broken_rules(q: QuantizedArray) -> Iterator[str]:
         want = tuple(-(-n // b) for n, b in zip(q.shape, q.block, strict=True))
         if q.scale.shape != want:
             yield f"scale must be ceil(shape / block) = {want}"
-    lead, sizes = q.tensor_scale if q.block else q.scale, q.group_sizes
-    if lead is None:
+    leading, sizes = q.tensor_scale if q.block else q.scale, q.group_sizes
+    if leading is None:
         return
     if sizes is None:
-        if lead.shape != q.shape[: lead.ndim]:
+        if leading.shape != q.shape[: leading.ndim]:
             yield "tensor scales must be of leading dimensions"
-    elif q.ndim < 2 or lead.ndim != 2 or lead.shape != sizes.shape or lead.shape[0] != q.shape[0]:
+    elif (
+        q.ndim < 2
+        or leading.ndim != 2
+        or leading.shape != sizes.shape
+        or leading.shape[0] != q.shape[0]
+    ):
         yield "the scales of groups and group_sizes must be [P, G], data [P, C, ...]"
 
 

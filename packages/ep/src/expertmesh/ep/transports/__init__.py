@@ -12,7 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from expertmesh.core.quantization.recipe import TensorFormat
-from expertmesh.core.support import compute_capability, platform_of
+from expertmesh.core.support import compute_capability, platform_of, refusal
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import (
     all_to_all,
@@ -62,10 +62,8 @@ def find_transport(
         return local
     base, _, detail = (choose_auto(exchange) if name == "auto" else name).partition(":")
     if reason := BY_NAME[base].unsupported(exchange):
-        raise ValueError(
-            f"dispatch: transport must be one that can do the exchange; got transport={name!r}, "
-            f"ep_size={exchange.ep_size}, axis={axis}: {reason}; use transport='auto'"
-        )
+        reason = f"{reason}; got ep_size={exchange.ep_size}, axis={axis}"
+        raise ValueError(refusal("dispatch", "transport", name, reason))
     if wire is not None and BY_NAME[base].unsupported(dataclasses.replace(exchange, wire=wire)):
         return BY_NAME["all_to_all"]
     return _detailed(base, detail) if detail else BY_NAME[base]

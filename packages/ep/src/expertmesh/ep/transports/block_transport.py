@@ -5,14 +5,11 @@ from collections.abc import Callable
 
 import jax
 
+from expertmesh.core.support import no_reason
 from expertmesh.ep.route import Axis, Route, group_size
 from expertmesh.ep.transports import blocks
 from expertmesh.ep.transports.choice import Exchange
 from expertmesh.ep.wire import PLAIN, Wire
-
-
-def always_supported(exchange: Exchange) -> None:
-    """Nothing speaks against it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +23,7 @@ class BlockTransport:
     """
 
     exchange: Callable[..., jax.Array]
-    unsupported: Callable[[Exchange], str | None] = always_supported
+    unsupported: Callable[[Exchange], str | None] = no_reason
 
     def dispatch(self, tokens_TD: jax.Array, route: Route, *, axis: Axis) -> jax.Array:
         size = group_size(axis)

@@ -33,7 +33,7 @@ WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as;
 
 # NVIDIA H200, 2026-11-22: see docs/dev/kernels.md.
 SMS = 132
-SENT, SPREAD = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
+SENT, COPIED = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
 MAX_SLICES, SHORT = 4, 512
@@ -62,7 +62,7 @@ class Nvlink:
         types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
         row_bytes = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
         copies, rows = _copies(route, axis), capacity / route.slot_TK.shape[0]
-        senders = self._senders(copies / SENT, rows / SPREAD)
+        senders = self._senders(copies / SENT, rows / COPIED)
         slices = _slices(route.slot_TK.shape[0], row_bytes)
         return self._call(
             _native.DISPATCH, types, parts_TD, route, axis, senders, row_bytes, slices

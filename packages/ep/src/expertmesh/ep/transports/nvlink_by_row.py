@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from expertmesh.ep import _native
 from expertmesh.ep.capacity import roundup
 from expertmesh.ep.route import Axis, Route, group_size
-from expertmesh.ep.transports.nvlink import SENT, SPREAD, WIRES, Nvlink
+from expertmesh.ep.transports.nvlink import COPIED, SENT, WIRES, Nvlink
 from expertmesh.ep.wire import PLAIN, Wire
 
 HALF = 2**28  # bytes of a half of the window that a combine takes at most
@@ -40,7 +40,7 @@ class NvlinkByRow(Nvlink):
             sent_TD,
             route,
             axis,
-            self._senders(1 / SENT, 1 / SPREAD),
+            self._senders(1 / SENT, 1 / COPIED),
             row_bytes,
             _slices(row_bytes),
             staging_rows=capacity,

@@ -108,8 +108,8 @@ class Layout:
     def _shape(self, places: list[Place]) -> tuple[int, ...]:
         first = places[0]
         sizes = zip(first.at, self.params[first.param], strict=True)
-        *lead, last = (size for at, size in sizes if not isinstance(at, int))
-        own = [*lead, len(places) * last]
+        *leading, last = (size for at, size in sizes if not isinstance(at, int))
+        own = [*leading, len(places) * last]
         return (1,) * first.ones + tuple(_swapped(own) if first.transposed else own)
 
 

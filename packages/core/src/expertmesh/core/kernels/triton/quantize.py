@@ -415,12 +415,12 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
     del key, origin
     if block:
         return blocks(x, None, format, block)
-    lead, inner = x.shape[:batch_dims], x.shape[batch_dims:]
-    shape = (prod(lead), prod(inner[:-1]), prod(inner[-1:]))
+    leading, inner = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = (prod(leading), prod(inner[:-1]), prod(inner[-1:]))
 
     def found(parts, index):
         del index
-        return _amax_of_tensors(parts, lead, amax_axes)
+        return _amax_of_tensors(parts, leading, amax_axes)
 
     return by_tensor(x, multiplier, shape, found, format)
 
@@ -647,10 +647,10 @@ def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
 
 def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
     """`square` with a scale per matrix: its amax is found once, and each order written by the same pass."""
-    lead, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
-    shape = A, _, width = prod(lead), K, prod(N)
+    leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = A, _, width = prod(leading), K, prod(N)
     (parts,) = scaled(x, None, shape, None, finds_amax=True)
-    multiplier, scale = tensor_scales(_amax_of_tensors(parts, lead, amax_axes), format)
+    multiplier, scale = tensor_scales(_amax_of_tensors(parts, leading, amax_axes), format)
     config = choose_square(Square(A, K, 1, width, 0, current_device()))
     if not config.transposed:
         return (*scaled(x, multiplier, shape, format.dtype), scale) * (1 + dgrad)
@@ -661,9 +661,9 @@ def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
     return transposed, scale, *((*data, scale) if dgrad else ())
 
 
-def _amax_of_tensors(parts, lead: tuple[int, ...], amax_axes):
-    """int32[*lead] of int32[A, rows, parts of a row]."""
-    amax = jnp.max(parts, axis=(1, 2)).reshape(lead)
+def _amax_of_tensors(parts, leading: tuple[int, ...], amax_axes):
+    """int32[*leading] of int32[A, rows, parts of a row]."""
+    amax = jnp.max(parts, axis=(1, 2)).reshape(leading)
     return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
 
