@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from cases.gpus import OPTION
 from cases.marks import needs_triton
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.aot, needs_triton]
 
 
-def interpret(tests: list[str], which: str, count: int):
+def interpret(tests: list[str], which: str, count: int, *options: str):
     """In a process of its own: Triton reads the variable when it is imported."""
     command = [
         sys.executable,
@@ -30,6 +31,7 @@ def interpret(tests: list[str], which: str, count: int):
         "gpu",
         "-k",
         which,
+        *options,
     ]
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -90,6 +92,18 @@ def test_products_of_gathered_rows(gpu):
 @OF_8_BITS
 def test_products_of_8_bits(gpu, count):
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)
+
+
+def test_products_of_8_bits_and_a_thin_operand():
+    interpret(["tests/core/kernels/test_mixed_grouped_gemm.py"], "sm_100 and not 3000", 8)
+
+
+def test_two_cotangents_of_one_read():
+    interpret(["tests/core/kernels/test_grouped_cotangents.py"], "sm_100 and not 3000", 8)
+
+
+def test_a_block_with_adapters():
+    interpret(["tests/flax_moe/test_lora.py"], "on_a_gpu and 384", 2, OPTION, "sm_100")
 
 
 def test_products_of_4_bits():

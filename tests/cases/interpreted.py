@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import inspect
 import math
+import threading
 from unittest import mock
 
 import jax
@@ -58,6 +59,8 @@ class Memory:
 
 
 OF_LAUNCH = ("num_warps", "num_stages", "backend_options")
+# XLA calls back from several threads, and the interpreter changes `triton.language` while a kernel runs.
+ONE_AT_A_TIME = threading.Lock()
 
 
 def triton_call(*operands, kernel, out_type, grid, **constants):
@@ -69,7 +72,9 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
     def run(*arrays):
         given = [_operand(x, b) for x, b in zip(arrays, blocks, strict=True)]
         results = [_poisoned(t) for t in jax.tree.leaves(out_type)]
-        kernel[grid](**dict(zip(names, (*given, *map(Memory, results)), strict=False)), **constants)
+        arguments = dict(zip(names, (*given, *map(Memory, results)), strict=False))
+        with ONE_AT_A_TIME:
+            kernel[grid](**arguments, **constants)
         return jax.tree.unflatten(jax.tree.structure(out_type), results)
 
     def expertmesh_core_launch_by_interpreter(*arrays):  # a name that programs show
@@ -126,6 +131,67 @@ def _masks_of_bools(builder) -> None:
         setattr(builder, name, of_bools)
 
 
+def _numbers_of_bfloat16(builder) -> None:
+    """Triton's interpreter keeps bfloat16 in 16-bit integers, and `tl.dot` multiplies these."""
+    import triton.language as tl
+
+    dot = builder.create_dot
+
+    def of_numbers(a, b, *more):
+        return dot(*(_widened(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *more)
+
+    builder.create_dot = of_numbers
+
+
+def _widened(x):
+    """Such numbers in float32."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(x.data.view(jnp.bfloat16).astype(np.float32), tl.float32)
+
+
+def _rounds_to_nearest(interpreter) -> None:
+    """Triton's interpreter truncates numbers where a GPU rounds them, half to even."""
+    import triton.language as tl
+
+    convert = interpreter._convert_float
+    types = {
+        tl.float32: jnp.float32,
+        tl.float16: jnp.float16,
+        tl.bfloat16: jnp.bfloat16,
+        tl.float8e4nv: jnp.float8_e4m3fn,
+        tl.float8e5: jnp.float8_e5m2,
+    }
+
+    def rounded(x, given, wanted, mode):
+        if given not in types or wanted not in types:
+            return convert(x, given, wanted, mode)
+        made = np.ascontiguousarray(x).view(types[given]).astype(types[wanted])
+        return made.view(f"uint{wanted.primitive_bitwidth}")
+
+    interpreter._convert_float = rounded
+
+
+def _numbers_of_loops(interpreter) -> None:
+    """A loop's number is a tensor, as where a kernel is compiled, and no `int`."""
+    import triton.language as tl
+
+    patch = interpreter._patch_lang
+
+    def patched(kernel):
+        scope = patch(kernel)
+        numbers = tl.range
+
+        def of_tensors(*given, **options):
+            return map(interpreter.interpreter_semantic.to_tensor, numbers(*given, **options))
+
+        scope.set_attr(tl, "range", of_tensors)
+        return scope
+
+    interpreter._patch_lang = patched
+
+
 def _scales_of_e4m3(interpreter) -> None:
     """Triton's interpreter takes all scales of `tl.dot_scaled` for powers of two."""
     import triton.language as tl
@@ -164,6 +230,9 @@ def install() -> None:
 
     launcher.triton_call = triton_call
     _masks_of_bools(interpreter_builder)
+    _numbers_of_bfloat16(interpreter_builder)
+    _rounds_to_nearest(interpreter)
+    _numbers_of_loops(interpreter)
     _scales_of_e4m3(interpreter)
     libdevice.exp = _elementwise(np.exp)
     libdevice.erfc = _elementwise(np.vectorize(math.erfc, otypes=[np.float32]))

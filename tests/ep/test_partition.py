@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from expertmesh.core import MeshResource, TensorFormat, global_shard_guard
 from expertmesh.core.op import Query
 from expertmesh.ep import EpConfig, hosts, partition
-from expertmesh.ep.transports.choice import Exchange, choose
+from expertmesh.ep.transports.choice import Exchange, Unlinked, choose, received
 
 MESH = {"dp": 2, "fsdp": 3, "ep": 4, "tp": 5}
 
@@ -358,6 +358,32 @@ def test_auto_takes_the_fewest_bytes(T, K, C, R, dtype, name):
 
 
 @pytest.mark.parametrize(
+    "T, K, C, R, dtype, ring, all_to_all",
+    [
+        (16, 2, 64, 4, "bfloat16", 3 * 16 * (2 + 4), 3 * 16 * (2 + 4)),
+        (16, 2, 8, 4, "bfloat16", 3 * 16 * (2 + 4), 3 * 8 * (2 + 4)),
+        (16, 1, 64, 2, "bfloat16", 16 * (2 + 4), 16 * (2 + 2)),
+        (16, 2, 64, 2, "float64", 16 * (8 + 8), 16 * (8 + 8)),
+    ],
+)
+def test_bytes_that_a_rank_receives(T, K, C, R, dtype, ring, all_to_all):
+    """Tokens of all other ranks as they are, and sums in float32, or in float64 of float64."""
+    exchange = Exchange(num_tokens=T, top_k=K, capacity=C, ep_size=R, dtype=dtype, platform="cuda")
+    with jax.enable_x64(dtype == "float64"):
+        assert received(exchange) == {"ring": ring, "all_to_all": all_to_all}
+
+
+def test_what_is_taken_in_place_of_nvlink():
+    """One and the same, whatever the sizes are, so that it is said once."""
+    taken = Unlinked("ring", "planted", {"ring": 8, "all_to_all": 12})
+    assert taken == Unlinked("ring", "planted", {"ring": 16}) != Unlinked("ring", "other", {})
+    assert "takes 'ring'" in str(taken) and str(taken).endswith("one host: planted")
+    assert ": 'ring' 8, 'all_to_all' 12; not 'nvlink'" in str(taken)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        taken.name = "all_to_all"
+
+
+@pytest.mark.parametrize(
     "T, K, R, moves",
     [(1, 1, 2, True), (1, 1, 1, False), (0, 1, 2, False), (1, 0, 2, False), (4, 2, 8, True)],
 )
@@ -369,4 +395,4 @@ def test_an_exchange_of_which_only_the_platform_is_asked():
     """The smallest, which every transport can do that the platform has."""
     smallest = Exchange(platform="cpu")
     sizes = smallest.num_tokens, smallest.top_k, smallest.capacity, smallest.ep_size
-    assert sizes == (1, 1, 1, 1)
+    assert (*sizes, smallest.levels) == (1, 1, 1, 1, 1)

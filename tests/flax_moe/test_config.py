@@ -236,6 +236,11 @@ def test_errors(changes, error, words):
     "changes",
     [
         dict(top_k=8),
+        dict(use_gate=False),
+        dict(use_gate_bias=True),
+        dict(shared_expert_gate=True, shared_expert_dim=8),
+        dict(separate_wi=True),
+        dict(weigh_inputs=True, top_k=1),
         dict(use_expert_bias=True, score_function="sigmoid"),
         dict(capacity_factor=1),
         dict(ep_axis="ep"),

@@ -176,7 +176,7 @@ def test_what_the_kernel_takes():
         dict(contraction=776), dict(width=192), dict(groups=257), dict(dtype=jnp.float32),
         dict(function="gelu_exact"), dict(device=Device(capability=100)),
         dict(device=Device(nvrtc=False)), dict(rows=128 * 255), dict(contraction=4096),
-        dict(tokens=2**26), dict(contraction=2048, width=2176),
+        dict(tokens=2**26), dict(contraction=2048, width=2176), dict(rows=2**30),
     ]  # fmt: skip
     for other in others:
         assert choice.choose(choice.Projection(**given | other)) is None, other

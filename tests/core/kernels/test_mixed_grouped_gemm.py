@@ -49,7 +49,7 @@ def test_equals_float64_loops_and_repeats_bitwise(kind, shape, dtype, capability
     block, of_data = KINDS[kind]
     rng = np.random.default_rng(C + D)
     sizes = rng.multinomial(C - dead, [1 / G] * G).astype(np.int32)
-    sizes[1] = 0  # an empty group
+    sizes[1:3] = 0, 1  # an empty group, and one of one row
     live, starts = sizes.sum(), np.cumsum(sizes) - sizes
     data, scale, wide = quantized(rng, (1, C, D), block, of_data, (1, G))
     a, b, thin = (

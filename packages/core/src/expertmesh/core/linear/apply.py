@@ -16,6 +16,7 @@ GEMMs u B and v A^T are part of the sums of y and dx, so that neither is written
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ from expertmesh.core.linear.quantize_weight import weight_copies
 from expertmesh.core.mesh import cast_sharded
 from expertmesh.core.op import Op, check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
+from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize import plain
 from expertmesh.core.quantization.quantize_rows import Copies, Moved, Rows
 from expertmesh.core.quantization.quantized import is_quantized
@@ -82,7 +84,8 @@ def apply_linear(
     """The layer's result; with a state (result, state).
 
     Args:
-      x, w: plain, or without a recipe both quantized, which then are constants; w may be an Adapted.
+      x, w: plain, or without a recipe both quantized, which then are constants; w may be an Adapted, and x of groups
+        without a recipe `Moved`.
       group_sizes: None unless the layer is grouped.
       flat: of the result, which has one row of tokens or one participant, take this one.
     """
@@ -455,19 +458,35 @@ def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     tokens = dy.ndim - w.ndim + layer.law.batch_dims
     trained = adapter is None
     copies = dy_copies(dy, group_sizes, key, layer, tokens=tokens, for_wgrad=trained)
-    spec = layer.caller[0] if x is None else where_at_rest(x, layer.caller[0])
     v = d_b = None
     if u is not None:
         v, d_b = low_rank_cotangents(dy, u, adapter, group_sizes, layer)
     term = None if v is None else low_rank_dgrad_term(v, adapter, layer)
-    along_n = copies.along_features
-    dx = input_gradient(along_n, w, group_sizes, layer, result_spec=spec, low_rank=term)
+    dx = _input_cotangent(copies.along_features, x, w, group_sizes, layer, term)
     dw: Any = None
     if adapter is None:
         dw = weight_gradient(x, copies.along_rows, w, group_sizes, layer)
     elif v is not None and d_b is not None:
         dw = low_rank_gradient(x, v, d_b, adapter, group_sizes, layer)
     return dx, dw, None, bias_gradient(dy, bias, group_sizes, layer), None
+
+
+def _input_cotangent(
+    dy: Any,
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array | None,
+    layer: Layer,
+    low_rank: LowRankTerm | None,
+) -> Any:
+    """The cotangent of x, of which None is kept where nothing reads it."""
+    gradient = partial(input_gradient, dy, w, group_sizes, low_rank=low_rank)
+    if isinstance(x, Moved):  # nobody reads padding rows of those that are moved back
+        rows = gradient(dataclasses.replace(layer, clear_padding=False), result_spec=None)
+        of_map: Any = None
+        return Moved(move_rows(rows, x.row_map.inverse), of_map)
+    spec = layer.caller[0] if x is None else where_at_rest(x, layer.caller[0])
+    return gradient(layer, result_spec=spec)
 
 
 _linear = differentiable(_fwd, _bwd, _value)

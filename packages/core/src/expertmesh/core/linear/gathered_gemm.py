@@ -10,20 +10,12 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
-from expertmesh.core.linear.grouped_gemm import (
-    check_operands,
-    grouped_gemm_dgrad_op,
-    grouped_gemm_op,
-    grouped_gemm_wgrad_op,
-)
-from expertmesh.core.mesh import cast_sharded
-from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
+from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.ops.permute import PermutePlan
-from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import Moved
-from expertmesh.core.vjp import at_rest, differentiable
 
 __all__ = ["gathered_gemm"]
 
@@ -58,47 +50,13 @@ def gathered_gemm(
             f"got x {x.shape}, plan.row {plan.row.shape}; use the plan that was made for it"
         )
     check_operands("gathered_gemm", x, rhs, plan.group_sizes, None)
-    check_out_dtype("gathered_gemm", x.dtype)
     operands = [x, plan.row, plan.source, plan.group_sizes]
     if flat:
         operands = [a[None] for a in operands]
-    out = _gathered_gemm(*operands, rhs, rhs_dtype=rhs.dtype, w_spec=w_spec)
-    return out[0] if flat else out
-
-
-def _fwd(
-    x: jax.Array,
-    row: jax.Array,
-    source: jax.Array,
-    group_sizes: jax.Array,
-    rhs: jax.Array,
-    *,
-    rhs_dtype: DTypeLike,
-    w_spec: PartitionSpec | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    del rhs_dtype
-    rhs = cast_sharded(rhs, x.dtype, w_spec, ("experts", "fsdp"))
-    rows = Moved(x, RowMap(row, source))
-    options = dict(out_dtype=x.dtype, operand_specs=(None, w_spec, None))
-    out = grouped_gemm_op(rows, rhs, group_sizes, clear_padding=True, **options)
-    return out, (rows, rhs, group_sizes)
-
-
-def _bwd(
-    residuals: Any, d_out: jax.Array, *, rhs_dtype: DTypeLike, w_spec: PartitionSpec | None
-) -> tuple[jax.Array | None, ...]:
-    rows, rhs, group_sizes = residuals
-    options = dict(out_dtype=rows.dtype, operand_specs=(None, w_spec, None))
-    d_rows = grouped_gemm_dgrad_op(d_out, rhs, group_sizes, **options)
-    d_rhs = grouped_gemm_wgrad_op(
-        rows,
-        d_out,
-        group_sizes,
-        num_experts=rhs.shape[0],
-        out_dtype=rhs_dtype,
-        result_specs=(at_rest(rhs, w_spec),),
+    x, row, source, sizes = operands
+    options: dict[str, Any] = dict(
+        specs=(None, w_spec, None), reduce_dtype="float32", clear_padding=True
     )
-    return move_rows(d_rows, rows.row_map.inverse), None, None, None, d_rhs
-
-
-_gathered_gemm = differentiable(_fwd, _bwd)
+    rows = Moved(x, RowMap(row, source))
+    out: jax.Array = apply_grouped("gathered_gemm", rows, rhs, sizes, None, **options)
+    return out[0] if flat else out

@@ -56,19 +56,6 @@ def _rows_kernel(
 
 
 @triton.jit
-def _widened(
-    x, scale, rows, live, chunk, dtype: tl.constexpr,
-    D: tl.constexpr, ALONG: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The chunk-th BN columns of rows in the thin operand's dtype."""
-    if ALONG == 0:
-        return x.to(dtype)
-    else:
-        of_rows = scale + rows.to(tl.int64) * (D // ALONG) + chunk * BN // ALONG
-        return (x.to(tl.float32) * tl.load(of_rows, mask=live, other=0)[:, None]).to(dtype)
-
-
-@triton.jit
 def _weights_kernel(
     x, scale, thin, group_sizes, out,
     D: tl.constexpr, T: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
@@ -76,7 +63,7 @@ def _weights_kernel(
 ):  # fmt: skip
     """out[g] = sum of dequantize(x[r])^T thin[r] over the rows r of group g, [G, D, T], or [G, T, D] if THIN_FIRST.
 
-    Computed as thin^T x: then no tile of x is transposed.
+    Computed as thin^T x: then no tile of x is transposed. In another order of the statements registers spill on Hopper.
     """
     num_n: tl.constexpr = (D + BN - 1) // BN
     group = tl.program_id(0) // num_n
@@ -88,21 +75,29 @@ def _weights_kernel(
     first = end - size
     columns_m = tl.program_id(1) * BM + tl.arange(0, BM)
     columns_n = chunk * BN + tl.arange(0, BN)
+    block = chunk * BN // ALONG if ALONG else 0  # the columns' scales
     dtype: tl.constexpr = thin.dtype.element_ty
     acc = tl.zeros((BM, BN), tl.float32)
     for step in tl.range(0, size // BK):
         row = first + step * BK
-        rows = row + tl.arange(0, BK)
         a = matrix_tile(thin, row, tl.program_id(1) * BM, end, T, BK, BM, "none")
         b = matrix_tile(x, row, chunk * BN, end, D, BK, BN, "none")
-        b = _widened(b, scale, rows, rows < end, chunk, dtype, D, ALONG, BN)
-        acc = tl.dot(a.T, b, acc)
+        if ALONG == 0:
+            b = b.to(dtype)
+            acc = tl.dot(a.T, b, acc)
+        else:  # all rows are of the group: their scales are read without a mask
+            of_rows = matrix_tile(scale, row, block, end, D // ALONG, BK, 1, "none")
+            acc = tl.dot(a.T, (b.to(tl.float32) * of_rows).to(dtype), acc)
     if size % BK != 0:  # rows of the next group are not loaded: they may hold NaN
         rows = first + size // BK * BK + tl.arange(0, BK)
         live = rows < end
         a, b = rows_of(thin, rows, live, columns_m, T), rows_of(x, rows, live, columns_n, D)
-        b = _widened(b, scale, rows, live, chunk, dtype, D, ALONG, BN)
-        acc = tl.dot(a.T, b, acc)
+        if ALONG == 0:
+            b = b.to(dtype)
+            acc = tl.dot(a.T, b, acc)
+        else:
+            of_rows = rows_of(scale, rows, live, block + tl.arange(0, 1), D // ALONG)
+            acc = tl.dot(a.T, (b.to(tl.float32) * of_rows).to(dtype), acc)
     if ALONG == 0:
         acc *= tl.load(scale + group)
     inside = (columns_m < T)[:, None] & (columns_n < D)[None, :]
