@@ -33,7 +33,13 @@ def test_metrics_are_what_the_counts_say():
 
 @pytest.mark.parametrize(
     "counts, imbalance, entropy",
-    [([5, 5, 5], 1.0, 1.0), ([0, 9, 0], 3.0, 0.0), ([0, 0, 0], 0.0, 0.0), ([4], 1.0, 0.0)],
+    [
+        ([5, 5, 5], 1.0, 1.0),
+        ([0, 9, 0], 3.0, 0.0),
+        ([0, 1, 0], 3.0, 0.0),
+        ([0, 0, 0], 0.0, 0.0),
+        ([4], 1.0, 0.0),
+    ],
 )
 def test_metrics_at_the_ends(counts, imbalance, entropy):
     """Even, collapsed, nothing routed, one expert."""
