@@ -25,6 +25,7 @@ SHAPES = [
     (700, 192, 256, *RAGGED),
     (700, 64, 128, *RAGGED),  # one step: the second part of a tile waits for no other
     (300, 1024, 384, (3000, 17, 0, 900), 200),
+    (700, 192, 2048, *RAGGED),  # several tiles of each cluster
 ]
 EXACT = Activation(function="gelu_exact")  # which the kernel lacks
 GPT_OSS = Activation(function="quick_gelu", limit=1.0, up_offset=1.0)
