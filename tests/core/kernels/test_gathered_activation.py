@@ -14,6 +14,7 @@ from expertmesh.core.linear.gathered_activation import (
     dgrad_activation_grad_op,
     gathered_activation,
 )
+from expertmesh.core.ops.activate_rows import activates_at_once
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import Moved
@@ -171,13 +172,36 @@ def test_what_the_gradient_takes():
 def test_what_the_kernel_takes():
     given = dict(rows=327680, tokens=40960, contraction=768, width=256, groups=128)
     given |= dict(dtype=jnp.bfloat16, function="silu", device=Device())
-    taken = choice.choose(choice.Projection(**given))
-    assert taken is not None and taken.programs == 132
+    for keeps_h in (True, False):
+        taken = choice.choose(choice.Projection(**given), keeps_h=keeps_h)
+        assert taken is not None and taken.programs == 132
     others = [
         dict(contraction=776), dict(width=192), dict(groups=257), dict(dtype=jnp.float32),
         dict(function="gelu_exact"), dict(device=Device(capability=100)),
         dict(device=Device(nvrtc=False)), dict(rows=128 * 255), dict(contraction=4096),
-        dict(tokens=2**26), dict(contraction=2048, width=2176), dict(rows=2**30),
+        dict(tokens=2**26), dict(rows=2**30),
     ]  # fmt: skip
     for other in others:
-        assert choice.choose(choice.Projection(**given | other)) is None, other
+        for keeps_h in (True, False):
+            assert choice.choose(choice.Projection(**given | other), keeps_h=keeps_h) is None, other
+
+
+@pytest.mark.parametrize(
+    "width, rows, alone, with_h",
+    [
+        (384, 327680, False, False),
+        (512, 327680, True, False),
+        (1024, 327680, True, True),
+        (1024, 128 * 255, False, False),
+    ],
+)
+def test_long_contractions_are_taken_where_wide(width, rows, alone, with_h):
+    given = dict(rows=rows, tokens=40960, contraction=4096, width=width, groups=128)
+    given |= dict(dtype=jnp.bfloat16, function="silu", device=Device())
+    taken = (choice.choose(choice.Projection(**given), keeps_h=keeps) for keeps in (False, True))
+    assert [config is not None for config in taken] == [alone, with_h]
+
+
+def test_large_weights_are_not_activated_at_once():
+    assert activates_at_once(2**20, 2048, 2048, 64)
+    assert not activates_at_once(2**20, 2048, 2176, 64)

@@ -55,14 +55,17 @@ GRAD_TILES = {
 }
 
 
-def choose(projection: Projection) -> Config | None:
-    """The launch of the one kernel; None: a GEMM and an activation."""
+# F from which it is faster than a GEMM of gathered rows and an activation whatever the contraction, but twice that where
+# h is a result, too.
+WIDE = 512
+
+
+def choose(projection: Projection, *, keeps_h: bool) -> Config | None:
+    """The launch of the one kernel; None: a GEMM and an activation. `keeps_h`: h is a result, too."""
     of = projection
-    if not _fits(of, TILES, 2 * of.width):
-        return None
-    if not activates_at_once(of.rows, of.contraction, of.width, of.groups):
-        return None
-    return _config(of.device)
+    wide = of.width >= WIDE * (1 + keeps_h) and of.rows >= ROWS_AT_ONCE * of.groups
+    at_once = wide or activates_at_once(of.rows, of.contraction, of.width, of.groups)
+    return _config(of.device) if at_once and _fits(of, TILES, 2 * of.width) else None
 
 
 def choose_grad(projection: Projection, *, gathers: bool) -> Config | None:
