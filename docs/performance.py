@@ -148,9 +148,9 @@ group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 
 measured at the two shapes that have its bar.""",
     "performance_fp8.png": """\
 Wide experts gain: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F of 512
-and below) gain little: quantizing costs about what the GEMMs save, since the work of quantizing a row grows with D + F,
-and that of its GEMMs with D F. `fp8_current` can be slower than bfloat16: it reads activations once more to find their
-largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half the time on
+and below) gain little, or lose where tokens are narrow, too: the work of quantizing a row grows with D + F, that of its
+GEMMs with D F, and in bfloat16 one kernel multiplies and activates. `fp8_current` reads activations once more to find
+their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half the time on
 NVLink. For your own shape run `python examples/fp8_for_your_shape.py --help`: it times the block, its up projection and
 quantizing, by recipe.""",
     "performance_scale.png": """\

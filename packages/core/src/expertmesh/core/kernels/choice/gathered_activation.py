@@ -55,8 +55,8 @@ GRAD_TILES = {
 }
 
 
-# F from which it is faster than a GEMM of gathered rows and an activation whatever the contraction, but twice that where
-# h is a result, too.
+# F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction. Where h is a result,
+# too, twice that.
 WIDE = 512
 
 
