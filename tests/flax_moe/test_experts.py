@@ -16,7 +16,7 @@ from expertmesh.core import (
 )
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import combine, dispatch, dispatch_weights, prepare
-from expertmesh.flax_moe import init_quant_state, quantize_weights
+from expertmesh.flax_moe import experts, init_quant_state, quantize_weights
 from expertmesh.flax_moe.config import dispatches_quantized
 from expertmesh.flax_moe.experts import Dispatched, adds_rows, feed_forward, reads_tokens
 from expertmesh.flax_moe.quantization import Quantization
@@ -187,6 +187,37 @@ def test_value_and_gradients(name):
         amax = np.abs(x[np.any(idx >= 0, axis=1)]).max()
         assert float(state["wi"].x.amax_history[-1]) == amax
         assert set(state) == {"wi", "wo"} and np.all(state["wo"].weight.amax_history[:, -1] > 0)
+
+
+def test_cotangents_of_rows_that_are_written(monkeypatch):
+    """Where only the tokens' rows are read in place, and not those of the output's gradient."""
+    monkeypatch.setattr(experts, "NARROW", 0)
+    monkeypatch.setattr(experts, "PART", 10**9)
+    config, params, _, _, idx, _ = setup(*CASES["in place"])
+    assert not adds_rows(params, prepare(jnp.asarray(idx), config.exchange(axis=())), config)
+    test_value_and_gradients("in place")
+
+
+@pytest.mark.parametrize(
+    "width, expert_dim, tokens, cotangents",
+    [
+        (768, 512, True, True),
+        (768, 1024, True, False),
+        (1536, 1024, True, False),
+        (2048, 1024, True, True),
+        (2048, 8192, False, False),
+        (4096, 2048, True, True),
+        (4096, 4096, False, False),
+    ],
+)
+def test_which_rows_are_read_in_place(width, expert_dim, tokens, cotangents):
+    """By what was measured, see docs/dev/kernels.md: of 4 experts with 512 rows each."""
+    config = make_config(num_experts=4, expert_dim=expert_dim, use_bias=False)
+    handle = prepare(jnp.zeros((1024, 2), jnp.int32), config.exchange(axis=()))
+    shapes = dict(wi=(4, width, 2, expert_dim), wo=(4, expert_dim, width))
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    assert reads_tokens(params["wi"], handle, config) == tokens
+    assert adds_rows(params, handle, config) == cotangents
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), full(MXFP8BlockScaling())])
