@@ -52,11 +52,6 @@ struct Ahead {
   }
 };
 
-// A line of 128 bytes, into L2.
-__device__ __forceinline__ void prefetch_line(const u8* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
-
 struct Results {
   u8 *d_h, *a;
   float* dots;
