@@ -55,8 +55,8 @@ GRAD_TILES = {
 }
 
 
-# F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction. Where h is a result,
-# too, twice that.
+# F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction; twice that where h
+# is a result, too.
 WIDE = 512
 
 
