@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from expertmesh.core import Activation, Float8BlockScaling, Recipe, RouterConfig, as_recipe
+from expertmesh.core import (
+    Activation,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    Recipe,
+    RouterConfig,
+    as_recipe,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +51,15 @@ def test_a_recipe_of_ones_own_has_no_name():
 
     with pytest.raises(TypeError, match="must be one of fp8_delayed.*Own"):
         Own().to_dict()
+
+
+def test_recipes_there_and_back():
     recipe = Float8BlockScaling(amax_epsilon=0.5)
     assert as_recipe(recipe.to_dict()) == recipe
+    both = Float8CurrentScaling(fp8_format=Format.HYBRID)
+    text = json.dumps(both.to_dict())
+    assert json.loads(text)["fp8_format"] == "HYBRID" and as_recipe(json.loads(text)) == both
+    with pytest.raises(
+        ValueError, match="options of Float8BlockScaling must be.*also epsilon; rem"
+    ):
+        as_recipe({"recipe": "fp8_block", "epsilon": 0.5})

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import Activation
+from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.flax_moe import (
     LogicalAxes,
@@ -20,7 +21,15 @@ from expertmesh.flax_moe import (
     param_specs,
     split_wi,
 )
-from expertmesh.flax_moe.params import BIASES, EXPERTS, check_params, check_part, gate_part
+from expertmesh.flax_moe.params import (
+    BIASES,
+    EXPERTS,
+    check_params,
+    check_part,
+    gate_part,
+    whole_params,
+    whole_specs,
+)
 from flax_moe.moe_oracle import make_config, make_data
 
 CONFIG = make_config()
@@ -294,6 +303,53 @@ def test_a_tree_at_a_latent_width():
     assert params["wi"].shape == (8, 64, 2, 16) and params["wo_bias"].shape == (8, 64)
     for name, fan_in in {"latent_down": 256, "latent_up": 64, "wi": 64, "wo": 16}.items():
         assert abs(np.asarray(params[name]).std() * fan_in**0.5 - 1) < 0.05, name
+
+
+def test_halves_are_put_together_where_asked():
+    config = make_config(**SEPARATE)
+    params = init_params(jax.random.key(0), 16, config)
+    assert whole_params("moe", params, ()).keys() == {"gate_kernel", "wo", "wo_bias", "shared_wo"}
+    whole = whole_params("moe", params, ("wi",))
+    np.testing.assert_array_equal(whole["wi"][:, :, 1], params["wi_1"])
+    assert not {"wi_0", "wi_1", "shared_wi"} & whole.keys()
+    with pytest.raises(TypeError, match="moe: wi_1 must be an array"):
+        whole_params("moe", params | {"wi_1": "none"})
+    together = make_config(**SEPARATE | dict(separate_wi=False))
+    with global_shard_guard(RESOURCE):
+        assert whole_specs(config) == param_specs(together)
+
+
+def test_a_router_outside_needs_no_gate():
+    config = make_config(use_gate_bias=True)
+    params = init_params(jax.random.key(0), 16, config)
+    outside = without(without(params, "gate_kernel"), "gate_bias")
+    gate = partial(gate_part, "stages.route", model_dim=16)
+    assert gate(params=outside, config=config, needed=False) == {}
+    for taken in (config, CONFIG):
+        with pytest.raises(ValueError, match="missing gate_kernel; use init_params, or pass `log"):
+            gate(params=outside, config=taken, needed=True)
+        with pytest.raises(ValueError, match="missing gate_kernel"):
+            check_params("moe", outside, 16, taken, 8)
+    with pytest.raises(TypeError, match="params must be a mapping"):
+        gate(params=[*params], config=config, needed=True)
+    with pytest.raises(TypeError, match="gate_kernel must be"):
+        gate(params=params | {"gate_kernel": np.zeros((16, 8), int)}, config=config, needed=True)
+
+
+def test_an_adapted_weight_is_no_array():
+    params = init_params(jax.random.key(0), 16, CONFIG)
+    params["wi"] = Adapted(params["wi"], None, None)
+    with pytest.raises(TypeError, match="moe: wi must be an array; got an Adapted; merge_lora"):
+        check_params("moe", params, 16, CONFIG, 8)
+
+
+def test_vectors_alone_are_drawn_within_bounds():
+    """As Flax draws them: of what is truncated nothing is beyond 2.3 standard deviations."""
+    config = make_config(shared_expert_dim=64, shared_expert_gate=True)
+    params = init_params(jax.random.key(0), 4096, config)
+    for name in ("shared_gate", "gate_kernel", "wi"):
+        w = np.asarray(params[name])
+        assert (np.abs(w).max() < 2.3 * w.std()) == (name == "shared_gate"), name
 
 
 DRAWN = dict(shared_expert_dim=24, shared_expert_gate=True)
