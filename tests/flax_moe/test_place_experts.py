@@ -150,6 +150,19 @@ def test_the_block_computes_the_same():
         np.testing.assert_allclose(back[name], want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_null_experts_stay():
+    """They follow the others in the router's parameters alone."""
+    placement = np.array([2, 0, 1], np.int16)
+    columns = np.arange(10).reshape(2, 5)
+    moved = permute_experts({"gate_kernel": columns, "gate_bias": columns[0]}, placement)
+    np.testing.assert_array_equal(moved["gate_kernel"], columns[:, [2, 0, 1, 3, 4]])
+    np.testing.assert_array_equal(moved["gate_bias"], [2, 0, 1, 3, 4])
+    with pytest.raises(ValueError, match=r"wo must have E = 3 in dimension 0; got wo.shape=\(5, 1"):
+        permute_experts({"wo": np.zeros((5, 1, 1))}, placement)
+    with pytest.raises(ValueError, match="gate_kernel must have E = 3 in dimension 1"):
+        permute_experts({"gate_kernel": columns[:, :2]}, placement)
+
+
 def test_every_tree_of_a_block():
     """Split and merged parameters, moments around them, delayed scaling's state; other leaves are the same objects."""
     biases = dict(use_bias=True, use_gate_bias=True)

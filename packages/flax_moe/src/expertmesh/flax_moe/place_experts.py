@@ -108,8 +108,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
 
 
 def _take(name: str, x: jax.Array, placement: jax.Array, dim: int) -> jax.Array:
-    if name in _ROUTERS and x.ndim > dim and x.shape[dim] > placement.size:
-        null = jnp.arange(placement.size, x.shape[dim], dtype=placement.dtype)
+    if name in _ROUTERS and x.ndim > dim:
+        null = jnp.arange(placement.size, x.shape[dim])
         placement = jnp.concatenate([placement, null])
     if x.ndim <= dim or x.shape[dim] != placement.size:
         raise ValueError(
