@@ -161,12 +161,10 @@ def test_what_the_gradient_takes():
         dict(contraction=4104), dict(width=384), dict(groups=257), dict(dtype=jnp.float32),
         dict(function="gelu_exact"), dict(device=Device(capability=100)), dict(rows=128 * 255),
     ]  # fmt: skip
-    for gathers in (True, False):
-        taken = choice.choose_grad(choice.Projection(**given), gathers=gathers)
-        assert taken is not None and taken.programs == 132
-        for other in others:
-            projection = choice.Projection(**given | other)
-            assert choice.choose_grad(projection, gathers=gathers) is None, other
+    taken = choice.choose_grad(choice.Projection(**given))
+    assert taken is not None and taken.programs == 132
+    for other in others:
+        assert choice.choose_grad(choice.Projection(**given | other)) is None, other
 
 
 def test_what_the_kernel_takes():

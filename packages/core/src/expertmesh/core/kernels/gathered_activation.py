@@ -49,12 +49,11 @@ def dgrad_activation_grad(dy, rhs, h, weights, source, group_sizes, *, activatio
     """[1, C, D], or [1, T, D] at [1, C], x [G, F, D]; [1, C, 2, F], [1, C] -> [1, C, 2, F], [1, C], [1, C, F]."""
     rows, gathers = (dy.base, True) if isinstance(dy, Moved) else (dy, False)
     (P, C), (G, F, D) = source.shape, rhs.shape
-    config = choice.choose_grad(
-        choice.Projection(
-            rows=C, tokens=rows.shape[1], contraction=D, width=F, groups=G, dtype=h.dtype,
-            function=activation.function, device=device,
-        ), gathers=gathers,
+    projection = choice.Projection(
+        rows=C, tokens=rows.shape[1], contraction=D, width=F, groups=G, dtype=h.dtype,
+        function=activation.function, device=device,
     )  # fmt: skip
+    config = choice.choose_grad(projection)
     if config is None or P > 1:
         of: Any = gathered_gemm if gathers else grouped_gemm
         d_out = of.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)

@@ -48,11 +48,7 @@ class Tiles:
 
 
 TILES = Tiles(registers=(40, 200, 72), later=4)
-# Of the gradient; by whether its rows are gathered, by all threads of the producer.
-GRAD_TILES = {
-    True: Tiles(registers=(32, 184, 112), later=10),
-    False: Tiles(registers=(32, 184, 112), later=10),
-}
+GRAD_TILES = Tiles(registers=(32, 184, 112), later=10)  # of the gradient
 
 
 # F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction; twice that where h
@@ -68,10 +64,10 @@ def choose(projection: Projection, *, keeps_h: bool) -> Config | None:
     return _config(of.device) if at_once and _fits(of, TILES, 2 * of.width) else None
 
 
-def choose_grad(projection: Projection, *, gathers: bool) -> Config | None:
-    """As `choose`, of the gradient: rows x [groups, width, contraction]^T; `gathers`: rows are found by an index."""
-    of, tiles = projection, GRAD_TILES[gathers]
-    if not _fits(of, tiles, of.width) or of.rows < ROWS_AT_ONCE * of.groups:
+def choose_grad(projection: Projection) -> Config | None:
+    """As `choose`, of the gradient: rows x [groups, width, contraction]^T."""
+    of = projection
+    if not _fits(of, GRAD_TILES, of.width) or of.rows < ROWS_AT_ONCE * of.groups:
         return None
     return _config(of.device)
 

@@ -73,7 +73,7 @@ def source(dtype, *, activation, keeps_h: bool, places: tuple[int, ...] = ()) ->
 
 def grad_source(dtype, *, activation, gathers: bool, places: tuple[int, ...] = ()) -> str:
     """That of `launch_grad`, as `source`."""
-    defined = _macros(dtype, activation, GRAD_TILES[gathers], places) | dict(GATHERS=int(gathers))
+    defined = _macros(dtype, activation, GRAD_TILES, places) | dict(GATHERS=int(gathers))
     return _source("gathered_activation_grad.cu", dtype, defined, "1, 1, 0, 0")
 
 
