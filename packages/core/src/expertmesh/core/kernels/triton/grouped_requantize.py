@@ -44,18 +44,20 @@ def _requantize_kernel(
     it is None.
     """
     BLOCKS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    _, m, n = in_panels(M, N, BLOCK, TN, PANEL)
+    m, n = in_panels(tl.program_id(0), M, N, BLOCK, TN, PANEL)
     rows = m + tl.arange(0, BLOCK)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
     if N % TN != 0:
         inside = inside & (columns < N)
     num_live = tl.minimum(count_live(sizes, G, G_POW2), M)
-    at, from_rows, held = rows.to(tl.int64) * N + columns, rows.to(tl.int64), rows < num_live
+    at, held = rows.to(tl.int64) * N + columns, rows < num_live
+    from_at, from_rows = at, rows.to(tl.int64)
     if index is not None:
         from_rows = tl.load(index + rows, mask=held, other=-1).to(tl.int64)
         held = from_rows >= 0
-    codes = tl.load(data + from_rows * N + columns, mask=inside & held, other=0)
+        from_at = from_rows * N + columns
+    codes = tl.load(data + from_at, mask=inside & held, other=0)
     narrow = codes.to(out.dtype.element_ty, bitcast=True).to(tl.float32)
     PART: tl.constexpr = min(TN, BLOCK)  # of a block
     blocks = n // BLOCK + tl.arange(0, TN // PART)[None, :]

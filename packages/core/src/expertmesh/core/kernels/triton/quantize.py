@@ -195,21 +195,21 @@ def store_along_rows(
 
 @triton.jit
 def in_panels(
-    M: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr
+    tile, M: tl.constexpr, N: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr
 ):
-    """(a, m, n): where a program's tile of [A, M, N] begins.
+    """(m, n): where a tile of [M, N] begins.
 
     Tiles follow one another along a row of PANEL tiles, then down the rows, then panel by panel: what rows at an index
-    share of a panel is read while L2 has it.
+    share of a panel is read while L2 has it. Where a panel is as wide as a row, a tile's number is divided once.
     """
     NUM_M: tl.constexpr = (M + TM - 1) // TM
     NUM_N: tl.constexpr = (N + TN - 1) // TN
-    a = tl.program_id(0) // (NUM_M * NUM_N)
-    tile = tl.program_id(0) % (NUM_M * NUM_N)
     tl.static_assert(NUM_N % PANEL == 0)
-    panel = tile // (NUM_M * PANEL)
-    tile = tile % (NUM_M * PANEL)
-    return a, tile // PANEL * TM, (panel * PANEL + tile % PANEL) * TN
+    first = 0  # column of tiles
+    if PANEL != NUM_N:
+        first = tile // (NUM_M * PANEL) * PANEL
+        tile = tile % (NUM_M * PANEL)
+    return tile // PANEL * TM, (first + tile % PANEL) * TN
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _both_kernel(
     `_blocks_kernel`. Rows are those of x at the index [M], zeros where it is negative, unless it is None; their scales
     then lie with the rows contiguous, as tiles below each other follow one another."""
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
-    _, m, n = in_panels(M, N, TM, TN, PANEL)
+    m, n = in_panels(tl.program_id(0), M, N, TM, TN, PANEL)
     rows = m + tl.arange(0, TM)[:, None]
     columns = n + tl.arange(0, TN)[None, :]
     inside = rows < M
@@ -334,7 +334,9 @@ def _scaled_kernel(
     """
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
-    a, m, n = in_panels(M, N, TM, TN, PANEL)
+    TILES: tl.constexpr = (M + TM - 1) // TM * ((N + TN - 1) // TN)
+    a = tl.program_id(0) // TILES
+    m, n = in_panels(tl.program_id(0) % TILES, M, N, TM, TN, PANEL)
     row_TM = m + tl.arange(0, TM)
     rows = row_TM[:, None]
     columns = n + tl.arange(0, TN)[None, :]
