@@ -259,7 +259,7 @@ def plan_combine_values(query: Query) -> Plan:
 def plan_balance(query: Query) -> Plan:
     """topk_idx[..., K] -> slots[..., K], expert[R, S]; the axes that part the EP groups are an option."""
     layout = _layout_like(query, 0)
-    ep = query.options["axis"] or ()
+    ep = query.options["axis"]
     outer = tuple(axis for axis in entry_axes(layout.participants) if axis not in ep)
     choices = PartitionSpec(*layout.leading, None)
     return Plan((choices,), (choices, PartitionSpec(None, None)), options={"outer": outer})
