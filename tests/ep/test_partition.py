@@ -396,3 +396,47 @@ def test_an_exchange_of_which_only_the_platform_is_asked():
     smallest = Exchange(platform="cpu")
     sizes = smallest.num_tokens, smallest.top_k, smallest.capacity, smallest.ep_size
     assert (*sizes, smallest.levels) == (1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "spec, sizes, axis, leading, outer",
+    [
+        (("ep",), (8,), ("ep",), ("ep",), ()),
+        ((("dp", "ep"),), (8,), ("ep",), (("dp", "ep"),), ("dp",)),
+        (("ep", ("fsdp", "dp")), (4, 6), ("ep",), ("ep", ("fsdp", "dp")), ("fsdp", "dp")),
+        ((("fsdp", "dp", "ep"),), (24,), ("dp", "ep"), (("fsdp", "dp", "ep"),), ("fsdp",)),
+        (("dp",), (8,), ("ep",), (("dp", "ep"),), ("dp",)),  # resharded
+        (("dp",), (8,), ("manual",), ("dp",), ("dp",)),
+        (("dp",), (8,), None, (None,), ()),
+    ],
+)
+def test_ep_groups_are_parted_by_the_axes_of_tokens_that_are_not_ep(
+    spec, sizes, axis, leading, outer
+):
+    plan = partition.plan_balance(query(((*spec, None),), ((*sizes, 3),), axis))
+    choices = PartitionSpec(*leading, None)
+    assert plan.operand_specs == (choices,)
+    assert plan.result_specs == (choices, PartitionSpec(None, None))
+    assert plan.options == {"outer": outer}
+
+
+@pytest.mark.parametrize(
+    "spec, shape, axis, want",
+    [
+        (("ep", None, "tp"), (8, 6, 10), ("ep",), ("ep", None, "tp")),
+        (("ep", ("dp", "fsdp"), None), (8, 6, 10), ("ep",), ("ep", ("dp", "fsdp"), None)),
+        (("ep", ("dp", "fsdp"), "tp"), (8, 4, 7), ("ep",), ("ep", "dp", None)),  # uneven
+        ((("dp", "ep"), "tp"), (8, 10), ("dp", "ep"), (("dp", "ep"), "tp")),
+        (("fsdp", "ep"), (12, 8), ("ep",), ("ep", None)),  # only EP splits E, and only E
+        (("dp", "tp"), (8, 10), ("manual", "ep"), ("ep", "tp")),
+        ((None, "tp"), (8, 10), ("manual",), (None, "tp")),
+    ],
+)
+def test_slots_are_split_over_ep_and_the_rest_of_a_weight_as_it_is(spec, shape, axis, want):
+    weights, expert = PartitionSpec(*want), PartitionSpec(None, None)
+    for num_experts in (shape[0], 2 * shape[0]):  # without the copies, and with them
+        plan = partition.plan_copies(
+            query((spec, (None, None)), ((num_experts, *shape[1:]), (8, 2)), axis)
+        )
+        assert plan.operand_specs == (weights, expert)
+        assert plan.result_specs == (weights,)

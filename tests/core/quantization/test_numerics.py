@@ -43,6 +43,19 @@ def test_quotients_that_are_subnormal():
         assert_same_bits(jax.jit(numerics.divide)(x, y), x / y)
 
 
+def test_subnormal_quotients_that_are_above_a_tie_by_the_least_remainder():
+    """x / y = (q + 1 / y's mantissa) * 2^-150, with an odd q: in units of 2^-149, just above a half."""
+    found = []
+    for under in range((1 << 23) + 1, (1 << 23) + 2001, 2):
+        q = (1 << 23) + pow(-under, -1, 1 << 23)  # q * under + 1 = over << 23
+        over = (q * under + 1) >> 23
+        found += [(over, under)] if over < 1 << 24 else []
+    assert len(found) > 900
+    over, under = np.array(found).T
+    x, y = np.ldexp(over, -149).astype(np.float32), np.ldexp(under, -22).astype(np.float32)
+    assert_same_bits(jax.jit(numerics.divide)(x, y), x / y)
+
+
 @pytest.mark.parametrize("error", [-3, -2, -1, 1, 2, 3])
 def test_a_wrong_quotient_is_corrected(error):
     rng = np.random.default_rng(1)
@@ -111,6 +124,15 @@ def test_magnitudes_are_ordered():
     np.testing.assert_array_equal(numerics.magnitude(jnp.asarray(narrow)), want)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_widening_keeps_subnormal_numbers(dtype):
+    tiny = float(jnp.finfo(dtype).smallest_subnormal)
+    x = np.array([0, tiny, -3 * tiny, 1, -1.5, np.inf], np.float32)
+    found = numerics.widen(jnp.asarray(x.astype(dtype)))
+    assert found.dtype == jnp.float32
+    assert_same_bits(found, x)
+
+
 def test_regular_magnitudes():
     x = np.array([0, 1e-45, 1, 3e38, np.inf, np.nan], np.float32)
     regular = numerics.is_regular(numerics.magnitude(jnp.asarray(x)))
@@ -169,3 +191,12 @@ def test_nan_has_one_code():
         codes = np.asarray(numerics.cast(nan, jnp.dtype(dtype))).view(np.uint8)
         assert list(codes) == [0x7F, 0x7F]
     assert not np.asarray(numerics.cast(nan, jnp.dtype("float4_e2m1fn"))).astype(np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
+def test_a_dtype_may_be_given_by_name_or_class(dtype):
+    numbers = jnp.array([-3, 0.5, 6], jnp.float32)
+    for given in (dtype, getattr(jnp, dtype), jnp.dtype(dtype)):
+        found = numerics.cast(numbers, given)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found.astype(jnp.float32), numbers)

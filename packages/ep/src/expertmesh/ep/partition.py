@@ -23,7 +23,6 @@ from expertmesh.core.specs import (
     axis_size,
     dividing_axes,
     entry_axes,
-    filter_axes,
     make_entry,
     merge_known,
     mesh_of,
@@ -139,9 +138,8 @@ def resource_of_rows(slot: jax.Array, axis: Axis) -> MeshResource | None:
     if resource is None or mesh.empty:
         return resource
     explicit, auto = (axes_of_type(mesh, kind) for kind in (AxisType.Explicit, AxisType.Auto))
-    typed = filter_axes(jax.typeof(slot).sharding.spec, explicit)
     roles = resource.entry("tokens"), resource.entry("sequence")
-    leading = merge_known(typed, roles, auto, slot.ndim)[:-1]
+    leading = merge_known(jax.typeof(slot).sharding.spec, roles, auto, slot.ndim)[:-1]
     mesh_shape = {name: mesh.shape[name] for name in (*explicit, *auto)}
     layout = plan_layout(leading, slot.shape[:-1], mesh_shape, axis)
     return resource.with_participants(entry_axes(layout.participants))
@@ -259,7 +257,7 @@ def plan_combine_values(query: Query) -> Plan:
 def plan_balance(query: Query) -> Plan:
     """topk_idx[..., K] -> slots[..., K], expert[R, S]; the axes that part the EP groups are an option."""
     layout = _layout_like(query, 0)
-    ep = query.options["axis"] or ()
+    ep = query.options["axis"]
     outer = tuple(axis for axis in entry_axes(layout.participants) if axis not in ep)
     choices = PartitionSpec(*layout.leading, None)
     return Plan((choices,), (choices, PartitionSpec(None, None)), options={"outer": outer})

@@ -19,11 +19,11 @@ NAN_CODE = 0x7F  # of both 8-bit formats, as NVIDIA's conversions write it
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.int32), jnp.float32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @jax.jit
@@ -93,10 +93,11 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     whole = lost_bits == 0
     half = (1 << lost_bits) >> 1
     above = jnp.where(whole, 2 * rest > under, (lost > half) | ((lost == half) & (rest > 0)))
-    tie = jnp.where(whole, 2 * rest == under, (lost == half) & (rest == 0))
+    # A normal quotient of 24-bit numbers is never a tie, and never rounded up to a power of two.
+    tie = ~whole & (lost == half) & (rest == 0)
     kept += (above | (tie & ((kept & 1) > 0))).astype(jnp.int32)
-    bits = kept + jnp.where(whole, jnp.clip(exponent, -126, 127) + 126 << 23, 0)
-    return _float(jnp.where(exponent > 127, _LARGEST, jnp.minimum(bits, _LARGEST)))
+    bits = kept + (jnp.maximum(exponent, -126) + 126 << 23)
+    return _float(jnp.where(exponent > 127, _LARGEST, bits))
 
 
 def corrected(

@@ -21,7 +21,7 @@ def block_amax(magnitudes: jax.Array, block: tuple[int, ...]) -> jax.Array:
     padding = [(0, m * b - n) for n, m, b in zip(magnitudes.shape, counts, block, strict=True)]
     split = [size for pair in zip(counts, block, strict=True) for size in pair]
     inner = tuple(range(1, 2 * len(block), 2))
-    return jnp.max(jnp.pad(magnitudes, padding).reshape(split), axis=inner, initial=0)
+    return jnp.max(jnp.pad(magnitudes, padding).reshape(split), axis=inner)
 
 
 @partial(jax.jit, static_argnames=("shape", "block"))
@@ -114,9 +114,7 @@ def _two_level_scales(
     scale = jnp.where(is_normal, share * tensor_multiplier * (1 / unit), jnp.float32(0))
     scale = numerics.round_nearest(numerics.saturate(scale, jnp.float8_e4m3fn), jnp.float8_e4m3fn)
     exists = is_finite & (scale > 0)
-    multiplier = numerics.divide(
-        jnp.broadcast_to(tensor_multiplier, scale.shape), jnp.where(exists, scale, 1)
-    )
+    multiplier = numerics.divide(tensor_multiplier, jnp.where(exists, scale, 1))
     multiplier = jnp.where(exists, multiplier, jnp.float32(0))
     is_inf = magnitudes == numerics.INF
     multiplier = jnp.where(is_inf, numerics.divide(tensor_multiplier, jnp.float32(448)), multiplier)
