@@ -151,8 +151,8 @@ def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold():
         gemm = plain.Weights(num_rows, (256, 128), groups, out, device)
         return plain.choose_weights(gemm).kernel
 
-    assert kernel(64, 8) == kernel(4096, 1024) == kernel(4096, 1024, F32) == "cuda"
-    assert kernel(63, 8) == kernel(4096, 4096) == kernel(4096, 2048, F32) == "triton"
+    assert kernel(64, 8) == kernel(4096, 4096) == kernel(4096, 1024, F32) == "cuda"
+    assert kernel(63, 8) == kernel(4096, 8192) == kernel(4096, 2048, F32) == "triton"
     assert kernel(64, 8, device=B200) == kernel(64, 8, device=NO_NVRTC) == "triton"
 
 
@@ -331,7 +331,7 @@ def test_every_kernel_can_be_chosen():
             of_weights = quantized_weights(along, groups, device, out)
             found["quantized weights"].add(quantized.choose_weights(of_weights).kernel)
     assert found["rows"] == {("triton", None), ("cuda", 1), ("cuda", 2)}
-    assert found["weights"] == {("triton", None), ("cuda", 0), ("cuda", 4)}
+    assert found["weights"] == {("triton", None), ("cuda", 0), ("cuda", 1), ("cuda", 4)}
     every = {"triton", "bfloat16", "tensor_scaled", "block_scaled"}
     assert found["quantized rows"] == found["quantized weights"] == every
 
