@@ -34,7 +34,7 @@ def _run(lhs: Moved, rhs, group_sizes, weights, *, activation, keeps_h: bool, de
         rows=source.shape[1], tokens=T, contraction=K, width=F, groups=G, dtype=lhs.dtype,
         function=activation.function, device=device,
     )  # fmt: skip
-    config = choice.choose(projection, keeps_h=keeps_h)
+    config = choice.choose(projection)
     if config is None:
         h = gathered_gemm.rows(lhs, rhs, group_sizes, out_dtype=lhs.dtype)
         a = activate_rows.value(h, weights, source, group_sizes, activation=activation)

@@ -51,15 +51,16 @@ TILES = Tiles(registers=(40, 200, 72), later=4)
 GRAD_TILES = Tiles(registers=(32, 184, 112), later=10)  # of the gradient
 
 
-# F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction; twice that where h
-# is a result, too.
-WIDE = 512
+# F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction. NVIDIA H100,
+# 2026-11-26, contraction of 4096: with F of 512 it took 7085 us, the two 6708; with 2048 the block's forward 0.965 of
+# its time with two.
+WIDE = 1024
 
 
-def choose(projection: Projection, *, keeps_h: bool) -> Config | None:
-    """The launch of the one kernel; None: a GEMM and an activation. `keeps_h`: h is a result, too."""
+def choose(projection: Projection) -> Config | None:
+    """The launch of the one kernel; None: a GEMM and an activation."""
     of = projection
-    wide = of.width >= WIDE * (1 + keeps_h) and of.rows >= ROWS_AT_ONCE * of.groups
+    wide = of.width >= WIDE and of.rows >= ROWS_AT_ONCE * of.groups
     at_once = wide or activates_at_once(of.rows, of.contraction, of.width, of.groups)
     return _config(of.device) if at_once and _fits(of, TILES, 2 * of.width) else None
 
