@@ -1,4 +1,4 @@
-"""Rows quantized along their features, quantized again along the rows, for NVIDIA GPUs."""
+"""Rows quantized in blocks along the rows, as they are or of tokens at an index, for NVIDIA GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +8,41 @@ from expertmesh.core.kernels.cuda import grouped_requantize as cuda
 from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import grouped_requantize as triton
+from expertmesh.core.quantization.quantized import QuantizedArray
 
 
 def grouped_requantize(source, group_sizes, multiplier, key, *, format, **options):
     """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant."""
     del multiplier, key, options  # a block lies within a shard
-    return _launch(source.base, None, group_sizes, format)
+    return along_rows(source.base, None, group_sizes, format)
 
 
-def move_requantize(source, group_sizes, multiplier, key, *, format, **options):
+def move_requantize(source, group_sizes, multiplier, key, *, format, directions, **options):
     """The leaves of what the reference of `quantization/grouped_requantize.py` gives, for one participant."""
     del multiplier, key, options
-    return _launch(source.base, source.row_map.source_row, group_sizes, format)
+    index = source.row_map.source_row
+    return along_rows(source.base, index, group_sizes, format, moves=0 in directions)
 
 
 @for_device
-def _launch(q, index, group_sizes, format, *, device):
-    """(data, scale) in blocks along the rows; with an index, int32[1, C], before them those of q's rows there."""
-    data, scale, dtype = q.data, q.scale, jnp.dtype(q.dtype)
+def along_rows(x, index, group_sizes, format, *, moves=False, device):
+    """(data, scale) in blocks along the rows of x, or of its rows at an index, int32[1, C]; x: an array of 16 bits on
+    Hopper, or quantized. If it `moves` q, before them the data and scales of its rows there.
+    """
+    data, scale = (x.data, x.scale) if isinstance(x, QuantizedArray) else (x, None)
+    dtype = jnp.dtype(x.dtype)
     (_, tokens, K), block = data.shape, format.block[1]
     C = tokens if index is None else index.shape[1]
     config = choose_requantize(Rows(C, K, dtype, block, device))
-    if scale.dtype == jnp.float8_e8m0fnu:
-        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-    data_bytes = jax.lax.bitcast_convert_type(data, jnp.uint8)
+    if scale is not None:
+        if scale.dtype == jnp.float8_e8m0fnu:
+            scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+        data = jax.lax.bitcast_convert_type(data, jnp.uint8)
     shape = 1, C, K
     out_type = result_types((K, C) if config.transposed else shape, (1, -(-C // block), K), format)
-    if index is not None:
+    if moves:
         out_type = *result_types(shape, (-(-K // block), C), format), *out_type
-    operands = data_bytes, scale, index, group_sizes[0].astype(jnp.int32)
+    operands = data, scale, index, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, format=format, dtype=dtype, out_type=out_type)
     room = cuda if config.kernel == "cuda" else triton
     *results, out, out_scale = room.launch(*operands, **options)

@@ -195,11 +195,16 @@ def choose_activation(rows: Activated) -> Config:
 
 
 def choose_requantize(rows: Rows) -> Config:
-    """Rows quantized along their columns, along the rows; `dtype` is that between the two."""
-    # Where nothing is transposed the two are as fast.
-    if rows.transposed and rows.fits_cuda:
+    """Rows, quantized along their columns or not yet, along the rows; `dtype` is that before this quantization."""
+    if reads_along_rows(rows):
         return _cuda(rows, REQUANTIZE_HOPPER)
     return Config("triton", REQUANTIZE if rows.block > 32 else REQUANTIZE_SMALL, rows.transposed)
+
+
+def reads_along_rows(rows: Rows) -> bool:
+    """Whether a kernel in CUDA C++ quantizes rows along the rows alone."""
+    # Where nothing is transposed Triton's is as fast.
+    return rows.transposed and rows.fits_cuda
 
 
 def _cuda(rows: Rows, tiles: HopperTiles) -> Config:

@@ -1,9 +1,11 @@
-// Rows in blocks of 8 bits along their features, quantized again in blocks along the rows, for Hopper: with what
-// `quantize.cuh` has, which comes before this text. Between the two a number has 16 bits.
+// Rows quantized in blocks along the rows, for Hopper: with what `quantize.cuh` has, which comes before this text. They
+// have 16 bits, or 8 in blocks along their features (NARROW), and between the two quantizations 16.
 //
-// With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative, and they are also
-// written as they are, the scales with the rows contiguous.
+// With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative. Narrow ones are
+// also written as they are, the scales with the rows contiguous, if MOVES.
 static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
+static_assert(!MOVES || PANEL && NARROW, "else rows are there, or have no scales");
+static_assert(ROW_BYTES == (NARROW ? 8 : 16), "eight numbers");
 
 // 8 bytes, or zeros, for which nothing is read.
 __device__ __forceinline__ void copy_8(u32 to, const u8* from, bool wanted) {
@@ -34,6 +36,21 @@ __device__ __forceinline__ float without_subnormal(float x) {
 __device__ __forceinline__ float factor_of(float scale) { return scale; }
 __device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
 
+// Eight numbers of a row, of 16 bits each, from where they were copied.
+__device__ __forceinline__ void take(u32 (&words)[4], u32 from, Stored scale) {
+#if NARROW
+  const uint2 eight = get_8(from);
+  const float factor = factor_of(scale);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float2 v = from_8_bits(j < 2 ? eight.x : eight.y, j % 2);
+    words[j] = pack(without_subnormal(v.x * factor), without_subnormal(v.y * factor));
+  }
+#else
+  unpack(words, get(from));
+#endif
+}
+
 // Rows of a thread, on their way to shared memory, and their scales.
 struct Reader {
   const u8* data;
@@ -46,13 +63,13 @@ struct Reader {
   __device__ __forceinline__ Reader(
       Place at, const u8* all_data, const Stored* all_scales, const int* source, int width)
       : live(at.live), width(width), blocks((width + BLOCK - 1) / BLOCK) {
-    data = all_data + at.column;
+    data = all_data + at.column * (ROW_BYTES / 8);
     scale = all_scales + at.column / BLOCK;
 #if PANEL
 #pragma unroll
     for (int i = 0; i < ROWS; i++) rows[i] = i < live ? __ldg(source + at.row + i) : -1;
 #else
-    data += (u64)at.row * width;
+    data += (u64)at.row * width * (ROW_BYTES / 8);
     scale += (u64)at.row * blocks;
 #endif
   }
@@ -65,22 +82,29 @@ struct Reader {
     const int row = i;
     const bool wanted = i < live;
 #endif
-    copy_8(to, data + (u64)row * width, wanted);
+    const u8* from = data + (u64)row * width * (ROW_BYTES / 8);
+    NARROW ? copy_8(to, from, wanted) : copy(to, from, wanted);
     end_copies();
-    return wanted ? __ldg(scale + (u64)row * blocks) : Stored(0);
+    return NARROW && wanted ? __ldg(scale + (u64)row * blocks) : Stored(0);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize(
-    const u8* data, const Stored* scale,
+    const u8* data,
+#if NARROW
+    const Stored* scale,
+#endif
 #if PANEL
     const int* source,
 #endif
     const int* sizes, int num_rows, int all_columns, int groups,
-#if PANEL
+#if MOVES
     u8* moved, Stored* moved_scale,
 #endif
     u8* data_rows, Stored* scale_rows) {
+#if !NARROW
+  const Stored* scale = scale_rows;
+#endif
 #if !PANEL
   const int* source = sizes;
 #endif
@@ -103,22 +127,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = smem + thread * ROW_BYTES + i * READ;
-      const uint2 eight = get_8(from);
-#if PANEL
+#if MOVES
       if (i < here.live) {
         const u64 row = here.row + i;
-        *(uint2*)(moved + row * width + here.column) = eight;
+        *(uint2*)(moved + row * width + here.column) = get_8(from);
         if (thread % PEERS == 0) moved_scale[(u64)(here.column / BLOCK) * num_rows + row] = scales[i];
       }
 #endif
-      const float factor = factor_of(scales[i]);
+      take(kept[i], from, scales[i]);
       scales[i] = next.read(i, from);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float2 v = from_8_bits(j < 2 ? eight.x : eight.y, j % 2);
-        kept[i][j] = pack(without_subnormal(v.x * factor), without_subnormal(v.y * factor));
-        of_columns[0][j] = larger(of_columns[0][j], kept[i][j] & 0x7FFF7FFF);
-      }
+      for (int j = 0; j < 4; j++) of_columns[0][j] = larger(of_columns[0][j], kept[i][j] & 0x7FFF7FFF);
     }
 
     const int first_column = here.column - thread % 16 * 8;

@@ -1,25 +1,39 @@
-"""Rows quantized along their features, quantized again along the rows, for Hopper in CUDA C++."""
+"""Rows quantized in blocks along the rows, for Hopper in CUDA C++: of 16 bits, or quantized along their features."""
 
 from expertmesh.core.kernels.choice.quantize import Config, choose_panel
 from expertmesh.core.kernels.cuda import quantize
 
 
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
-    """As `triton/grouped_requantize.py`."""
+    """(data, scale) of rows [1, C, K], or of those at the index, int32[1, C].
+
+    Args:
+      scale: of 8 bits, float32[1, C, K / block] or bytes; None of 16.
+      dtype: between the two formats.
+      out_type: of the results; of four, the first two are the rows at the index, as they are.
+    """
     _, C, K = data.shape
+    tokens, across = C, -(-K // quantize.COLUMNS)
     panel = 0
-    at: tuple = ()
     if index is not None:
-        panel, at = choose_panel(C, quantize.COLUMNS, -(-K // quantize.COLUMNS)), (index,)
+        panel = choose_panel(tokens, quantize.COLUMNS * data.dtype.itemsize, across)
         C = index.shape[1]
+    given = (x for x in (data, scale, index, sizes) if x is not None)
+    options = dict(panel=panel, narrow=scale is not None, moves=len(out_type) > 2)
     return quantize.launch(
-        data, scale, *at, sizes,
-        source=source(dtype, config=config, format=format, panel=panel), name="grouped_requantize",
+        *given, source=source(dtype, config=config, format=format, **options), name="grouped_requantize",
         config=config, rows=C, columns=K, out_type=out_type,
     )  # fmt: skip
 
 
-def source(dtype, *, config: Config, format, panel: int = 0) -> quantize.Source:
-    """The kernel with `dtype` between the two formats; `panel`: of rows at an index, else 0."""
-    options = dict(config=config, format=format, halves=1, row_bytes=8, PANEL=panel)
-    return quantize.source("grouped_requantize.cu", dtype=dtype, **options)
+def source(
+    dtype, *, config: Config, format, narrow: bool = True, panel: int = 0, moves: bool = False
+) -> quantize.Source:
+    """The kernel with `dtype` between the two formats; `panel`: of rows at an index, else 0.
+
+    `narrow`: rows have 8 bits, else `dtype`; if it `moves` them, they are written as they are, too.
+    """
+    return quantize.source(
+        "grouped_requantize.cu", dtype=dtype, config=config, format=format, halves=1,
+        row_bytes=8 if narrow else 16, NARROW=int(narrow), PANEL=panel, MOVES=int(moves),
+    )  # fmt: skip

@@ -21,6 +21,8 @@ def grouped_quantize(
     x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
     index = source.row_map.source_row if isinstance(source, Moved) else None
     if format.block is not None:
+        if index is not None and directions == (1,):
+            return quantize.both(x, sizes, format, index)[2:]
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
             return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))

@@ -81,13 +81,11 @@ _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
-    """The results of types `out_type`; `dtype` is that between the two formats."""
+    """The results of types `out_type`, two or with the moved rows four; `dtype` is that between the two formats."""
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
     TN = config.tiles.columns
-    absent: dict[str, Any] = {}
-    if index is None:
-        absent = {"moved": None, "moved_scale": None}
-    else:
+    absent: dict[str, Any] = {} if len(out_type) > 2 else {"moved": None, "moved_scale": None}
+    if index is not None:
         C = index.shape[1]
     panel = panel_of(data, index, K, TN)
     return launcher.triton_call(
