@@ -321,8 +321,9 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_pa
     # Eight rows at once, of 128 columns of lhs or of 256 of dy.
     copies = {"": 0, "lhs": 8 * 2, "dy": 8 * 4}[gathers]
     assert ptx.count("cp.async.cg.shared.global") == copies
-    own = wide or rows <= choice.SMALL_GROUP * groups  # strips of each warp
-    assert f"cp.async.bulk.wait_group.read {3 if own else 0};" in ptx
+    # Strips of each warp, which need not wait for the last ones.
+    waits = 3 if wide else 0
+    assert f"cp.async.bulk.wait_group.read {waits};" in ptx
     kind = {"bfloat16": "bf16", "float16": "f16"}[operands]
     products = re.findall(rf"m64n(\d+)k16.f32.{kind}.{kind} .* p, 1, 1, 1, 1;", ptx)
     # Four in a tile's first step, and in the others.
@@ -333,14 +334,18 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_pa
 # The rows of the input gradient may be e5m2.
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("groups", [32, 1024])
-@pytest.mark.parametrize("rank", [0, 8, 64, 128])
+@pytest.mark.parametrize("rank", [0, 8, 64, 128, "rows at an index"])
 def test_rows_of_blocks_on_hopper(rank, groups, lhs, rhs, out, tmp_path):
     from expertmesh.core.kernels.choice.quantized_grouped_gemm import ROWS_BLOCKS
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
-    tiles = ROWS_BLOCKS.fit(groups, out)
+    tiles, gathers = ROWS_BLOCKS.fit(groups, out), isinstance(rank, str)
+    if gathers and out == "float32":
+        pytest.skip("never chosen")
+    rank = 0 if gathers else rank
     term = (rank, "bfloat16") if rank else ()
-    ptx, said = _assemble_cuda(kernels.rows_source(lhs, rhs, out, tiles, *term), tmp_path)
+    source = kernels.rows_source(lhs, rhs, out, tiles, *term, gathers=gathers)
+    ptx, said = _assemble_cuda(source, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     # Two products of four in a step.
     instruction = f"m64n128k32.f32.{lhs[7:11]}.{rhs[7:11]}"
@@ -353,7 +358,10 @@ def test_rows_of_blocks_on_hopper(rank, groups, lhs, rhs, out, tmp_path):
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("width", [272, 1536, 4096, 7168])
 @pytest.mark.parametrize("groups", [1, 32, 1024])
-def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, out, monkeypatch):
+@pytest.mark.parametrize("gathers", [False, True])
+def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(
+    gathers, groups, width, out, monkeypatch
+):
     """What a launch says that it takes is what the kernel's text takes."""
     from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
@@ -373,14 +381,23 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(groups, width, 
         shape((groups,), jnp.int32),
     )  # fmt: skip
     gemm = choice.Rows(rows, 384, width, groups, E4M3, jnp.dtype(out), Device(), along=128)
-    options = dict(config=choice.choose_rows(gemm), out_dtype=jnp.dtype(out), clear_padding=False)
-    jax.eval_shape(lambda *z: kernels.launch_rows(*z, **options), *operands)
-    (((lhs, _, rhs, _, _), launch),) = launches
-    assert (lhs.box, rhs.box) == ((128, 128), (1, 256, 128))
-    assert launch["scalars"] == (rows, 0, 3, width, groups)
+    config = choice.choose_rows(gemm)
+    options = dict(config=config, out_dtype=jnp.dtype(out), clear_padding=False)
+    if choice.gathers(gemm, config) != gathers and gathers:
+        pytest.skip("never chosen")
+    places = shape((2 * rows,), jnp.int32) if gathers else None
+    jax.eval_shape(lambda i, *z: kernels.launch_rows(*z, index=i, **options), places, *operands)
+    ((taken_operands, launch),) = launches
+    lhs, *_, rhs, _, _ = taken_operands
+    assert rhs.box == (1, 256, 128)
+    if gathers:
+        assert launch["scalars"] == (rows, 384, 2 * rows, 0, 3, width, groups)
+    else:
+        assert lhs.box == (128, 128) and launch["scalars"] == (rows, 0, 3, width, groups)
     stages = int(re.search(r"#define STAGES (\d+)", launch["source"])[1])
     staged = 2 * 64 * 256 * 2 if out != "float32" else 2 * 64 * 128 * 4
-    taken = staged + stages * (128 + 256) * 128 + 320 + 8 * (groups + 1)
+    of_index = stages * 128 * 4 * gathers
+    taken = staged + stages * (128 + 256) * 128 + 320 + 8 * (groups + 1) + of_index
     assert taken <= launch["shared"] == SHARED_LIMIT[90]
     assert stages == 3
 
@@ -672,9 +689,11 @@ def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
 
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
     config = choose_requantize(Rows(4096, 1536, dtype, 128, Device()))
-    for panel in (0, 1, 4):
-        source = kernels.source(dtype, config=config, format=format, panel=panel)
-        _assemble_cuda(source.text, tmp_path)
+    kinds = [dict(narrow=narrow) for narrow in (True, False)] + [dict(moves=True)]
+    for panel, kind in itertools.product((0, 1, 4), kinds):
+        if panel or not kind.get("moves"):
+            source = kernels.source(dtype, config=config, format=format, panel=panel, **kind)
+            _assemble_cuda(source.text, tmp_path)
 
 
 RECIPES = [

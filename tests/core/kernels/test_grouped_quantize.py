@@ -1,5 +1,7 @@
 """The Triton kernels of grouped_quantize on a GPU, bit for bit against loops over blocks in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,11 +96,17 @@ def test_rows_of_tokens_where_they_are(which, panel):
     sizes = jnp.asarray([[128, 128]], jnp.int32)
 
     def both(x, row_map, sizes):
-        return grouped_quantize_both(Moved(x, row_map), sizes, (format, format))[:2]
+        moved = Moved(x, row_map)
+        alone = grouped_quantize_both(moved, sizes, (None, format)).along_rows
+        both = grouped_quantize_both(moved, sizes, (format, format))[:2]
+        return *both, dataclasses.replace(
+            alone, data=alone.data[:, :256], scale=alone.scale[:, : 256 // format.block[1]]
+        )
 
     got = run_twice(both, x, row_map, sizes)
     rows = jnp.where(source[..., None] >= 0, x[:, source[0] // 2], 0)
     want = grouped_quantize_both(rows, sizes, (format, format))[:2]
+    want = *want, want[1]
     for q, w in zip(got, want, strict=True):
         live = 256 if q.block[1] == 1 else 256 // q.block[1]
         np.testing.assert_array_equal(codes(q.data)[:, :256], codes(w.data)[:, :256])

@@ -13,6 +13,7 @@ from expertmesh.core import dequantize, grouped_quantize, quantize
 from expertmesh.core.kernels.cuda import grouped_requantize as cuda
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.quantize_rows import written
 
 # Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
 SHAPES = [(name, 192, width) for name in ("mx", "mx e5m2") for width in (96, 1024)]
@@ -49,11 +50,12 @@ def test_bits_of_both_steps(which, rows, width, dtype):
     np.testing.assert_array_equal(codes(got.scale), codes(want.scale))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("panel", [1, 2, 8])
 @pytest.mark.parametrize(
     "which, rows, width", [("block", 640, 1024), ("block e5m2", 656, 992), ("mx", 640, 1024)]
 )
-def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
+def test_rows_of_tokens_where_they_are(which, rows, width, panel, in_place, monkeypatch):
     """The bits of the tokens' rows, and of these quantized again; some hold no token, which NaN shows."""
     from expertmesh.core.kernels.triton import quantize as kernels
 
@@ -74,8 +76,8 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
     row_map = RowMap(jnp.asarray(row.reshape(1, 90, 8)), jnp.asarray(source))
 
     def both(q, row_map):
-        first, second = move_requantize(q, row_map, sizes, format)
-        return without_padding(first, sizes), without_padding(second, sizes)
+        first, second = move_requantize(q, row_map, sizes, format, in_place=in_place)
+        return without_padding(written(first), sizes), without_padding(second, sizes)
 
     first, second = run_twice(both, q, row_map)
     held = source[0, :584] >= 0
@@ -84,9 +86,8 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, monkeypatch):
         np.testing.assert_array_equal(
             codes(got)[0], np.where(held[:, None], codes(tokens)[0, at], 0)
         )
-    want = without_padding(
-        grouped_requantize(move_requantize(q, row_map, sizes, None)[0], sizes, format), sizes
-    )
+    moved, _ = move_requantize(q, row_map, sizes, None, in_place=False)
+    want = without_padding(grouped_requantize(moved, sizes, format), sizes)
     assert first.block == q.block and second.block == want.block
     np.testing.assert_array_equal(codes(second.data), codes(want.data))
     np.testing.assert_array_equal(codes(second.scale), codes(want.scale))

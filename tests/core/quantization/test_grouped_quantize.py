@@ -166,6 +166,9 @@ def test_rows_of_tokens_where_they_are(formats):
     rows = np.where(source[None, :, None] >= 0, x[:, source // 3], 0)
     sizes = jnp.asarray([[64, 0, 64]], jnp.int32)
     got = grouped_quantize_both(Moved(jnp.asarray(x), row_map), sizes, formats)
+    if formats[1] is not None:
+        alone = grouped_quantize_both(Moved(jnp.asarray(x), row_map), sizes, (None, formats[1]))
+        jax.tree.map(np.testing.assert_array_equal, bits(alone)[1], bits(got)[1])
     want = grouped_quantize_both(jnp.asarray(rows), sizes, formats)
     jax.tree.map(np.testing.assert_array_equal, bits(got), bits(want))
 

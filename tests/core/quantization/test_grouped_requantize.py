@@ -22,6 +22,7 @@ from expertmesh.core import (
 from expertmesh.core.hlo import collectives
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.quantize_rows import Moved, written
 
 MX = MXFP8BlockScaling().formats().x
 BLOCK = Float8BlockScaling().formats().x
@@ -75,13 +76,19 @@ def test_rows_of_tokens(format, other):
     source[:, ::7] = -1
     row_map = RowMap(jnp.zeros((2, 48, 2), jnp.int32), jnp.asarray(source))
     again = (BLOCK if format is MX else MX) if other else format
-    first, second = jax.jit(move_requantize, static_argnums=3)(tokens, row_map, sizes, again)
-    alone, none = move_requantize(tokens, row_map, sizes, None)
+    call = jax.jit(move_requantize, static_argnums=3, static_argnames="in_place")
+    first, second = call(tokens, row_map, sizes, again, in_place=False)
+    alone, none = call(tokens, row_map, sizes, None, in_place=False)
+    in_place, second_again = call(tokens, row_map, sizes, again, in_place=True)
+    assert isinstance(in_place, Moved)
+    in_place = written(in_place)
+    for x, y in zip(jax.tree.leaves(second), jax.tree.leaves(second_again), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
     assert none is None and jax.tree.structure(alone) == jax.tree.structure(first)
     for p, part in ((p, part) for p in range(2) for part in ("data", "scale")):
         want = bits(getattr(tokens, part))[p][source[p] // 2].copy()
         want[source[p] < 0] = 0
-        for got in (first, alone):
+        for got in (first, alone, in_place):
             np.testing.assert_array_equal(bits(getattr(got, part))[p], want)
     want = grouped_requantize(alone, sizes, again)
     assert jax.tree.structure(second) == jax.tree.structure(want)

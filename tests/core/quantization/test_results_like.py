@@ -107,7 +107,9 @@ def test_of_rows_that_are_made(format, routing, checked):
     jax.eval_shape(partial(grouped_requantize, format=format), q, GROUPS)
     tokens = jax.eval_shape(partial(quantize, format=format), array(P, C // 4, F))
     row_map = RowMap(array(P, C // 4, 4, dtype="int32"), array(P, C, dtype="int32"))
-    jax.eval_shape(partial(move_requantize, format=format), tokens, row_map, GROUPS)
+    for in_place in (False, True):
+        call = partial(move_requantize, format=format, in_place=in_place)
+        jax.eval_shape(call, tokens, row_map, GROUPS)
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
     assert checked == {"grouped_quantize", "quantize", *names}
     assert all_names() == {"quantize_square", *checked}

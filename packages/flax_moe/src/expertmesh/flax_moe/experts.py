@@ -72,7 +72,14 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
-from expertmesh.core.quantization.quantize_rows import Copies, Moved, quantizes_moved
+from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantize_rows import (
+    Copies,
+    Moved,
+    grouped_quantize_both,
+    quantizes_moved,
+    read_in_place,
+)
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
@@ -259,17 +266,40 @@ def _row_copies(
     extra: NonDiffOperands,
     layer: Layer,
     for_wgrad: bool,
+    in_place: bool,
 ) -> tuple[Any, Any, Any]:
-    """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens."""
+    """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens, which the GEMM may read
+    `in_place`.
+    """
     if quantized is None:
         copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
         return copies
     format, spec = layer.formats.x_wgrad if for_wgrad else None, layer.resolved[0]
     if isinstance(rows, Moved):
-        return *move_requantize(quantized, rows.row_map, sizes, format, spec=spec), None
+        options: dict[str, Any] = dict(in_place=in_place, spec=spec)
+        return *move_requantize(quantized, rows.row_map, sizes, format, **options), None
     if format is None:
         return quantized, None, None
     return quantized, grouped_requantize(quantized, sizes, format, spec=spec), None
+
+
+def _dy_copies(
+    dy: jax.Array,
+    handle: ep.Handle,
+    key: jax.Array | None,
+    of: _Options,
+    for_wgrad: bool,
+    width: int,
+) -> Copies:
+    """As `dy_copies`, also of rows that are their tokens'; `width`: of the input gradient."""
+    rows, sizes, layer = Moved(dy, _rows_of(handle)) if of.sums else dy, handle.group_sizes, of.down
+    gathers = of.sums and for_wgrad and layer.recipe is not None
+    if not (gathers and read_in_place(layer.formats.grad_dgrad, width, quantized=False)):
+        return dy_copies(rows, sizes, key, layer, for_wgrad=for_wgrad)
+    formats, spec = (None, layer.formats.grad_wgrad), layer.resolved[2]
+    copies = grouped_quantize_both(rows, sizes, formats, spec=spec)
+    tokens = quantize(dy, layer.formats.grad_dgrad)
+    return copies._replace(along_features=Moved(tokens, _rows_of(handle)))
 
 
 def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
@@ -354,8 +384,14 @@ def _forward(
     sizes, up, down = handle.group_sizes, of.up, of.down
     trained = {name: for_backward and not isinstance(params[name], Adapted) for name in EXPERTS}
     source = _placed(rows, handle, of)
-    x, x_rows, x_state = _row_copies(source, quantized, sizes, extras["wi"], up, trained["wi"])
-    wi, kept_wi, wi_state = w_copies(params["wi"], extras["wi"], up, for_dgrad=for_backward)
+    wi = params["wi"]
+    trains_wi, width = not isinstance(wi, Adapted), prod(wi.shape[2:])
+    in_place = (
+        trains_wi and quantized is not None and read_in_place(up.formats.x, width, quantized=True)
+    )
+    of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], in_place
+    x, x_rows, x_state = _row_copies(*of_x)
+    wi, kept_wi, wi_state = w_copies(wi, extras["wi"], up, for_dgrad=for_backward)
     h: Any
     activated: Any
     if _activates_at_once(params, of):
@@ -396,8 +432,7 @@ def _bwd(
     x, wi, h, a, wo, adapters, biases, weights, handle, keys = kept
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
     of_wi, of_wo = adapters["wi"], adapters["wo"]
-    rows = Moved(dy, _rows_of(handle)) if options.sums else dy
-    of_y = dy_copies(rows, sizes, keys[1], down, for_wgrad=of_wo is None)
+    of_y = _dy_copies(dy, handle, keys[1], options, of_wo is None, h.shape[-1])
     of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     if of_wo is None and not biases and _fuses(options):

@@ -5,6 +5,7 @@ Every byte of the outputs is written, but for padding rows without `clear_paddin
 `linear/grouped_gemm.py`.
 """
 
+from functools import partial
 from math import prod
 
 import jax.numpy as jnp
@@ -18,10 +19,14 @@ from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import packed_grouped_gemm as packed
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
+from expertmesh.core.ops.row_map import move_rows
+from expertmesh.core.quantization.quantize_rows import Moved, tokens_of, with_rows
 
 
 def rows(lhs, rhs, group_sizes, *low_rank, **options):
     """The forward: [1, C, K] x [G, K, *N] -> [1, C, *N]; `low_rank`: as of `grouped_gemm.py`, in 16 bits.
+
+    Rows may be `Moved`: one kernel of Hopper's reads them where their tokens are, for others they are written first.
 
     Options: `out_dtype`, `clear_padding`.
     """
@@ -68,14 +73,26 @@ def _rows(
     transposed: bool, out_dtype, clear_padding=False, device,
 ):  # fmt: skip
     """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
-    data, scale, sizes = flat(lhs.data)[0], flat(lhs.scale)[0], group_sizes[0]
-    weight, weight_scale = flat(rhs.data), flat(rhs.scale)
-    (C, D), W, G = data.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
-    gemm = choice.Rows(C, D, W, G, data.dtype, out_dtype, device, _along(lhs))
+    sizes, weight, weight_scale = group_sizes[0], flat(rhs.data), flat(rhs.scale)
+    C, D, W, G = (
+        lhs.shape[1],
+        prod(lhs.shape[2:]),
+        weight.shape[1 if transposed else 2],
+        sizes.shape[0],
+    )
+    q = tokens_of(lhs)
+    gemm = choice.Rows(C, D, W, G, q.data.dtype, out_dtype, device, _along(q))
     config, options = (
         choice.choose_rows(gemm),
         dict(out_dtype=out_dtype, clear_padding=clear_padding),
     )
+    index = None
+    if isinstance(lhs, Moved):
+        if choice.gathers(gemm, config) and low_rank is None:
+            lhs, index = q, lhs.row_map.source_row[0]
+        else:
+            lhs = with_rows(q, partial(move_rows, row_map=lhs.row_map))
+    data, scale = flat(lhs.data)[0], flat(lhs.scale)[0]
     if config.kernel == "bfloat16":
         wide = flat(_wide(lhs))[0], flat(_wide(rhs))
         # Of float16 this rounds what stands beside numbers of at most 4 significant bits.
@@ -101,7 +118,7 @@ def _rows(
     if config.kernel == "tensor_scaled":
         scales = scale, weight_scale
         return tensor_scaled.launch_rows(data, weight, sizes, scales, transposed=True, **options)
-    return cuda.launch_rows(data, scale, weight, weight_scale, sizes, **options)
+    return cuda.launch_rows(data, scale, weight, weight_scale, sizes, index=index, **options)
 
 
 def _wide(q):

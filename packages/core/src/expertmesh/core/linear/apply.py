@@ -51,7 +51,7 @@ from expertmesh.core.op import Op, check_reduce_dtype
 from expertmesh.core.operands import check_out_dtype
 from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize import plain
-from expertmesh.core.quantization.quantize_rows import Copies, Moved, Rows
+from expertmesh.core.quantization.quantize_rows import Copies, Moved, Rows, tokens_of
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import Recipe
 from expertmesh.core.vjp import at_rest, differentiable
@@ -229,7 +229,7 @@ def input_gradient(
     op, more = _with_term(law.dgrad, law.dgrad_low_rank, dy, low_rank)
     if is_quantized(w):
         w, dy = barrier(w, dy)
-        w = w if is_quantized(dy) else _widened(w, layer)
+        w = w if is_quantized(tokens_of(dy)) else _widened(w, layer)
     dx = multiply(
         op,
         f"{law.fprop.name}'s input gradient",

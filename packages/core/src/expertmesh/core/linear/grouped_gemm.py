@@ -45,6 +45,7 @@ from expertmesh.core.quantization.quantize_rows import (
     Moved,
     grouped_quantize_both,
     is_moved,
+    tokens_of,
     written,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
@@ -470,8 +471,8 @@ def _kernels(
     what keeps operands from each."""
     of_modules: dict[str, tuple[Callable[..., str | None], Callable[..., bool]]] = {
         "grouped_gemm": (plain, _are_rows),
-        "gathered_gemm": (_OfBases(plain), is_moved),
-        "quantized_grouped_gemm": (quantized, _are_both_quantized),
+        "gathered_gemm": (_OfBases(plain), _are_plain_tokens),
+        "quantized_grouped_gemm": (_OfBases(quantized), _are_both_quantized),
         "mixed_grouped_gemm": (mixed, _is_one_quantized),
     }
     return tuple(
@@ -484,14 +485,18 @@ def _are_rows(*operands: Any) -> bool:
     return is_plain(*operands) and not is_moved(*operands)
 
 
+def _are_plain_tokens(*operands: Any) -> bool:
+    return is_moved(*operands) and is_plain(*map(tokens_of, operands))
+
+
 def _are_both_quantized(a: Any, b: Any, *others: Any) -> bool:
     del others
-    return is_quantized(a) and is_quantized(b)
+    return is_quantized(tokens_of(a)) and is_quantized(tokens_of(b))
 
 
 def _is_one_quantized(a: Any, b: Any, *others: Any) -> bool:
     del others
-    return is_quantized(a) != is_quantized(b)
+    return is_quantized(tokens_of(a)) != is_quantized(tokens_of(b))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -504,8 +509,7 @@ class _OfBases:
         moved = [x for x in operands if isinstance(x, Moved)]
         if not all(x.row_map.source.size for x in moved):
             return "there must be rows"
-        bases = (x.base if isinstance(x, Moved) else x for x in operands)
-        return self.unsupported(*bases, **options)
+        return self.unsupported(*map(tokens_of, operands), **options)
 
 
 def plain_rows_unsupported(
@@ -603,7 +607,7 @@ def _mixed_rows_unsupported(
 def _mixed_weights_unsupported(
     lhs: Any, dy: Any, group_sizes: jax.Array, *, num_experts: int, out_dtype: DTypeLike
 ) -> str | None:
-    q, thin = (dy, lhs) if is_quantized(dy) else (lhs, dy)
+    q, thin = (dy, lhs) if is_quantized(tokens_of(dy)) else (lhs, dy)
     widths = lhs.shape[2], prod(dy.shape[2:])
     return _mixed_unsupported(q, thin, group_sizes, num_experts, widths, out_dtype)
 
@@ -617,6 +621,8 @@ def _mixed_unsupported(
     out_dtype: DTypeLike,
 ) -> str | None:
     """What keeps quantized rows and a plain operand from the kernels, or None."""
+    if is_moved(q):
+        return "quantized rows of tokens have no kernel with a plain operand: write them"
     if not is_quantized(q):
         return "a quantized weight has no kernel with plain rows: dequantize it"
     if q.tensor_scale is not None or q.format.dtype == "float4_e2m1fn":

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from expertmesh.core import _jax
 from expertmesh.core.op import Op
 from expertmesh.core.quantization.quantize import dequantize_values
+from expertmesh.core.quantization.quantize_rows import tokens_of
 from expertmesh.core.quantization.quantized import (
     QuantizedArray,
     blocked_weight_unsupported,
@@ -121,6 +122,7 @@ def multiply(
     """A GEMM of two operands, each with the dimension of it that is contracted.
 
     Args:
+      a, b: a may be `Moved`.
       op: the GEMM; takes `group_sizes` after the operands unless they are None.
       name: of the GEMM, for the errors of `check_pair`.
       specs: of both operands over Auto axes, or None for each.
@@ -129,8 +131,9 @@ def multiply(
       options: of the op.
     """
     operands = [a[0], b[0]]
-    if all(map(is_quantized, operands)):
-        check_pair(name, a, b, group_sizes, multiple=multiple)
+    read = [tokens_of(x) for x in operands]
+    if all(map(is_quantized, read)):
+        check_pair(name, (read[0], a[1]), (read[1], b[1]), group_sizes, multiple=multiple)
     # Groups have one size for both operands, which the op takes once.
     operands = [
         dataclasses.replace(x, group_sizes=None) if is_quantized(x) else x for x in operands

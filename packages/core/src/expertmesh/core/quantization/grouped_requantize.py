@@ -8,15 +8,12 @@ groups per participant, S tokens.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.gather_rows import select_rows
-from expertmesh.core.ops.groups import each_participant
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
@@ -29,6 +26,7 @@ from expertmesh.core.quantization.quantize_rows import (
     quantize_rows_op,
     quantizes_both_at_once,
     reference,
+    with_rows,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -71,8 +69,9 @@ def move_requantize(
     group_sizes: jax.Array,
     format: TensorFormat | None,
     *,
+    in_place: bool,
     spec: PartitionSpec | None = None,
-) -> tuple[QuantizedArray, QuantizedArray | None]:
+) -> tuple[Any, QuantizedArray | None]:
     """(`move_rows(q, row_map)`, `grouped_requantize` of that in the format, None without one).
 
     Args:
@@ -80,24 +79,29 @@ def move_requantize(
       row_map: from tokens to rows [P, C].
       group_sizes: int32[P, G], rows of each group.
       format: of the second result.
+      in_place: the first result is not written, but `Moved`, for a grouped GEMM that reads it where the tokens are.
       spec: where the rows are, for Auto axes under a MeshResource.
 
     Returns:
       Two QuantizedArrays of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
-      pass writes both: the moved rows are not read.
+      pass writes what is written: the moved rows are not read.
 
     Raises:
       As `move_rows` and `grouped_requantize`. S is held whole; no communication else.
     """
     check_quantized("move_requantize", q)
+    row_map = RowMap(row_map.row, row_map.source)
+    moved: Any = Moved(q, row_map) if in_place else None
     if format is not None and quantizes_both_at_once(q.format, format):
-        source = MovedQuantized(q, RowMap(row_map.row, row_map.source))
-        both = q.format, format
-        return quantize_rows("move_requantize", source, group_sizes, both, spec=spec)[:2]
-    moved = _with_rows(q, lambda rows: move_rows(rows, row_map))
-    if format is None:
+        source = MovedQuantized(q, row_map)
+        both = None if in_place else q.format, format
+        copies = quantize_rows("move_requantize", source, group_sizes, both, spec=spec)
+        return moved or copies.along_features, copies.along_rows
+    if format is None and in_place:
         return moved, None
-    return moved, grouped_requantize(moved, group_sizes, format, spec=spec)
+    written = with_rows(q, lambda rows: move_rows(rows, row_map))
+    again = None if format is None else grouped_requantize(written, group_sizes, format, spec=spec)
+    return moved or written, again
 
 
 def _unsupported(
@@ -119,12 +123,6 @@ def _kernel(function: str) -> tuple[Kernel, ...]:
     return (Kernel.triton("expertmesh.core.kernels.grouped_requantize", function, _unsupported),)
 
 
-def _with_rows(q: QuantizedArray, move: Callable[[jax.Array], jax.Array]) -> QuantizedArray:
-    """q with its data and its scales moved."""
-    moved: QuantizedArray = dataclasses.replace(q, data=move(q.data), scale=move(q.scale))
-    return moved
-
-
 _op = dataclasses.replace(
     quantize_rows_op,
     name="grouped_requantize",
@@ -143,11 +141,11 @@ def _move_reference(
     directions: tuple[int, ...],
     **options: Any,
 ) -> Copies:
-    del directions, options  # both; a block lies within a shard
-    moved = source.moved()
+    del options  # a block lies within a shard
+    moved = source.rows()
     again = Dequantized(moved), group_sizes, multiplier, key
     copies: Copies = reference(*again, format=format, blocks=blocks, directions=(1,))
-    return copies._replace(along_features=moved)
+    return copies._replace(along_features=moved if 0 in directions else None)
 
 
 _move_op = dataclasses.replace(
@@ -161,18 +159,9 @@ _move_op = dataclasses.replace(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MovedQuantized(Moved):
-    """Rows of quantized tokens, as they are and quantized again along the rows."""
+    """Rows of quantized tokens, quantized again along the rows, and perhaps as they are."""
 
     op: ClassVar[Op] = _move_op
-
-    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        of_tokens, *of_map = super().per_leaf(of_data, of_groups)
-        return *self.base.per_leaf(of_tokens, of_groups), *of_map
-
-    def moved(self) -> QuantizedArray:
-        """The rows, inside of an op."""
-        select, source_row = each_participant(select_rows), self.row_map.source_row
-        return _with_rows(self.base, lambda rows: select(rows, source_row))
 
     def fuses(self, formats: Formats) -> bool:
         del formats

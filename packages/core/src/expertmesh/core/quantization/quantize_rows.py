@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
+from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
 from expertmesh.core.ops.gather_rows import select_rows
@@ -169,9 +170,7 @@ quantize_rows_op = Op(
     "-> participants . ., participants . ., participants ., participants .",
     plan=BlockPlan("grouped_quantize"),
     kernels=(
-        Kernel.triton(
-            "expertmesh.core.kernels.triton.grouped_quantize", "grouped_quantize", _unsupported
-        ),
+        Kernel.triton("expertmesh.core.kernels.grouped_quantize", "grouped_quantize", _unsupported),
     ),
     results_like=_results_like,
 )
@@ -243,7 +242,7 @@ class Rows:
 @dataclasses.dataclass(frozen=True)
 class Moved(Rows):
     """`move_rows(base, row_map)`: rows of tokens [P, S, D], which a pass that quantizes them, or a grouped GEMM, reads
-    where they are."""
+    where they are. Tokens may be quantized, in blocks along D."""
 
     row_map: RowMap
 
@@ -259,11 +258,16 @@ class Moved(Rows):
         # Only the rule has names for the tokens and for the places of one.
         s, j = ("s", "j") if of_groups == "g" else (of_groups, of_groups)
         leading, rank = of_data[:1], self.row_map.row.ndim
-        return (*leading, s, *of_data[2:]), (*leading, s, j)[:rank], of_data[:2]
+        of_tokens = (*leading, s, *of_data[2:])
+        if isinstance(self.base, QuantizedArray):
+            of_base = self.base.per_leaf(of_tokens, of_groups)
+        else:
+            of_base = (of_tokens,)
+        return *of_base, (*leading, s, j)[:rank], of_data[:2]
 
-    def rows(self) -> jax.Array:
-        out: jax.Array = each_participant(select_rows)(self.base, self.row_map.source_row)
-        return out
+    def rows(self) -> Any:
+        select, source_row = each_participant(select_rows), self.row_map.source_row
+        return with_rows(self.base, lambda rows: select(rows, source_row))
 
     def apart(
         self, group_sizes: jax.Array, spec: PartitionSpec | None
@@ -406,8 +410,20 @@ def is_moved(*operands: Any) -> bool:
 
 
 def written(x: Any) -> Any:
-    """An operand, inside of an op: rows that are `Moved` as an array."""
+    """An operand, inside of an op: rows that are `Moved` as an array, or quantized."""
     return x.rows() if isinstance(x, Moved) else x
+
+
+def tokens_of(x: Any) -> Any:
+    """What an operand is read from: the tokens of rows that are `Moved`."""
+    return x.base if isinstance(x, Moved) else x
+
+
+def with_rows(x: Any, move: Callable[[jax.Array], jax.Array]) -> Any:
+    """An array with its rows moved, or one quantized in blocks with its data and its scales moved."""
+    if not isinstance(x, QuantizedArray):
+        return move(x)
+    return dataclasses.replace(x, data=move(x.data), scale=move(x.scale))
 
 
 def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
@@ -428,7 +444,26 @@ def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> boo
 
     Without blocks the amax of a group is that of its tokens, each of which is read once for it.
     """
-    return per_group(last, rows) or quantizes_both_at_once(last, rows)
+    alone = last is None and quantizes_both_at_once(rows, rows)
+    return per_group(last, rows) or quantizes_both_at_once(last, rows) or alone
+
+
+# NVIDIA H100, 2026-11-26: columns up to which a grouped GEMM loses less, finding its rows, than their copy takes. Where
+# tokens are quantized already, the pass that quantizes them along the rows copies them for less.
+WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED = 1024, 512
+
+
+def read_in_place(format: TensorFormat, width: int, *, quantized: bool) -> bool:
+    """Whether a grouped GEMM with so many columns reads quantized rows where their tokens are.
+
+    Then a token is quantized once, and its rows are written along the rows alone. Every 256 columns read them again,
+    and find them more slowly than rows that lie side by side. `quantized`: the tokens are, already.
+    """
+    capability = _jax.compute_capability()
+    most = WIDTH_OF_QUANTIZED if quantized else WIDTH_IN_PLACE
+    narrow = format.block == (1, 128) and not format.stochastic and width <= most
+    # Where there is no GPU, kernels are an H100's.
+    return narrow and capability in (None, 9.0)
 
 
 def grouped_quantize_both(

@@ -56,7 +56,8 @@ class BlockTiles:
     def fit(self, G: int, out_dtype) -> "BlockTiles":
         """What results, barriers and the table of groups take of shared memory is not there for steps."""
         staged = 128 * 128 * jnp.dtype(out_dtype).itemsize * self.rooms_of(out_dtype)
-        stages = (SHARED_BYTES - staged - 320 - 8 * (G + 1)) // (48 * 1024)
+        # A step has 512 bytes more where its rows are found by an index.
+        stages = (SHARED_BYTES - staged - 320 - 8 * (G + 1)) // (48 * 1024 + 512)
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 
@@ -104,6 +105,11 @@ def choose_rows(gemm: Rows) -> Config:
         return dataclasses.replace(plain.cuda_rows(gemm), kernel="tensor_scaled")
     cuda = ROWS_BLOCKS.fit(gemm.groups, gemm.out_dtype)
     return Config("block_scaled", cuda, gemm.programs((128, 256, BLOCK)))
+
+
+def gathers(gemm: Rows, config: Config) -> bool:
+    """Whether the kernel chosen finds rows by an index; results of float32 leave it no registers for that."""
+    return config.kernel == "block_scaled" and jnp.dtype(gemm.out_dtype).itemsize == 2
 
 
 def choose_weights(gemm: Weights) -> Config:

@@ -13,10 +13,14 @@
 // A term of low rank may be part of the sums, out[r] += u[r] @ b[group of r]^T, in 16 bits: a tile's first steps, each
 // of 64 of the rank, whose bytes are those of 128 in 8 bits.
 //
+// Rows may be those of tokens at an index (GATHERS), zeros where there is none: two producer warps then copy them by
+// `cp.async`, and leave their numbers in shared memory for the consumers, which read their scales.
+//
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: WIDE (float32 results) or
-// HALF (float16 ones), LOW_RANK (the rank of such a term, 0 without one), STAGES (of the pipeline), BAND (of tiles of rows that run together), ROOMS (parts of a
-// consumer's results that are staged at most), REGISTERS_PRODUCER and REGISTERS_CONSUMER. What stands alone on a line
-// is replaced: INSTRUCTIONS (`multiply`, and with a term `multiply_low_rank`).
+// HALF (float16 ones), LOW_RANK (the rank of such a term, 0 without one), GATHERS, STAGES (of the pipeline), BAND (of
+// tiles of rows that run together), ROOMS (parts of a consumer's results that are staged at most), REGISTERS_PRODUCER
+// and REGISTERS_CONSUMER. What stands alone on a line is replaced: INSTRUCTIONS (`multiply`, and with a term
+// `multiply_low_rank`).
 
 constexpr int CONSUMERS = 2;               // warpgroups that multiply
 constexpr int THREADS = 128 + CONSUMERS * 128;
@@ -36,10 +40,12 @@ constexpr int STRIPS = WIDE ? 4 : 2;       // of a part
 constexpr int ROOM = STRIPS * STRIP;        // of a part
 constexpr int STAGED_BYTES = ROOMS * ROOM;  // of a consumer
 constexpr int STAGES_AT = CONSUMERS * STAGED_BYTES, OF_RHS = TILE_M * BLOCK, STAGE_BYTES = OF_RHS + TILE_N * BLOCK;
-constexpr int BARRIERS = STAGES_AT + STAGES * STAGE_BYTES, TABLE = BARRIERS + 320;
+constexpr int BARRIERS = STAGES_AT + STAGES * STAGE_BYTES, ROWS_AT = BARRIERS + 320;  // the tokens of a stage's rows
+constexpr int TABLE = ROWS_AT + (GATHERS ? STAGES * TILE_M * 4 : 0);
 constexpr int READY = 128, FREE = 160, WHICH = 192;  // among the barriers
 static_assert(STAGES >= 2, "a consumer waits for the next stage before it frees one");
 static_assert(STAGES <= 8, "as many barriers have room");
+static_assert(!(GATHERS && LOW_RANK), "rows of the term lie side by side");
 
 INSTRUCTIONS
 
@@ -110,6 +116,7 @@ struct Tiles {
 // at the end) and of its right columns are.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
+#if !GATHERS
 struct Operands {
   const TensorMap *lhs, *rhs;
 };
@@ -140,6 +147,80 @@ __device__ __forceinline__ void load_tiles(
   wait_barrier(ring.empty(), ring.parity);
   if (one) put(which(ring), make_int4(0, -1, 0, 0)), arrive(ring.full());
 }
+#else
+__device__ __forceinline__ u32 token_of_row(const Ring& ring, int row) {
+  return ring.smem + ROWS_AT - BARRIERS + (ring.stage * TILE_M + row) * 4;
+}
+
+// Rows of tokens of so many bytes, at an index.
+struct Tokens {
+  const u8* data;
+  const int* index;
+  int count, bytes, num_rows;
+};
+
+// Of two warps each copies half of a tile's rows, eight lanes a row's line, so four rows at once; the first one loads
+// the weight, too. A tile's tokens are found while the one before it is copied.
+__device__ __forceinline__ void gather_tiles(
+    Tokens tokens, const TensorMap* weight, int half, Tiles tiles, int steps, int width, Ring ring) {
+  constexpr int OWN = TILE_M / 2, TURNS = OWN / 4;
+  const int lane = threadIdx.x % 32, unit = lane % 8, line = lane / 8, parts = (width + PART_N - 1) / PART_N;
+  const u32 to = (half * OWN + line) * BLOCK;
+  const bool loads = half == 0 && lane == 0;
+  int found[OWN / 32];  // of every 32nd row; -1: no token
+  auto next = [&] {
+    if (!tiles.next()) return false;
+#pragma unroll
+    for (int i = 0; i < OWN / 32; i++) {
+      const int at = tiles.row + half * OWN + i * 32 + lane, token = at < tokens.num_rows ? __ldg(tokens.index + at) : -1;
+      found[i] = (u32)token < (u32)tokens.count ? token : -1;
+    }
+    return true;
+  };
+  bool more = next();
+  while (more) {
+    u32 from[TURNS], exists = 0;  // in units
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int token = __shfl_sync(~0u, found[i / 8], i % 8 * 4 + line);
+      from[i] = max(token, 0) * (tokens.bytes / UNIT) + unit;
+      exists |= (u32)(token >= 0) << i;
+    }
+    // Its first stage says which tile it is.
+    const int left = tiles.n * 2, group = tiles.group;
+    wait_barrier(ring.empty(), ring.parity);
+#pragma unroll
+    for (int i = 0; i < OWN / 32; i++) put_word(token_of_row(ring, half * OWN + i * 32 + lane), found[i]);
+    if (loads) {
+      const int right = min(left + 1, parts - 1), first = group * parts;
+      put(which(ring), make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0));
+    }
+    __syncwarp();
+    more = next();
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      const u32 at = ring.at(), ready = ring.full();
+      wait_barrier(ring.empty(), ring.parity);
+      if (loads) {
+        expect_bytes(ready, STAGE_BYTES - OF_RHS);
+        load(weight, at + OF_RHS, ready, step * BLOCK, left * PART_N, group);
+      }
+      if (half == 1 && lane == 0) arrive(ready);
+      const u8* here = tokens.data + step * BLOCK;
+      const u32 live = step * BLOCK + unit * UNIT < tokens.bytes ? exists : 0;
+#pragma unroll
+      for (int i = 0; i < TURNS; i++)
+        copy_unit(at + to + i * 4 * BLOCK + (unit ^ i % 2 * 4 ^ line) * UNIT, here + (u64)from[i] * UNIT, live >> i & 1);
+      arrive_after_copies(ready);
+      ring.next();
+    }
+  }
+  wait_barrier(ring.empty(), ring.parity);
+  if (loads) put(which(ring), make_int4(0, -1, 0, 0));
+  if (lane == 0) arrive(ring.full());
+  arrive(ring.full());
+}
+#endif
 
 // Read anew, so that nothing which follows from it is kept in registers, of which the sums leave few.
 __device__ __forceinline__ u32 thread_of_consumer() {
@@ -281,6 +362,7 @@ __device__ __forceinline__ float from_lane(float x, u32 lane) {
 // them is multiplied: a read takes longer than a product.
 struct Scales {
   static constexpr int OF_ROW = 4, OF_WEIGHT = 16;
+  static constexpr u32 NONE = ~0u;
   const float *rows, *weights;
   int consumer, num_rows, steps;
   u32 upper_at, lower_at, weight_at;  // where a lane's first scales of the tile are
@@ -290,20 +372,31 @@ struct Scales {
   __device__ __forceinline__ bool move(const Ring& ring) {
     const int4 tile = get(which(ring));
     const u32 thread = thread_of_consumer(), lane = thread % 32;
+#if GATHERS
+    const int row = consumer * PART_M + thread / 32 * 16 + lane / 4;
+    const int upper_row = get_word(token_of_row(ring, row)), lower_row = get_word(token_of_row(ring, row + 8));
+    upper_at = upper_row < 0 ? NONE : upper_row * steps + lane % OF_ROW;
+    lower_at = lower_row < 0 ? NONE : lower_row * steps + lane % OF_ROW;
+#else
     const int row = tile.x + consumer * PART_M + thread / 32 * 16 + lane / 4;
     upper_at = min(row, num_rows - 1) * steps + lane % OF_ROW;
     lower_at = min(row + 8, num_rows - 1) * steps + lane % OF_ROW;
+#endif
     weight_at = (lane < OF_WEIGHT ? tile.y : tile.z) + lane % OF_WEIGHT;
     // Shuffled, so that the compiler knows it to be the same in a warp.
     return __shfl_sync(~0u, tile.y, 0) >= 0;
+  }
+
+  // A row without a token has no scale.
+  __device__ __forceinline__ float of_row(u32 first, int step) const {
+    return GATHERS && first == NONE ? 0 : read_scale(rows + (first + step));
   }
 
   // Those from this step on, if they are not there.
   __device__ __forceinline__ void read(int step) {
     if (step % OF_ROW != 0 || step >= steps) return;
     const int left = steps - step, lane = thread_of_consumer() % 32;
-    if (lane % OF_ROW < left)
-      upper = read_scale(rows + (upper_at + step)), lower = read_scale(rows + (lower_at + step));
+    if (lane % OF_ROW < left) upper = of_row(upper_at, step), lower = of_row(lower_at, step);
     if (step % OF_WEIGHT == 0 && lane % OF_WEIGHT < left) weight = read_scale(weights + (weight_at + step));
   }
 
@@ -319,6 +412,7 @@ struct Scales {
 __device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring ring, Result result) {
   float left[SUMS], right[SUMS], product[SUMS];
   wait_barrier(ring.full(), ring.parity);
+  if (GATHERS) fence_shared();
   bool live = scales.move(ring);
   if (!live) return;
   scales.read(0);
@@ -341,6 +435,7 @@ __device__ __forceinline__ void multiply_tiles(Scales scales, int consumer, Ring
     of_rows = descriptor(ring.at() + mine), of_columns = descriptor(ring.at() + OF_RHS);
     asm volatile("" : "+l"(of_rows), "+l"(of_columns));  // computed here, while a product is under way
     wait_barrier(ring.full(), ring.parity);
+    if (GATHERS) fence_shared();  // rows were copied by threads
     if (step < scales.steps) {
       next = scales.of(step);
       scales.read(step + 1);
@@ -375,19 +470,29 @@ __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int widt
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
-    const __grid_constant__ TensorMap lhs, const float* row_scales, const __grid_constant__ TensorMap rhs,
-    const float* weight_scales, const int* sizes,
+#if GATHERS
+    const u8* tokens, const int* index, const float* row_scales,
+#else
+    const __grid_constant__ TensorMap lhs, const float* row_scales,
+#endif
+    const __grid_constant__ TensorMap rhs, const float* weight_scales, const int* sizes,
 #if LOW_RANK
     const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b,
+#endif
+#if GATHERS
+    int num_tokens, int bytes,
 #endif
     int num_rows, int zeros_end, int steps, int width, int num_groups, u8* out) {
   extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
   const u32 smem = (u32)__cvta_generic_to_shared(shared), table = smem + TABLE;
   const int consumer = consumer_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   if (threadIdx.x == 32) {
-    prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
+#if !GATHERS
+    prefetch_descriptor(&lhs);
+#endif
+    prefetch_descriptor(&rhs);
     for (int i = 0; i < STAGES; i++) {
-      init_barrier(smem + BARRIERS + FULL + 8 * i, 1);
+      init_barrier(smem + BARRIERS + FULL + 8 * i, GATHERS ? 2 + 64 : 1);
       init_barrier(smem + BARRIERS + EMPTY + 8 * i, CONSUMERS * 4);
     }
     for (int i = 0; i < CONSUMERS * ROOMS; i++) {
@@ -402,12 +507,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
   Ring ring{smem + BARRIERS, STAGES_AT - BARRIERS, STAGE_BYTES, STAGES, consumer < 0};
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+#if GATHERS
+    const Tokens of{tokens, index, num_tokens, bytes, num_rows};
+    if (warp < 2) gather_tiles(of, &rhs, warp, tiles, steps, width, ring);
+#else
 #if LOW_RANK
     const Operands low_rank{&u, &b};
 #else
     const Operands low_rank{};
 #endif
     if (warp == 0) load_tiles({&lhs, &rhs}, low_rank, tiles, steps, width, ring);
+#endif
     if (warp >= 2) store_tiles(tiles, warp - 2, Result(smem, warp - 2, 0), width, out);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));

@@ -96,11 +96,6 @@ struct Tiles {
 
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
-// This thread arrives when its copies so far are there.
-__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Of 128 rows each of four warps has a quarter: those whose lines its lanes copy or store, eight lanes each.
 struct RowOfLane {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

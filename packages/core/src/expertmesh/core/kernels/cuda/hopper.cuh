@@ -99,6 +99,11 @@ __device__ __forceinline__ void copy_unit(u32 to, const u8* from, bool exists) {
                ::"r"(to), "l"(from), "r"(exists ? UNIT : 0) : "memory");
 }
 
+// This thread arrives when its copies so far are there.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void store(u8* to, int4 v) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
                ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(PASS) : "memory");

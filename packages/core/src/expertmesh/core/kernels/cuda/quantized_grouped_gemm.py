@@ -26,34 +26,40 @@ from expertmesh.core.kernels.low_rank import LowRank
 
 def launch_rows(
     lhs, row_scales, rhs, weight_scales, group_sizes, *,
-    config: Config, out_dtype, clear_padding: bool, low_rank: LowRank | None = None,
+    config: Config, out_dtype, clear_padding: bool, low_rank: LowRank | None = None, index=None,
 ):  # fmt: skip
     """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128].
 
-    `low_rank`, of a transposed weight, is added.
+    `low_rank`, of a transposed weight, is added. With an index, int32[C], rows are those of `lhs` there, zeros where
+    there is none; then no term is added.
     """
-    (C, D), (G, W, _) = lhs.shape, rhs.shape
+    (T, D), (G, W, _) = lhs.shape, rhs.shape
+    box, gathers = launcher.TensorMap.of, index is not None
     term = (low_rank.rank, low_rank.u.dtype.name) if low_rank else ()
-    box = launcher.TensorMap.of
+    C, rows = (index.shape[0], (lhs, index)) if gathers else (T, (box(lhs, (128, BLOCK)),))
+    source = rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles, *term, gathers=gathers)
     return cuda_call(
-        box(lhs, (128, BLOCK)), row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
+        *rows, row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
         group_sizes.astype(jnp.int32), *low_rank_maps(low_rank, 128, 256),
-        source=rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles, *term), name="block_scaled_gemm",
-        scalars=(C, C * clear_padding, -(-D // BLOCK), W, G),
+        source=source, name="block_scaled_gemm",
+        scalars=(*((T, D) if gathers else ()), C, C * clear_padding, -(-D // BLOCK), W, G),
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
 def rows_source(
-    lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles, rank: int = 0, term: str = ""
-) -> str:
-    """The kernel in CUDA C++ for rows of blocks of these types; `term`: the dtype of a term of this low rank."""
+    lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles, rank: int = 0, term: str = "", *, gathers: bool = False,
+) -> str:  # fmt: skip
+    """The kernel in CUDA C++ for rows of blocks of these types; `term`: the dtype of a term of this low rank.
+
+    `gathers`: rows are found by an index.
+    """
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
     defined: dict[str, object] = dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
-        LOW_RANK=rank, STAGES=tiles.stages,
+        LOW_RANK=rank, GATHERS=int(gathers), STAGES=tiles.stages,
         BAND=tiles.band, ROOMS=tiles.rooms_of(out_dtype), SHARED=SHARED_BYTES,
         REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
     )  # fmt: skip
