@@ -73,9 +73,6 @@ def test_amax_of_activations():
 
 # GPUs whose kernels read by descriptors, and by pointers; the latter's widen blocks of 32 by machine instructions.
 OF_16_BITS = pytest.mark.parametrize("gpu", ["sm_100", "sm_89 and not PTX"])
-OF_8_BITS = pytest.mark.parametrize(
-    "gpu, count", [("sm_100", 9), ("sm_89 and not PTX and not 32-", 6)]
-)
 
 
 @OF_16_BITS
@@ -89,7 +86,7 @@ def test_products_of_gathered_rows(gpu):
     interpret(["tests/core/kernels/test_gathered_gemm.py"], which, 1)
 
 
-@OF_8_BITS
+@pytest.mark.parametrize("gpu, count", [("sm_100", 13), ("sm_89 and not PTX and not 32-", 10)])
 def test_products_of_8_bits(gpu, count):
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)
 
@@ -110,7 +107,7 @@ def test_products_of_4_bits():
     interpret(["tests/core/kernels/test_packed_grouped_gemm.py"], "packed", 6)
 
 
-@OF_8_BITS
+@pytest.mark.parametrize("gpu, count", [("sm_100", 9), ("sm_89 and not PTX and not 32-", 6)])
 def test_dense_products_of_8_bits(gpu, count):
     which = f"{gpu} and bfloat16 and not e5m2"
     interpret(["tests/core/kernels/test_quantized_gemm.py"], which, count)

@@ -19,9 +19,10 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         panel = choose_panel(tokens, quantize.COLUMNS * data.dtype.itemsize, across)
         C = index.shape[1]
     given = (x for x in (data, scale, index, sizes) if x is not None)
-    options = dict(panel=panel, narrow=scale is not None, moves=len(out_type) > 2)
+    narrow, moves = scale is not None, len(out_type) > 2
+    made = source(dtype, config=config, format=format, narrow=narrow, panel=panel, moves=moves)
     return quantize.launch(
-        *given, source=source(dtype, config=config, format=format, **options), name="grouped_requantize",
+        *given, source=made, name="grouped_requantize",
         config=config, rows=C, columns=K, out_type=out_type,
     )  # fmt: skip
 
