@@ -74,24 +74,14 @@ def _rows(
 ):  # fmt: skip
     """[1, C, *D] x [G, D, *W], or [G, W, *D] if `transposed`, -> [C, W]; to which `low_rank` is added."""
     sizes, weight, weight_scale = group_sizes[0], flat(rhs.data), flat(rhs.scale)
-    C, D, W, G = (
-        lhs.shape[1],
-        prod(lhs.shape[2:]),
-        weight.shape[1 if transposed else 2],
-        sizes.shape[0],
-    )
+    (_, C, *D), W, G = lhs.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
     q = tokens_of(lhs)
-    gemm = choice.Rows(C, D, W, G, q.data.dtype, out_dtype, device, _along(q))
+    gemm = choice.Rows(C, prod(D), W, G, q.data.dtype, out_dtype, device, _along(q))
     config, options = (
         choice.choose_rows(gemm),
         dict(out_dtype=out_dtype, clear_padding=clear_padding),
     )
-    index = None
-    if isinstance(lhs, Moved):
-        if choice.gathers(gemm, config) and low_rank is None:
-            lhs, index = q, lhs.row_map.source_row[0]
-        else:
-            lhs = with_rows(q, partial(move_rows, row_map=lhs.row_map))
+    lhs, index = _read_from(lhs, choice.gathers(gemm, config) and low_rank is None)
     data, scale = flat(lhs.data)[0], flat(lhs.scale)[0]
     if config.kernel == "bfloat16":
         wide = flat(_wide(lhs))[0], flat(_wide(rhs))
@@ -119,6 +109,15 @@ def _rows(
         scales = scale, weight_scale
         return tensor_scaled.launch_rows(data, weight, sizes, scales, transposed=True, **options)
     return cuda.launch_rows(data, scale, weight, weight_scale, sizes, index=index, **options)
+
+
+def _read_from(rows, gathers: bool):
+    """What a kernel reads of rows, and at which index: of those of tokens, which it `gathers` or which are written."""
+    if not isinstance(rows, Moved):
+        return rows, None
+    if gathers:
+        return rows.base, rows.row_map.source_row[0]
+    return with_rows(rows.base, partial(move_rows, row_map=rows.row_map)), None
 
 
 def _wide(q):
