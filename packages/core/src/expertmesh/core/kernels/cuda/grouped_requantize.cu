@@ -36,19 +36,22 @@ __device__ __forceinline__ float without_subnormal(float x) {
 __device__ __forceinline__ float factor_of(float scale) { return scale; }
 __device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
 
-// Eight numbers of a row, of 16 bits each, from where they were copied.
-__device__ __forceinline__ void take(u32 (&words)[4], u32 from, Stored scale) {
+// Eight numbers of a row, as they were copied.
 #if NARROW
-  const uint2 eight = get_8(from);
-  const float factor = factor_of(scale);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float2 v = from_8_bits(j < 2 ? eight.x : eight.y, j % 2);
-    words[j] = pack(without_subnormal(v.x * factor), without_subnormal(v.y * factor));
-  }
+typedef uint2 Eight;
+__device__ __forceinline__ Eight get_eight(u32 from) { return get_8(from); }
 #else
-  unpack(words, get(from));
+typedef int4 Eight;
+__device__ __forceinline__ Eight get_eight(u32 from) { return get(from); }
 #endif
+
+// The j-th two of them, of 16 bits each.
+__device__ __forceinline__ u32 two_of(uint2 eight, int j, float factor) {
+  const float2 v = from_8_bits(j < 2 ? eight.x : eight.y, j % 2);
+  return pack(without_subnormal(v.x * factor), without_subnormal(v.y * factor));
+}
+__device__ __forceinline__ u32 two_of(int4 eight, int j, float) {
+  return j < 2 ? j < 1 ? eight.x : eight.y : j < 3 ? eight.z : eight.w;
 }
 
 // Rows of a thread, on their way to shared memory, and their scales.
@@ -127,17 +130,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = smem + thread * ROW_BYTES + i * READ;
+      const Eight eight = get_eight(from);
 #if MOVES
       if (i < here.live) {
         const u64 row = here.row + i;
-        *(uint2*)(moved + row * width + here.column) = get_8(from);
+        *(uint2*)(moved + row * width + here.column) = eight;
         if (thread % PEERS == 0) moved_scale[(u64)(here.column / BLOCK) * num_rows + row] = scales[i];
       }
 #endif
-      take(kept[i], from, scales[i]);
+      const float factor = factor_of(scales[i]);
       scales[i] = next.read(i, from);
 #pragma unroll
-      for (int j = 0; j < 4; j++) of_columns[0][j] = larger(of_columns[0][j], kept[i][j] & 0x7FFF7FFF);
+      for (int j = 0; j < 4; j++) {
+        kept[i][j] = two_of(eight, j, factor);
+        of_columns[0][j] = larger(of_columns[0][j], kept[i][j] & 0x7FFF7FFF);
+      }
     }
 
     const int first_column = here.column - thread % 16 * 8;

@@ -183,10 +183,9 @@ __device__ __forceinline__ float4 multipliers(u32 smem, int column) {
 }
 
 // Four rows, from row `r` of this thread on, of its 8 columns: eight rows of a column lie together, at places that
-// are swizzled by the thread, and their two words by the place, for all banks.
+// are swizzled by the thread, for all banks.
 __device__ __forceinline__ void transpose(const u32 (&down)[8], int r, int thread, u32 smem) {
-  const int in_row = thread % 16, line = thread / 16 * ROWS + r, eight = line / 8;
-  const int to = (eight ^ in_row) * 8 + (line % 8 ^ eight % 2 * 4);
+  const int in_row = thread % 16, line = thread / 16 * ROWS + r, to = (line / 8 ^ in_row) * 8 + line % 8;
 #pragma unroll
   for (int j = 0; j < 8; j++) put_word(smem + ROOM + (in_row * 8 + j) * BLOCK + to, down[j]);
 }
@@ -200,7 +199,6 @@ __device__ __forceinline__ void store_transposed(
     const int c = first + thread / 8, places = c / 8, row = first_row + thread % 8 * 16;
     int4 v = get(smem + ROOM + c * BLOCK + (thread % 8 ^ places / 2) * 16);
     if (places % 2) v = make_int4(v.z, v.w, v.x, v.y);
-    v = make_int4(v.x, v.y, v.w, v.z);
     if (row < num_rows && first_column + c < width) {
       int4* to = (int4*)(out + (u64)(first_column + c) * num_rows + row);
 #if PANEL
