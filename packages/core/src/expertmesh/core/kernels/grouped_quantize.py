@@ -8,12 +8,14 @@ from expertmesh.core.quantization.quantize_rows import Moved
 
 
 @for_device
-def grouped_quantize(source, group_sizes, multiplier, key, *, device, **options):
+def grouped_quantize(
+    source, group_sizes, multiplier, key, *, format, directions, device, **options
+):
     """As `triton/grouped_quantize.py`."""
-    format = options["format"]
-    if isinstance(source, Moved) and format.block is not None and options["directions"] == (1,):
+    if isinstance(source, Moved) and format.block is not None and directions == (1,):
         _, C, K = source.shape
         if reads_along_rows(Rows(C, K, source.dtype, format.block[1], device)):
             index = source.row_map.source_row
             return grouped_requantize.along_rows(source.base, index, group_sizes, format)
+    options |= dict(format=format, directions=directions)
     return triton.grouped_quantize(source, group_sizes, multiplier, key, **options)

@@ -116,6 +116,13 @@ struct Tiles {
 // at the end) and of its right columns are.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
+// What it says, of results with so many parts.
+__device__ __forceinline__ int4 note_of(const Tiles& tiles, int parts, int steps) {
+  const int left = tiles.n * 2, right = min(left + 1, parts - 1);  // what lies beyond the width is not stored
+  const int first = tiles.group * parts;
+  return make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0);
+}
+
 #if !GATHERS
 struct Operands {
   const TensorMap *lhs, *rhs;
@@ -126,9 +133,8 @@ __device__ __forceinline__ void load_tiles(
   const bool one = threadIdx.x % 32 == 0;
   const int parts = (width + PART_N - 1) / PART_N;
   while (tiles.next()) {
-    const int left = tiles.n * 2, right = min(left + 1, parts - 1);  // what lies beyond the width is not stored
-    const int first = tiles.group * parts;
-    const int4 tile = make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0);
+    const int4 tile = note_of(tiles, parts, steps);
+    const int left = tiles.n * 2;
 #pragma unroll 1
     for (int step = -LOW_RANK_STEPS; step < steps; step++) {
       const u32 at = ring.at(), ready = ring.full();
@@ -191,10 +197,7 @@ __device__ __forceinline__ void gather_tiles(
     wait_barrier(ring.empty(), ring.parity);
 #pragma unroll
     for (int i = 0; i < OWN / 32; i++) put_word(token_of_row(ring, half * OWN + i * 32 + lane), found[i]);
-    if (loads) {
-      const int right = min(left + 1, parts - 1), first = group * parts;
-      put(which(ring), make_int4(tiles.row, (first + left) * steps, (first + right) * steps, 0));
-    }
+    if (loads) put(which(ring), note_of(tiles, parts, steps));
     __syncwarp();
     more = next();
 #pragma unroll 1
