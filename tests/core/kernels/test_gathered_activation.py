@@ -51,6 +51,12 @@ def _operands(shape, dtype):
     return *arrays, index, np.asarray(sizes, np.int32), jnp.asarray(weights, jnp.float32)
 
 
+def _row_map(tokens, index):
+    """Rows that are the tokens at the index, each at one of a token's three places."""
+    place = jnp.where(index < 0, -1, 3 * index + jnp.arange(len(index)) % 3)
+    return RowMap(jnp.zeros((1, len(tokens), 3), jnp.int32), place[None])
+
+
 def _bounded(activation, gate, up):
     bound = np.inf if activation.limit is None else activation.limit
     return np.minimum(gate, bound), np.clip(up, -bound, bound)
@@ -73,8 +79,7 @@ def test_equals_float64_loops_and_repeats_bitwise(shape, dtype, activation, monk
 
     @jax.jit
     def run(x, rhs, index, sizes, weights):
-        moved = Moved(x[None], RowMap(jnp.zeros((1, len(x)), jnp.int32), index[None]))
-        operands = moved, rhs, sizes[None], weights[None]
+        operands = Moved(x[None], _row_map(x, index)), rhs, sizes[None], weights[None]
         h, a = gathered_activation(*operands, activation=activation, keeps_h=True)
         _, alone = gathered_activation(*operands, activation=activation, keeps_h=False)
         return h[0], a[0], alone[0]
@@ -121,9 +126,10 @@ def test_gradient_equals_float64_loops_and_repeats_bitwise(
 
     @jax.jit
     def run(tokens, rhs, h, index, sizes, weights):
-        moved = Moved(tokens[None], RowMap(jnp.zeros((1, len(tokens)), jnp.int32), index[None]))
+        row_map = _row_map(tokens, index)
         rows = jnp.where((index < 0)[None, :, None], jnp.nan, tokens[None, index])
-        operands = moved if gathers else rows, rhs, h[None], weights[None], index[None], sizes[None]
+        dy = Moved(tokens[None], row_map) if gathers else rows
+        operands = dy, rhs, h[None], weights[None], row_map.source, sizes[None]
         return [x[0] for x in dgrad_activation_grad_op(*operands, activation=activation)]
 
     operands = tokens, rhs, h, index, sizes, weights

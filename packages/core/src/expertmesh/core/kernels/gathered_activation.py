@@ -47,7 +47,9 @@ def _run(lhs: Moved, rhs, group_sizes, weights, *, activation, keeps_h: bool, de
 @for_device
 def dgrad_activation_grad(dy, rhs, h, weights, source, group_sizes, *, activation, device):
     """[1, C, D], or [1, T, D] at [1, C], x [G, F, D]; [1, C, 2, F], [1, C] -> [1, C, 2, F], [1, C], [1, C, F]."""
-    rows, gathers = (dy.base, True) if isinstance(dy, Moved) else (dy, False)
+    gathers = isinstance(dy, Moved)
+    # `source` has places of tokens, of which there are several; of rows side by side it says which hold one.
+    rows, index = (dy.base, dy.row_map.source_row) if gathers else (dy, source)
     (P, C), (G, F, D) = source.shape, rhs.shape
     projection = choice.Projection(
         rows=C, tokens=rows.shape[1], contraction=D, width=F, groups=G, dtype=h.dtype,
@@ -58,7 +60,7 @@ def dgrad_activation_grad(dy, rhs, h, weights, source, group_sizes, *, activatio
         of: Any = gathered_gemm if gathers else grouped_gemm
         d_out = of.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
         return activate_rows.grad(h, d_out, weights, source, group_sizes, activation=activation)
-    operands = rows[0], source[0], rhs, h[0], weights[0], group_sizes[0]
+    operands = rows[0], index[0], rhs, h[0], weights[0], group_sizes[0]
     options = dict(config=config, activation=activation, gathers=gathers)
     d_h, a, dots = cuda.launch_grad(*operands, **options)
     return d_h[None], selected(holds_token(source), dots.sum(0)[None]), a[None]
