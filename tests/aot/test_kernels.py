@@ -575,10 +575,11 @@ def _launches(monkeypatch, op: Op, *operands, **options) -> list:
 
 
 def _check_launches(launches, arch):
-    """No spills, and 16 bytes a load but where rows have a number each."""
+    """No spills, 8 bits from float32 alone, and 16 bytes a load but where rows have a number each."""
     for kernel, types, constants, warps, options in launches:
         compiled = _assemble(kernel, types, constants, warps, 3, arch, **options)
         _check_resources(compiled, arch)
+        assert not re.search(r"cvt\S*\.e\dm\dx2\.f16x2", compiled.asm["ptx"])
         if kernel.__name__ == "_group_amax_kernel":
             continue
         assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])

@@ -160,7 +160,7 @@ def _kernel(
         inside = rows < M
         if not EXACT:
             inside = inside & (columns < F)
-        q = (parts[part].to(tl.float32) * multiplier[None, :]).to(dtype)
+        q = rounded(parts[part].to(tl.float32) * multiplier[None, :], dtype)
         at = (rows.to(tl.int64) * HALVES + half) * F + columns
         end = (half + 1) * F
         store_along_rows(data_rows, q, at, inside, m + part * TM, half * F + n, end, M, TRANSPOSED)

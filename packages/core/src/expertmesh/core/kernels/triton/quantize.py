@@ -8,6 +8,7 @@ the amax.
 An array is seen as [A, M, B, N]: blocks along M and N, B between them; a row of the array is SPLIT of M's.
 """
 
+import os
 from math import prod
 from typing import Any
 
@@ -84,13 +85,29 @@ def magnitudes_of(wide):
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+# Triton's interpreter has no machine instructions.
+BY_INSTRUCTION = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+
+
 @triton.jit
 def rounded(wide, dtype: tl.constexpr):
-    """`wide.to(dtype)`: to bfloat16 two at a time, which a scalar conversion does at an eighth of the rate."""
+    """float32 as `dtype`, to nearest, ties to even; in 8 bits saturated.
+
+    Numbers are converted two at a time. To bfloat16 a scalar conversion has an eighth of the rate; to 8 bits Triton
+    goes by way of float16 below 9.0, which it truncates to.
+    """
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [wide], tl.bfloat16, True, 2
         )
+    elif BY_INSTRUCTION and dtype.primitive_bitwidth == 8:
+        CONVERT: tl.constexpr = (
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+            if dtype == tl.float8e4nv
+            else "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+        )
+        bits = tl.inline_asm_elementwise(CONVERT, "=h,f,f", [wide], tl.int8, True, 2)
+        return bits.to(dtype, bitcast=True)
     else:
         return wide.to(dtype)
 
@@ -123,7 +140,7 @@ def quantized_tile(
 ):  # fmt: skip
     """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
     scaled, scale = _scaled_tile(wide, BM, BN, SCALE, LARGEST, LIMIT, FLOOR)
-    return scaled.to(dtype), scale
+    return rounded(scaled, dtype), scale
 
 
 @triton.jit
@@ -253,12 +270,12 @@ def _both_kernel(
 
 @triton.jit
 def _converted_again(wide, dtype: tl.constexpr):
-    """The bits of `wide.to(dtype)`, by conversions of their own.
+    """The bits of `rounded(wide, dtype)`, by conversions of their own.
 
     Where one conversion's result leaves both whole and byte by byte, ptxas 12.9 stores bytes that nothing wrote. Only
     the select keeps the compiler from making one of the two; it does not know that a grid has one dimension.
     """
-    return tl.where(tl.program_id(1) == 0, wide, 0).to(dtype)
+    return rounded(tl.where(tl.program_id(1) == 0, wide, 0), dtype)
 
 
 @triton.jit
@@ -276,7 +293,7 @@ def _square_kernel(
     dtype: tl.constexpr = data_rows.dtype.element_ty
     scaled, stored = _scaled_tile(wide, BLOCK, BLOCK, SCALE, LARGEST, LIMIT, FLOOR)
     if data is not None:
-        tl.store(data + at, scaled.to(dtype), mask=inside)
+        tl.store(data + at, rounded(scaled, dtype), mask=inside)
         store_scale(scale, stored, a, m, i, n, M, B, N, BLOCK, BLOCK)
     again = _converted_again(scaled, dtype)
     matrix = a.to(tl.int64) * B + i
@@ -364,7 +381,7 @@ def _scaled_kernel(
         else:
             factor = tl.load(multiplier + a)
         if data is not None:
-            q = (wide * factor).to(data.dtype.element_ty)
+            q = rounded(wide * factor, data.dtype.element_ty)
             tl.store(data + at, q, mask=inside, eviction_policy=EVICT)
         if data_rows is not None:
             again = _converted_again(wide * factor, data_rows.dtype.element_ty)
