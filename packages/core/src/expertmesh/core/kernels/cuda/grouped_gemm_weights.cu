@@ -33,7 +33,6 @@ INSTRUCTIONS
 // begins, and its extent. Consumers, which have no registers for it, read it until the tile has left: while they
 // multiply the next one, when the producer is at most as many tiles further as there are stages.
 constexpr int NOTES = 256, NOTE_BYTES = 16, NUM_NOTES = 8;
-static_assert(STAGES > 1 || !GATHERS, "a stage is full when the next one's copies are under way");
 static_assert(LIVE + 4 <= NOTES && NOTES + NUM_NOTES * NOTE_BYTES <= 1024 && STAGES + 1 < NUM_NOTES, "there is room");
 
 // The rows of a tile (none: there is no other tile), whether its window has rows of the next group, too, and whether it
@@ -141,43 +140,44 @@ __device__ __forceinline__ int read_place(const int* index, int row, int end) {
   return place;
 }
 
-// This thread's copies for a stage are there, but for those of the last BEHIND steps, and the tensor cores see them.
-template <int BEHIND>
-__device__ __forceinline__ void copies_are_there(u32 ready) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(BEHIND) : "memory");
-  fence_shared();
-  arrive(ready);
-}
+// The places of 64 rows from this one on, two of each thread of a warp.
+struct Places {
+  int low, high;
+
+  __device__ __forceinline__ static Places read(const int* index, int row, int end) {
+    const int lane = threadIdx.x % 32;
+    return {read_place(index, row + lane, end), read_place(index, row + 32 + lane, end)};
+  }
+
+  __device__ __forceinline__ int of(int row) const { return __shfl_sync(~0u, row < 32 ? low : high, row % 32); }
+};
 
 // The rows of an operand of this width at their index, negative where there is none: eight rows at once, of each panel
-// eight units. A thread's rows have one place in the swizzle. A stage is full when the next one's copies are under way.
-// GATHERERS threads.
+// eight units. A thread's rows have one place in the swizzle. Places are read a step ahead. GATHERERS threads.
 __device__ __forceinline__ void gather_tiles(const u8* from, const int* index, int width, CutTiles tiles, Ring ring) {
   constexpr int PANELS = GATHERS_LHS ? TILE_M / 64 : TILE_N / 64;
-  const int lane = threadIdx.x % 32, line = threadIdx.x % GATHERERS / 8, unit = threadIdx.x % 8;
+  const int line = threadIdx.x % GATHERERS / 8, unit = threadIdx.x % 8;
   const u32 to = (GATHERS_LHS ? OF_LHS : 0) + unit_at(0, line, unit);
-  u32 before = 0;  // the barrier of the stage before
   while (tiles.next()) {
     const int first = (GATHERS_LHS ? tiles.m : tiles.n) + unit * (UNIT / 2);  // the thread's column
+    Places next = Places::read(index, tiles.start, tiles.end);
     for (int row = tiles.start; row < tiles.end; row += ROWS) {
-      const int low = read_place(index, row + lane, tiles.end), high = read_place(index, row + 32 + lane, tiles.end);
+      const Places places = next;
+      next = Places::read(index, row + ROWS, tiles.end);
       wait_barrier(ring.empty(), ring.parity);
       const u32 at = ring.at() + to;
 #pragma unroll
-      for (int i = 0; i < ROWS / 8; i++) {
-        const int place = __shfl_sync(~0u, i < 4 ? low : high, i % 4 * 8 + line);
+      for (int i = 0; i < ROWS; i += 8) {
+        const int place = places.of(i + line);
         const u8* const source = from + ((u64)(u32)max(place, 0) * width + first) * 2;
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++)
-          copy_unit(at + panel * PANEL + i * 1024, source + panel * 128, place >= 0 && first + panel * 64 < width);
+          copy_unit(at + panel * PANEL + i * 128, source + panel * 128, place >= 0 && first + panel * 64 < width);
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      if (before) copies_are_there<1>(before);
-      before = ring.full();
+      arrive_after_copies(ring.full());
       ring.next();
     }
   }
-  if (before) copies_are_there<0>(before);
   wait_barrier(ring.empty(), ring.parity);
   arrive(ring.full());
 }
@@ -199,6 +199,7 @@ __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], Ring& ring, int rows, bool mixed, Sending& sender) {
   const u32 dy = ring.at(), lhs = dy + OF_LHS + sender.way.result.consumer * PANEL;
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy, PANEL);
+  if (GATHERS) fence_shared();  // rows were copied by threads
   if (mixed) {
     clear_rows(lhs, 1, rows);
     clear_rows(dy, WIDTH / 64, rows);  // by both consumers, which write the same
