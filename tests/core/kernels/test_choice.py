@@ -130,6 +130,8 @@ def test_measured_quantizers(gradient, block, kernel):
     assert quantize.choose_activation(activated).kernel == "cuda"
     requantized = quantize.Rows(32768, 7168, BF16, block, H200)
     assert quantize.choose_requantize(requantized).kernel == kernel
+    of_eights = quantize.Rows(32768, 264, BF16, block, H200)
+    assert quantize.choose_requantize(of_eights).kernel == "triton"
 
 
 def test_rows_in_cuda_are_for_hopper_and_short_contractions():

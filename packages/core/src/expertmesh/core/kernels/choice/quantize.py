@@ -204,7 +204,7 @@ def choose_requantize(rows: Rows) -> Config:
 def reads_along_rows(rows: Rows) -> bool:
     """Whether a kernel in CUDA C++ quantizes rows along the rows alone."""
     # Where nothing is transposed Triton's is as fast.
-    return rows.transposed and rows.fits_cuda
+    return rows.transposed and rows.fits_cuda and rows.columns % 16 == 0
 
 
 def _cuda(rows: Rows, tiles: HopperTiles) -> Config:

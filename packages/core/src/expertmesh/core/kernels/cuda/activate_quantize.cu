@@ -47,6 +47,19 @@ struct Reader {
   }
 };
 
+// A warp's part of the columns' largest magnitudes, of which each thread has those of its rows.
+__device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int thread, u32 smem) {
+  const int lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int half = 0; half < HALVES; half++) {
+    u32(&of)[4] = largest[half];
+#pragma unroll
+    for (int j = 0; j < 4; j++) of[j] = larger(of[j], __shfl_xor_sync(~0u, of[j], 16));
+    if (lane < 16)
+      put(largest_at(smem, (warp * HALVES + half) * COLUMNS + lane * 8), make_int4(of[0], of[1], of[2], of[3]));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     const u8* h,
 #if GRADIENT
@@ -147,7 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     }
 
     const int first_column = tile % across * COLUMNS;
-    scale_columns(of_columns, thread, smem, here, first_column, width, scale_rows);
+    put_largest(of_columns, thread, smem);
+    __syncthreads();
+    scale_columns(thread, smem, here.block, first_column, width, scale_rows);
+    __syncthreads();
     const int inside = here.column < width ? num_rows - here.row : 0;
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -184,11 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
             *(uint2*)(data + at) = make_uint2(along[k][0], along[k][1]);
             if (!TRANSPOSED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
           }
-        if (TRANSPOSED) transpose(down, r, thread, smem);
+        if (TRANSPOSED) transpose(down, r, 0, thread, smem);
       }
-      if (TRANSPOSED)
-        store_transposed(
+      if (TRANSPOSED) {
+        __syncthreads();
+        store_lines(
             data_rows + (u64)half * width * num_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
+        __syncthreads();
+      }
     }
   }
 }

@@ -28,5 +28,5 @@ def source(
     defined = dict(GRADIENT=int(gradient), WEIGHTED=int(weighted), **activation_macros(activation))
     return quantize.source(
         "activation.cuh", "activate_quantize.cu", dtype=dtype, config=config, format=format,
-        halves=1 + gradient, row_bytes=16 * (2 + gradient), **defined,
+        layout=quantize.Layout(16 * (2 + gradient), halves=1 + gradient), **defined,
     )  # fmt: skip

@@ -2,28 +2,35 @@
 // have 16 bits, or 8 in blocks along their features (NARROW), and between the two quantizations 16.
 //
 // With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative. Narrow ones are
-// also written as they are, the scales with the rows contiguous, if MOVES.
-static_assert(TRANSPOSED, "the copy leaves in whole lines alone");
+// also written as they are, the scales with the rows contiguous, if MOVES. Where scales are powers of two (BINARY: of
+// E4M3, with bfloat16 between), products are exact in float16 too, two at a time.
+//
+// The index is read two tiles ahead, rows and scales one. A tile is stored between the two barriers of the next one.
+static_assert(TRANSPOSED && DEFERS, "the copy leaves in whole lines alone");
+static_assert(EIGHTS == 2 && ROWS == 4 && BLOCK == COLUMNS, "a lane in four has the scale of a row");
 static_assert(!MOVES || PANEL && NARROW, "else rows are there, or have no scales");
-static_assert(ROW_BYTES == (NARROW ? 8 : 16), "eight numbers");
+static_assert(!BINARY || NARROW && !HALF, "else two factors have no power of two in common");
+static_assert(ROW_BYTES == (NARROW ? 16 : 32) && APART == (NARROW ? 8 : 64), "whole sectors");
 
-// 8 bytes, or zeros, for which nothing is read.
-__device__ __forceinline__ void copy_8(u32 to, const u8* from, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(wanted ? 8 : 0) : "memory");
+constexpr int BYTES = ROW_BYTES / 16;  // of a number, and pieces of 16 bytes that a thread has of a row
+constexpr int PAIRS = 4 * EIGHTS;      // of columns
+
+__device__ __forceinline__ void put_8(u32 to, u32 low, u32 high) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
 }
 
-__device__ __forceinline__ uint2 get_8(u32 from) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
-  return v;
+// The two numbers in the low, or high, half of a word, in float16.
+__device__ __forceinline__ u32 from_8_bits(u32 four, bool high) {
+  u32 two;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2." FORMAT "x2 %0, low;\n}"
+      : "=r"(two) : "r"(high ? four >> 16 : four));
+  return two;
 }
 
-// The two numbers in the low, or high, half of a word.
-__device__ __forceinline__ float2 from_8_bits(u32 four, bool high) {
+__device__ __forceinline__ float2 from_halves(u32 two) {
   float2 v;
-  asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2." FORMAT "x2 both, low;\n"
-      "mov.b32 {low, high}, both;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-      : "=f"(v.x), "=f"(v.y) : "r"(high ? four >> 16 : four));
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(v.x), "=f"(v.y) : "r"(two));
   return v;
 }
 
@@ -36,61 +43,256 @@ __device__ __forceinline__ float without_subnormal(float x) {
 __device__ __forceinline__ float factor_of(float scale) { return scale; }
 __device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
 
-// Eight numbers of a row, as they were copied.
-#if NARROW
-typedef uint2 Eight;
-__device__ __forceinline__ Eight get_eight(u32 from) { return get_8(from); }
-#else
-typedef int4 Eight;
-__device__ __forceinline__ Eight get_eight(u32 from) { return get(from); }
-#endif
+// A tile's rows of a thread, at their places or at the index.
+struct Rows {
+  int row[ROWS];
 
-// The j-th two of them, of 16 bits each.
-__device__ __forceinline__ u32 two_of(uint2 eight, int j, float factor) {
-  const float2 v = from_8_bits(j < 2 ? eight.x : eight.y, j % 2);
-  return pack(without_subnormal(v.x * factor), without_subnormal(v.y * factor));
-}
-__device__ __forceinline__ u32 two_of(int4 eight, int j, float) {
-  return j < 2 ? j < 1 ? eight.x : eight.y : j < 3 ? eight.z : eight.w;
-}
-
-// Rows of a thread, on their way to shared memory, and their scales.
-struct Reader {
-  const u8* data;
-  const Stored* scale;
-  int live, width, blocks;
+  __device__ __forceinline__ Rows(Place at, const int* source, int num_live) {
 #if PANEL
-  int rows[ROWS];
-#endif
-
-  __device__ __forceinline__ Reader(
-      Place at, const u8* all_data, const Stored* all_scales, const int* source, int width)
-      : live(at.live), width(width), blocks((width + BLOCK - 1) / BLOCK) {
-    data = all_data + at.column * (ROW_BYTES / 8);
-    scale = all_scales + at.column / BLOCK;
-#if PANEL
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) rows[i] = i < live ? __ldg(source + at.row + i) : -1;
+    const int4 v = __ldg((const int4*)(source + (at.row < num_live ? at.row : 0)));
+    row[0] = v.x, row[1] = v.y, row[2] = v.z, row[3] = v.w;
 #else
-    data += (u64)at.row * width * (ROW_BYTES / 8);
-    scale += (u64)at.row * blocks;
+    row[0] = at.row, row[1] = at.row + 1, row[2] = at.row + 2, row[3] = at.row + 3;
 #endif
-  }
-
-  __device__ __forceinline__ Stored read(int i, u32 to) const {
-#if PANEL
-    const int row = rows[i];
-    const bool wanted = row >= 0;
-#else
-    const int row = i;
-    const bool wanted = i < live;
-#endif
-    const u8* from = data + (u64)row * width * (ROW_BYTES / 8);
-    NARROW ? copy_8(to, from, wanted) : copy(to, from, wanted);
-    end_copies();
-    return NARROW && wanted ? __ldg(scale + (u64)row * blocks) : Stored(0);
   }
 };
+
+// The scale of one row of each lane, which is 0 where none is held.
+struct OwnScale {
+  Stored stored;
+  bool held;
+
+  __device__ __forceinline__ Stored value() const { return held ? stored : Stored(0); }
+};
+
+// Begins to copy a tile's rows to shared memory.
+__device__ __forceinline__ OwnScale read(
+    Place at, const Rows& rows, const u8* data, const Stored* scale, int thread, int num_live, int width, u32 to) {
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    const bool wanted = i < at.live && rows.row[i] >= 0;
+    const u8* from = data + ((long long)rows.row[i] * width + at.column) * BYTES;
+#pragma unroll
+    for (int piece = 0; piece < BYTES; piece++)
+      copy(to + i * READ + piece * THREADS * 16, from + piece * APART * BYTES,
+           wanted && (!piece || at.column + APART < width));
+  }
+  end_copies();
+  OwnScale own = {};
+#if NARROW
+  const int mine = thread % ROWS;
+  int row = rows.row[0];
+#pragma unroll
+  for (int i = 1; i < ROWS; i++) row = i == mine ? rows.row[i] : row;
+  own.held = at.row + mine < num_live && at.column - thread % IN_ROW * STEP < width && row >= 0;
+  const int blocks = (width + BLOCK - 1) / BLOCK;
+  own.stored = __ldg(scale + (own.held ? (u64)row * blocks + at.column / BLOCK : 0));
+#endif
+  return own;
+}
+
+// What a lane's row is multiplied by, as a float or, where these are exact for its warp, as two of float16 and the
+// power of two `base`.
+struct Factor {
+  u32 word;
+  bool exact;
+  float base;
+};
+
+#if BINARY
+__device__ __forceinline__ u32 to_halves(float low, float high) {
+  u32 two;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+// The larger magnitudes of two in float16; NaN is the largest.
+__device__ __forceinline__ u32 larger_halves(u32 most, u32 two) {
+  asm("{\n.reg .b32 magnitudes;\nabs.f16x2 magnitudes, %1;\nmax.NaN.f16x2 %0, %0, magnitudes;\n}"
+      : "+r"(most) : "r"(two));
+  return most;
+}
+
+// E4M3 has the multiples of 2^-9 up to 1.75 * 2^8, float16 those of 2^-24 below 2^16. Products with 2^-15 .. 2^6 are
+// exact, and below 2^15: times less than 2^-24, for which float16 has 0, they round to 0 in E4M3. What a product has
+// below 2^-24 is no part of E4M3 either, whose least number is 2^-9. Above 2^-101 no number becomes a subnormal one.
+constexpr u32 SPAN = 21u << 23, ABOVE_LARGEST = 6u << 23, LEAST = 27u << 23, MOST = 227u << 23;
+
+__device__ __forceinline__ Factor factor_of_warp(float mine) {
+  const u32 bits = __float_as_uint(mine), power = bits & 0x7FFFFF ? ~0u : bits;
+  const u32 most = max(__reduce_max_sync(~0u, power), LEAST + SPAN);
+  const u32 least = __reduce_min_sync(~0u, bits ? bits : ~0u);  // zeros are exact
+  const u32 base = most - ABOVE_LARGEST;
+  const bool exact = most <= MOST && least >= most - SPAN;
+  const float of_base = mine * __uint_as_float((254u << 23) - base);
+  return {exact ? to_halves(of_base, of_base) : bits, exact, __uint_as_float(base)};
+}
+#else
+__device__ __forceinline__ Factor factor_of_warp(float mine) { return {__float_as_uint(mine), false, 1}; }
+#endif
+
+// Rows of 8 bits in 16, and the largest magnitudes of their columns: EXACT in float16, over the base.
+template <bool EXACT>
+__device__ __forceinline__ void widen(
+    const int4 (&raw)[ROWS][BYTES], u32 factor, int thread, u32 (&kept)[ROWS][PAIRS], u32 (&of_columns)[PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    const u32 of_row = __shfl_sync(~0u, factor, thread % 32 / ROWS * ROWS + i);
+    u32 words[4];
+    unpack(words, raw[i][0]);
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const u32 two = from_8_bits(words[j / 2], j % 2);
+#if BINARY
+      if (EXACT) {
+        kept[i][j] = times(two, of_row);
+        of_columns[j] = larger_halves(of_columns[j], kept[i][j]);
+        continue;
+      }
+#endif
+      const float2 v = from_halves(two);
+      const float by = __uint_as_float(of_row);
+      kept[i][j] = pack(without_subnormal(v.x * by), without_subnormal(v.y * by));
+      of_columns[j] = larger(of_columns[j], kept[i][j] & 0x7FFF7FFF);
+    }
+  }
+}
+
+__device__ __forceinline__ void take(
+    const int4 (&raw)[ROWS][BYTES], const Factor& factor, int thread, u32 (&kept)[ROWS][PAIRS],
+    u32 (&of_columns)[PAIRS]) {
+#if NARROW
+  if (BINARY && factor.exact)
+    widen<true>(raw, factor.word, thread, kept, of_columns);
+  else
+    widen<false>(raw, factor.word, thread, kept, of_columns);
+#else
+#pragma unroll
+  for (int i = 0; i < ROWS; i++)
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++) {
+      u32 words[4];
+      unpack(words, raw[i][eight]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        kept[i][eight * 4 + j] = words[j];
+        of_columns[eight * 4 + j] = larger(of_columns[eight * 4 + j], words[j] & 0x7FFF7FFF);
+      }
+    }
+#endif
+}
+
+__device__ __forceinline__ u32 of_base(u32 two, float base) {
+  const float2 v = from_halves(two);
+  return pack(v.x * base, v.y * base);
+}
+
+// Half of two lanes' words: of each one the larger of its own and the other lane's.
+template <int COUNT>
+__device__ __forceinline__ void halve(const u32 (&words)[2 * COUNT], bool upper, int apart, u32 (&half)[COUNT]) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) {
+    const u32 other = __shfl_xor_sync(~0u, upper ? words[j] : words[COUNT + j], apart);
+    half[j] = larger(upper ? words[COUNT + j] : words[j], other);
+  }
+}
+
+// A warp's largest magnitudes of columns: of each four rows' threads one has four columns in the end.
+__device__ __forceinline__ void put_largest(
+    const u32 (&of_columns)[PAIRS], const Factor& factor, int thread, u32 smem) {
+  const int part = thread % 32 / IN_ROW, eight = part / 2;
+  u32 four[4], two[2];
+  halve(of_columns, eight, 2 * IN_ROW, four);
+  halve(four, part % 2, IN_ROW, two);
+  if (factor.exact) two[0] = of_base(two[0], factor.base), two[1] = of_base(two[1], factor.base);
+  const int column = thread % IN_ROW * STEP + eight * APART + part % 2 * 4;
+  put_8(largest_at(smem, thread / 32 * COLUMNS + column), two[0], two[1]);
+}
+
+#if BINARY
+// Multipliers of a thread's columns as two of float16 with the base; false if it has none so large.
+__device__ __forceinline__ bool take_multipliers(u32 smem, int thread, float base, u32 (&of)[PAIRS]) {
+  u32 most = 0;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    const float4 m = multipliers(smem, thread % IN_ROW * STEP + j / 4 * APART + j % 4 * 2);
+    of[j] = to_halves(m.x * base, m.y * base), of[j + 1] = to_halves(m.z * base, m.w * base);
+    most = larger(most, larger(of[j], of[j + 1]));
+  }
+  return !__any_sync(~0u, most + 0x04000400 & 0x80008000);
+}
+
+// Two rows of two columns.
+__device__ __forceinline__ u32 to_8_bits(u32 first, u32 second) {
+  u32 four;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\nmov.b32 %0, {low, high};\n}"
+      : "=r"(four) : "r"(first), "r"(second));
+  return four;
+}
+
+__device__ __forceinline__ void transpose_exact(
+    const u32 (&kept)[ROWS][PAIRS], const u32 (&of)[PAIRS], int thread, u32 smem) {
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; eight++) {
+    u32 down[8];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int pair = eight * 4 + j;
+      const u32 low = to_8_bits(times(kept[0][pair], of[pair]), times(kept[1][pair], of[pair]));
+      const u32 high = to_8_bits(times(kept[2][pair], of[pair]), times(kept[3][pair], of[pair]));
+      down[2 * j] = __byte_perm(low, high, 0x6420), down[2 * j + 1] = __byte_perm(low, high, 0x7531);
+    }
+    transpose(down, 0, eight, thread, smem);
+  }
+}
+#endif
+
+__device__ __forceinline__ void transpose_rounded(const u32 (&kept)[ROWS][PAIRS], int thread, u32 smem) {
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; eight++) {
+    u32 down[8];
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const float4 m = multipliers(smem, thread % IN_ROW * STEP + eight * APART + j);
+      const float of[4] = {m.x, m.y, m.z, m.w};
+      float v[ROWS][4];
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        const int pair = eight * 4 + j / 2;
+        const float2 low = unpack(kept[i][pair]), high = unpack(kept[i][pair + 1]);
+        v[i][0] = low.x, v[i][1] = low.y, v[i][2] = high.x, v[i][3] = high.y;
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
+    }
+    transpose(down, 0, eight, thread, smem);
+  }
+}
+
+// Quantizes what is kept, and leaves it transposed in shared memory.
+__device__ __forceinline__ void quantize(u32 (&kept)[ROWS][PAIRS], const Factor& factor, int thread, u32 smem) {
+#if BINARY
+  if (factor.exact) {
+    u32 of[PAIRS];
+    if (take_multipliers(smem, thread, factor.base, of)) {
+      transpose_exact(kept, of, thread, smem);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+      for (int j = 0; j < PAIRS; j++) kept[i][j] = of_base(kept[i][j], factor.base);
+  }
+#endif
+  transpose_rounded(kept, thread, smem);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize(
     const u8* data,
@@ -100,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
 #if PANEL
     const int* source,
 #endif
-    const int* sizes, int num_rows, int all_columns, int groups,
+    const int* sizes, int num_rows, int width, int groups,
 #if MOVES
     u8* moved, Stored* moved_scale,
 #endif
@@ -112,62 +314,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
   const int* source = sizes;
 #endif
   const u32 smem = shared_memory();
-  const int num_live = min(sum(sizes, groups), num_rows);
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
-  Stored scales[ROWS];
-  {
-    const Reader first(Place(blockIdx.x, all_columns, num_live), data, scale, source, all_columns);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) scales[i] = first.read(i, smem + threadIdx.x * ROW_BYTES + i * READ);
-  }
+  const int thread = threadIdx.x, num_live = min(sum(sizes, groups), num_rows);
+  const int tiles = (width + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
+  const u32 mine = smem + thread * 16;
+  Place here(blockIdx.x, width, num_live), next(blockIdx.x + gridDim.x, width, num_live);
+  OwnScale own = read(here, Rows(here, source, num_live), data, scale, thread, num_live, width, mine);
+  Rows rows(next, source, num_live);
+  int stored_row = 0, stored_column = width;  // of the tile before, whose columns are none at first
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const int thread = anew(threadIdx.x), width = anew(all_columns);
-    const Reader next(Place(tile + gridDim.x, width, num_live), data, scale, source, width);
-    const Place here(tile, width, num_live);
-    u32 kept[ROWS][4], of_columns[1][4] = {};
+    wait_for_copies<0>();
+    int4 raw[ROWS][BYTES];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      wait_for_copies<ROWS - 1>();
-      const u32 from = smem + thread * ROW_BYTES + i * READ;
-      const Eight eight = get_eight(from);
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+      for (int piece = 0; piece < BYTES; piece++) raw[i][piece] = get(mine + i * READ + piece * THREADS * 16);
 #if MOVES
-      if (i < here.live) {
-        const u64 row = here.row + i;
-        *(uint2*)(moved + row * width + here.column) = eight;
-        if (thread % PEERS == 0) moved_scale[(u64)(here.column / BLOCK) * num_rows + row] = scales[i];
-      }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      if (i < here.live) *(int4*)(moved + (u64)(here.row + i) * width + here.column) = raw[i][0];
+    if (thread % IN_ROW < ROWS && here.row + thread % ROWS < num_live)
+      moved_scale[(u64)(here.column / BLOCK) * num_rows + here.row + thread % ROWS] = own.value();
 #endif
-      const float factor = factor_of(scales[i]);
-      scales[i] = next.read(i, from);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        kept[i][j] = two_of(eight, j, factor);
-        of_columns[0][j] = larger(of_columns[0][j], kept[i][j] & 0x7FFF7FFF);
-      }
-    }
+    Factor factor = {};
+#if NARROW
+    factor = factor_of_warp(factor_of(own.value()));
+#endif
+    own = read(next, rows, data, scale, thread, num_live, width, mine);
+    const Place after(tile + 2 * gridDim.x, width, num_live);
+    rows = Rows(after, source, num_live);
 
-    const int first_column = here.column - thread % 16 * 8;
-    scale_columns(of_columns, thread, smem, here, first_column, width, scale_rows);
-#pragma unroll
-    for (int r = 0; r < ROWS; r += 4) {
-      u32 down[8];
-#pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        float v[4][4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const float2 low = unpack(kept[r + k][j / 2]), high = unpack(kept[r + k][j / 2 + 1]);
-          v[k][0] = low.x, v[k][1] = low.y, v[k][2] = high.x, v[k][3] = high.y;
-        }
-        const float4 m = multipliers(smem, thread % 16 * 8 + j);
-        const float of[4] = {m.x, m.y, m.z, m.w};
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
-      }
-      transpose(down, r, thread, smem);
-    }
-    store_transposed(data_rows, thread, smem, here.block * BLOCK, first_column, num_rows, width);
+    u32 kept[ROWS][PAIRS], of_columns[PAIRS] = {};
+    take(raw, factor, thread, kept, of_columns);
+    put_largest(of_columns, factor, thread, smem);
+    const int first_column = here.column - thread % IN_ROW * STEP;
+    __syncthreads();
+    scale_columns(thread, smem, here.block, first_column, width, scale_rows);
+    store_lines(data_rows, thread, smem, stored_row, stored_column, num_rows, width);
+    __syncthreads();
+    quantize(kept, factor, thread, smem);
+    stored_row = here.block * BLOCK, stored_column = first_column;
+    here = next, next = after;
   }
+  __syncthreads();
+  store_lines(data_rows, thread, smem, stored_row, stored_column, num_rows, width);
 }

@@ -1,5 +1,7 @@
 """Rows quantized in blocks along the rows, for Hopper in CUDA C++: of 16 bits, or quantized along their features."""
 
+import jax.numpy as jnp
+
 from expertmesh.core.kernels.choice.quantize import Config, choose_panel
 from expertmesh.core.kernels.cuda import quantize
 
@@ -34,7 +36,12 @@ def source(
 
     `narrow`: rows have 8 bits, else `dtype`; if it `moves` them, they are written as they are, too.
     """
+    binary = narrow and jnp.dtype(dtype) == jnp.bfloat16 and format.scale != "float32"
+    binary = binary and jnp.dtype(format.dtype) == jnp.float8_e4m3fn
+    # Of what a thread reads, 16 bytes lie beside each other.
+    row_bytes, apart = (16, 8) if narrow else (32, 64)
     return quantize.source(
-        "grouped_requantize.cu", dtype=dtype, config=config, format=format, halves=1,
-        row_bytes=8 if narrow else 16, NARROW=int(narrow), PANEL=panel, MOVES=int(moves),
+        "grouped_requantize.cu", dtype=dtype, config=config, format=format,
+        layout=quantize.Layout(row_bytes, eights=2, apart=apart, defers=True),
+        NARROW=int(narrow), PANEL=panel, MOVES=int(moves), BINARY=int(binary),
     )  # fmt: skip

@@ -1,29 +1,36 @@
 // What kernels share that quantize numbers of 16 bits in blocks along their rows, and perhaps their columns, on Hopper.
 //
-// A program takes tiles of BLOCK rows and 128 columns one after the other. A thread has 8 columns of ROWS rows. What it
-// reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the numbers
-// stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along the rows
-// is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
+// A program takes tiles of BLOCK rows and 128 columns one after the other. A thread has eights of columns of ROWS rows.
+// What it reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the
+// numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along the
+// rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
 // Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
-// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), ROW_BYTES (bytes that a
-// thread reads of a row), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR (bits of
-// float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous). If there is
-// one, PANEL divides the tiles beside each other: so many of them come before all others, block by block.
+// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), EIGHTS (of a thread's
+// columns), APART (columns from one of these to the next), ROW_BYTES (bytes that a thread reads of a row), DEFERS (a
+// tile is stored during the next one), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR
+// (bits of float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous). If
+// there is one, PANEL divides the tiles beside each other: so many of them come before all others, block by block.
 
 constexpr int THREADS = WARPS * 32;
-constexpr int COLUMNS = 128;               // of a tile, for 16 threads
-constexpr int ROWS = BLOCK / (2 * WARPS);  // of a thread, from its first one on
-constexpr int PEERS = BLOCK / 8;           // threads that have a block of a row
+constexpr int COLUMNS = 128;                       // of a tile
+constexpr int IN_ROW = COLUMNS / (8 * EIGHTS);     // threads that have a row
+constexpr int STEP = APART == 8 ? 8 * EIGHTS : 8;  // columns from a thread's first one to the next thread's
+constexpr int ROWS = BLOCK * IN_ROW / THREADS;     // of a thread, from its first one on
+constexpr int PEERS = BLOCK * IN_ROW / COLUMNS;    // threads that have a block of a row
+static_assert(APART == 8 || APART == IN_ROW * 8, "a row's threads have all of its columns");
 static_assert(ROWS % 4 == 0 && ROWS <= PEERS, "four rows fill a word, and each row's scale is a thread's");
 
-// Shared memory: what was read, by rows of a thread; the multipliers of columns; and the columns' largest numbers by
-// warp, where later a half of the tile is transposed.
+// Shared memory: what was read, by rows of a thread; the multipliers of columns, with gaps against bank conflicts; the
+// place where half of a tile is transposed; and the columns' largest numbers by warp, in that place unless it DEFERS.
 constexpr int READ = THREADS * ROW_BYTES;
 constexpr int MULTIPLIERS = ROWS * READ;
-constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS * 4;
-constexpr int ROOM_BYTES = TRANSPOSED ? COLUMNS * BLOCK : WARPS * HALVES * COLUMNS * 2;
-static_assert(ROOM + ROOM_BYTES == SHARED, "as launched");
+constexpr int GAP = EIGHTS > 1 ? 16 : 0;  // bytes, after 32 columns
+constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS / 32 * (128 + GAP);
+constexpr int ROOM_BYTES = COLUMNS * BLOCK;
+constexpr int LARGEST_BYTES = WARPS * HALVES * COLUMNS * 2;
+constexpr int LARGEST_OF_WARPS = DEFERS ? ROOM + ROOM_BYTES : ROOM;
+static_assert(LARGEST_OF_WARPS + (TRANSPOSED && !DEFERS ? ROOM_BYTES : LARGEST_BYTES) == SHARED, "as launched");
 
 __device__ __forceinline__ u32 get_u16(u32 from) {
   u16 v;
@@ -118,8 +125,8 @@ struct Place {
     block = tile / across;
     column = tile % across;
 #endif
-    row = block * BLOCK + thread / 16 * ROWS;
-    column = column * COLUMNS + thread % 16 * 8;
+    row = block * BLOCK + thread / IN_ROW * ROWS;
+    column = column * COLUMNS + thread % IN_ROW * STEP;
     live = column < width ? num_live - row : 0;
   }
 };
@@ -147,20 +154,16 @@ __device__ __forceinline__ int anew(int x) {
   return x;
 }
 
-// Stores the scales of a tile's columns and leaves their multipliers in shared memory. All threads; each has a part of
-// 8 columns' largest magnitudes.
+// Where a column's largest magnitude in a warp lies, those of all halves and warps one after the other.
+__device__ __forceinline__ u32 largest_at(u32 smem, int number) { return smem + LARGEST_OF_WARPS + number * 2; }
+
+__device__ __forceinline__ u32 multiplier_at(u32 smem, int column) {
+  return smem + MULTIPLIERS + column * 4 + column / 32 * GAP;
+}
+
+// Stores the scales of a tile's columns and leaves their multipliers in shared memory. All threads, between barriers.
 __device__ __forceinline__ void scale_columns(
-    u32 (&largest)[HALVES][4], int thread, u32 smem, Place here, int first_column, int width, Stored* scale_rows) {
-  const int lane = thread % 32, warp = thread / 32;
-#pragma unroll
-  for (int half = 0; half < HALVES; half++) {
-    u32(&of)[4] = largest[half];
-#pragma unroll
-    for (int j = 0; j < 4; j++) of[j] = larger(of[j], __shfl_xor_sync(~0u, of[j], 16));
-    if (lane < 16)
-      put(smem + ROOM + ((warp * HALVES + half) * COLUMNS + lane * 8) * 2, make_int4(of[0], of[1], of[2], of[3]));
-  }
-  __syncthreads();
+    int thread, u32 smem, int block, int first_column, int width, Stored* scale_rows) {
 #pragma unroll
   for (int first = 0; first < HALVES * COLUMNS; first += THREADS) {
     const int c = first + thread, column = first_column + c % COLUMNS;
@@ -168,37 +171,38 @@ __device__ __forceinline__ void scale_columns(
     u32 magnitude = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
-      magnitude = max(magnitude, get_u16(smem + ROOM + (w * HALVES * COLUMNS + c) * 2));
+      magnitude = max(magnitude, get_u16(largest_at(smem, w * HALVES * COLUMNS + c)));
     const Scale<Stored> of = scale_of(magnitude);
-    put_word(smem + MULTIPLIERS + c * 4, __float_as_int(of.multiplier));
-    if (column < width) scale_rows[((u64)here.block * HALVES + c / COLUMNS) * width + column] = of.stored;
+    put_word(multiplier_at(smem, c), __float_as_int(of.multiplier));
+    if (column < width) scale_rows[((u64)block * HALVES + c / COLUMNS) * width + column] = of.stored;
   }
-  __syncthreads();
 }
 
 // The multipliers of four columns.
 __device__ __forceinline__ float4 multipliers(u32 smem, int column) {
-  const int4 v = get(smem + MULTIPLIERS + column * 4);
+  const int4 v = get(multiplier_at(smem, column));
   return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
 }
 
-// Four rows, from row `r` of this thread on, of its 8 columns: eight rows of a column lie together, at places that
-// are swizzled by the thread, for all banks.
-__device__ __forceinline__ void transpose(const u32 (&down)[8], int r, int thread, u32 smem) {
-  const int in_row = thread % 16, line = thread / 16 * ROWS + r, to = (line / 8 ^ in_row) * 8 + line % 8;
+constexpr int TOGETHER = BLOCK / IN_ROW;  // rows
+
+// Four rows, from row `r` of this thread on, of an eight of its columns: TOGETHER rows of a column lie together, at
+// places that are swizzled by the thread, for all banks.
+__device__ __forceinline__ void transpose(const u32 (&down)[8], int r, int eight, int thread, u32 smem) {
+  const int in_row = thread % IN_ROW, line = thread / IN_ROW * ROWS + r;
+  const int to = (line / TOGETHER ^ in_row) * TOGETHER + line % TOGETHER, column = in_row * STEP + eight * APART;
 #pragma unroll
-  for (int j = 0; j < 8; j++) put_word(smem + ROOM + (in_row * 8 + j) * BLOCK + to, down[j]);
+  for (int j = 0; j < 8; j++) put_word(smem + ROOM + (column + j) * BLOCK + to, down[j]);
 }
 
-// Stores a transposed tile of BLOCK rows, which is in shared memory when all threads are here, and waits for all.
-__device__ __forceinline__ void store_transposed(
+// Stores a transposed tile of BLOCK rows, which is in shared memory. All threads, between barriers.
+__device__ __forceinline__ void store_lines(
     u8* out, int thread, u32 smem, int first_row, int first_column, int num_rows, int width) {
-  __syncthreads();
 #pragma unroll
   for (int first = 0; first < COLUMNS; first += THREADS / 8) {
-    const int c = first + thread / 8, places = c / 8, row = first_row + thread % 8 * 16;
-    int4 v = get(smem + ROOM + c * BLOCK + (thread % 8 ^ places / 2) * 16);
-    if (places % 2) v = make_int4(v.z, v.w, v.x, v.y);
+    const int c = first + thread / 8, places = (APART == 8 ? c : c % APART) / STEP, row = first_row + thread % 8 * 16;
+    int4 v = get(smem + ROOM + c * BLOCK + (thread % 8 ^ places / (16 / TOGETHER)) * 16);
+    if (TOGETHER == 8 && places % 2) v = make_int4(v.z, v.w, v.x, v.y);
     if (row < num_rows && first_column + c < width) {
       int4* to = (int4*)(out + (u64)(first_column + c) * num_rows + row);
 #if PANEL
@@ -208,5 +212,4 @@ __device__ __forceinline__ void store_transposed(
 #endif
     }
   }
-  __syncthreads();
 }

@@ -12,6 +12,17 @@ COLUMNS = 128  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a tile's numbers lie: macros of `quantize.cuh`, which says what they are."""
+
+    row_bytes: int
+    halves: int = 1
+    eights: int = 1
+    apart: int = 8
+    defers: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """The text of a kernel, and its bytes of shared memory."""
 
@@ -19,18 +30,18 @@ class Source:
     shared: int
 
 
-def source(
-    *files: str, dtype, config: Config, format, halves: int, row_bytes: int, **defined
-) -> Source:
-    """The kernel of `files`; `halves`, `row_bytes` and `defined` are macros of it and of `quantize.cuh`."""
+def source(*files: str, dtype, config: Config, format, layout: Layout, **defined) -> Source:
+    """The kernel of `files`; `layout` and `defined` are macros of it and of `quantize.cuh`."""
     block, tiles = format.block[1], config.tiles
     known = scaling(jnp.dtype(dtype), format)
-    # Of what is read, of multipliers, and where a tile is transposed.
-    read = block // (2 * tiles.warps) * tiles.warps * 32 * row_bytes
-    rest = 4 * halves + (block if config.transposed else tiles.warps * halves * 2)
-    shared = read + rest * COLUMNS
+    # Of what is read, of multipliers, of where a tile is transposed, and of largest numbers by warp.
+    read = block * COLUMNS // (8 * layout.eights) * layout.row_bytes
+    multipliers = layout.halves * COLUMNS // 32 * (128 + 16 * (layout.eights > 1))
+    room, largest = block * COLUMNS * config.transposed, tiles.warps * layout.halves * COLUMNS * 2
+    shared = read + multipliers + (room + largest if layout.defers else room or largest)
+    defined |= {name.upper(): int(value) for name, value in dataclasses.asdict(layout).items()}
     defined |= dict(
-        BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, HALVES=halves, ROW_BYTES=row_bytes, SHARED=shared,
+        BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, SHARED=shared,
         HALF=int(jnp.dtype(dtype) == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"],
         FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
         FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TRANSPOSED=int(config.transposed),
