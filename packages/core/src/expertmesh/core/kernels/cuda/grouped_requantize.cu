@@ -1,9 +1,10 @@
 // Rows quantized in blocks along the rows, for Hopper: with what `quantize.cuh` has, which comes before this text. They
 // have 16 bits, or 8 in blocks along their features (NARROW), and between the two quantizations 16.
 //
-// With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative. Narrow ones are
-// also written as they are, the scales with the rows contiguous, if MOVES. Where scales are powers of two (BINARY: of
-// E4M3, with bfloat16 between), products are exact in float16 too, two at a time.
+// With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative. So many tiles
+// beside each other come before all others, block by block. Narrow rows are also written as they are, the scales with
+// the rows contiguous, if MOVES. Where scales are powers of two (BINARY: of E4M3, with bfloat16 between), products are
+// exact in float16 too, two at a time.
 //
 // The index is read two tiles ahead, rows and scales one. A tile is stored between the two barriers of the next one.
 static_assert(TRANSPOSED && DEFERS, "the copy leaves in whole lines alone");
@@ -19,12 +20,13 @@ __device__ __forceinline__ void put_8(u32 to, u32 low, u32 high) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
 }
 
-// The two numbers in the low, or high, half of a word, in float16.
-__device__ __forceinline__ u32 from_8_bits(u32 four, bool high) {
-  u32 two;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2." FORMAT "x2 %0, low;\n}"
-      : "=r"(two) : "r"(high ? four >> 16 : four));
-  return two;
+// Four numbers in float16.
+__device__ __forceinline__ uint2 from_8_bits(u32 four) {
+  uint2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2." FORMAT "x2 %0, low;\n"
+      "cvt.rn.f16x2." FORMAT "x2 %1, high;\n}"
+      : "=r"(v.x), "=r"(v.y) : "r"(four));
+  return v;
 }
 
 __device__ __forceinline__ float2 from_halves(u32 two) {
@@ -42,6 +44,35 @@ __device__ __forceinline__ float without_subnormal(float x) {
 
 __device__ __forceinline__ float factor_of(float scale) { return scale; }
 __device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
+
+// Tiles of a program, each found from the one before without a division.
+class Walk {
+  int of_one, wholes, rests, whole, rest;  // a whole one is a panel or, without panels, a block
+
+ public:
+  __device__ __forceinline__ Walk(int width, int num_live) {
+    of_one = (width + COLUMNS - 1) / COLUMNS;
+#if PANEL
+    of_one = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL;
+#endif
+    wholes = gridDim.x / of_one, rests = gridDim.x % of_one;
+    whole = blockIdx.x / of_one, rest = blockIdx.x % of_one;
+  }
+
+  // This tile, after which comes the next one.
+  __device__ __forceinline__ Place go_on(int width, int num_live) {
+#if PANEL
+    const Place here(rest / PANEL, whole * PANEL + rest % PANEL, width, num_live);
+#else
+    const Place here(whole, rest, width, num_live);
+#endif
+    rest += rests;
+    const bool over = rest >= of_one;
+    rest -= over ? of_one : 0;
+    whole += wholes + over;
+    return here;
+  }
+};
 
 // A tile's rows of a thread, at their places or at the index.
 struct Rows {
@@ -68,10 +99,11 @@ struct OwnScale {
 // Begins to copy a tile's rows to shared memory.
 __device__ __forceinline__ OwnScale read(
     Place at, const Rows& rows, const u8* data, const Stored* scale, int thread, int num_live, int width, u32 to) {
+  const u8* first = data + at.column * BYTES;
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     const bool wanted = i < at.live && rows.row[i] >= 0;
-    const u8* from = data + ((long long)rows.row[i] * width + at.column) * BYTES;
+    const u8* from = first + (long long)rows.row[i] * (width * BYTES);
 #pragma unroll
     for (int piece = 0; piece < BYTES; piece++)
       copy(to + i * READ + piece * THREADS * 16, from + piece * APART * BYTES,
@@ -111,11 +143,12 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
   return a;
 }
 
-// The larger magnitudes of two in float16; NaN is the largest.
-__device__ __forceinline__ u32 larger_halves(u32 most, u32 two) {
-  asm("{\n.reg .b32 magnitudes;\nabs.f16x2 magnitudes, %1;\nmax.NaN.f16x2 %0, %0, magnitudes;\n}"
-      : "+r"(most) : "r"(two));
-  return most;
+// The larger magnitude of each two numbers of float16; NaN is the largest.
+__device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
+  asm("{\n.reg .b32 first, second;\nabs.f16x2 first, %0;\nabs.f16x2 second, %1;\n"
+      "max.NaN.f16x2 %0, first, second;\n}"
+      : "+r"(a) : "r"(b));
+  return a;
 }
 
 // E4M3 has the multiples of 2^-9 up to 1.75 * 2^8, float16 those of 2^-24 below 2^16. Products with 2^-15 .. 2^6 are
@@ -142,27 +175,30 @@ __device__ __forceinline__ void widen(
     const int4 (&raw)[ROWS][BYTES], u32 factor, int thread, u32 (&kept)[ROWS][PAIRS], u32 (&of_columns)[PAIRS]) {
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
-    const u32 of_row = __shfl_sync(~0u, factor, thread % 32 / ROWS * ROWS + i);
+    const u32 of_row = __shfl_sync(~0u, factor, i, ROWS);
     u32 words[4];
     unpack(words, raw[i][0]);
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
-      const u32 two = from_8_bits(words[j / 2], j % 2);
+      const uint2 four = from_8_bits(words[j / 2]);
+      const u32 two = j % 2 ? four.y : four.x;
 #if BINARY
       if (EXACT) {
         kept[i][j] = times(two, of_row);
-        of_columns[j] = larger_halves(of_columns[j], kept[i][j]);
+        of_columns[j] = i ? larger_magnitudes(of_columns[j], kept[i][j]) : kept[i][j];
         continue;
       }
 #endif
       const float2 v = from_halves(two);
       const float by = __uint_as_float(of_row);
       kept[i][j] = pack(without_subnormal(v.x * by), without_subnormal(v.y * by));
-      of_columns[j] = larger(of_columns[j], kept[i][j] & 0x7FFF7FFF);
+      const u32 magnitudes = kept[i][j] & 0x7FFF7FFF;
+      of_columns[j] = i ? larger(of_columns[j], magnitudes) : magnitudes;
     }
   }
 }
 
+// The tile's numbers, and the largest magnitudes of their columns.
 __device__ __forceinline__ void take(
     const int4 (&raw)[ROWS][BYTES], const Factor& factor, int thread, u32 (&kept)[ROWS][PAIRS],
     u32 (&of_columns)[PAIRS]) {
@@ -180,8 +216,10 @@ __device__ __forceinline__ void take(
       unpack(words, raw[i][eight]);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        kept[i][eight * 4 + j] = words[j];
-        of_columns[eight * 4 + j] = larger(of_columns[eight * 4 + j], words[j] & 0x7FFF7FFF);
+        const int pair = eight * 4 + j;
+        const u32 magnitudes = words[j] & 0x7FFF7FFF;
+        kept[i][pair] = words[j];
+        of_columns[pair] = i ? larger(of_columns[pair], magnitudes) : magnitudes;
       }
     }
 #endif
@@ -317,7 +355,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
   const int thread = threadIdx.x, num_live = min(sum(sizes, groups), num_rows);
   const int tiles = (width + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
   const u32 mine = smem + thread * 16;
-  Place here(blockIdx.x, width, num_live), next(blockIdx.x + gridDim.x, width, num_live);
+  Walk walk(width, num_live);
+  Place here = walk.go_on(width, num_live), next = walk.go_on(width, num_live);
   OwnScale own = read(here, Rows(here, source, num_live), data, scale, thread, num_live, width, mine);
   Rows rows(next, source, num_live);
   int stored_row = 0, stored_column = width;  // of the tile before, whose columns are none at first
@@ -341,10 +380,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
     factor = factor_of_warp(factor_of(own.value()));
 #endif
     own = read(next, rows, data, scale, thread, num_live, width, mine);
-    const Place after(tile + 2 * gridDim.x, width, num_live);
+    const Place after = walk.go_on(width, num_live);
     rows = Rows(after, source, num_live);
 
-    u32 kept[ROWS][PAIRS], of_columns[PAIRS] = {};
+    u32 kept[ROWS][PAIRS], of_columns[PAIRS];
     take(raw, factor, thread, kept, of_columns);
     put_largest(of_columns, factor, thread, smem);
     const int first_column = here.column - thread % IN_ROW * STEP;

@@ -2,15 +2,15 @@
 //
 // A program takes tiles of BLOCK rows and 128 columns one after the other. A thread has eights of columns of ROWS rows.
 // What it reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the
-// numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along the
-// rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
+// numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along
+// the rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
 // Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
 // PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), EIGHTS (of a thread's
 // columns), APART (columns from one of these to the next), ROW_BYTES (bytes that a thread reads of a row), DEFERS (a
-// tile is stored during the next one), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and FLOOR
-// (bits of float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows contiguous). If
-// there is one, PANEL divides the tiles beside each other: so many of them come before all others, block by block.
+// tile is stored during the next one), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and
+// FLOOR (bits of float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows
+// contiguous). There may be a PANEL, of rows that are read at an index.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;                       // of a tile
@@ -116,17 +116,15 @@ struct Place {
   int block, row, column, live;
 
   __device__ __forceinline__ Place(int tile, int width, int num_live) {
-    const int across = (width + COLUMNS - 1) / COLUMNS, thread = threadIdx.x;
-#if PANEL
-    const int of_panel = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL, panel = tile / of_panel;
-    block = tile % of_panel / PANEL;
-    column = panel * PANEL + tile % PANEL;
-#else
-    block = tile / across;
-    column = tile % across;
-#endif
+    const int across = (width + COLUMNS - 1) / COLUMNS;
+    *this = Place(tile / across, tile % across, width, num_live);
+  }
+
+  // Of the tile number `in_row` in a row of tiles.
+  __device__ __forceinline__ Place(int block, int in_row, int width, int num_live) : block(block) {
+    const int thread = threadIdx.x;
     row = block * BLOCK + thread / IN_ROW * ROWS;
-    column = column * COLUMNS + thread % IN_ROW * STEP;
+    column = in_row * COLUMNS + thread % IN_ROW * STEP;
     live = column < width ? num_live - row : 0;
   }
 };
