@@ -28,7 +28,7 @@ SHAPES += [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("which, rows, width", SHAPES)
 def test_bits_of_both_steps(which, rows, width, dtype):
-    """Zeros, subnormal numbers, an Inf and a NaN, scales too small for some numbers; NaN in padding rows."""
+    """Zeros, subnormal numbers, an Inf and a NaN, scales too small or far apart; NaN in padding rows."""
     format = FORMATS[which][0]
     rng = np.random.default_rng(0)
     x = oracle.wild_numbers(rng, (1, rows, width), np.dtype(jnp.dtype(dtype)))
@@ -41,6 +41,10 @@ def test_bits_of_both_steps(which, rows, width, dtype):
     scale[:, :, 1] = 2.0**-126
     data[..., columns] = rng.choice([0.5, -0.25], data[..., columns].shape)
     data[:, 70, columns.start] = 1
+    # Columns whose one number is far below all others of its warp's rows.
+    scale[0, 64:80] = 2.0 ** -np.arange(16)[:, None]
+    data[..., 24:32] = 0
+    data[:, 79, 24:32] = 0.25
     scale[:, 120:] = np.nan
     q = dataclasses.replace(q, data=jnp.asarray(data), scale=jnp.asarray(scale))
     got = run_twice(lambda q: without_padding(grouped_requantize(q, sizes, format), sizes), q)
