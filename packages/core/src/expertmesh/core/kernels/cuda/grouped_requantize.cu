@@ -29,7 +29,7 @@ __device__ __forceinline__ uint2 from_8_bits(u32 four) {
   return v;
 }
 
-__device__ __forceinline__ float2 from_halves(u32 two) {
+__device__ __forceinline__ float2 from_float16(u32 two) {
   float2 v;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
       : "=f"(v.x), "=f"(v.y) : "r"(two));
@@ -132,7 +132,7 @@ struct Factor {
 };
 
 #if BINARY
-__device__ __forceinline__ u32 to_halves(float low, float high) {
+__device__ __forceinline__ u32 to_float16(float low, float high) {
   u32 two;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;
@@ -151,9 +151,10 @@ __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
   return a;
 }
 
-// E4M3 has the multiples of 2^-9 up to 1.75 * 2^8, float16 those of 2^-24 below 2^16. Products with 2^-15 .. 2^6 are
-// exact, and below 2^15: times less than 2^-24, for which float16 has 0, they round to 0 in E4M3. What a product has
-// below 2^-24 is no part of E4M3 either, whose least number is 2^-9. Above 2^-101 no number becomes a subnormal one.
+// E4M3 has the multiples of 2^-9 up to 1.75 * 2^8, float16 those of 2^-24 below 2^16. Times 2^-15 .. 2^6, the powers
+// over the base, all numbers are exact and below 2^15. Times a multiplier they keep four bits, so that what float16
+// rounds is below 2^-20, and 0 in E4M3; so is all that is multiplied by less than 2^-24, for which float16 has 0. From
+// 2^-100 on no number becomes a subnormal one of bfloat16.
 constexpr u32 SPAN = 21u << 23, ABOVE_LARGEST = 6u << 23, LEAST = 27u << 23, MOST = 227u << 23;
 
 __device__ __forceinline__ Factor factor_of_warp(float mine) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ Factor factor_of_warp(float mine) {
   const u32 base = most - ABOVE_LARGEST;
   const bool exact = most <= MOST && least >= most - SPAN;
   const float of_base = mine * __uint_as_float((254u << 23) - base);
-  return {exact ? to_halves(of_base, of_base) : bits, exact, __uint_as_float(base)};
+  return {exact ? to_float16(of_base, of_base) : bits, exact, __uint_as_float(base)};
 }
 #else
 __device__ __forceinline__ Factor factor_of_warp(float mine) { return {__float_as_uint(mine), false, 1}; }
@@ -189,7 +190,7 @@ __device__ __forceinline__ void widen(
         continue;
       }
 #endif
-      const float2 v = from_halves(two);
+      const float2 v = from_float16(two);
       const float by = __uint_as_float(of_row);
       kept[i][j] = pack(without_subnormal(v.x * by), without_subnormal(v.y * by));
       const u32 magnitudes = kept[i][j] & 0x7FFF7FFF;
@@ -226,7 +227,7 @@ __device__ __forceinline__ void take(
 }
 
 __device__ __forceinline__ u32 of_base(u32 two, float base) {
-  const float2 v = from_halves(two);
+  const float2 v = from_float16(two);
   return pack(v.x * base, v.y * base);
 }
 
@@ -253,13 +254,13 @@ __device__ __forceinline__ void put_largest(
 }
 
 #if BINARY
-// Multipliers of a thread's columns as two of float16 with the base; false if it has none so large.
+// Multipliers of a thread's columns, times the base, as two of float16; false if one of the warp's is too large.
 __device__ __forceinline__ bool take_multipliers(u32 smem, int thread, float base, u32 (&of)[PAIRS]) {
   u32 most = 0;
 #pragma unroll
   for (int j = 0; j < PAIRS; j += 2) {
     const float4 m = multipliers(smem, thread % IN_ROW * STEP + j / 4 * APART + j % 4 * 2);
-    of[j] = to_halves(m.x * base, m.y * base), of[j + 1] = to_halves(m.z * base, m.w * base);
+    of[j] = to_float16(m.x * base, m.y * base), of[j + 1] = to_float16(m.z * base, m.w * base);
     most = larger(most, larger(of[j], of[j + 1]));
   }
   return !__any_sync(~0u, most + 0x04000400 & 0x80008000);
