@@ -7,7 +7,7 @@ runs is `mma.sync` and `cp.async`. Wanted of the dense rate: 0.80 and 0.45; of `
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import jax
@@ -34,32 +34,49 @@ def as_ptx(compile_triton, *arguments):
     return compile_triton(*kernel, OLDEST, "ptx")
 
 
-ROWS_BY_POINTERS = dataclasses.replace(NARROW, k=64, stages=4)
-# Tiles of rows and of weight gradients, and what gives a kernel's code in place of `compile_triton`.
+# Contractions from which a tile's end costs less than the registers of the next tile's loads.
+LONG = 2048
+
+
+def rows_by_pointers(contraction: int) -> Tiles:
+    """Tiles of rows, as compiled for this GPU."""
+    return dataclasses.replace(NARROW, k=64, stages=4, flat=contraction < LONG)
+
+
+# Tiles of rows by their contraction, of weight gradients, and what gives a kernel's code in place of `compile_triton`.
 FORMS = {
-    "as compiled for it": ((ROWS_BY_POINTERS, WEIGHTS_BY_POINTERS), _jax.compile_triton),
-    f"as PTX of {OLDEST / 10}": ((NARROW, NARROW), functools.partial(as_ptx, _jax.compile_triton)),
+    "as compiled for it": ((rows_by_pointers, WEIGHTS_BY_POINTERS), _jax.compile_triton),
+    f"as PTX of {OLDEST / 10}": (
+        (lambda _: NARROW, NARROW),
+        functools.partial(as_ptx, _jax.compile_triton),
+    ),
 }
 
 
-def passes(arrays, tiles: tuple[Tiles, Tiles]):
+def passes(arrays, tiles: tuple[Callable[[int], Tiles], Tiles]):
     """pass -> function of what the op's takes."""
     from expertmesh.core.kernels.triton import grouped_gemm as kernels
 
-    of_rows, of_weights = (Config("triton", of, current_device().programs()) for of in tiles)
+    rows_tiles, weight_tiles = tiles
     to = {"out_dtype": arrays[0].dtype}
 
+    def config(of: Tiles) -> Config:
+        return Config("triton", of, current_device().programs())
+
     def rows(transposed):
-        options = to | {"config": of_rows, "transposed": transposed, "clear_padding": True}
-        return lambda a, b, s: kernels.launch_rows(a[0], b, s[0], **options)[None]
+        def run(a, b, s):
+            options = to | {"config": config(rows_tiles(a.shape[-1])), "transposed": transposed}
+            return kernels.launch_rows(a[0], b, s[0], clear_padding=True, **options)[None]
+
+        return run
 
     def weights(a, b, s):
-        return kernels.launch_weights(a[0], b[0], s[0], config=of_weights, **to)
+        return kernels.launch_weights(a[0], b[0], s[0], config=config(weight_tiles), **to)
 
     return {"fprop": rows(False), "dgrad": rows(True), "wgrad": weights}
 
 
-def cases_of(name: str, shape, form: str, tiles: tuple[Tiles, Tiles]) -> Iterator[_measure.Case]:
+def cases_of(name: str, shape, form: str, tiles) -> Iterator[_measure.Case]:
     rows, k, n, groups = shape
     flops, arrays = 2 * rows * k * n, operands(shape, jnp.bfloat16 if on_gpu() else jnp.float32)
     ours = passes(arrays, tiles) if on_gpu() else {}
