@@ -278,7 +278,7 @@ def experts(
     Returns:
       Computed, its rows sharded like those of `dispatched`. On one device and without biases it can have the tokens'
       sums in place of rows; the backward then reads the cotangents of tokens in place. That is so under a recipe that
-      quantizes gradients to 8 bits, and without a recipe for narrow experts (F at most 256) that read tokens in place.
+      quantizes gradients to 8 bits, and without a recipe for experts of F up to 1024 that read tokens in place.
 
     Raises:
       ValueError: a parameter that is missing or of the wrong shape; what a recipe needs is missing, or has no use.
