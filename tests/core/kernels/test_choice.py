@@ -60,13 +60,13 @@ def test_results_beyond_the_offsets_of_the_kernel_in_cuda():
     assert plain.choose_rows(rows(2**20, 512, 2**15)).kernel == "triton"
 
 
-def test_many_large_groups_leave_three_stages_and_each_warp_sends_its_lines():
+def test_many_large_groups_leave_each_warp_a_strip_of_its_own():
     def tiles(groups):
         return plain.choose_weights(plain.Weights(2**17, (256, 128), groups, BF16, H100)).tiles
 
     few, many = tiles(64), tiles(65)
     assert (few.stages, few.strips) == (4, 0)
-    assert (many.stages, many.strips) == (3, 2)
+    assert (many.stages, many.strips) == (4, 1)
 
 
 def test_more_rows_than_the_kernel_of_weight_gradients_counts():
