@@ -42,12 +42,14 @@ class BlockTiles:
       band: tiles of 128 rows that run together.
       registers: of the producer, which stores too, and of consumers.
       rooms: parts of 64 x 128 of a result of 16 bits that a consumer has staged at most; of 32 bits, one.
+      scratch: bytes of shared memory for what comes behind the sums.
     """
 
     stages: int
     band: int
     registers: tuple[int, int]
     rooms: int
+    scratch: int = 0
 
     def rooms_of(self, out_dtype) -> int:
         """The parts of a result of this type that a consumer has staged at most."""
@@ -57,7 +59,7 @@ class BlockTiles:
         """What results, barriers and the table of groups take of shared memory is not there for steps."""
         staged = 128 * 128 * jnp.dtype(out_dtype).itemsize * self.rooms_of(out_dtype)
         # A step has 512 bytes more where its rows are found by an index.
-        stages = (SHARED_BYTES - staged - 320 - 8 * (G + 1)) // (48 * 1024 + 512)
+        stages = (SHARED_BYTES - staged - 320 - self.scratch - 8 * (G + 1)) // (48 * 1024 + 512)
         return dataclasses.replace(self, stages=min(self.stages, stages))
 
 

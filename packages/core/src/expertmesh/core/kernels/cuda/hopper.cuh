@@ -180,9 +180,9 @@ __device__ __forceinline__ float read_scale(const float* from) {
 
 // Finite if both are, so that a sum of 0 stays 0.
 __device__ __forceinline__ float product_of_scales(float a, float b) {
-  constexpr float LARGEST = 3.4028234663852886e38f;
+  constexpr float FINITE = 3.4028234663852886e38f;
   const float product = a * b;
-  return product > LARGEST ? LARGEST : product;
+  return product > FINITE ? FINITE : product;
 }
 
 // A shared memory descriptor of tiles in 128-byte swizzle: rows of 128 bytes, eight of them 1024 bytes. Where the

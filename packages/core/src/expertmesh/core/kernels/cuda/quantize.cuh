@@ -5,12 +5,11 @@
 // numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along
 // the rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
-// Compiled at run time, without headers, before a kernel's own text. Macros that come before this one: BLOCK, WARPS,
-// PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in a tile, side by side), EIGHTS (of a thread's
-// columns), APART (columns from one of these to the next), ROW_BYTES (bytes that a thread reads of a row), DEFERS (a
-// tile is stored during the next one), SHARED (bytes), HALF (numbers are float16, not bfloat16), SCALE, LARGEST and
-// FLOOR (bits of float32), LIMIT, FORMAT (of PTX) and TRANSPOSED (the copy along the rows lies with its rows
-// contiguous). There may be a PANEL, of rows that are read at an index.
+// Compiled at run time, without headers, after `scales.cuh` and before a kernel's own text. Macros that come before
+// both, besides those of `scales.cuh`: BLOCK, WARPS, PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in
+// a tile, side by side), EIGHTS (of a thread's columns), APART (columns from one of these to the next), ROW_BYTES (bytes
+// that a thread reads of a row), DEFERS (a tile is stored during the next one), SHARED (bytes) and TRANSPOSED (the copy
+// along the rows lies with its rows contiguous). There may be a PANEL, of rows that are read at an index.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;                       // of a tile
@@ -32,12 +31,6 @@ constexpr int LARGEST_BYTES = WARPS * HALVES * COLUMNS * 2;
 constexpr int LARGEST_OF_WARPS = DEFERS ? ROOM + ROOM_BYTES : ROOM;
 static_assert(LARGEST_OF_WARPS + (TRANSPOSED && !DEFERS ? ROOM_BYTES : LARGEST_BYTES) == SHARED, "as launched");
 
-__device__ __forceinline__ u32 get_u16(u32 from) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
-  return v;
-}
-
 // 16 bytes, or zeros, for which nothing is read.
 __device__ __forceinline__ void copy(u32 to, const u8* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
@@ -50,66 +43,6 @@ template <int N>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-
-__device__ __forceinline__ u32 to_8_bits(float a, float b, float c, float d) {
-  u32 four;
-  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite." FORMAT "x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
-      : "=r"(four) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return four;
-}
-
-// The larger of each two numbers of 16 bits; of magnitudes NaN is the largest.
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
-  u32 most;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  return most;
-}
-
-// 2^(biased - 127) for 0 .. 254, NaN for 255.
-__device__ __forceinline__ float power_of_2(int biased) {
-  return __int_as_float(biased == 255 ? 0x7FC00000 : biased == 0 ? 0x00400000 : biased << 23);
-}
-
-constexpr int INF = 0x7F800000;
-
-// The biased exponent of the least power of two that is at least amax / largest.
-__device__ __forceinline__ int excess(int magnitude) {
-  return (magnitude >> 23) - (LARGEST >> 23) + 127 + ((magnitude & 0x7FFFFF) > (LARGEST & 0x7FFFFF));
-}
-
-template <class T>
-struct Scale {
-  float multiplier;
-  T stored;
-};
-
-// Of a block whose amax has these bits.
-__device__ __forceinline__ Scale<u8> scale_float8_e8m0fnu(int magnitude) {
-  int byte = min(max(excess(magnitude), 0), 254);
-  byte = magnitude == INF ? 254 : magnitude > INF ? 255 : byte;
-  return {power_of_2(byte == 255 ? 255 : 254 - byte), (u8)byte};
-}
-
-__device__ __forceinline__ Scale<float> scale_power_of_2(int magnitude) {
-  magnitude = max(magnitude, FLOOR);
-  const bool regular = magnitude > 0 && magnitude < INF;
-  const int biased = regular ? min(254 - excess(magnitude), 254) : 127;
-  return {power_of_2(biased), power_of_2(254 - biased)};
-}
-
-__device__ __forceinline__ Scale<float> scale_float32(int magnitude) {
-  magnitude = max(magnitude, FLOOR);
-  const bool regular = magnitude > 0 && magnitude < INF, normal = regular && magnitude > 0x7FFFFF;
-  const float amax = __int_as_float(normal ? magnitude : 0x3F800000);
-  const float quotient = fminf(__fdiv_rn(__int_as_float(LARGEST), amax), LIMIT);
-  const float multiplier = regular ? (normal ? quotient : LIMIT) : 1.0f;
-  return {multiplier, __fdiv_rn(1.0f, multiplier)};
-}
-
-typedef decltype(SCALE(0).stored) Stored;
-
-__device__ __forceinline__ Scale<Stored> scale_of(u32 magnitude) { return SCALE(__float_as_int(unpack(magnitude).x)); }
 
 // Of a tile what one thread has: its first row and column, and how many of its rows are read.
 struct Place {

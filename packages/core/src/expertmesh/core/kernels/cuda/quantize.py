@@ -33,20 +33,26 @@ class Source:
 def source(*files: str, dtype, config: Config, format, layout: Layout, **defined) -> Source:
     """The kernel of `files`; `layout` and `defined` are macros of it and of `quantize.cuh`."""
     block, tiles = format.block[1], config.tiles
-    known = scaling(jnp.dtype(dtype), format)
     # Of what is read, of multipliers, of where a tile is transposed, and of largest numbers by warp.
     read = block * COLUMNS // (8 * layout.eights) * layout.row_bytes
     multipliers = layout.halves * COLUMNS // 32 * (128 + 16 * (layout.eights > 1))
     room, largest = block * COLUMNS * config.transposed, tiles.warps * layout.halves * COLUMNS * 2
     shared = read + multipliers + (room + largest if layout.defers else room or largest)
     defined |= {name.upper(): int(value) for name, value in dataclasses.asdict(layout).items()}
-    defined |= dict(
+    defined |= scale_macros(dtype, format) | dict(
         BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, SHARED=shared,
-        HALF=int(jnp.dtype(dtype) == jnp.float16), SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"],
-        FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
-        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"', TRANSPOSED=int(config.transposed),
+        HALF=int(jnp.dtype(dtype) == jnp.float16), TRANSPOSED=int(config.transposed),
     )  # fmt: skip
-    return Source(source_text("quantize.cuh", *files, defined=defined), shared)
+    return Source(source_text("scales.cuh", "quantize.cuh", *files, defined=defined), shared)
+
+
+def scale_macros(dtype, format) -> dict[str, object]:
+    """What `scales.cuh` asks for, of numbers of `dtype`."""
+    known = scaling(jnp.dtype(dtype), format)
+    return dict(
+        SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"], FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
+        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"',
+    )  # fmt: skip
 
 
 def launch(*operands, source: Source, name: str, config: Config, rows: int, columns: int, out_type):

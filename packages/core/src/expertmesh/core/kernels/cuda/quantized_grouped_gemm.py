@@ -55,22 +55,33 @@ def rows_source(
 
     `gathers`: rows are found by an index.
     """
+    instructions = rows_product(lhs_dtype, rhs_dtype)
+    if rank:
+        instructions += low_rank_instructions(f"{_MULTIPLY}_low_rank", term, [128])
+    files = "hopper.cuh", "block_scaled_rows.cuh", "block_scaled_gemm.cu"
+    defined = rows_macros(out_dtype, tiles, gathers=gathers, rank=rank)
+    return source_text(*files, defined=defined, INSTRUCTIONS=instructions)
+
+
+_MULTIPLY = "__device__ __forceinline__ void multiply"
+
+
+def rows_product(lhs_dtype, rhs_dtype) -> str:
+    """What `block_scaled_rows.cuh` multiplies by."""
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
+    return wgmma(_MULTIPLY, f"m64n128k32.f32.{kinds}", 64, "1, 1")
+
+
+def rows_macros(out_dtype, tiles: BlockTiles, *, gathers: bool, rank: int = 0) -> dict[str, object]:
+    """What `block_scaled_rows.cuh` asks for."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
-    defined: dict[str, object] = dict(
+    return dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
-        LOW_RANK=rank, GATHERS=int(gathers), STAGES=tiles.stages,
-        BAND=tiles.band, ROOMS=tiles.rooms_of(out_dtype), SHARED=SHARED_BYTES,
+        LOW_RANK=rank, GATHERS=int(gathers), STAGES=tiles.stages, BAND=tiles.band,
+        ROOMS=tiles.rooms_of(out_dtype), SCRATCH=tiles.scratch, SHARED=SHARED_BYTES,
         REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
     )  # fmt: skip
-    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
-    function = "__device__ __forceinline__ void multiply"
-    instructions = wgmma(function, f"m64n128k32.f32.{kinds}", 64, "1, 1")
-    if rank:
-        instructions += low_rank_instructions(f"{function}_low_rank", term, [128])
-    return source_text(
-        "hopper.cuh", "block_scaled_gemm.cu", defined=defined, INSTRUCTIONS=instructions
-    )
 
 
 def launch_weights(

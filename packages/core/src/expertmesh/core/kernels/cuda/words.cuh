@@ -29,6 +29,12 @@ __device__ __forceinline__ int get_word(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ u32 get_u16(u32 from) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
+  return v;
+}
+
 // Two numbers of 16 bits.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;
