@@ -35,6 +35,7 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
+from expertmesh.core.linear.quantized_activation import quantized_activation_op
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.groups import cleared
 from expertmesh.core.ops.row_map import RowMap
@@ -101,6 +102,11 @@ def weight(o, formats, axis):
     return quantize(o.w, formats.weight, axis=axis, batch_dims=1)
 
 
+def tokens_of(o):
+    """Those of `moved`, quantized."""
+    return quantize(o.moved.base, MX.x)
+
+
 def of_rows(o):
     return dict(weights=o.weights, row_source=o.source)
 
@@ -150,6 +156,14 @@ OPS = {
     "gradient of a bias' weights": lambda o: group_bias_weights_grad_op(o.dy, o.bias, SIZES),
     "gathered activation": lambda o: gathered_activation_op(
         o.moved, jnp.stack([o.w, o.w], 2), SIZES, o.weights, activation=SILU
+    ),
+    "quantized activation": lambda o: quantized_activation_op(
+        dataclasses.replace(o.moved, base=tokens_of(o)),
+        quantize(jnp.stack([o.w, o.w], 2), MX.weight, axis=1, batch_dims=1),
+        SIZES,
+        o.weights,
+        activation=SILU,
+        format=MX.x,
     ),
     "activate_rows": lambda o: activate_rows_op(o.h, o.weights, o.source, SIZES, activation=SILU),
     "activate_rows' gradient": lambda o: activate_rows_grad_op(

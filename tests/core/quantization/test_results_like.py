@@ -8,10 +8,12 @@ import pytest
 
 import expertmesh.flax_moe  # noqa: F401  the packages whose ops are looked for
 from expertmesh.core import RECIPES, Float8BlockScaling, Op, grouped_quantize, quantize
+from expertmesh.core.linear.quantized_activation import quantized_activation
+from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
-from expertmesh.core.quantization.quantize_rows import grouped_quantize_both
+from expertmesh.core.quantization.quantize_rows import Moved, grouped_quantize_both
 
 P, C, F, G = 2, 256, 384, 3
 # Those of the recipes' defaults, and float32 scales of blocks.
@@ -110,8 +112,12 @@ def test_of_rows_that_are_made(format, routing, checked):
     for in_place in (False, True):
         call = partial(move_requantize, format=format, in_place=in_place)
         jax.eval_shape(call, tokens, row_map, GROUPS)
+    of_weight = partial(quantize, format=format, axis=1, batch_dims=1)
+    weight = jax.eval_shape(of_weight, array(G, F, 2, C))
+    call = partial(quantized_activation, activation=Activation(), format=format)
+    jax.eval_shape(call, Moved(tokens, row_map), weight, GROUPS, ROUTING["weights"])
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
-    assert checked == {"grouped_quantize", "quantize", *names}
+    assert checked == {"grouped_quantize", "quantize", "quantized_activation", *names}
     assert all_names() == {"quantize_square", *checked}
 
 

@@ -53,19 +53,34 @@ def _in_blocks(source, group_sizes, format, *, device):
     (_, C, _, F), block = h.shape, format.block[1]
     grad_dtype = None if d_out is None else d_out.dtype
     config = choose_activation(Activated(C, F, h.dtype, block, device, grad_dtype))
-    halves = () if d_out is None else (2,)
-    shape = (1, C, *halves, F)
-    counts = (1, C, *halves, -(-F // block)), (1, -(-C // block), *halves, F)
-    first, second = (result_types(shape, count, format) for count in counts)
-    if config.transposed:
-        second = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype), second[1]
+    shape = (1, C, *(() if d_out is None else (2,)), F)
     weights = () if source.weights is None else (source.weights, source.row_source)
-    operands = h, d_out, weights, group_sizes[0].astype(jnp.int32)
-    options = dict(config=config, activation=activation, format=format, out_type=(*first, *second))
+    operands, transposed = (h, d_out, weights, group_sizes[0].astype(jnp.int32)), config.transposed
+    out_type = copy_types(shape, format, transposed)
+    options = dict(config=config, activation=activation, format=format, out_type=out_type)
     room = cuda if config.kernel == "cuda" else triton
-    data, scale, data_rows, scale_rows, *sums = room.launch(*operands, **options)
-    data_rows = data_rows.T.reshape(shape) if config.transposed else data_rows
+    made = room.launch(*operands, **options)
+    copies, sums = copies_of(made[:4], shape, format, transposed), made[4:]
     # What no program has written is of rows without a token.
     d_weights = [jnp.where(holds_token(source.row_source), x.sum(0), jnp.float32(0)) for x in sums]
-    copies = data, stored_scale(scale, format), data_rows, stored_scale(scale_rows, format)
     return *copies, *d_weights
+
+
+def copy_types(shape, format, transposed: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of data and scales as kernels write them, along the features and along the rows.
+
+    `shape`: [1, C, *halves, F]; if `transposed`, the data along the rows is [halves x F, C].
+    """
+    (_, C, *halves, F), block = shape, format.block[1]
+    counts = (1, C, *halves, -(-F // block)), (1, -(-C // block), *halves, F)
+    first, (data_rows, scale_rows) = (result_types(shape, count, format) for count in counts)
+    if transposed:
+        data_rows = jax.ShapeDtypeStruct((prod(halves) * F, C), format.dtype)
+    return *first, data_rows, scale_rows
+
+
+def copies_of(made, shape, format, transposed: bool) -> tuple[jax.Array, ...]:
+    """What kernels wrote, of `copy_types`, as data and scales of both directions."""
+    data, scale, data_rows, scale_rows = made
+    data_rows = data_rows.T.reshape(shape) if transposed else data_rows
+    return data, stored_scale(scale, format), data_rows, stored_scale(scale_rows, format)

@@ -558,7 +558,7 @@ def _low_rank_unsupported(low_rank: Sequence[jax.Array], dtypes: tuple[Any, ...]
     return None if u.shape[-1] else "a term of low rank must have a rank"
 
 
-def _quantized_rows_unsupported(
+def quantized_rows_unsupported(
     rows: QuantizedArray,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
@@ -674,14 +674,14 @@ grouped_gemm_op = _TERMS.gemm(
     "grouped_gemm",
     "xw y",
     partial(_rows_reference, contract_rhs=1),
-    _kernels("rows", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported),
+    _kernels("rows", plain_rows_unsupported, quantized_rows_unsupported, _mixed_rows_unsupported),
 )
 grouped_gemm_dgrad_op = _TERMS.gemm(
     "grouped_gemm_dgrad",
     "yw x",
     partial(_rows_reference, contract_rhs=2),
     _kernels(
-        "rows_dgrad", plain_rows_unsupported, _quantized_rows_unsupported, _mixed_rows_unsupported
+        "rows_dgrad", plain_rows_unsupported, quantized_rows_unsupported, _mixed_rows_unsupported
     ),
 )
 

@@ -138,7 +138,14 @@ def _copies(
     return quantize_rows(name, source, group_sizes, formats, spec=spec)
 
 
-def _unsupported(
+def in_blocks_unsupported(activation: Activation) -> str | None:
+    """What keeps an activation from kernels that quantize it in blocks, or None."""
+    if activation.function == "gelu_exact":
+        return f"{activation.function} and a tile do not fit into registers"
+    return function_unsupported(activation)
+
+
+def activate_quantize_unsupported(
     source: "Activated",
     group_sizes: jax.Array,
     multiplier: jax.Array | None,
@@ -149,10 +156,9 @@ def _unsupported(
 ) -> str | None:
     """What keeps these types from the kernel, or None."""
     del multiplier, key, options
-    if reason := function_unsupported(source.activation):
+    of_function = in_blocks_unsupported if blocks[0] else function_unsupported
+    if reason := of_function(source.activation):
         return reason
-    if blocks[0] and source.activation.function == "gelu_exact":
-        return f"{source.activation.function} and a tile do not fit into registers"
     if not source.base.size:
         return "there must be elements"
     # Those of h.
@@ -170,7 +176,9 @@ _activate_op = dataclasses.replace(
     "-> participants . tp, participants . tp, participants ., participants .",
     kernels=(
         Kernel.triton(
-            "expertmesh.core.kernels.activate_quantize", "activate_quantize", _unsupported
+            "expertmesh.core.kernels.activate_quantize",
+            "activate_quantize",
+            activate_quantize_unsupported,
         ),
     ),
 )

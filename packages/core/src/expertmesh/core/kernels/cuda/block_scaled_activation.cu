@@ -1,0 +1,324 @@
+// Up projection of rows of 8 bits in blocks of 128, read where their tokens are, its gated activation times the rows'
+// weights, and the quantization of that in blocks along its features and again along its rows, for Hopper in one kernel:
+// h[r] as `block_scaled_gemm.cu` has it, a gate and an up half, then what `activate_quantize.cu` makes of it, to the bit.
+//
+// A tile's left columns are 128 of the gate half, its right ones the same 128 of the up half, so that a consumer has
+// both numbers of each activation, and 128 rows of 128 columns are a block in either direction. The consumers activate
+// and quantize what they have summed, while the producers fill the stages for their next tile. The largest numbers of
+// columns pass between them through shared memory. A room takes three parts of a tile, one after the other: gate, up,
+// and both copies of 8 bits.
+//
+// Compiled at run time, without headers, after `hopper.cuh`, `block_scaled_rows.cuh`, `activation.cuh` and
+// `scales.cuh`, whose macros it has.
+static_assert(GATHERS && !WIDE && !LOW_RANK && ROOMS == 2, "rooms take turns");
+
+__device__ __forceinline__ Halves halves_of(int n, int parts) { return {n, parts / 2 + n}; }
+
+__device__ __forceinline__ void load_weight(
+    const TensorMap* weight, u32 to, u32 ready, int k, Halves halves, int group) {
+  load(weight, to, ready, k, halves.left * PART_N, group);
+  load(weight, to + PART_N * BLOCK, ready, k, halves.right * PART_N, group);
+}
+
+// How many of its rows are its group's, and which columns it has.
+__device__ __forceinline__ int more_of(int n, int rows) { return min(rows, TILE_M) << 16 | n; }
+
+// In the scratch memory: of each warp what its tile's first stage said; the largest magnitudes of each warp's columns,
+// of two tiles in turn; and each consumer's multipliers of columns.
+constexpr int WARPS = CONSUMERS * 4;
+constexpr int NOTES = SCRATCH_AT, LARGEST_AT = NOTES + WARPS * 16, OF_TILE = WARPS * PART_N * 2;
+constexpr int MULTIPLIERS = LARGEST_AT + 2 * OF_TILE;
+static_assert(SCRATCH == WARPS * 16 + 2 * OF_TILE + CONSUMERS * PART_N * 4, "as launched");
+// Among the barriers of `bar.sync`: of all consumers, and of each.
+constexpr int ALL_CONSUMERS = 1, ONE_CONSUMER = 2;
+// In a room: the copy along the features, 64 lines of 128 bytes; and the one along the rows, two columns in a line.
+constexpr int ALONG_ROWS = PART_M * 128;
+
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// As `put_matrices`, each of them transposed.
+__device__ __forceinline__ void put_transposed(u32 to, const u32 (&of)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(of[0]), "r"(of[1]), "r"(of[2]), "r"(of[3]) : "memory");
+}
+
+// The parts of all tiles of one consumer, which its two rooms take in turn.
+struct Parts {
+  u32 smem;
+  int consumer;
+  u32 turn = 0;
+
+  __device__ __forceinline__ Room room() const {
+    const int at = consumer * ROOMS + turn % ROOMS;
+    const u32 barrier = smem + BARRIERS + 8 * at;
+    return {barrier + READY, barrier + FREE, smem + at * ROOM};
+  }
+  // Of the barrier that says it is ready; the other is ahead by one.
+  __device__ __forceinline__ u32 parity() const { return turn / ROOMS % 2; }
+  __device__ __forceinline__ u32 next_parity() const { return parity() ^ 1; }
+};
+
+// What is read of rows, and where scales go.
+struct Routing {
+  const float* weights;
+  const int* index;
+  int num_tokens, num_rows, width;  // of the activation
+  Stored *scale, *scale_rows;
+};
+
+// A consumer's part of activations: pairs of numbers of 16 bits, by columns, of this thread's upper and lower row.
+typedef u32 Pairs[SUMS / 2];
+
+__device__ __forceinline__ u32 activate(u32 gates, u32 ups, float weight) {
+  const float2 gate = unpack(gates), up = unpack(ups);
+  return pack(weight * Gated(gate.x, up.x).value(), weight * Gated(gate.y, up.y).value());
+}
+
+__device__ __forceinline__ u32 magnitudes(u32 pair) { return pair & 0x7FFF7FFF; }
+
+// Of this thread's two rows: the largest of a block, the upper one in the low half.
+__device__ __forceinline__ u32 largest_of_rows(const Pairs& a) {
+  u32 of[2] = {};
+#pragma unroll
+  for (int i = 0; i < SUMS / 2; i++) of[i % 2] = larger(of[i % 2], magnitudes(a[i]));
+  u32 both = larger(__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632));
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) both = larger(both, __shfl_xor_sync(~0u, both, apart));
+  return both;
+}
+
+// One of two halves of `of` is kept, the lane that far apart gets the other for its own.
+template <int HALF_OF>
+__device__ __forceinline__ void share(u32 (&of)[SUMS / 4], u32 lane, int apart) {
+  const bool upper = lane & apart;
+#pragma unroll
+  for (int i = 0; i < HALF_OF; i++) {
+    const u32 low = of[i], high = of[HALF_OF + i];
+    of[i] = larger(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, apart));
+  }
+}
+
+// Leaves the largest of a warp's columns, two in a word. Eight lanes have the same ones: each ends with two words.
+__device__ __forceinline__ void find_largest_of_columns(const Pairs& a, u32 lane, u32 to) {
+  u32 of[SUMS / 4];
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; i++) of[i] = larger(magnitudes(a[2 * i]), magnitudes(a[2 * i + 1]));
+  share<8>(of, lane, 16);
+  share<4>(of, lane, 8);
+  share<2>(of, lane, 4);
+  to += (lane / 4 * 8 + lane % 4) * 4;
+  put_word(to, of[0]);
+  put_word(to + 16, of[1]);
+}
+
+// The copy along the features: a lane's numbers of two times eight columns in a word.
+__device__ __forceinline__ void stage_along_features(const Pairs& a, u32 thread, u32 to, float upper, float lower) {
+  const u32 lane = thread % 32, at = to + (thread / 32 * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
+#pragma unroll
+  for (int i = 0; i < SUMS / 2; i += 8) {
+    u32 of[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 low = unpack(a[i + j / 2 * 4 + j % 2]), high = unpack(a[i + j / 2 * 4 + j % 2 + 2]);
+      const float m = j % 2 ? lower : upper;
+      of[j] = to_8_bits(low.x * m, low.y * m, high.x * m, high.y * m);
+    }
+    put_matrices(at + (i * 4 ^ swizzle), of[0], of[1], of[2], of[3]);
+  }
+}
+
+// Where the 16 rows of a warp are of a column, of the copy along the rows.
+__device__ __forceinline__ u32 place_of_column(u32 column, u32 warp) {
+  return column / 2 * 128 + ((column % 2 * 4 + warp) ^ column / 2 % 4) * 16;
+}
+
+// The copy along the rows: a lane's upper and lower row of two columns in a word.
+__device__ __forceinline__ void stage_along_rows(const Pairs& a, u32 thread, u32 to, u32 multipliers) {
+  const u32 lane = thread % 32, at = to + place_of_column(lane, thread / 32);
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; i += 4) {
+    u32 of[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 upper = unpack(a[2 * (i + j)]), lower = unpack(a[2 * (i + j) + 1]);
+      const int2 m = get_pair(multipliers + ((i + j) * 8 + lane % 4 * 2) * 4);
+      const float left = __int_as_float(m.x), right = __int_as_float(m.y);
+      of[j] = to_8_bits(upper.x * left, lower.x * left, upper.y * right, lower.y * right);
+    }
+    put_transposed(at + i / 4 * (32 / 2 * 128), of);
+  }
+}
+
+// What a consumer does with its sums: hands over h, activates and quantizes it, and hands that over.
+struct Quantizer {
+  Parts parts;
+  Routing of;
+
+  __device__ __forceinline__ u32 note(u32 thread) const {
+    return parts.smem + NOTES + (parts.consumer * 4 + thread / 32) * 16;
+  }
+
+  __device__ __forceinline__ void begin(const Ring& ring) const {
+    const u32 thread = thread_of_consumer();
+    const int4 tile = get(which(ring));
+    if (thread % 32 == 0) put(note(thread), tile);
+  }
+
+  __device__ __forceinline__ void pass(const float (&sums)[SUMS]) {
+    hand_over(parts.room(), parts.next_parity(), sums);
+    parts.turn++;
+  }
+
+  __device__ __forceinline__ void store_row_scale(int row, int block, Stored stored) const {
+    if (row < of.num_rows) of.scale[(u64)row * (of.width / BLOCK) + block] = stored;
+  }
+
+  // Where this consumer's multipliers of columns are, when all of its threads are here.
+  __device__ __forceinline__ u32 scale_columns(const Pairs& a, u32 thread, int first_row, int n) const {
+    const u32 largest = parts.smem + LARGEST_AT + parts.turn % 2 * OF_TILE;
+    const u32 multipliers = parts.smem + MULTIPLIERS + parts.consumer * PART_N * 4;
+    find_largest_of_columns(a, thread % 32, largest + (parts.consumer * 4 + thread / 32) * PART_N * 2);
+    meet(ALL_CONSUMERS, CONSUMERS * 128);
+    u32 magnitude = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) magnitude = max(magnitude, get_u16(largest + w * PART_N * 2 + thread * 2));
+    const Scale<Stored> scale = scale_of(magnitude);
+    put_word(multipliers + thread * 4, __float_as_int(scale.multiplier));
+    if (parts.consumer == 0) of.scale_rows[(u64)(first_row / BLOCK) * of.width + n * PART_N + thread] = scale.stored;
+    meet(ONE_CONSUMER + parts.consumer, 128);
+    return multipliers;
+  }
+
+  __device__ __forceinline__ void take(float (&left)[SUMS], float (&right)[SUMS]) {
+    const u32 thread = thread_of_consumer(), lane = thread % 32;
+    __syncwarp();
+    const int4 tile = get(note(thread));
+    const int rows = tile.w >> 16, n = tile.w & 0xFFFF;
+    const int row = parts.consumer * PART_M + thread / 32 * 16 + lane / 4;
+    bool held[2];
+    float weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int here = row + 8 * i;
+      held[i] = here < rows && (u32)__ldg(of.index + tile.x + here) < (u32)of.num_tokens;
+      weight[i] = held[i] ? __ldg(of.weights + tile.x + here) : 0;
+    }
+    pass(left);
+    pass(right);
+    Pairs a;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; i++) {
+      const u32 gates = pack(left[2 * i], left[2 * i + 1]), ups = pack(right[2 * i], right[2 * i + 1]);
+      a[i] = held[i % 2] ? activate(gates, ups, weight[i % 2]) : 0;
+    }
+    clear(left), clear(right);
+    const u32 largest = largest_of_rows(a);
+    const Scale<Stored> upper = scale_of(largest & 0xFFFF), lower = scale_of(largest >> 16);
+    if (lane % 4 == 0) store_row_scale(tile.x + row, n, upper.stored);
+    if (lane % 4 == 1) store_row_scale(tile.x + row + 8, n, lower.stored);
+    const u32 multipliers = scale_columns(a, thread, tile.x, n);
+    const Room room = parts.room();
+    wait_barrier(room.free, parts.next_parity());
+    stage_along_features(a, thread, room.at, upper.multiplier, lower.multiplier);
+    stage_along_rows(a, thread, room.at + ALONG_ROWS, multipliers);
+    __syncwarp();
+    if (lane == 0) arrive(room.ready);
+    parts.turn++;
+  }
+};
+
+// What is written of an activation.
+struct Copies {
+  u8 *h, *data, *data_rows;
+  int num_rows, width;
+};
+
+// A unit of 16 columns, whose numbers lie as lanes had them.
+__device__ __forceinline__ int4 columns_in_order(int4 v) {
+  return make_int4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                   __byte_perm(v.z, v.w, 0x7632));
+}
+
+// One of 16 rows.
+__device__ __forceinline__ int4 rows_in_order(int4 v) {
+  return make_int4(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420), __byte_perm(v.x, v.y, 0x7531),
+                   __byte_perm(v.z, v.w, 0x7531));
+}
+
+// A warp stores both copies of 64 rows from `row` on, of 128 columns.
+__device__ __forceinline__ void store_copies(Room room, u32 parity, Copies copies, int row, int column) {
+  constexpr int TOGETHER = BURST / 2;
+  const int lane = threadIdx.x % 32, live = copies.num_rows - row;
+  const u32 pitch = copies.width;
+  wait_barrier(room.ready, parity);
+  {
+    const int unit = lane % 8, line = lane / 8;
+    u8* to = copies.data + (u64)(row + line) * pitch + column + unit * 16;
+#pragma unroll 1
+    for (int first = 0; first < PART_M; first += 4 * TOGETHER) {
+      int4 v[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int here = first + 4 * i + line;
+        v[i] = columns_in_order(get(room.at + here * 128 + (unit ^ here % 8) * 16));
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++, to += 4 * pitch)
+        if (first + 4 * i + line < live) *(int4*)to = v[i];
+    }
+  }
+  const int sixteen = lane % 4, line = lane / 4;
+  u8* to = copies.data_rows + (u64)(column + line) * copies.num_rows + row + sixteen * 16;
+#pragma unroll 1
+  for (int first = 0; first < PART_N; first += 8 * TOGETHER) {
+    int4 v[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+      v[i] = rows_in_order(get(room.at + ALONG_ROWS + place_of_column(first + 8 * i + line, sixteen)));
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++, to += (u64)8 * copies.num_rows)
+      if (sixteen * 16 < live) *(int4*)to = v[i];
+  }
+  __syncwarp();
+  if (lane == 0) arrive(room.free);
+}
+
+__device__ __forceinline__ void store_tiles(Tiles tiles, Parts parts, Copies copies) {
+  const u32 pitch = copies.width * 4;  // of h
+  while (tiles.next()) {
+    const int row = tiles.row + parts.consumer * PART_M, column = tiles.n * PART_N, lines = tiles.end - row;
+    u8* to = copies.h + (u64)row * pitch + column * 2;
+#pragma unroll 1
+    for (int half = 0; half < 2; half++, to += pitch / 2, parts.turn++)
+      store_part(parts.room(), parts.parity(), to, pitch, lines, PART_N * 2);
+    store_copies(parts.room(), parts.parity(), copies, row, column);
+    parts.turn++;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_activation(
+    const u8* tokens, const int* index, const float* token_scales, const __grid_constant__ TensorMap weight,
+    const float* weight_scales, const float* routing_weights, const int* sizes, int num_tokens, int bytes, int num_rows,
+    int steps, int width, int num_groups, u8* h, u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
+  extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
+  const u32 smem = (u32)__cvta_generic_to_shared(shared);
+  const int consumer = consumer_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  begin_block(smem, warp, sizes, num_groups, &weight, nullptr);
+  const Tiles tiles{smem + TABLE, num_groups, width / PART_N};
+  Ring ring{smem + BARRIERS, STAGES_AT - BARRIERS, STAGE_BYTES, STAGES, consumer < 0};
+  if (consumer < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    const Tokens of{tokens, index, num_tokens, bytes, num_rows};
+    if (warp < 2)
+      gather_tiles(of, &weight, warp, tiles, steps, 2 * width, ring);
+    else
+      store_tiles(tiles, {smem, warp - 2}, {h, data, data_rows, num_rows, width});
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
+    const Scales scales{token_scales, weight_scales, consumer, num_rows, steps};
+    const Routing routing{routing_weights, index, num_tokens, num_rows, width, scale, scale_rows};
+    multiply_tiles(scales, consumer, ring, Quantizer{{smem, consumer}, routing});
+  }
+}

@@ -1,0 +1,177 @@
+"""The up projection of quantized rows on one device, its activation, and the quantization of that, as one op.
+
+    h[p, r] = lhs[p, source[p, r]] @ rhs[expert of row r]        0 where there is no such token
+    a[p, r] = weights[p, r] * act(h[p, r])                       likewise
+    q       = grouped_quantize(a, ...) along the features and along the rows
+
+as `grouped_gemm_op` of rows that are `Moved` and quantized, and `Activated` rows have them: h is rounded before it is
+activated, a before it is quantized. Hopper has one kernel for contractions up to 4096 in blocks of 128, which stores h
+and never reads it. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
+under a mesh of several each device computes the whole.
+
+Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
+participant. Padding rows are undefined (`ops/groups.py`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, quantized_rows_unsupported
+from expertmesh.core.op import Kernel, Op
+from expertmesh.core.ops.activation import Activation
+from expertmesh.core.quantization.activate_quantize import (
+    Activated,
+    activate_quantize_unsupported,
+    in_blocks_unsupported,
+)
+from expertmesh.core.quantization.quantize import block_shape
+from expertmesh.core.quantization.quantize_rows import (
+    Formats,
+    Moved,
+    quantizes_both_at_once,
+    reference,
+)
+from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
+from expertmesh.core.quantization.recipe import TensorFormat
+
+__all__ = ["quantized_activation", "quantized_activation_op", "quantizes_activation"]
+
+_Both = tuple[jax.Array, QuantizedArray, QuantizedArray]
+
+
+def quantized_activation(
+    lhs: Moved,
+    rhs: QuantizedArray,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> _Both:
+    """(h, a along its features, a along its rows).
+
+    Args:
+      lhs: quantized tokens [P, T, K], in blocks along K, as the rows [P, C, K] of their map.
+      rhs: quantized [E, K, 2, F] (0 gate, 1 up), in blocks along K.
+      group_sizes: int32[P, G].
+      weights: float32[P, C], each row's routing weight.
+      activation: with a gate.
+      format: of both copies of a: of 8 bits, in blocks.
+
+    Returns:
+      h [P, C, 2, F] in the dtype that the tokens had, and two QuantizedArrays of a [P, C, F]. A row without a token is
+      zeros, whatever its weight; the last rows of a block along the rows, behind the last group, count as such.
+
+    Has no derivative: it is a part of rules that have.
+    """
+    options: dict[str, Any] = dict(activation=activation, format=format)
+    out: _Both = quantized_activation_op(lhs, rhs, group_sizes, weights, **options)
+    return out
+
+
+def quantizes_activation(lhs: Any, activation: Activation, formats: Formats) -> bool:
+    """Whether the op is for these rows, and for copies of their activation in these formats.
+
+    One half of it alone must not keep the other from its kernel.
+    """
+    return (
+        isinstance(lhs, Moved)
+        and isinstance(lhs.base, QuantizedArray)
+        and activation.gated
+        and in_blocks_unsupported(activation) is None
+        and quantizes_both_at_once(*formats)
+    )
+
+
+def _activated(h: Any, lhs: Moved, weights: jax.Array, activation: Activation) -> Activated:
+    return Activated(h, weights, lhs.row_map.source, activation)
+
+
+def _blocks(shape: tuple[int, ...], format: TensorFormat) -> tuple[tuple[int, ...], ...]:
+    """Of a [P, C, F] along its features and along its rows."""
+    name = "quantized_activation"
+    return tuple(block_shape(name, shape, format, axis, None, 1) for axis in (2, 1))
+
+
+def _shape_of_a(weights: jax.Array, rhs: QuantizedArray) -> tuple[int, ...]:
+    return (*weights.shape, rhs.shape[-1])
+
+
+def _reference(
+    lhs: Moved,
+    rhs: QuantizedArray,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> _Both:
+    h = grouped_gemm_op.reference(lhs, rhs, group_sizes, out_dtype=jnp.dtype(lhs.dtype))
+    copies = reference(
+        _activated(h, lhs, weights, activation),
+        group_sizes,
+        None,
+        None,
+        format=format,
+        blocks=_blocks(_shape_of_a(weights, rhs), format),
+        directions=(0, 1),
+    )
+    return h, copies.along_features, copies.along_rows
+
+
+def _results_like(
+    lhs: Moved,
+    rhs: QuantizedArray,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> tuple[Any, QuantizedArray, QuantizedArray]:
+    del activation
+    shape = _shape_of_a(weights, rhs)
+    first, second = (
+        quantized_like(shape, lhs.dtype, format, block, group_sizes.shape)
+        for block in _blocks(shape, format)
+    )
+    return _h_like(lhs, rhs, weights), first, second
+
+
+def _h_like(lhs: Moved, rhs: QuantizedArray, weights: jax.Array) -> Any:
+    return jax.ShapeDtypeStruct((*weights.shape, *rhs.shape[2:]), jnp.dtype(lhs.dtype))
+
+
+def _unsupported(
+    lhs: Moved,
+    rhs: QuantizedArray,
+    group_sizes: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    h, blocks = _h_like(lhs, rhs, weights), _blocks(_shape_of_a(weights, rhs), format)
+    source = _activated(h, lhs, weights, activation)
+    return quantized_rows_unsupported(
+        lhs.base, rhs, group_sizes, out_dtype=h.dtype
+    ) or activate_quantize_unsupported(source, group_sizes, None, None, blocks=blocks)
+
+
+quantized_activation_op = Op(
+    "quantized_activation",
+    _reference,
+    "p c k, e k two... f, p g, p c -> p c two... f, p c f, p c f",
+    whole=("p", "c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
+    roles="participants . ., experts fsdp . ., participants ., participants . "
+    "-> participants . . ., participants . ., participants . .",
+    parameter=1,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.quantized_activation", "quantized_activation", _unsupported
+        ),
+    ),
+    results_like=_results_like,
+)

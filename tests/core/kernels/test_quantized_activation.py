@@ -1,0 +1,206 @@
+"""The up projection of quantized tokens, activated and quantized: one kernel against the two, bit for bit, on a GPU."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases.marks import needs_triton
+from core.kernels.quantized_operands import E4M3, quantized
+from expertmesh.core.kernels.choice import quantized_activation as choice
+from expertmesh.core.kernels.device import Device
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op
+from expertmesh.core.linear.quantized_activation import (
+    quantized_activation,
+    quantized_activation_op,
+)
+from expertmesh.core.ops.activation import Activation
+from expertmesh.core.ops.row_map import RowMap
+from expertmesh.core.quantization.activate_quantize import activate_quantize
+from expertmesh.core.quantization.quantize_rows import Moved
+from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.recipe import Float8BlockScaling, TensorFormat
+from expertmesh.core.testing import relative_error
+
+PLACES = 3  # of a token
+ANY_SCALE = Float8BlockScaling(power_2_scale=False).formats().x
+BLOCKS = Float8BlockScaling().formats().x
+BYTES = TensorFormat(dtype=E4M3, scale="float8_e8m0fnu", block=(1, 128))
+WIDE = TensorFormat(dtype="float8_e5m2", scale="power_of_2", block=(1, 128))
+GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
+# Tokens, contraction, F, sizes of groups of which the last one ends within a block, padding rows.
+SMALL = (90, 384, 256, (128, 0, 384, 256, 200), 56)
+SHAPES = [
+    SMALL,
+    (90, 128, 128, (0, 128, 0, 256), 0),  # one step
+    (700, 768, 384, (1024, 128, 0, 2048, 129), 31),
+    (700, 1536, 512, (*[128, 0, 640] * 40, 1), 175),  # many tiles of each program
+    (90, 272, 128, (256, 128), 128),  # a step that is not whole
+    (90, 4096, 128, (256, 129), 127),  # the longest contraction
+    (700, 256, 256, (*[128, 0, 0, 0] * 74, 256, 0, 0, 0), 0),  # many groups, to the end of all rows
+]
+CASES = [(shape, "bfloat16", BLOCKS, Activation()) for shape in SHAPES]
+CASES += [(SMALL, "bfloat16", format, Activation()) for format in (ANY_SCALE, BYTES, WIDE)]
+CASES += [(SMALL, "float16", BLOCKS, GPT_OSS)]
+CASES += [
+    (SMALL, "bfloat16", BLOCKS, Activation(function=name))
+    for name in choice.FUNCTIONS
+    if name != "silu"
+]
+# What the one kernel does not take.
+OTHERS = [(SMALL, "float32", BLOCKS, Activation()), ((90, 4224, *SMALL[2:]), *CASES[0][1:])]
+
+
+def _operands(shape, dtype):
+    """Tokens, whose last is NaN, rows of which some hold no token, weights, and what they are in float64."""
+    T, K, F, sizes, dead = shape
+    rng = np.random.default_rng(K)
+    live, G = sum(sizes), len(sizes)
+    x, x_scale, wide_x = quantized(rng, (1, T, K), (1, 1, 128), E4M3)
+    w, w_scale, wide_w = quantized(rng, (G, K, 2, F), (1, 128, 1, 128), E4M3)
+    x_scale = x_scale.copy() / 64
+    w_scale = w_scale / np.float32(64 * K**0.5)
+    x_scale[:, T - 1] = np.nan
+    place = rng.integers(0, PLACES * (T - 1), live + dead).astype(np.int32)
+    place[rng.random(live + dead) < 0.15] = -1
+    place[live:] = PLACES * T - 1
+    weights = rng.uniform(0.1, 2, live + dead).astype(np.float32)
+    weights[place < 0], weights[live:] = np.nan, np.nan
+    tokens = QuantizedArray(jnp.asarray(x), jnp.asarray(x_scale), block=(1, 1, 128), dtype=dtype)
+    weight = QuantizedArray(
+        jnp.asarray(w), jnp.asarray(w_scale), block=(1, 128, 1, 128), dtype=dtype
+    )
+    row_map = RowMap(jnp.zeros((1, T, PLACES), jnp.int32), jnp.asarray(place[None]))
+    wide = wide_x[0] / 64, wide_w / (64 * K**0.5)
+    sizes = jnp.asarray([sizes], jnp.int32)
+    return (Moved(tokens, row_map), weight, sizes, jnp.asarray(weights[None])), wide
+
+
+def _two(lhs, rhs, sizes, weights, *, activation, format):
+    """The two ops, one after the other."""
+    h = grouped_gemm_op(lhs, rhs, sizes, out_dtype=jnp.dtype(lhs.dtype))
+    routing = dict(weights=weights, row_source=lhs.row_map.source)
+    copies = activate_quantize(h, sizes, (format, format), activation, **routing)
+    return h, copies.along_features, copies.along_rows
+
+
+def _defined(made, sizes):
+    """Without padding rows, as bytes; of copies up to the end of the last block."""
+    live = int(np.sum(sizes))
+    blocks = -(-live // 128)
+    h, first, second = made
+    parts = h[:, :live], first.data[:, : 128 * blocks], first.scale[:, : 128 * blocks]
+    parts += second.data[:, : 128 * blocks], second.scale[:, :blocks]
+    return [np.ascontiguousarray(x).view(np.uint8) for x in map(np.asarray, parts)]
+
+
+def _run(op, operands, **options):
+    return jax.jit(lambda *given: op(*given, **options))(*operands)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("shape, dtype, format, activation", CASES + OTHERS, ids=str)
+def test_bits_of_two_kernels(shape, dtype, format, activation):
+    operands, (x, w) = _operands(shape, dtype)
+    options = dict(activation=activation, format=format)
+    made = [_run(quantized_activation, operands, **options) for _ in range(2)]
+    want = _run(_two, operands, **options)
+    lhs, _, sizes, _ = operands
+    assert jax.tree.structure(made[0]) == jax.tree.structure(want)
+    got, again, expected = (_defined(each, sizes) for each in (*made, want))
+    for a, b, c in zip(got, again, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+    row = np.asarray(lhs.row_map.source_row[0])
+    first, h = 0, np.asarray(made[0][0][0], np.float64)
+    for g, size in enumerate(np.asarray(sizes[0])):
+        part = slice(first, first := first + size)
+        rows = np.where(row[part, None] < 0, 0, x[np.maximum(row[part], 0)])
+        if size:
+            assert relative_error(h[part], np.einsum("rk,kcf->rcf", rows, w[g])) < 5e-3
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_what_a_row_without_a_token_gives():
+    operands, _ = _operands(SMALL, "bfloat16")
+    h, first, second = _run(quantized_activation, operands, activation=Activation(), format=BLOCKS)
+    live = int(np.sum(operands[2]))
+    held = np.asarray(operands[0].row_map.source[0, :live]) >= 0
+    for x in (h, first.data, second.data):
+        assert not np.asarray(x[0, :live], np.float32)[~held].any()
+
+
+@pytest.mark.parametrize("activation", [Activation(), GPT_OSS], ids=str)
+@pytest.mark.parametrize("format", [BLOCKS, ANY_SCALE, BYTES, WIDE], ids=str)
+def test_reference_is_the_two_references(format, activation):
+    operands, _ = _operands((40, 256, 128, (128, 0, 150), 106), "bfloat16")
+    options = dict(activation=activation, format=format)
+    got, want = (
+        _run(op, operands, **options)
+        for op in (
+            lambda *given, **of: quantized_activation_op(*given, implementation="reference", **of),
+            _two,
+        )
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*(_defined(each, operands[2]) for each in (got, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_triton
+def test_what_the_kernel_is_given(monkeypatch):
+    """Rows of tokens, shapes as its text has them, and shared memory with room for all."""
+    from expertmesh.core.kernels import quantized_activation as kernels
+
+    found = {}
+
+    def record(*operands, out_type, **launch):
+        found.update(operands=operands, **launch)
+        return [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    monkeypatch.setattr(kernels.cuda, "cuda_call", record)
+    (T, K, F, sizes, dead), (operands, _) = SMALL, _operands(SMALL, "bfloat16")
+    C, G, options = sum(sizes) + dead, len(sizes), dict(activation=Activation(), format=BLOCKS)
+    run = inspect.unwrap(kernels.quantized_activation)
+    h, data, scale, data_rows, scale_rows = run(*operands, **options, device=Device())
+    _, index, token_scales, weight, weight_scales, *_ = found["operands"]
+    np.testing.assert_array_equal(index, operands[0].row_map.source[0] // PLACES)
+    assert token_scales.shape == (T, 3) and weight_scales.shape == (G, 2 * F // 128, 3)
+    assert weight.box == (1, 128, 128)
+    assert found["scalars"] == (T, K, C, 3, F, G)
+    assert h.shape == (1, C, 2, F) and data.shape == data_rows.shape == (1, C, F)
+    assert scale.shape == (1, C, F // 128) and scale_rows.shape == (1, C // 128, F)
+    stages, scratch = (
+        int(re.search(rf"#define {name} (\d+)", found["source"])[1])
+        for name in ("STAGES", "SCRATCH")
+    )
+    taken = 2 * 64 * 256 * 2 + stages * (384 * 128 + 128 * 4) + 320 + scratch + 8 * (G + 1)
+    assert taken <= found["shared"] == 232448
+
+
+GIVEN = dict(
+    rows=327680, contraction=768, width=256, groups=128, dtype=jnp.bfloat16, blocks=(128, 128),
+    function="silu", device=Device(),
+)  # fmt: skip
+
+
+def test_what_the_kernel_takes():
+    taken = choice.choose(choice.Projection(**GIVEN))
+    assert taken is not None and taken.programs == 132 and taken.tiles.stages == 3
+    others = [
+        dict(contraction=4097), dict(width=192), dict(groups=1025), dict(dtype=jnp.float32),
+        dict(function="gelu_exact"), dict(device=Device(capability=100)), dict(rows=327688),
+        dict(device=Device(nvrtc=False)), dict(blocks=(128, 32)), dict(blocks=(32, 128)),
+    ]  # fmt: skip
+    for other in others:
+        assert choice.choose(choice.Projection(**GIVEN | other)) is None, other
+
+
+@pytest.mark.parametrize("change", [dict(contraction=4096), dict(groups=1024), dict(rows=2**25)])
+def test_what_it_still_takes(change):
+    assert choice.choose(choice.Projection(**GIVEN | change)) is not None
