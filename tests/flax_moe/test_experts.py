@@ -199,6 +199,35 @@ def test_value_and_gradients(name):
         assert set(state) == {"wi", "wo"} and np.all(state["wo"].weight.amax_history[:, -1] > 0)
 
 
+EXACT = Float8BlockScaling(), dict(activation=Activation(function="gelu_exact"))
+IN_BLOCKS = {name: case for name, case in CASES.items() if "blocks" in name or name == "mx"}
+
+
+@pytest.mark.parametrize("name", [*IN_BLOCKS, "exact"])
+def test_which_activation_is_quantized_where_it_is_made(name, monkeypatch):
+    """Of tokens read in place, with a gate and without biases, for a backward; of what kernels have no function for
+    not."""
+    config, params, x, _, idx, weights = setup(*IN_BLOCKS.get(name, EXACT))
+    handle, made = prepare(jnp.asarray(idx), config.exchange(axis=())), []
+    original = experts.quantized_activation
+
+    def record(*operands, **options):
+        made.append(options)
+        return original(*operands, **options)
+
+    jax.clear_caches()  # of what other tests have traced
+    monkeypatch.setattr(experts, "quantized_activation", record)
+    given, _ = given_for(config)
+
+    def value(*operands):
+        return run(config, handle, given, *operands)[0]
+
+    jax.eval_shape(value, params, x, weights)
+    assert not made, "nothing reads rows along their length"
+    jax.eval_shape(lambda *operands: jax.vjp(value, *operands)[0], params, x, weights)
+    assert len(made) == (name == "blocks")
+
+
 def test_cotangents_of_rows_that_are_written(monkeypatch):
     """Where only the tokens' rows are read in place, and not those of the output's gradient."""
     monkeypatch.setattr(experts, "NARROW", 0)

@@ -67,6 +67,7 @@ from expertmesh.core.linear.layer import (
     barrier,
     residuals,
 )
+from expertmesh.core.linear.quantized_activation import quantized_activation, quantizes_activation
 from expertmesh.core.ops.activate_rows import activates_at_once
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
@@ -307,7 +308,20 @@ def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
 
 def _activates_at_once(params: Params, of: _Options) -> bool:
     """Whether one op projects rows, read where their tokens are, and activates them."""
-    return "wi_bias" not in params and not isinstance(params["wi"], Adapted) and _fuses(of)
+    return _is_plain_up(params) and _fuses(of)
+
+
+def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
+    """Whether one op projects x, rows of quantized tokens, activates them and quantizes them in both directions."""
+    if of.down.recipe is None or not _is_plain_up(params):
+        return False
+    formats = of.down.formats.x, of.down.formats.x_wgrad
+    return quantizes_activation(x, of.activation, formats)
+
+
+def _is_plain_up(params: Params) -> bool:
+    """Whether the up projection has neither a bias nor an adapter."""
+    return "wi_bias" not in params and not isinstance(params["wi"], Adapted)
 
 
 def _fuses(of: _Options) -> bool:
@@ -347,6 +361,40 @@ def _through_up(
     u = low_rank_u(copies[0], weight, sizes, of.up)
     h = forward_gemm(*copies, sizes, bias, of.up, low_rank=low_rank_term(u, weight, of.up))
     return named("hidden", h), _Adapter(adapter, u, copies[0])
+
+
+def _through_activation(
+    params: Params,
+    weights: jax.Array,
+    copies: tuple[Any, _Operand],
+    handle: ep.Handle,
+    extra: NonDiffOperands,
+    of: _Options,
+    for_wgrad: bool,
+    *,
+    keeps_h: bool,
+) -> tuple[Any, _Adapter | None, tuple[Any, Any, Any]]:
+    """(h, which may be None where it is not kept; what is kept of wi's adapter; `x_copies` of a).
+
+    Args:
+      copies: as of `_through_up`.
+      extra, for_wgrad: of wo.
+    """
+    h: Any
+    activated: Any
+    adapter, options = None, dict[str, Any](activation=of.activation)
+    operands: Any = (*copies, handle.group_sizes, weights)
+    if for_wgrad and _quantizes_at_once(params, copies[0], of):
+        h, a, a_rows = quantized_activation(*operands, **options, format=of.down.formats.x)
+        return named("hidden", h), None, (a, a_rows, None)
+    if _activates_at_once(params, of):
+        h, activated = gathered_activation(*operands, **options, keeps_h=keeps_h)
+        h = named("hidden", h) if keeps_h else h
+    else:
+        h, adapter = _through_up(params, copies, handle, of)
+        activated = Activated(h, weights, handle.source, of.activation)
+    options = dict(for_wgrad=for_wgrad)
+    return h, adapter, x_copies(activated, handle.group_sizes, extra, of.down, **options)
 
 
 def _through_down(
@@ -390,17 +438,10 @@ def _forward(
     of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], in_place
     x, x_rows, x_state = _row_copies(*of_x)
     wi, kept_wi, wi_state = w_copies(wi, extras["wi"], up, for_dgrad=for_backward)
-    h: Any
-    activated: Any
-    if _activates_at_once(params, of):
-        h, activated = gathered_activation(
-            x, wi, sizes, weights, activation=of.activation, keeps_h=for_backward
-        )
-        h, of_wi = named("hidden", h) if for_backward else h, None
-    else:
-        h, of_wi = _through_up(params, (x, wi), handle, of)
-        activated = Activated(h, weights, handle.source, of.activation)
-    a, a_rows, a_state = x_copies(activated, sizes, extras["wo"], down, for_wgrad=trained["wo"])
+    of_a = extras["wo"], of, trained["wo"]
+    h, of_wi, (a, a_rows, a_state) = _through_activation(
+        params, weights, (x, wi), handle, *of_a, keeps_h=for_backward
+    )
     wo, kept_wo, wo_state = w_copies(params["wo"], extras["wo"], down, for_dgrad=for_backward)
     y, of_wo = _through_down(params, weights, (a, wo), handle, of)
     y = move_rows(y, _rows_of(handle).inverse) if of.sums else y
