@@ -1,14 +1,15 @@
 """The block on one GPU, beside what others published or ran: SonicMoE's twelve shapes, and Transformer Engine's four.
 
 Rows are of bench `moe_block`. Each program is a scan without pauses, as a training step is, and all programs of a shape
-are timed in turns. A rate is that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
+are timed in turns. What is compared with SonicMoE, whose protocol is not published, is timed in bursts too. A rate is
+that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
 
 SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 2512.14080 (+-5); compare on an H100.
 Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, its block on its own primitives, hot.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -38,29 +39,45 @@ TRANSFORMER_ENGINE = {
 }
 RECIPES = "fp8_block", "fp8_current"
 TURNS, CALLS = 7, 8
-BOTH = "forward and backward"
+BOTH, BURSTS = "forward and backward", " in bursts"
+RATE = 450e12  # about that of a block, to find how many calls fill a burst
 
 
-def seconds(shape: Shape) -> dict[str, list[float]]:
-    """Of each turn: bfloat16's "forward", and both passes of bfloat16 and of each recipe by its name."""
-    arrays = operands(shape, None)
+def programs(shape: Shape) -> dict[str, Callable]:
+    """bfloat16's "forward", and both passes of bfloat16 and of each recipe by its name."""
     functions = {"forward": passes(moe, shape.config())["forward"]}
     for recipe in (None, *RECIPES):
         functions[recipe or "bfloat16"] = passes(moe, shape.config(recipe=recipe))[BOTH]
-    return _measure.in_turns(functions, arrays, TURNS, CALLS)
+    return functions
 
 
-def rows_of(shape: Shape) -> Iterator[dict]:
-    """Its rates against SonicMoE's and its times against Transformer Engine's, where there are some; its recipes."""
-    times = seconds(shape)
-    median = {name: statistics.median(found) for name, found in times.items()}
+def in_bursts(shape: Shape, functions: dict[str, Callable], arrays: tuple) -> dict[str, float]:
+    """Seconds of bfloat16's programs, each after a pause."""
+    bursts = {
+        name: _measure.burst(functions[name], arrays, passes_of * shape.flops() / RATE)
+        for name, passes_of in (("forward", 1), ("bfloat16", 3))
+    }
+    return {name: statistics.median(once() for _ in range(TURNS)) for name, once in bursts.items()}
+
+
+def beside_sonic(shape: Shape, median: dict[str, float], protocol: str = "") -> Iterator[dict]:
+    """Its rates against SonicMoE's, if they are published."""
     parts = {"forward": median["forward"], "backward": median["bfloat16"] - median["forward"]}
     for (which, mine), published in zip(parts.items(), SONIC.get(shape, ()), strict=False):
         flops = shape.flops() * {"forward": 1, "backward": 2}[which]
         reference = "SonicMoE on H100, published", flops / (published * 1e12)
-        yield _measure.rate_row(
-            "moe_block", _case("bfloat16", which, shape), flops, mine, *reference
-        )
+        case = _case("bfloat16", which + protocol, shape)
+        yield _measure.rate_row("moe_block", case, flops, mine, *reference)
+
+
+def rows_of(shape: Shape) -> Iterator[dict]:
+    """Its rates against SonicMoE's and its times against Transformer Engine's, where there are some; its recipes."""
+    functions, arrays = programs(shape), operands(shape, None)
+    times = _measure.in_turns(functions, arrays, TURNS, CALLS)
+    median = {name: statistics.median(found) for name, found in times.items()}
+    yield from beside_sonic(shape, median)
+    if shape in SONIC:
+        yield from beside_sonic(shape, in_bursts(shape, functions, arrays), BURSTS)
     for name in ("bfloat16", *RECIPES):
         case = _case(name, BOTH, shape)
         if shape in TRANSFORMER_ENGINE:
