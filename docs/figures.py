@@ -81,14 +81,17 @@ def fp8_speed(rows: list[dict]) -> Bars:
 def beside_sonic(results: Results) -> Bars:
     """Each recipe's speed of both passes, hot, over SonicMoE's published bfloat16 rates, by shape.
 
-    A pass' time is its operations over its rate; the backward has twice the forward's.
+    A pass' time is its operations over its rate; the backward has twice the forward's. A recipe's speed is known by our
+    bfloat16 block's: of the same commit.
     """
     rows = results.get("single_gpu_blocks", [])
     ours: Bars = collections.defaultdict(dict)
     theirs: Bars = collections.defaultdict(dict)
+    commits: dict[str, str] = {}
     for row in rows:
         if row["reference"].startswith("SonicMoE") and " in bursts" not in row["case"]:
             which, name = row["case"].split(",")[0].split(" ")[1], label(block.shape_of(row))
+            commits[name] = row["commit"]
             ours[name][which] = 1 / row["value"]
             theirs[name][which] = row["ratio"] / row["value"]
     bars = {}
@@ -96,7 +99,8 @@ def beside_sonic(results: Results) -> Bars:
         if times.keys() == {"forward", "backward"}:
             one, other = (t["forward"] + 2 * t["backward"] for t in (times, theirs[name]))
             wide = {"bfloat16": other / one}
-            recipes = fp8_speed([r for r in rows if label(block.shape_of(r)) == name]).get(name, {})
+            beside = [r for r in rows if r["commit"] == commits[name]]
+            recipes = fp8_speed(beside).get(name, {})
             bars[name] = wide | {recipe: wide["bfloat16"] * r for recipe, r in recipes.items()}
     return bars
 

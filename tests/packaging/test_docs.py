@@ -148,6 +148,7 @@ def row_of(case, value, reference="", ratio=1.0):
     return {"case": case, "value": value, "reference": reference, "ratio": ratio} | {
         "unit": "ms",
         "gpus": 4,
+        "commit": "abc",
     }
 
 
@@ -206,7 +207,10 @@ def rows_of_results():
     single = [
         row_of(f"bfloat16 forward, {one}", 100.0, published, 0.5) | ONE,
         row_of(f"bfloat16 backward, {one}", 400.0, published, 2.0) | ONE,
+        row_of(f"bfloat16 backward in bursts, {one}", 800.0, published, 4.0) | ONE,
         row_of(f"fp8_block forward and backward, {one}", 3.0, "our bfloat16 block, 6 ms", 2.0),
+        row_of(f"fp8_current forward and backward, {one}", 3.0, "our bfloat16 block, 6 ms", 2.0)
+        | {"commit": "older"},
         row_of(f"fp8_block forward and backward, {one}", 3.0, "Transformer Engine 2, 9 ms", 3.0),
     ]
     gemm = "fprop mixtral w13 16384x4096x28672, 8 groups"
@@ -240,7 +244,7 @@ def test_figures_show_what_the_rows_say(block, figures):
         "8x1024 tokens, D 2048, F 768, E 8, K 2": {"bfloat16": 5.0}
     }
     assert figures.beside_engine(results) == {name: {"fp8_block": 3.0}}
-    # SonicMoE at 200 both ways: 3 units of work in 3 / 200; ours 1 / 100 + 2 / 400.
+    # SonicMoE at 200 both ways: 3 units of work in 3 / 200; ours 1 / 100 + 2 / 400, hot. No recipe of another commit.
     sonic = figures.beside_sonic(results)[name]
     assert sonic == pytest.approx({"bfloat16": 1.0, "fp8_block": 2.0})
     assert figures.gemms(results)["fprop"] == {
