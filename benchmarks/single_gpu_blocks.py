@@ -38,7 +38,7 @@ TRANSFORMER_ENGINE = {
     Shape((32768,), 4096, 512, 128, 8): 20.45,
 }
 RECIPES = "fp8_block", "fp8_current"
-TURNS, CALLS = 7, 8
+TURNS, CALLS = 5, 6
 BOTH, BURSTS = "forward and backward", " in bursts"
 RATE = 450e12  # about that of a block, to find how many calls fill a burst
 
