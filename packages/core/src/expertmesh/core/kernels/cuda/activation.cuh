@@ -68,3 +68,9 @@ struct Gated {
   __device__ __forceinline__ float d_gate(float d) const { return gate_moves ? d * of_gate.slope * up : 0; }
   __device__ __forceinline__ float d_up(float d) const { return up_moves ? d * of_gate.value : 0; }
 };
+
+// Of two numbers of 16 bits each, times a row's weight.
+__device__ __forceinline__ u32 activate(u32 gates, u32 ups, float weight) {
+  const float2 gate = unpack(gates), up = unpack(ups);
+  return pack(weight * Gated(gate.x, up.x).value(), weight * Gated(gate.y, up.y).value());
+}

@@ -38,12 +38,6 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// As `put_matrices`, each of them transposed.
-__device__ __forceinline__ void put_transposed(u32 to, const u32 (&of)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(of[0]), "r"(of[1]), "r"(of[2]), "r"(of[3]) : "memory");
-}
-
 // The parts of all tiles of one consumer, which its two rooms take in turn.
 struct Parts {
   u32 smem;
@@ -70,11 +64,6 @@ struct Routing {
 
 // A consumer's part of activations: pairs of numbers of 16 bits, by columns, of this thread's upper and lower row.
 typedef u32 Pairs[SUMS / 2];
-
-__device__ __forceinline__ u32 activate(u32 gates, u32 ups, float weight) {
-  const float2 gate = unpack(gates), up = unpack(ups);
-  return pack(weight * Gated(gate.x, up.x).value(), weight * Gated(gate.y, up.y).value());
-}
 
 __device__ __forceinline__ u32 magnitudes(u32 pair) { return pair & 0x7FFF7FFF; }
 
@@ -147,7 +136,7 @@ __device__ __forceinline__ void stage_along_rows(const Pairs& a, u32 thread, u32
       const float left = __int_as_float(m.x), right = __int_as_float(m.y);
       of[j] = to_8_bits(upper.x * left, lower.x * left, upper.y * right, lower.y * right);
     }
-    put_transposed(at + i / 4 * (32 / 2 * 128), of);
+    put_transposed(at + i / 4 * (32 / 2 * 128), of[0], of[1], of[2], of[3]);
   }
 }
 

@@ -56,10 +56,6 @@ __device__ __forceinline__ int2 get_pair(u32 from) {
   return v;
 }
 
-__device__ __forceinline__ void put_pair(u32 to, int x, int y) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
-}
-
 // Of the lanes up to this one.
 __device__ __forceinline__ int sum_up_to(int x) {
   const int lane = threadIdx.x % 32;
@@ -215,12 +211,6 @@ __device__ __forceinline__ u32 thread_of_consumer() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread % 128;
-}
-
-// Four matrices of 8 x 8 of 16 bits each, each line at the place of one lane.
-__device__ __forceinline__ void put_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // A room for a part of a consumer's results on their way out, and its barriers: whether it is there, and whether the room

@@ -28,11 +28,6 @@ __device__ __forceinline__ int pair_of(int part, int i) {
   return (i / (SUMS / 8) * 2 + part) * (SUMS / 4) + i % (SUMS / 8) * 2;
 }
 
-__device__ __forceinline__ u32 activate(u32 gates, u32 ups, float weight) {
-  const float2 gate = unpack(gates), up = unpack(ups);
-  return pack(weight * Gated(gate.x, up.x).value(), weight * Gated(gate.y, up.y).value());
-}
-
 __device__ __forceinline__ void store_tiles(
     u32 smem, const float* weights, const int* index, int num_tokens, int width, u8* h, u8* out) {
   constexpr int UNITS = 8, TURNS = ROWS / 16;

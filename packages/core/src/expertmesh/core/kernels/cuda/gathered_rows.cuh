@@ -210,9 +210,7 @@ struct Handoff {
   __device__ __forceinline__ void stage(const u32 (&packed)[SUMS / 4]) const {
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i += 4)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(to ^ i / 2 * UNIT), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
-                   "r"(packed[i + 3]) : "memory");
+      put_matrices(to ^ i / 2 * UNIT, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
   }
 
   __device__ __forceinline__ void send_later() {

@@ -296,9 +296,7 @@ struct Result {
   __device__ __forceinline__ void stage(u32 to) const {
 #pragma unroll
     for (int i = P * 8; i < P * 8 + 8; i += 4)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(to + i % 8 * 4 * LINE), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
-                   "r"(packed[i + 3]) : "memory");
+      put_transposed(to + i % 8 * 4 * LINE, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
   }
 
   // Stages the next piece in shared memory, where it is transposed, and stores the one before, which all have staged.

@@ -16,10 +16,6 @@ static_assert(ROW_BYTES == (NARROW ? 16 : 32) && APART == (NARROW ? 8 : 64), "wh
 constexpr int BYTES = ROW_BYTES / 16;  // of a number, and pieces of 16 bytes that a thread has of a row
 constexpr int PAIRS = 4 * EIGHTS;      // of columns
 
-__device__ __forceinline__ void put_8(u32 to, u32 low, u32 high) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
-}
-
 // Four numbers in float16.
 __device__ __forceinline__ uint2 from_8_bits(u32 four) {
   uint2 v;
@@ -250,7 +246,7 @@ __device__ __forceinline__ void put_largest(
   halve(four, part % 2, IN_ROW, two);
   if (factor.exact) two[0] = of_base(two[0], factor.base), two[1] = of_base(two[1], factor.base);
   const int column = thread % IN_ROW * STEP + eight * APART + part % 2 * 4;
-  put_8(largest_at(smem, thread / 32 * COLUMNS + column), two[0], two[1]);
+  put_pair(largest_at(smem, thread / 32 * COLUMNS + column), two[0], two[1]);
 }
 
 #if BINARY

@@ -146,9 +146,7 @@ __device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
   const u32 at = staged + (warp * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
 #pragma unroll
   for (int i = 0; i < PACKED; i += 4)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(at + (i * 8 ^ swizzle)), "r"(packed[i]), "r"(packed[i + 1]), "r"(packed[i + 2]),
-                 "r"(packed[i + 3]) : "memory");
+    put_matrices(at + (i * 8 ^ swizzle), packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
 }
 #endif
 

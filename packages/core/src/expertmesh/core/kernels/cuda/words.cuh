@@ -23,6 +23,10 @@ __device__ __forceinline__ void put_word(u32 to, int v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void put_pair(u32 to, int x, int y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
+}
+
 __device__ __forceinline__ int get_word(u32 from) {
   int v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
