@@ -25,7 +25,6 @@ from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import Float8BlockScaling, TensorFormat
 from expertmesh.core.testing import relative_error
 
-PLACES = 3  # of a token
 ANY_SCALE = Float8BlockScaling(power_2_scale=False).formats().x
 BLOCKS = Float8BlockScaling().formats().x
 BYTES = TensorFormat(dtype=E4M3, scale="float8_e8m0fnu", block=(1, 128))
@@ -64,16 +63,19 @@ def _operands(shape, dtype):
     x_scale = x_scale.copy() / 64
     w_scale = w_scale / np.float32(64 * K**0.5)
     x_scale[:, T - 1] = np.nan
-    place = rng.integers(0, PLACES * (T - 1), live + dead).astype(np.int32)
-    place[rng.random(live + dead) < 0.15] = -1
-    place[live:] = PLACES * T - 1
+    places = live // (T - 1) + 1  # of a token
+    place = rng.permutation(places * (T - 1)).astype(np.int32)[:live]
+    place[rng.random(live) < 0.15] = -1
+    row = np.full((T, places), -1, np.int32)
+    row.ravel()[place[place >= 0]] = np.flatnonzero(place >= 0)
+    place = np.append(place, np.full(dead, places * T - 1, np.int32))
     weights = rng.uniform(0.1, 2, live + dead).astype(np.float32)
     weights[place < 0], weights[live:] = np.nan, np.nan
     tokens = QuantizedArray(jnp.asarray(x), jnp.asarray(x_scale), block=(1, 1, 128), dtype=dtype)
     weight = QuantizedArray(
         jnp.asarray(w), jnp.asarray(w_scale), block=(1, 128, 1, 128), dtype=dtype
     )
-    row_map = RowMap(jnp.zeros((1, T, PLACES), jnp.int32), jnp.asarray(place[None]))
+    row_map = RowMap(jnp.asarray(row[None]), jnp.asarray(place[None]))
     wide = wide_x[0] / 64, wide_w / (64 * K**0.5)
     sizes = jnp.asarray([sizes], jnp.int32)
     return (Moved(tokens, row_map), weight, sizes, jnp.asarray(weights[None])), wide
@@ -169,7 +171,8 @@ def test_what_the_kernel_is_given(monkeypatch):
     run = inspect.unwrap(kernels.quantized_activation)
     h, data, scale, data_rows, scale_rows = run(*operands, **options, device=Device())
     _, index, token_scales, weight, weight_scales, *_ = found["operands"]
-    np.testing.assert_array_equal(index, operands[0].row_map.source[0] // PLACES)
+    row_map = operands[0].row_map
+    np.testing.assert_array_equal(index, row_map.source[0] // row_map.row.shape[-1])
     assert token_scales.shape == (T, 3) and weight_scales.shape == (G, 2 * F // 128, 3)
     assert weight.box == (1, 128, 128)
     assert found["scalars"] == (T, K, C, 3, F, G)
