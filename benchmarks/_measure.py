@@ -37,14 +37,26 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def in_turns(
     functions: dict[str, Callable], operands: tuple, turns: int, calls: int
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each in each turn; programs of so many calls, without pauses, compiled side by side.
+    """Seconds of a call of each in each turn; programs of so many calls, without pauses."""
+    return turns_of(all_steps(functions, operands, calls), operands, turns)
+
+
+def all_steps(functions: dict[str, Callable], types: tuple, calls: int) -> dict[str, Callable]:
+    """`steps` of each, compiled side by side; `types`: operands, or what says their types."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = pool.map(lambda f: steps(f, types, calls), functions.values())
+        return dict(zip(functions, made, strict=True))
+
+
+def turns_of(programs: dict[str, Callable], operands: tuple, turns: int) -> dict[str, list[float]]:
+    """Seconds of a call of each of these `steps` in each turn.
 
     In its turn a program runs twice, and the second run counts: the GPU's clock follows what ran before.
     """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = pool.map(lambda f: steps(f, operands, calls), functions.values())
-        programs = dict(zip(functions, made, strict=True))
-    found = [{name: (run(), run())[1] for name, run in programs.items()} for _ in range(turns)]
+    found = [
+        {name: (run(*operands), run(*operands))[1] for name, run in programs.items()}
+        for _ in range(turns)
+    ]
     return {name: [turn[name] for turn in found] for name in programs}
 
 
@@ -98,10 +110,10 @@ def _repeated(function: Callable, steps: int, calls: int) -> Callable:
 def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[..., float]:
     """As `program`, for calls of milliseconds: `count` calls in a scan, each after the one before, compiled once.
 
-    What is returned takes other operands of the same types, or none.
+    What is returned takes other operands of the same types, or none. The operands here may then be their types alone.
     """
     # What a call returns is carried, so that no part of it is left out.
-    first = _zeros(jax.eval_shape(function, *operands), jax.tree.leaves(operands)[0].sharding)
+    zeros = _zeros(jax.eval_shape(function, *operands), jax.tree.leaves(operands)[0].sharding)
 
     @jax.jit
     def repeat(first, *operands):
@@ -111,14 +123,26 @@ def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[...,
 
         return jax.lax.scan(step, first, length=count)[0]
 
-    repeat = repeat.lower(first, *operands).compile()
+    repeat = repeat.lower(jax.eval_shape(zeros), *operands).compile()
 
     def once(*given):
+        first = jax.block_until_ready(zeros())
         start = time.perf_counter()
         jax.block_until_ready(repeat(first, *(given or operands)))
         return (time.perf_counter() - start) / count
 
     return once
+
+
+@contextlib.contextmanager
+def held(path: pathlib.Path | None):
+    """While this process alone measures, of those with this file; None: there are no others."""
+    if path is None:
+        yield
+        return
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,18 +222,17 @@ def kernels(call: Callable, operands: tuple) -> list[Kernel]:
 
 
 def _zeros(types, like):
-    """Arrays of these types, on the mesh of a sharding."""
+    """Makes arrays of these types, on the mesh of a sharding."""
 
     def place(t):
         return (
             NamedSharding(like.mesh, t.sharding.spec) if isinstance(like, NamedSharding) else None
         )
 
-    make = jax.jit(
+    return jax.jit(
         lambda: jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types),
         out_shardings=jax.tree.map(place, types),
     )
-    return make()
 
 
 PAUSE = 0.05  # seconds before a burst
@@ -245,16 +268,18 @@ def burst(
     after the other; what counts is the second, from the first's end to its own, by the GPU's clock: the dispatch and
     the start are over by then.
 
+    What is returned takes operands, as that of `steps` does.
+
     Args:
       length: seconds that a program of the burst takes, about.
     """
     repeat, calls = _filling(function, operands, seconds, length)
     now = _clock()
 
-    def once():
+    def once(*given):
         time.sleep(PAUSE)
-        start = now(repeat(*operands))
-        end = now(repeat(*operands))
+        start = now(repeat(*(given or operands)))
+        end = now(repeat(*(given or operands)))
         return int((end - start)[0]) * 1e-9 / calls
 
     return once

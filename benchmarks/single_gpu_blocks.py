@@ -4,11 +4,20 @@ Rows are of bench `moe_block`. Each program is a scan without pauses, as a train
 are timed in turns. What is compared with SonicMoE, whose protocol is not published, is timed in bursts too. A rate is
 that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
 
+Each shape is a process of its own: they compile side by side, and measure one after the other.
+
 SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 2512.14080 (+-5); compare on an H100.
 Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, its block on its own primitives, hot.
 """
 
+import concurrent.futures
+import json
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
@@ -37,6 +46,7 @@ TRANSFORMER_ENGINE = {
     Shape((32768,), 2048, 768, 128, 8): 14.48,
     Shape((32768,), 4096, 512, 128, 8): 20.45,
 }
+SHAPES = list({**SONIC, **TRANSFORMER_ENGINE})
 RECIPES = "fp8_block", "fp8_current"
 TURNS, CALLS = 5, 6
 BOTH, BURSTS = "forward and backward", " in bursts"
@@ -51,13 +61,12 @@ def programs(shape: Shape) -> dict[str, Callable]:
     return functions
 
 
-def in_bursts(shape: Shape, functions: dict[str, Callable], arrays: tuple) -> dict[str, float]:
-    """Seconds of bfloat16's programs, each after a pause."""
-    bursts = {
-        name: _measure.burst(functions[name], arrays, passes_of * shape.flops() / RATE)
+def bursts_of(shape: Shape, functions: dict[str, Callable], types: tuple) -> dict[str, Callable]:
+    """bfloat16's programs, which measure a call after a pause."""
+    return {
+        name: _measure.burst(functions[name], types, passes_of * shape.flops() / RATE)
         for name, passes_of in (("forward", 1), ("bfloat16", 3))
     }
-    return {name: statistics.median(once() for _ in range(TURNS)) for name, once in bursts.items()}
 
 
 def beside_sonic(shape: Shape, median: dict[str, float], protocol: str = "") -> Iterator[dict]:
@@ -70,14 +79,25 @@ def beside_sonic(shape: Shape, median: dict[str, float], protocol: str = "") -> 
         yield _measure.rate_row("moe_block", case, flops, mine, *reference)
 
 
-def rows_of(shape: Shape) -> Iterator[dict]:
+def times_of(shape: Shape, lock: pathlib.Path | None) -> tuple[dict, dict]:
+    """Seconds of each turn: of programs without pauses, and in bursts, of SonicMoE's shapes."""
+    functions, types = programs(shape), jax.eval_shape(lambda: operands(shape, None))
+    hot = _measure.all_steps(functions, types, CALLS)
+    bursts = bursts_of(shape, functions, types) if shape in SONIC else {}
+    with _measure.held(lock):
+        arrays = operands(shape, None)
+        times = _measure.turns_of(hot, arrays, TURNS)
+        return times, {n: [once(*arrays) for _ in range(TURNS)] for n, once in bursts.items()}
+
+
+def rows_of(shape: Shape, lock: pathlib.Path | None = None) -> Iterator[dict]:
     """Its rates against SonicMoE's and its times against Transformer Engine's, where there are some; its recipes."""
-    functions, arrays = programs(shape), operands(shape, None)
-    times = _measure.in_turns(functions, arrays, TURNS, CALLS)
+    times, bursts = times_of(shape, lock)
     median = {name: statistics.median(found) for name, found in times.items()}
     yield from beside_sonic(shape, median)
-    if shape in SONIC:
-        yield from beside_sonic(shape, in_bursts(shape, functions, arrays), BURSTS)
+    if bursts:
+        medians = {name: statistics.median(found) for name, found in bursts.items()}
+        yield from beside_sonic(shape, medians, BURSTS)
     for name in ("bfloat16", *RECIPES):
         case = _case(name, BOTH, shape)
         if shape in TRANSFORMER_ENGINE:
@@ -103,16 +123,41 @@ def _family(row: dict) -> str | None:
     return None if of.startswith("Transformer") else f"{name}, against {of}"
 
 
+def child(number: int, folder: pathlib.Path) -> list[dict]:
+    """The rows of a shape, of a process of its own."""
+    out = folder / f"{number}.json"
+    command = [sys.executable, "-m", "benchmarks.single_gpu_blocks", "--one", str(number)]
+    command += ["--lock", str(folder / "lock"), "--json", str(out)]
+    # Processes that compile have no memory that others measure in.
+    done = subprocess.run(command, env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    if done.returncode:
+        print(f"{SHAPES[number]}: ended with {done.returncode}", file=sys.stderr)
+    return json.loads(out.read_text()) if out.exists() else []
+
+
+def side_by_side(processes: int) -> Iterator[dict]:
+    """The rows of all shapes; a RuntimeError at last where there are none of one."""
+    numbers = range(len(SHAPES))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(processes) as pool,
+    ):
+        found = list(pool.map(lambda number: child(number, pathlib.Path(folder)), numbers))
+    yield from (row for rows in found for row in rows)
+    if failed := [str(SHAPES[number]) for number in numbers if not found[number]]:
+        raise RuntimeError(f"single_gpu_blocks: nothing of {'; '.join(failed)}")
+
+
 def main():
     parser = _measure.parser(__doc__)
-    parser.add_argument(
-        "--part", default="1/1", metavar="I/N", help="each N-th shape, from the I-th"
-    )
+    parser.add_argument("--processes", type=int, default=5, help="at a time")
+    parser.add_argument("--one", type=int, help="the shape of one process")
+    parser.add_argument("--lock", type=pathlib.Path, help="of --one")
     options = parser.parse_args()
-    on_gpu = jax.default_backend() == "gpu"
-    first, step = map(int, options.part.split("/"))
-    shapes = list({**SONIC, **TRANSFORMER_ENGINE})[first - 1 :: step] if on_gpu else [SMALL]
-    rows = (row for shape in shapes for row in rows_of(shape))
+    if options.one is not None:
+        return _measure.write(options.json, rows_of(SHAPES[options.one], options.lock))
+    gpu = pathlib.Path("/dev/nvidia0").exists() and os.environ.get("JAX_PLATFORMS") != "cpu"
+    rows = side_by_side(options.processes) if gpu else rows_of(SMALL)
     _measure.write(options.json, _measure.with_means(rows, _family))
 
 
