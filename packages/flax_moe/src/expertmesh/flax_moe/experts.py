@@ -293,7 +293,7 @@ def _dy_copies(
     """As `dy_copies`, also of rows that are their tokens'; `width`: of the input gradient."""
     rows, sizes, layer = Moved(dy, _rows_of(handle)) if of.sums else dy, handle.group_sizes, of.down
     gathers = of.sums and for_wgrad and layer.recipe is not None
-    if not (gathers and read_in_place(layer.formats.grad_dgrad, width, quantized=False)):
+    if not (gathers and read_in_place(layer.formats.grad_dgrad, width)):
         return dy_copies(rows, sizes, key, layer, for_wgrad=for_wgrad)
     formats, spec = (None, layer.formats.grad_wgrad), layer.resolved[2]
     copies = grouped_quantize_both(rows, sizes, formats, spec=spec)
@@ -433,7 +433,9 @@ def _forward(
     wi = params["wi"]
     trains_wi, width = not isinstance(wi, Adapted), prod(wi.shape[2:])
     in_place = (
-        trains_wi and quantized is not None and read_in_place(up.formats.x, width, quantized=True)
+        trains_wi
+        and quantized is not None
+        and read_in_place(up.formats.x, width, quantized=quantized)
     )
     of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], in_place
     x, x_rows, x_state = _row_copies(*of_x)
