@@ -1,0 +1,84 @@
+"""Where the time of both passes of the block goes on one GPU, by kind of kernel, in bfloat16 and in blocks of 128.
+
+Kernels are those of a profiler's trace, command buffers off; a value is the median of some traces. GEMMs and what is
+fused into them, the quantization, the moves of rows, and the rest. FP8's GEMMs and rest stand against bfloat16's; the
+quantization and the moves, which arithmetic does not bound, against a copy of as many bytes: operands and results, each
+counted once, so that what is read from L2 again counts no more.
+"""
+
+import collections
+import os
+import statistics
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _measure, block_launches, moe_block, single_gpu_blocks
+from expertmesh.flax_moe import moe
+
+SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8)]
+TRACES, WARM = 5, 3
+BOTH = "forward and backward"
+# By the first that is part of a kernel's name.
+KINDS = {
+    "GEMMs": ("gemm", "gathered_activation", "block_scaled_activation", "nvjet", "gathered_rows"),
+    "quantization": ("quantize", "_square", "_blocks"),
+    "moves of rows": ("_gather_kernel", "_copy_kernel"),
+}
+REST = "the rest"
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(p in name for p in parts)), REST)
+
+
+def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str, tuple]:
+    """kind -> (seconds, bytes) of a step."""
+    step = block_launches.step(moe, shape, arrays, recipe, BOTH, "auto")
+    text_of = dict(block_launches.INSTRUCTION.findall(step.as_text()))
+    traces = [_measure.kernels(step, arrays) for _ in range(WARM + TRACES)][WARM:]
+    times = [collections.Counter() for _ in traces]
+    for found, time in zip(traces, times, strict=True):
+        for kernel in found:
+            time[kind_of(kernel.name)] += kernel.microseconds * 1e-6
+    size = collections.Counter()
+    for kernel in traces[0]:
+        text = text_of.get(kernel.instruction, "")
+        size[kind_of(kernel.name)] += block_launches.num_bytes(text, text_of)
+    return {
+        kind: (statistics.median(time[kind] for time in times), size[kind])
+        for kind in (*KINDS, REST)
+    }
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy of 512 MB reads and writes, within a program of many."""
+    size = 2**29 if jax.default_backend() == "gpu" else 2**16
+    x = jnp.zeros(size // 2, jnp.bfloat16)
+    return 2 * size / _measure.hot(lambda x: x + 1, (x,), 2 * size / 3e12)()
+
+
+def rows_of(shape: moe_block.Shape, rate: float) -> Iterator[dict]:
+    arrays = moe_block.operands(shape, None)
+    found = {recipe: parts(shape, arrays, recipe) for recipe in (None, "fp8_block")}
+    for recipe, kinds in found.items():
+        for kind, (seconds, size) in kinds.items():
+            case = f"{recipe or 'bfloat16'} {kind}, {BOTH}, {shape}, 1 device"
+            reference = f"a copy of {size / 1e6:.0f} MB", size / rate
+            if recipe and kind in ("GEMMs", REST):
+                reference = "bfloat16", found[None][kind][0]
+            if seconds and (recipe or kind != REST):
+                yield _measure.time_row("step_parts", case, seconds, *reference)
+
+
+def main():
+    options = _measure.parser(__doc__).parse_args()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {block_launches.NAMED}"
+    shapes = SHAPES if jax.default_backend() == "gpu" else [moe_block.SMALL]
+    rate = copy_rate()
+    _measure.write(options.json, (row for shape in shapes for row in rows_of(shape, rate)))
+
+
+if __name__ == "__main__":
+    main()
