@@ -128,8 +128,8 @@ def test_errors():
 @pytest.mark.parametrize(
     "tokens, width, pays",
     [
-        ((24576, 1536), 2048, True),
-        ((24576, 1536), 2304, False),
+        ((24576, 1536), 1024, True),
+        ((24576, 1536), 1152, False),
         ((32768, 4096), 512, True),
         ((32768, 4096), 1024, False),
         (None, 1024, True),

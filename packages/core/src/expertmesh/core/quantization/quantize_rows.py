@@ -451,7 +451,7 @@ def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> boo
 # NVIDIA H100, 2026-11-27: columns up to which a grouped GEMM loses less, finding its rows, than their copy takes. Where
 # tokens are quantized already, the pass that quantizes them along the rows copies them for less; but tokens that stay
 # in L2 are found faster.
-WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED, WIDTH_IN_L2 = 1024, 512, 2048
+WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED, WIDTH_IN_L2 = 1024, 512, 1024
 BYTES_IN_L2 = 40 * 2**20
 
 
