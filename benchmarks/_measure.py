@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+LEAD = 0.15
 SHORT = 8  # calls in a step of the loop, where a call takes less than 0.2 ms
 
 
@@ -51,12 +52,16 @@ def all_steps(functions: dict[str, Callable], types: tuple, calls: int) -> dict[
 def turns_of(programs: dict[str, Callable], operands: tuple, turns: int) -> dict[str, list[float]]:
     """Seconds of a call of each of these `steps` in each turn.
 
-    In its turn a program runs twice, and the second run counts: the GPU's clock follows what ran before.
+    In its turn a program runs for `LEAD` seconds before the run that counts: the GPU's clock follows what ran before.
     """
-    found = [
-        {name: (run(*operands), run(*operands))[1] for name, run in programs.items()}
-        for _ in range(turns)
-    ]
+
+    def led(run):
+        start = time.perf_counter()
+        while run(*operands) and time.perf_counter() - start < LEAD:
+            pass
+        return run(*operands)
+
+    found = [{name: led(run) for name, run in programs.items()} for _ in range(turns)]
     return {name: [turn[name] for turn in found] for name in programs}
 
 
@@ -135,13 +140,16 @@ def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[...,
 
 
 @contextlib.contextmanager
-def held(path: pathlib.Path | None):
-    """While this process alone measures, of those with this file; None: there are no others."""
+def held(path: pathlib.Path | None, *, shared: bool = False):
+    """While this process measures and no other one with this file does anything; None: there are no others.
+
+    `shared`: while it compiles, as others may. XLA tries GEMMs on the GPU then, which would disturb a measurement.
+    """
     if path is None:
         yield
         return
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 

@@ -4,7 +4,7 @@ Rows are of bench `moe_block`. Each program is a scan without pauses, as a train
 are timed in turns. What is compared with SonicMoE, whose protocol is not published, is timed in bursts too. A rate is
 that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
 
-Each shape is a process of its own: they compile side by side, and measure one after the other.
+Each shape is a process of its own: they compile side by side, and measure one after the other when all have compiled.
 
 SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 2512.14080 (+-5); compare on an H100.
 Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, its block on its own primitives, hot.
@@ -81,9 +81,10 @@ def beside_sonic(shape: Shape, median: dict[str, float], protocol: str = "") -> 
 
 def times_of(shape: Shape, lock: pathlib.Path | None) -> tuple[dict, dict]:
     """Seconds of each turn: of programs without pauses, and in bursts, of SonicMoE's shapes."""
-    functions, types = programs(shape), jax.eval_shape(lambda: operands(shape, None))
-    hot = _measure.all_steps(functions, types, CALLS)
-    bursts = bursts_of(shape, functions, types) if shape in SONIC else {}
+    with _measure.held(lock, shared=True):
+        functions, types = programs(shape), jax.eval_shape(lambda: operands(shape, None))
+        hot = _measure.all_steps(functions, types, CALLS)
+        bursts = bursts_of(shape, functions, types) if shape in SONIC else {}
     with _measure.held(lock):
         arrays = operands(shape, None)
         times = _measure.turns_of(hot, arrays, TURNS)
@@ -135,12 +136,12 @@ def child(number: int, folder: pathlib.Path) -> list[dict]:
     return json.loads(out.read_text()) if out.exists() else []
 
 
-def side_by_side(processes: int) -> Iterator[dict]:
+def side_by_side() -> Iterator[dict]:
     """The rows of all shapes; a RuntimeError at last where there are none of one."""
     numbers = range(len(SHAPES))
     with (
         tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(processes) as pool,
+        concurrent.futures.ThreadPoolExecutor(len(numbers)) as pool,
     ):
         found = list(pool.map(lambda number: child(number, pathlib.Path(folder)), numbers))
     yield from (row for rows in found for row in rows)
@@ -150,14 +151,13 @@ def side_by_side(processes: int) -> Iterator[dict]:
 
 def main():
     parser = _measure.parser(__doc__)
-    parser.add_argument("--processes", type=int, default=5, help="at a time")
     parser.add_argument("--one", type=int, help="the shape of one process")
     parser.add_argument("--lock", type=pathlib.Path, help="of --one")
     options = parser.parse_args()
     if options.one is not None:
         return _measure.write(options.json, rows_of(SHAPES[options.one], options.lock))
     gpu = pathlib.Path("/dev/nvidia0").exists() and os.environ.get("JAX_PLATFORMS") != "cpu"
-    rows = side_by_side(options.processes) if gpu else rows_of(SMALL)
+    rows = side_by_side() if gpu else rows_of(SMALL)
     _measure.write(options.json, _measure.with_means(rows, _family))
 
 
