@@ -10,6 +10,7 @@ import html
 import json
 import pathlib
 import re
+import statistics
 import sys
 
 import block
@@ -78,8 +79,22 @@ def of_plain_jax(results: figures.Results) -> str:
     return lines(head, rows)
 
 
+def of_sonic(results: figures.Results) -> str:
+    """The rates beside SonicMoE's, without pauses and in bursts."""
+    found = collections.defaultdict(list)
+    for row in results.get("single_gpu_blocks", []):
+        if row["reference"].startswith("SonicMoE") and row["metric"] == "rate":
+            found[row["case"].partition(",")[0]].append(row["ratio"])
+    head = ["over SonicMoE's rate, as published", "mean", "least", "most", "shapes"]
+    rows = [
+        [name, *(f"{f(ratios):.2f}" for f in (statistics.geometric_mean, min, max)), len(ratios)]
+        for name, ratios in found.items()
+    ]
+    return lines(head, rows)
+
+
 def beside(results: figures.Results) -> str:
-    return f"{of_plain_jax(results)}\n\n{of_gpus(results)}"
+    return "\n\n".join(table(results) for table in (of_plain_jax, of_sonic, of_gpus))
 
 
 def of_shapes(results: figures.Results) -> str:
@@ -140,8 +155,9 @@ On H200s and H100s; kernels for other GPUs are [compiled, not run](core.md#kerne
 (`ragged_all_to_all` and `ragged_dot`), timed in the same run on the mesh fsdp 2 x ep 2. Transformer Engine's block was
 run on the same GPU ([how](beside-transformer-engine.md)); it has no 8 bits on Hopper, so it is BF16 throughout.
 SonicMoE was not run here: its rates are what its paper gives for an H100 (arXiv 2512.14080, figure 14, within 5
-TFLOP/s). The first table has the times beside plain JAX on four H200s, at the sizes of the tutorial of Transformer
-Engine's block; its last column is what that tutorial gives for four GB200s, not run here.""",
+TFLOP/s), in a protocol that it does not name; ours are without pauses, and in bursts. The first table has the times
+beside plain JAX on four H200s, at the sizes of the tutorial of Transformer Engine's block; its last column is what that
+tutorial gives for four GB200s, not run here.""",
     "performance_shapes.png": """\
 Rows, contraction and width of a GEMM, and its groups. Large groups reach the rate of a dense GEMM; the fewer rows a
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
