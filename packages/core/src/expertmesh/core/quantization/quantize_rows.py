@@ -451,7 +451,7 @@ def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> boo
 # NVIDIA H100, 2026-11-27: columns up to which a grouped GEMM loses less, finding its rows, than their copy takes. Where
 # tokens are quantized already, the pass that quantizes them along the rows copies them for less; but tokens that stay
 # in L2 are found faster.
-WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED, WIDTH_IN_L2 = 1024, 512, 1024
+WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED = 1024, 512
 BYTES_IN_L2 = 40 * 2**20
 
 
@@ -464,18 +464,11 @@ def read_in_place(
     and find them more slowly than rows that lie side by side. `quantized`: the tokens, if they are that already.
     """
     capability = _jax.compute_capability()
-    narrow = (
-        format.block == (1, 128) and not format.stochastic and width <= _most_columns(quantized)
-    )
+    large = quantized is not None and quantized.data.size > BYTES_IN_L2
+    most = WIDTH_OF_QUANTIZED if large else WIDTH_IN_PLACE
+    narrow = format.block == (1, 128) and not format.stochastic and width <= most
     # Where there is no GPU, kernels are an H100's.
     return narrow and capability in (None, 9.0)
-
-
-def _most_columns(quantized: QuantizedArray | None) -> int:
-    """Of a GEMM that reads rows in place."""
-    if quantized is None:
-        return WIDTH_IN_PLACE
-    return WIDTH_IN_L2 if quantized.data.size <= BYTES_IN_L2 else WIDTH_OF_QUANTIZED
 
 
 def grouped_quantize_both(
