@@ -13,11 +13,12 @@ import os
 import pathlib
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,20 @@ def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[...,
         return (time.perf_counter() - start) / count
 
     return once
+
+
+def has_gpu() -> bool:
+    """Whether processes will find a GPU; asked without taking its memory, as JAX would."""
+    return pathlib.Path("/dev/nvidia0").exists() and os.environ.get("JAX_PLATFORMS") != "cpu"
+
+
+def process(name: str, *arguments: str, env: dict[str, str]) -> tuple[int, Any]:
+    """The exit status of a benchmark in a process of its own, and the JSON that it wrote, None if it wrote none."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "found.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(out)]
+        done = subprocess.run(command, env=os.environ | env)
+        return done.returncode, json.loads(out.read_text()) if out.exists() else None
 
 
 @contextlib.contextmanager

@@ -55,6 +55,11 @@ def rows_of(shape: moe_block.Shape, mesh, transport: str, show: bool) -> Iterato
                 name, launches = "our bfloat16 block", len(found)
 
 
+def name_kernels() -> None:
+    """Before JAX finds the GPU: kernels of a trace name their instructions."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NAMED}"
+
+
 def listing(found: list[_measure.Kernel], program: str) -> str:
     """A line for each kernel that ran, and one for those of XLA together."""
     text_of = dict(INSTRUCTION.findall(program))
@@ -87,7 +92,7 @@ def main():
     parser.add_argument("--kernels", action="store_true", help="print each kernel of a step")
     options = parser.parse_args()
     if options.kernels:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NAMED}"
+        name_kernels()
     on_gpu, alone = jax.default_backend() == "gpu", jax.device_count() == 1
     shape = moe_block.BLOCKS[0] if on_gpu else moe_block.SMALL
     transport = "auto" if alone or not on_gpu else "nvlink"

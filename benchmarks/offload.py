@@ -27,8 +27,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -238,15 +236,11 @@ def rows_of(shape: Shape, ours: dict, theirs: dict, same: dict) -> Iterator[dict
 
 def child(what: str, layers: int | None, env: dict[str, str]) -> tuple[bool, dict]:
     """Whether a process of its own ended well, and what it found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.offload", "--one", what, "--json", str(out)]
-        command += [] if layers is None else ["--layers", str(layers)]
-        start = time.monotonic()
-        done = subprocess.run(command, env=os.environ | env)
-        found = json.loads(out.read_text()) if out.exists() else {}
-    print(f"{what} ended with {done.returncode} after {time.monotonic() - start:.0f} s: {found}")
-    return done.returncode == 0, found
+    arguments = [] if layers is None else ["--layers", str(layers)]
+    start = time.monotonic()
+    status, found = _measure.process("offload", "--one", what, *arguments, env=env)
+    print(f"{what} ended with {status} after {time.monotonic() - start:.0f} s: {found or {}}")
+    return status == 0, found or {}
 
 
 def one_gpu(gib: float | None) -> dict[str, str]:
@@ -293,7 +287,7 @@ def main():
     options = parser.parse_args()
     if options.one:
         return one(options.one, options.layers, options.json)
-    gpu = pathlib.Path("/dev/nvidia0").exists() and os.environ.get("JAX_PLATFORMS") != "cpu"
+    gpu = _measure.has_gpu()
     env = one_gpu(options.gib) if gpu else {}
     ours, theirs = (largest(mode, env) for mode in MODES)
     _, same = child("equal", None, env)

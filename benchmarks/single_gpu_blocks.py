@@ -11,11 +11,8 @@ Transformer Engine 2.20.2: milliseconds of both passes on an H200, 2026-11-22, i
 """
 
 import concurrent.futures
-import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -124,16 +121,16 @@ def _family(row: dict) -> str | None:
     return None if of.startswith("Transformer") else f"{name}, against {of}"
 
 
-def child(number: int, folder: pathlib.Path) -> list[dict]:
+def child(number: int, folder: str) -> list[dict]:
     """The rows of a shape, of a process of its own."""
-    out = folder / f"{number}.json"
-    command = [sys.executable, "-m", "benchmarks.single_gpu_blocks", "--one", str(number)]
-    command += ["--lock", str(folder / "lock"), "--json", str(out)]
+    lock = str(pathlib.Path(folder) / "lock")
     # Processes that compile have no memory that others measure in.
-    done = subprocess.run(command, env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
-    if done.returncode:
-        print(f"{SHAPES[number]}: ended with {done.returncode}", file=sys.stderr)
-    return json.loads(out.read_text()) if out.exists() else []
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    arguments = "--one", str(number), "--lock", lock
+    status, rows = _measure.process("single_gpu_blocks", *arguments, env=env)
+    if status:
+        print(f"{SHAPES[number]}: ended with {status}", file=sys.stderr)
+    return rows or []
 
 
 def side_by_side() -> Iterator[dict]:
@@ -143,7 +140,7 @@ def side_by_side() -> Iterator[dict]:
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ThreadPoolExecutor(len(numbers)) as pool,
     ):
-        found = list(pool.map(lambda number: child(number, pathlib.Path(folder)), numbers))
+        found = list(pool.map(lambda number: child(number, folder), numbers))
     yield from (row for rows in found for row in rows)
     if failed := [str(SHAPES[number]) for number in numbers if not found[number]]:
         raise RuntimeError(f"single_gpu_blocks: nothing of {'; '.join(failed)}")
@@ -156,8 +153,7 @@ def main():
     options = parser.parse_args()
     if options.one is not None:
         return _measure.write(options.json, rows_of(SHAPES[options.one], options.lock))
-    gpu = pathlib.Path("/dev/nvidia0").exists() and os.environ.get("JAX_PLATFORMS") != "cpu"
-    rows = side_by_side() if gpu else rows_of(SMALL)
+    rows = side_by_side() if _measure.has_gpu() else rows_of(SMALL)
     _measure.write(options.json, _measure.with_means(rows, _family))
 
 

@@ -7,7 +7,6 @@ counted once, so that what is read from L2 again counts no more.
 """
 
 import collections
-import os
 import statistics
 from collections.abc import Iterator
 
@@ -15,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _measure, block_launches, moe_block, single_gpu_blocks
+from benchmarks.single_gpu_blocks import BOTH
 from expertmesh.flax_moe import moe
 
 SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8)]
 TRACES, WARM = 5, 3
-BOTH = "forward and backward"
 # By the first that is part of a kernel's name.
 KINDS = {
     "GEMMs": ("gemm", "gathered_activation", "block_scaled_activation", "nvjet", "gathered_rows"),
@@ -77,7 +76,7 @@ def rows_of(shape: moe_block.Shape, rate: float) -> Iterator[dict]:
 
 def main():
     options = _measure.parser(__doc__).parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {block_launches.NAMED}"
+    block_launches.name_kernels()
     shapes = SHAPES if jax.default_backend() == "gpu" else [moe_block.SMALL]
     rate = copy_rate()
     _measure.write(options.json, (row for shape in shapes for row in rows_of(shape, rate)))
