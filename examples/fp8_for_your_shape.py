@@ -17,7 +17,7 @@ from expertmesh.core import (
     grouped_quantize,
     permute,
     plan_permute,
-    quantize_weight,
+    quantize,
     required_alignment,
 )
 from expertmesh.flax_moe import MoEConfig, init_params, is_supported, moe
@@ -60,8 +60,9 @@ def measure(recipe, shape):
 
     @jax.jit
     def quantize_operands(rows, weight):
-        of_rows = grouped_quantize(rows, sizes, config.recipe.formats().x, axis=2)
-        return of_rows, quantize_weight(weight, recipe, batch_dims=1).forward
+        formats = config.recipe.formats()
+        of_rows = grouped_quantize(rows, sizes, formats.x, axis=2)
+        return of_rows, quantize(weight, formats.weight, axis=1, across=-1, batch_dims=1)
 
     return block, layer, milliseconds(quantize_operands, rows, weight)
 

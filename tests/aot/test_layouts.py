@@ -8,8 +8,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.marks import needs_triton
-from expertmesh.core import MeshResource, dense, global_shard_guard, grouped_dense, hlo
-from expertmesh.flax_moe import MoEConfig, moe, param_shapes, param_specs
+from expertmesh.core import (
+    MeshResource,
+    dense,
+    global_shard_guard,
+    grouped_dense,
+    hlo,
+    quantize_weight,
+)
+from expertmesh.flax_moe import MoEConfig, moe, param_shapes, param_specs, quantize_weights
 
 pytestmark = [pytest.mark.aot, needs_triton]
 
@@ -37,11 +44,12 @@ def test_nothing_turns_rows_of_8_bits(h100_mesh, recipe):
     assert not {"copy", "transpose", "fusion"}.intersection(rows), rows
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["", "quantized before"])
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "grouped", "block"])
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
-def test_nothing_turns_weights(h100_mesh, recipe, kind, backward):
-    """Nor anything else of 8 bits, but for rows of a dense layer."""
+def test_nothing_turns_weights(h100_mesh, recipe, kind, backward, given):
+    """Nor anything else of 8 bits, but for rows of a dense layer; nor what another program has quantized."""
     mesh = h100_mesh({"fsdp": 1})
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -50,27 +58,35 @@ def test_nothing_turns_weights(h100_mesh, recipe, kind, backward):
 
     config = MoEConfig(num_experts=E, top_k=2, expert_dim=F, recipe=recipe)
     x, sizes = struct(T, D), struct(E, dtype=jnp.int32)
-    params, function = {
-        "dense": (struct(D, 2, F), lambda w, x, sizes: dense(x, w, recipe=recipe)),
+    params, function, quantized = {
+        "dense": (
+            struct(D, 2, F),
+            lambda w, x, sizes, q: dense(x, w, recipe=recipe, weight_quantized=q),
+            lambda w: quantize_weight(w, recipe),
+        ),
         "grouped": (
             struct(E, D, 2, F),
-            lambda w, x, sizes: grouped_dense(x, w, sizes, recipe=recipe),
+            lambda w, x, sizes, q: grouped_dense(x, w, sizes, recipe=recipe, weight_quantized=q),
+            lambda w: quantize_weight(w, recipe, batch_dims=1),
         ),
         "block": (
             {name: struct(*shape) for name, shape in param_shapes(D, config).items()},
-            lambda params, x, sizes: moe(params, x, config).y,
+            lambda params, x, sizes, q: moe(params, x, config, weights_quantized=q).y,
+            lambda params: quantize_weights(params, config),
         ),
     }[kind]
 
-    def step(params, x, sizes, dy):
+    def step(params, x, sizes, dy, q):
         if not backward:
-            return function(params, x, sizes)
-        y, pull = jax.vjp(lambda params, x: function(params, x, sizes), params, x)
+            return function(params, x, sizes, q)
+        y, pull = jax.vjp(lambda params, x: function(params, x, sizes, q), params, x)
         return y, pull(dy)
 
     dy = x if kind == "block" else struct(T, 2, F)
     with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
-        program = jax.jit(step).trace(params, x, sizes, dy).lower(lowering_platforms=("cuda",))
+        q = jax.eval_shape(quantized, params) if given else None
+        q = jax.tree.map(lambda leaf: struct(*leaf.shape, dtype=leaf.dtype), q)
+        program = jax.jit(step).trace(params, x, sizes, dy, q).lower(lowering_platforms=("cuda",))
         text = program.compile().as_text()
     ops = re.findall(rf"= (?:f8e\w+|u8)\[(?!\S*{T})\S* ([\w-]+)\(", text)
     assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops

@@ -18,6 +18,7 @@ from expertmesh.core import (
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    as_recipe,
     autocast,
     dense,
     gemm,
@@ -306,4 +307,29 @@ def test_state_and_cache_are_pytrees():
     assert [x.shape for x in jax.tree.leaves(state)] == [(), (4,), (3,), (3, 4)]
     cached = jax.jit(lambda w: quantize_weight(w, "mxfp8"))(jnp.ones((32, 64)))
     assert [x.dtype.itemsize for x in jax.tree.leaves(cached)] == [1] * 4
-    assert dataclasses.replace(cached, dgrad=None).for_dgrad() is cached.forward
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_the_copies_of_a_weight(recipe, batch_dims):
+    """Each is what `quantize` makes of it; where one would serve both, the forward's lies with K last."""
+    rng, formats = np.random.default_rng(0), as_recipe(recipe).formats()
+    weight = jnp.float32(magnitudes(rng, (*(3,) * batch_dims, 256, 2, 128)))
+    cached = jax.jit(quantize_weight, static_argnums=1, static_argnames="batch_dims")(
+        weight, recipe, batch_dims=batch_dims
+    )
+    assert cached.shape == weight.shape
+    dims = batch_dims, weight.ndim - 1
+    for copy, format, (axis, across) in (
+        (cached.for_forward(), formats.weight, dims),
+        (cached.for_dgrad(), formats.weight_dgrad, dims[::-1]),
+    ):
+        want = quantize(weight, format, axis=axis, across=across, batch_dims=batch_dims)
+        assert jax.tree.structure(copy) == jax.tree.structure(want)
+        jax.tree.map(np.testing.assert_array_equal, copy, want)
+    if recipe == "mxfp8":
+        assert cached.forward.shape == weight.shape
+        return
+    assert cached.forward.shape == (*weight.shape[:batch_dims], 2, 128, 256)
+    one = dataclasses.replace(cached, dgrad=None)
+    jax.tree.map(np.testing.assert_array_equal, one.for_dgrad(), cached.for_forward())

@@ -288,7 +288,7 @@ def w_copies(
     state = extra.state.weight if extra.state is not None else None
     made = extra.weight_quantized
     if made is not None:
-        return made.forward, made.for_dgrad() if for_dgrad else None, state
+        return made.for_forward(), made.for_dgrad() if for_dgrad else None, state
     where = layer.law.batch_dims, state, layer.resolved[1]
     return weight_copies(w, layer.recipe, *where, for_dgrad=for_dgrad)
 

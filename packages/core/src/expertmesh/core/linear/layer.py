@@ -221,10 +221,10 @@ def check_extra(name: str, weight: Any, extra: NonDiffOperands, recipe: Recipe |
     if recipe is None or cached is None:
         return
     formats = recipe.formats()
-    got = cached.forward.format, cached.for_dgrad().format
-    if got != (formats.weight, formats.weight_dgrad) or cached.forward.shape != weight.shape:
+    got = cached.forward.format, (cached.dgrad or cached.forward).format
+    if got != (formats.weight, formats.weight_dgrad) or cached.shape != weight.shape:
         raise ValueError(
-            f"{name}: weight_quantized must be of the weight and of the recipe; got {cached.forward.shape} in {got[0]} "
+            f"{name}: weight_quantized must be of the weight and of the recipe; got {cached.shape} in {got[0]} "
             f"for weight {weight.shape} and recipe={recipe}; make it with quantize_weight(weight, recipe)"
         )
 

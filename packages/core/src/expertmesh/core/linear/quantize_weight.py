@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import jax
 from jax.sharding import PartitionSpec
 
+from expertmesh.core import _jax
 from expertmesh.core.linear.adapted import base_of
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, check_arrays
@@ -29,16 +30,36 @@ __all__ = ["QuantizedWeight", "quantize_weight"]
 class QuantizedWeight:
     """A quantized weight as the forward and the input gradient read it; a pytree.
 
+    Hopper's GEMMs of 8 bits read memory along what they contract. What a program is given lies in the order of its
+    dimensions; in another order it is transposed in each call.
+
     Attributes:
       forward: quantized along K.
-      dgrad: quantized along N. None if `forward` serves both, as with one scale per tensor or square blocks.
+      dgrad: quantized along N. None: `forward` serves both, as it can with one scale per tensor or square blocks. For
+        inference it may be left out: `dataclasses.replace(quantized, dgrad=None)`.
+      k_dim: the dimension K of the weight, which is the last one of `forward`; None: `forward` has the weight's shape
+        (static).
     """
 
     forward: QuantizedArray
     dgrad: QuantizedArray | None = None
+    k_dim: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        sizes = list(self.forward.shape)
+        if self.k_dim is not None:
+            sizes.insert(self.k_dim, sizes.pop())
+        return tuple(sizes)
+
+    def for_forward(self) -> QuantizedArray:
+        """`forward` in the weight's shape."""
+        return self.forward if self.k_dim is None else self.forward.move_dim(-1, self.k_dim)
 
     def for_dgrad(self) -> QuantizedArray:
-        return self.forward if self.dgrad is None else self.dgrad
+        """What the input gradient reads, in the weight's shape."""
+        return self.for_forward() if self.dgrad is None else self.dgrad
 
 
 def quantize_weight(
@@ -66,8 +87,10 @@ def quantize_weight(
     Raises:
       ValueError: no recipe; a state where the recipe has none, or the reverse; blocks that a shard would straddle.
 
-    Not differentiable: the gradient goes to the layer's `weight`. Each device quantizes its shard. Scales of a whole
-    tensor are reduced over the axes that shard it; nothing else crosses devices.
+    Not differentiable: the gradient goes to the layer's `weight`. Each device quantizes its shard, once for the forward
+    and once for the input gradient, but where one copy serves both: under DelayedScaling, and with one scale per tensor
+    or square blocks on GPUs other than Hopper's. Scales of a whole tensor are reduced over the axes that shard it;
+    nothing else crosses devices.
     """
     check_arrays("quantize_weight", FLOATS, weight=weight)
     recipe = as_recipe(recipe) or current_recipe()
@@ -81,12 +104,15 @@ def quantize_weight(
     resource, roles = current_resource(), ("experts", "fsdp")[1 - batch_dims :]
     if spec is None and resource is not None:
         spec = PartitionSpec(*map(resource.entry, roles))
-    forward, new_state = forward_copy(weight, recipe, batch_dims, state, spec)
-    dgrad = None
+    forward, dgrad, state = weight_copies(weight, recipe, batch_dims, state, spec, for_dgrad=True)
     if not serves_both(recipe.formats()):
-        dgrad = dgrad_copy(weight, recipe, batch_dims, spec)
-    quantized = QuantizedWeight(forward, dgrad)
-    return quantized if state is None else (quantized, new_state)
+        return QuantizedWeight(forward, dgrad)
+    if state is not None:
+        return QuantizedWeight(forward), state
+    # Where there is no GPU, kernels are an H100's.
+    if _jax.compute_capability() not in (None, 9.0):
+        return QuantizedWeight(forward)
+    return QuantizedWeight(forward.move_dim(batch_dims, -1), dgrad, batch_dims)
 
 
 def weight_copies(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from expertmesh.core.quantization.recipe import TensorFormat
 
@@ -46,6 +47,18 @@ class QuantizedArray:
     def ndim(self) -> int:
         return self.data.ndim
 
+    def move_dim(self, source: int, target: int) -> "QuantizedArray":
+        """Moves a dimension of the data, as `jnp.moveaxis`, with its blocks; tensor scales are of none that moves."""
+
+        def moved(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x, source, target)
+
+        block = list(self.block)
+        if block:
+            block.insert(target % self.ndim, block.pop(source))
+        scale = moved(self.scale) if block else self.scale
+        return dataclasses.replace(self, data=moved(self.data), scale=scale, block=tuple(block))
+
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         """Extends a property of the data's dimensions, such as their mesh axes, to the dimensions of each leaf.
 
@@ -83,7 +96,7 @@ def quantized_like(
         tensor_scale=of_tensors if block and format.scale == "float8_e4m3fn" else None,
         block=block,
         format=format,
-        dtype=jax.numpy.dtype(dtype).name,
+        dtype=jnp.dtype(dtype).name,
     )
 
 
