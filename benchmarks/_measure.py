@@ -43,11 +43,26 @@ def in_turns(
     return turns_of(all_steps(functions, operands, calls), operands, turns)
 
 
-def all_steps(functions: dict[str, Callable], types: tuple, calls: int) -> dict[str, Callable]:
-    """`steps` of each, compiled side by side; `types`: operands, or what says their types."""
+def all_steps(
+    functions: dict[str, Callable],
+    types: tuple,
+    calls: int,
+    *,
+    prepared: dict[str, Callable] | None = None,
+) -> dict[str, Callable]:
+    """`steps` of each, compiled side by side.
+
+    Args:
+      types: operands, or what says their types.
+      prepared: the `prepare` of a function that has one.
+    """
+    prepared = prepared or {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = pool.map(lambda f: steps(f, types, calls), functions.values())
-        return dict(zip(functions, made, strict=True))
+        jobs = {
+            name: pool.submit(steps, function, types, calls, prepare=prepared.get(name))
+            for name, function in functions.items()
+        }
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def turns_of(programs: dict[str, Callable], operands: tuple, turns: int) -> dict[str, list[float]]:
@@ -113,16 +128,30 @@ def _repeated(function: Callable, steps: int, calls: int) -> Callable:
     return repeat
 
 
-def steps(function: Callable, operands: tuple, count: int = 20) -> Callable[..., float]:
+def steps(
+    function: Callable,
+    operands: tuple,
+    count: int = 20,
+    *,
+    prepare: Callable[..., tuple] | None = None,
+) -> Callable[..., float]:
     """As `program`, for calls of milliseconds: `count` calls in a scan, each after the one before, compiled once.
 
     What is returned takes other operands of the same types, or none. The operands here may then be their types alone.
+
+    Args:
+      prepare: a function of the operands. What it makes, once for all calls, each call is given after them; a call's
+        time has its part of what that takes.
     """
+    prepare = prepare or (lambda *_: ())
+    types = jax.eval_shape(lambda *given: function(*given, *prepare(*given)), *operands)
     # What a call returns is carried, so that no part of it is left out.
-    zeros = _zeros(jax.eval_shape(function, *operands), jax.tree.leaves(operands)[0].sharding)
+    zeros = _zeros(types, jax.tree.leaves(operands)[0].sharding)
 
     @jax.jit
     def repeat(first, *operands):
+        operands += prepare(*operands)
+
         def step(before, _):
             given, _ = jax.lax.optimization_barrier((operands, before))
             return function(*given), None

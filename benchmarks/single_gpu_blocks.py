@@ -4,6 +4,8 @@ Rows are of bench `moe_block`. Each program is a scan without pauses, as a train
 are timed in turns. What is compared with SonicMoE, whose protocol is not published, is timed in bursts too. A rate is
 that of the experts' GEMMs: 6 T K D F operations forward, 12 T K D F backward.
 
+"In microbatches": the calls of a program are the microbatches of a step, for which weights are quantized once.
+
 Each shape is a process of its own: they compile side by side, and measure one after the other when all have compiled.
 
 SonicMoE: TFLOP/s forward and backward on an H100, bars of figure 14 of arXiv 2512.14080 (+-5); compare on an H100.
@@ -21,7 +23,7 @@ import jax
 
 from benchmarks import _measure
 from benchmarks.moe_block import SMALL, Shape, operands, passes
-from expertmesh.flax_moe import moe
+from expertmesh.flax_moe import moe, quantize_weights
 
 SONIC = {
     Shape((40960,), 768, 256, 128, 8): (335, 363),
@@ -46,16 +48,36 @@ TRANSFORMER_ENGINE = {
 SHAPES = list({**SONIC, **TRANSFORMER_ENGINE})
 RECIPES = "fp8_block", "fp8_current"
 TURNS, CALLS = 5, 6
+MICROBATCHES = f"fp8_block in {CALLS} microbatches"
+EIGHT_BITS = *RECIPES, MICROBATCHES
 BOTH, BURSTS = "forward and backward", " in bursts"
 RATE = 450e12  # about that of a block, to find how many calls fill a burst
 
 
 def programs(shape: Shape) -> dict[str, Callable]:
-    """bfloat16's "forward", and both passes of bfloat16 and of each recipe by its name."""
+    """bfloat16's "forward", and both passes of bfloat16, of each recipe by its name, and in microbatches."""
     functions = {"forward": passes(moe, shape.config())["forward"]}
     for recipe in (None, *RECIPES):
         functions[recipe or "bfloat16"] = passes(moe, shape.config(recipe=recipe))[BOTH]
-    return functions
+    return functions | {MICROBATCHES: microbatch(shape)}
+
+
+def microbatch(shape: Shape) -> Callable:
+    """Both passes under fp8_block, with weights that are quantized."""
+    config = shape.config(recipe="fp8_block")
+
+    def both(params, x, dy, weights):
+        def block(params, x, config):
+            return moe(params, x, config, weights_quantized=weights)
+
+        return passes(block, config)[BOTH](params, x, dy)
+
+    return both
+
+
+def quantized(shape: Shape) -> Callable:
+    """What `microbatch` is given after the operands."""
+    return lambda params, *_: (quantize_weights(params, shape.config(recipe="fp8_block")),)
 
 
 def bursts_of(shape: Shape, functions: dict[str, Callable], types: tuple) -> dict[str, Callable]:
@@ -80,7 +102,8 @@ def times_of(shape: Shape, lock: pathlib.Path | None) -> tuple[dict, dict]:
     """Seconds of each turn: of programs without pauses, and in bursts, of SonicMoE's shapes."""
     with _measure.held(lock, shared=True):
         functions, types = programs(shape), jax.eval_shape(lambda: operands(shape, None))
-        hot = _measure.all_steps(functions, types, CALLS)
+        prepared = {MICROBATCHES: quantized(shape)}
+        hot = _measure.all_steps(functions, types, CALLS, prepared=prepared)
         bursts = bursts_of(shape, functions, types) if shape in SONIC else {}
     with _measure.held(lock):
         arrays = operands(shape, None)
@@ -96,9 +119,9 @@ def rows_of(shape: Shape, lock: pathlib.Path | None = None) -> Iterator[dict]:
     if bursts:
         medians = {name: statistics.median(found) for name, found in bursts.items()}
         yield from beside_sonic(shape, medians, BURSTS)
-    for name in ("bfloat16", *RECIPES):
+    for name in ("bfloat16", *EIGHT_BITS):
         case = _case(name, BOTH, shape)
-        if shape in TRANSFORMER_ENGINE:
+        if shape in TRANSFORMER_ENGINE and name != MICROBATCHES:
             reference = "Transformer Engine 2.20.2 on H200", TRANSFORMER_ENGINE[shape] / 1e3
             yield _measure.time_row("moe_block", case, median[name], *reference, unit="ms")
         if name != "bfloat16":
