@@ -77,11 +77,11 @@ def test_rows_of_tokens(format, other):
     source[:, ::7] = -1
     row_map = RowMap(jnp.zeros((2, 48, 2), jnp.int32), jnp.asarray(source))
     again = (BLOCK if format is MX else MX) if other else format
-    call = jax.jit(move_requantize, static_argnums=3, static_argnames="in_place")
-    first, second = call(tokens, row_map, sizes, again, in_place=False)
-    alone, none = call(tokens, row_map, sizes, None, in_place=False)
-    in_place, second_again = call(tokens, row_map, sizes, again, in_place=True)
-    assert isinstance(in_place, Moved)
+    call = jax.jit(move_requantize, static_argnums=3)
+    first, second = call(tokens, row_map, sizes, again)
+    alone, none = call(tokens, row_map, sizes, None)
+    in_place = Moved(tokens, row_map)
+    second_again = jax.jit(grouped_requantize, static_argnums=2)(in_place, sizes, again)
     in_place = written(in_place)
     for x, y in zip(jax.tree.leaves(second), jax.tree.leaves(second_again), strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))

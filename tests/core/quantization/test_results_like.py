@@ -109,9 +109,8 @@ def test_of_rows_that_are_made(format, routing, checked):
     jax.eval_shape(partial(grouped_requantize, format=format), q, GROUPS)
     tokens = jax.eval_shape(partial(quantize, format=format), array(P, C // 4, F))
     row_map = RowMap(array(P, C // 4, 4, dtype="int32"), array(P, C, dtype="int32"))
-    for in_place in (False, True):
-        call = partial(move_requantize, format=format, in_place=in_place)
-        jax.eval_shape(call, tokens, row_map, GROUPS)
+    jax.eval_shape(partial(move_requantize, format=format), tokens, row_map, GROUPS)
+    jax.eval_shape(partial(grouped_requantize, format=format), Moved(tokens, row_map), GROUPS)
     of_weight = partial(quantize, format=format, axis=1, batch_dims=1)
     weight = jax.eval_shape(of_weight, array(G, F, 2, C))
     call = partial(quantized_activation, activation=Activation(), format=format)

@@ -81,7 +81,7 @@ from expertmesh.core.quantization.quantize_rows import (
     quantizes_moved,
     read_in_place,
 )
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
@@ -267,19 +267,31 @@ def _row_copies(
     for_wgrad: bool,
     in_place: bool,
 ) -> tuple[Any, Any, Any]:
-    """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens, which the GEMM may read
-    `in_place`.
+    """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens.
+
+    `in_place`: the GEMM reads the tokens, and of them the backward makes the copy along the rows; see `_along_rows`.
     """
     if quantized is None:
         copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
         return copies
     format, spec = layer.formats.x_wgrad if for_wgrad else None, layer.resolved[0]
+    if in_place:
+        tokens = Moved(quantized, rows.row_map)
+        return tokens, tokens if for_wgrad else None, None
     if isinstance(rows, Moved):
-        options: dict[str, Any] = dict(in_place=in_place, spec=spec)
-        return *move_requantize(quantized, rows.row_map, sizes, format, **options), None
+        return *move_requantize(quantized, rows.row_map, sizes, format, spec=spec), None
     if format is None:
         return quantized, None, None
     return quantized, grouped_requantize(quantized, sizes, format, spec=spec), None
+
+
+def _along_rows(x: Any, dy: Any, sizes: jax.Array, layer: Layer) -> tuple[Any, Any]:
+    """(x as its weight's gradient contracts it, dy): of quantized tokens made here, not before dy is there."""
+    if not isinstance(x, Moved) or not is_quantized(x.base):
+        return x, dy
+    x, dy = barrier(x, dy)
+    format, spec = layer.formats.x_wgrad, layer.resolved[0]
+    return grouped_requantize(x, sizes, format, spec=spec), dy
 
 
 def _dy_copies(
@@ -433,7 +445,8 @@ def _forward(
     wi = params["wi"]
     trains_wi, width = not isinstance(wi, Adapted), prod(wi.shape[2:])
     in_place = (
-        trains_wi
+        of.in_place
+        and trains_wi
         and quantized is not None
         and read_in_place(up.formats.x, width, quantized=quantized)
     )
@@ -565,7 +578,7 @@ def _up_gradients(
     if of.in_place:
         d_rows = move_rows(d_rows, row_map.inverse)
     if adapter is None:
-        d_wi = weight_gradient(x, of_h.along_rows, wi, sizes, of.up)
+        d_wi = weight_gradient(*_along_rows(x, of_h.along_rows, sizes, of.up), wi, sizes, of.up)
     return d_rows, d_wi
 
 

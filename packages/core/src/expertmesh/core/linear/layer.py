@@ -13,6 +13,7 @@ from expertmesh.core.linear.quantize_weight import QuantizedWeight, check_state
 from expertmesh.core.mesh import current_resource, filter_roles
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.quantization.quantized import is_quantized
 from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
@@ -283,6 +284,8 @@ def residuals(x: Any, w: Any) -> tuple[Any, Any]:
     """What the backward reads of x and w; what is quantized, under names for checkpoint policies."""
 
     def named(q: Any, name: str) -> Any:
+        if isinstance(q, Moved):
+            return dataclasses.replace(q, base=named(q.base, name))
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if is_quantized(q) else q
 
     return named(x, "quantized_x"), named(w, "quantized_weight")

@@ -8,6 +8,7 @@ groups per participant, S tokens.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -26,6 +27,7 @@ from expertmesh.core.quantization.quantize_rows import (
     quantize_rows_op,
     quantizes_both_at_once,
     reference,
+    tokens_of,
     with_rows,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
@@ -35,7 +37,7 @@ __all__ = ["grouped_requantize", "move_requantize"]
 
 
 def grouped_requantize(
-    q: QuantizedArray,
+    q: QuantizedArray | Moved,
     group_sizes: jax.Array,
     format: TensorFormat,
     *,
@@ -44,10 +46,10 @@ def grouped_requantize(
     """`grouped_quantize(dequantize(q), group_sizes, format, axis=1)`.
 
     Args:
-      q: of [P, C, K], its blocks along K.
+      q: of [P, C, K], its blocks along K; or `Moved` of such tokens, which are read where they are.
       group_sizes: int32[P, G], rows of each group.
       format: of the result.
-      spec: where q is, for Auto axes under a MeshResource.
+      spec: where the rows are, for Auto axes under a MeshResource.
 
     Returns:
       A QuantizedArray of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
@@ -57,9 +59,15 @@ def grouped_requantize(
     Raises:
       As `dequantize` and `grouped_quantize`. Under sharding as `grouped_quantize`.
     """
-    check_quantized("grouped_requantize", q)
-    of = Dequantized(q), group_sizes, (None, format)
-    out: QuantizedArray = quantize_rows("grouped_requantize", *of, spec=spec).along_rows
+    name, tokens = "grouped_requantize", tokens_of(q)
+    check_quantized(name, tokens)
+    source: Any = Dequantized(q)
+    if isinstance(q, Moved):
+        fused = quantizes_both_at_once(tokens.format, format)
+        source = MovedQuantized(q.base, q.row_map) if fused else Dequantized(_moved(q))
+    out: QuantizedArray = quantize_rows(
+        name, source, group_sizes, (None, format), spec=spec
+    ).along_rows
     return out
 
 
@@ -69,9 +77,8 @@ def move_requantize(
     group_sizes: jax.Array,
     format: TensorFormat | None,
     *,
-    in_place: bool,
     spec: PartitionSpec | None = None,
-) -> tuple[Any, QuantizedArray | None]:
+) -> tuple[QuantizedArray, QuantizedArray | None]:
     """(`move_rows(q, row_map)`, `grouped_requantize` of that in the format, None without one).
 
     Args:
@@ -79,29 +86,30 @@ def move_requantize(
       row_map: from tokens to rows [P, C].
       group_sizes: int32[P, G], rows of each group.
       format: of the second result.
-      in_place: the first result is not written, but `Moved`, for a grouped GEMM that reads it where the tokens are.
       spec: where the rows are, for Auto axes under a MeshResource.
 
     Returns:
       Two QuantizedArrays of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
-      pass writes what is written: the moved rows are not read.
+      pass writes both: the moved rows are not read.
 
     Raises:
       As `move_rows` and `grouped_requantize`. S is held whole; no communication else.
     """
-    check_quantized("move_requantize", q)
-    row_map = RowMap(row_map.row, row_map.source)
-    moved: Any = Moved(q, row_map) if in_place else None
+    name, moved = "move_requantize", Moved(q, RowMap(row_map.row, row_map.source))
+    check_quantized(name, q)
     if format is not None and quantizes_both_at_once(q.format, format):
-        source = MovedQuantized(q, row_map)
-        both = None if in_place else q.format, format
-        copies = quantize_rows("move_requantize", source, group_sizes, both, spec=spec)
-        return moved or copies.along_features, copies.along_rows
-    if format is None and in_place:
-        return moved, None
-    written = with_rows(q, lambda rows: move_rows(rows, row_map))
-    again = None if format is None else grouped_requantize(written, group_sizes, format, spec=spec)
-    return moved or written, again
+        both = q.format, format
+        source = MovedQuantized(q, moved.row_map)
+        copies = quantize_rows(name, source, group_sizes, both, spec=spec)
+        return copies.along_features, copies.along_rows
+    rows = _moved(moved)
+    again = None if format is None else grouped_requantize(rows, group_sizes, format, spec=spec)
+    return rows, again
+
+
+def _moved(rows: Moved) -> QuantizedArray:
+    out: QuantizedArray = with_rows(rows.base, partial(move_rows, row_map=rows.row_map))
+    return out
 
 
 def _unsupported(
