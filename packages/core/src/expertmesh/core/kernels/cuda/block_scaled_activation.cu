@@ -57,8 +57,7 @@ struct Parts {
 // What is read of rows, and where scales go.
 struct Routing {
   const float* weights;
-  const int* index;
-  int num_tokens, num_rows, width;  // of the activation
+  int num_rows, width;  // of the activation
   Stored *scale, *scale_rows;
 };
 
@@ -144,15 +143,27 @@ __device__ __forceinline__ void stage_along_rows(const Pairs& a, u32 thread, u32
 struct Quantizer {
   Parts parts;
   Routing of;
+  // Of this thread's upper and lower row: its weight, and all bits if it is of the group and holds a token, else none.
+  float weight[2];
+  u32 held[2];
 
   __device__ __forceinline__ u32 note(u32 thread) const {
     return parts.smem + NOTES + (parts.consumer * 4 + thread / 32) * 16;
   }
 
-  __device__ __forceinline__ void begin(const Ring& ring) const {
+  // Weights are read while the tile is multiplied.
+  __device__ __forceinline__ void begin(const Ring& ring) {
     const u32 thread = thread_of_consumer();
     const int4 tile = get(which(ring));
     if (thread % 32 == 0) put(note(thread), tile);
+    const int row = parts.consumer * PART_M + thread / 32 * 16 + thread % 32 / 4, rows = tile.w >> 16;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int here = row + 8 * i;
+      const bool holds = here < rows && (int)get_word(token_of_row(ring, here)) >= 0;
+      held[i] = holds ? ~0u : 0;
+      weight[i] = holds ? __ldg(of.weights + tile.x + here) : 0;
+    }
   }
 
   __device__ __forceinline__ void pass(const float (&sums)[SUMS]) {
@@ -184,23 +195,14 @@ struct Quantizer {
     const u32 thread = thread_of_consumer(), lane = thread % 32;
     __syncwarp();
     const int4 tile = get(note(thread));
-    const int rows = tile.w >> 16, n = tile.w & 0xFFFF;
-    const int row = parts.consumer * PART_M + thread / 32 * 16 + lane / 4;
-    bool held[2];
-    float weight[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int here = row + 8 * i;
-      held[i] = here < rows && (u32)__ldg(of.index + tile.x + here) < (u32)of.num_tokens;
-      weight[i] = held[i] ? __ldg(of.weights + tile.x + here) : 0;
-    }
+    const int n = tile.w & 0xFFFF, row = parts.consumer * PART_M + thread / 32 * 16 + lane / 4;
     pass(left);
     pass(right);
     Pairs a;
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) {
       const u32 gates = pack(left[2 * i], left[2 * i + 1]), ups = pack(right[2 * i], right[2 * i + 1]);
-      a[i] = held[i % 2] ? activate(gates, ups, weight[i % 2]) : 0;
+      a[i] = activate(gates, ups, weight[i % 2]) & held[i % 2];  // no branch: pairs overlap
     }
     clear(left), clear(right);
     const u32 largest = largest_of_rows(a);
@@ -307,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_activation
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Scales scales{token_scales, weight_scales, consumer, num_rows, steps};
-    const Routing routing{routing_weights, index, num_tokens, num_rows, width, scale, scale_rows};
+    const Routing routing{routing_weights, num_rows, width, scale, scale_rows};
     multiply_tiles(scales, consumer, ring, Quantizer{{smem, consumer}, routing});
   }
 }
