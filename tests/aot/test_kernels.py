@@ -405,9 +405,10 @@ def test_rows_of_blocks_on_hopper_are_launched_with_room_for_all(
     assert stages == 3
 
 
+@pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("dtype, power_2_scale", [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("function", activates_at_once.FUNCTIONS)
-def test_block_scaled_activation_on_hopper(function, dtype, power_2_scale, tmp_path):
+def test_block_scaled_activation_on_hopper(function, dtype, power_2_scale, gathers, tmp_path):
     from expertmesh.core.kernels.choice.quantized_activation import TILES
     from expertmesh.core.kernels.cuda import block_scaled_activation as kernels
 
@@ -415,10 +416,11 @@ def test_block_scaled_activation_on_hopper(function, dtype, power_2_scale, tmp_p
     assert tiles.stages == 3
     activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
-    made = dict(tiles=tiles, activation=activates, format=format)
+    made = dict(tiles=tiles, activation=activates, format=format, gathers=gathers)
     ptx, said = _assemble_cuda(kernels.source(E4M3, E4M3, dtype, **made), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
-    assert ptx.count("cp.async.cg.shared.global") == 16, "of a thread, in a step"
+    assert ptx.count("cp.async.cg.shared.global") == 16 * gathers, "of a thread, in a step"
+    assert ptx.count("cp.async.bulk.tensor.2d") == (not gathers)
     # Of the gate's columns and of the up half's.
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 8
     assert ptx.count("cp.async.bulk.tensor.3d") == 2

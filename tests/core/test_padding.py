@@ -162,6 +162,7 @@ OPS = {
         quantize(jnp.stack([o.w, o.w], 2), MX.weight, axis=1, batch_dims=1),
         SIZES,
         o.weights,
+        o.moved.row_map.source,
         activation=SILU,
         format=MX.x,
     ),

@@ -53,8 +53,17 @@ CASES += [
 OTHERS = [(SMALL, "float32", BLOCKS, Activation()), ((90, 4224, *SMALL[2:]), *CASES[0][1:])]
 
 
-def _operands(shape, dtype):
-    """Tokens, whose last is NaN, rows of which some hold no token, weights, and what they are in float64."""
+def _places(shape) -> int:
+    """Of a token."""
+    tokens, _, _, sizes, _ = shape
+    return sum(sizes) // (tokens - 1) + 1
+
+
+def _operands(shape, dtype, gathers=True):
+    """Tokens, whose last is NaN, rows of which some hold no token, weights, and what they are in float64.
+
+    The rows are those of the tokens, where not `gathers` written.
+    """
     T, K, F, sizes, dead = shape
     rng = np.random.default_rng(K)
     live, G = sum(sizes), len(sizes)
@@ -63,7 +72,7 @@ def _operands(shape, dtype):
     x_scale = x_scale.copy() / 64
     w_scale = w_scale / np.float32(64 * K**0.5)
     x_scale[:, T - 1] = np.nan
-    places = live // (T - 1) + 1  # of a token
+    places = _places(shape)
     place = rng.permutation(places * (T - 1)).astype(np.int32)[:live]
     place[rng.random(live) < 0.15] = -1
     row = np.full((T, places), -1, np.int32)
@@ -77,14 +86,16 @@ def _operands(shape, dtype):
     )
     row_map = RowMap(jnp.asarray(row[None]), jnp.asarray(place[None]))
     wide = wide_x[0] / 64, wide_w / (64 * K**0.5)
-    sizes = jnp.asarray([sizes], jnp.int32)
-    return (Moved(tokens, row_map), weight, sizes, jnp.asarray(weights[None])), wide
+    sizes, rows = jnp.asarray([sizes], jnp.int32), Moved(tokens, row_map)
+    if not gathers:
+        rows = rows.rows()
+    return (rows, weight, sizes, jnp.asarray(weights[None]), row_map.source), wide
 
 
-def _two(lhs, rhs, sizes, weights, *, activation, format):
+def _two(lhs, rhs, sizes, weights, source, *, activation, format):
     """The two ops, one after the other."""
     h = grouped_gemm_op(lhs, rhs, sizes, out_dtype=jnp.dtype(lhs.dtype))
-    routing = dict(weights=weights, row_source=lhs.row_map.source)
+    routing = dict(weights=weights, row_source=source)
     copies = activate_quantize(h, sizes, (format, format), activation, **routing)
     return h, copies.along_features, copies.along_rows
 
@@ -105,19 +116,20 @@ def _run(op, operands, **options):
 
 @pytest.mark.gpu
 @needs_triton
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
 @pytest.mark.parametrize("shape, dtype, format, activation", CASES + OTHERS, ids=str)
-def test_bits_of_two_kernels(shape, dtype, format, activation):
-    operands, (x, w) = _operands(shape, dtype)
+def test_bits_of_two_kernels(shape, dtype, format, activation, gathers):
+    operands, (x, w) = _operands(shape, dtype, gathers)
     options = dict(activation=activation, format=format)
     made = [_run(quantized_activation, operands, **options) for _ in range(2)]
     want = _run(_two, operands, **options)
-    lhs, _, sizes, _ = operands
+    *_, sizes, _, source = operands
     assert jax.tree.structure(made[0]) == jax.tree.structure(want)
     got, again, expected = (_defined(each, sizes) for each in (*made, want))
     for a, b, c in zip(got, again, expected, strict=True):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(a, c)
-    row = np.asarray(lhs.row_map.source_row[0])
+    row = np.asarray(source[0]) // _places(shape)
     first, h = 0, np.asarray(made[0][0][0], np.float64)
     for g, size in enumerate(np.asarray(sizes[0])):
         part = slice(first, first := first + size)
@@ -132,7 +144,7 @@ def test_what_a_row_without_a_token_gives():
     operands, _ = _operands(SMALL, "bfloat16")
     h, first, second = _run(quantized_activation, operands, activation=Activation(), format=BLOCKS)
     live = int(np.sum(operands[2]))
-    held = np.asarray(operands[0].row_map.source[0, :live]) >= 0
+    held = np.asarray(operands[-1][0, :live]) >= 0
     for x in (h, first.data, second.data):
         assert not np.asarray(x[0, :live], np.float32)[~held].any()
 
@@ -155,8 +167,9 @@ def test_reference_is_the_two_references(format, activation):
 
 
 @needs_triton
-def test_what_the_kernel_is_given(monkeypatch):
-    """Rows of tokens, shapes as its text has them, and shared memory with room for all."""
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
+def test_what_the_kernel_is_given(gathers, monkeypatch):
+    """Rows of tokens or as they are, shapes as its text has them, and shared memory with room for all."""
     from expertmesh.core.kernels import quantized_activation as kernels
 
     found = {}
@@ -166,16 +179,20 @@ def test_what_the_kernel_is_given(monkeypatch):
         return [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
     monkeypatch.setattr(kernels.cuda, "cuda_call", record)
-    (T, K, F, sizes, dead), (operands, _) = SMALL, _operands(SMALL, "bfloat16")
+    (T, K, F, sizes, dead), (operands, _) = SMALL, _operands(SMALL, "bfloat16", gathers)
     C, G, options = sum(sizes) + dead, len(sizes), dict(activation=Activation(), format=BLOCKS)
     run = inspect.unwrap(kernels.quantized_activation)
     h, data, scale, data_rows, scale_rows = run(*operands, **options, device=Device())
-    _, index, token_scales, weight, weight_scales, *_ = found["operands"]
-    row_map = operands[0].row_map
-    np.testing.assert_array_equal(index, row_map.source[0] // row_map.row.shape[-1])
-    assert token_scales.shape == (T, 3) and weight_scales.shape == (G, 2 * F // 128, 3)
-    assert weight.box == (1, 128, 128)
-    assert found["scalars"] == (T, K, C, 3, F, G)
+    rows, index, row_scales, weight, weight_scales, *_ = found["operands"]
+    source = operands[-1][0]
+    if gathers:
+        np.testing.assert_array_equal(index, source // _places(SMALL))
+        assert row_scales.shape == (T, 3) and found["scalars"] == (T, K, C, 3, F, G)
+    else:
+        np.testing.assert_array_equal(index, source)
+        assert row_scales.shape == (C, 3) and found["scalars"] == (C, 3, F, G)
+        assert rows.box == (128, 128)
+    assert weight_scales.shape == (G, 2 * F // 128, 3) and weight.box == (1, 128, 128)
     assert h.shape == (1, C, 2, F) and data.shape == data_rows.shape == (1, C, F)
     assert scale.shape == (1, C, F // 128) and scale_rows.shape == (1, C // 128, F)
     stages, scratch = (

@@ -114,7 +114,9 @@ def test_of_rows_that_are_made(format, routing, checked):
     of_weight = partial(quantize, format=format, axis=1, batch_dims=1)
     weight = jax.eval_shape(of_weight, array(G, F, 2, C))
     call = partial(quantized_activation, activation=Activation(), format=format)
-    jax.eval_shape(call, Moved(tokens, row_map), weight, GROUPS, ROUTING["weights"])
+    of_rows = ROUTING["weights"], row_map.source
+    for rows in (Moved(tokens, row_map), q):
+        jax.eval_shape(call, rows, weight, GROUPS, *of_rows)
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
     assert checked == {"grouped_quantize", "quantize", "quantized_activation", *names}
     assert all_names() == {"quantize_square", *checked}

@@ -324,8 +324,8 @@ def _activates_at_once(params: Params, of: _Options) -> bool:
 
 
 def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
-    """Whether one op projects x, rows of quantized tokens, activates them and quantizes them in both directions."""
-    if of.down.recipe is None or not _is_plain_up(params):
+    """Whether one op projects x, rows whose tokens are here, activates them and quantizes them in both directions."""
+    if of.down.recipe is None or not of.in_place or not _is_plain_up(params):
         return False
     formats = of.down.formats.x, of.down.formats.x_wgrad
     return quantizes_activation(x, of.activation, formats)
@@ -397,7 +397,9 @@ def _through_activation(
     adapter, options = None, dict[str, Any](activation=of.activation)
     operands: Any = (*copies, handle.group_sizes, weights)
     if for_wgrad and _quantizes_at_once(params, copies[0], of):
-        h, a, a_rows = quantized_activation(*operands, **options, format=of.down.formats.x)
+        operands += (handle.source,)
+        options |= dict(format=of.down.formats.x)
+        h, a, a_rows = quantized_activation(*operands, **options)
         return named("hidden", h), None, (a, a_rows, None)
     if _activates_at_once(params, of):
         h, activated = gathered_activation(*operands, **options, keeps_h=keeps_h)

@@ -11,30 +11,31 @@ from expertmesh.core.kernels.choice import quantized_activation as choice
 from expertmesh.core.kernels.cuda import block_scaled_activation as cuda
 from expertmesh.core.kernels.device import for_device
 from expertmesh.core.quantization.activate_quantize import Activated
-from expertmesh.core.quantization.quantize_rows import Moved
+from expertmesh.core.quantization.quantize_rows import Moved, tokens_of
 
 
 @for_device
 def quantized_activation(
-    lhs: Moved, rhs, group_sizes, weights, *, activation, format, device
+    lhs, rhs, group_sizes, weights, source, *, activation, format, device
 ):  # fmt: skip
-    """[1, T, K] at [1, C] x [G, K, 2, F], times [1, C] -> [1, C, 2, F], and data and scales of [1, C, F], twice."""
-    tokens, row_map, dtype = lhs.base, lhs.row_map, jnp.dtype(lhs.dtype)
+    """[1, C, K], or [1, T, K] `Moved` there, x [G, K, 2, F], times [1, C] -> [1, C, 2, F], and data and scales of
+    [1, C, F], twice."""
+    rows, dtype, gathers = tokens_of(lhs), jnp.dtype(lhs.dtype), isinstance(lhs, Moved)
     (_, C, K), (G, _, _, F) = lhs.shape, rhs.shape
     projection = choice.Projection(
         rows=C, contraction=K, width=F, groups=G, dtype=dtype,
-        blocks=(max(tokens.block), format.block[1]), function=activation.function, device=device,
+        blocks=(max(rows.block), format.block[1]), function=activation.function, device=device,
     )  # fmt: skip
     config = choice.choose(projection)
     if config is None:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
-        source = Activated(h, weights, row_map.source, activation)
-        return h, *activate_quantize(source, group_sizes, None, None, format=format)
+        activated = Activated(h, weights, source, activation)
+        return h, *activate_quantize(activated, group_sizes, None, None, format=format)
     weight, weight_scale = (jnp.swapaxes(gemm.flat(x), 1, 2) for x in (rhs.data, rhs.scale))
-    shape = 1, C, F
+    shape, index = (1, C, F), lhs.row_map.source_row if gathers else source
     h, *made = cuda.launch(
-        tokens.data[0], row_map.source_row[0], tokens.scale[0], weight, weight_scale, weights[0], group_sizes[0],
-        config=config, activation=activation, format=format, dtype=dtype,
+        rows.data[0], rows.scale[0], weight, weight_scale, weights[0], group_sizes[0],
+        index=index[0], gathers=gathers, config=config, activation=activation, format=format, dtype=dtype,
         out_type=copy_types(shape, format, transposed=True),
     )  # fmt: skip
     return h[None], *copies_of(made, shape, format, transposed=True)

@@ -1,10 +1,10 @@
 """The up projection of quantized rows on one device, its activation, and the quantization of that, as one op.
 
-    h[p, r] = lhs[p, source[p, r]] @ rhs[expert of row r]        0 where there is no such token
-    a[p, r] = weights[p, r] * act(h[p, r])                       likewise
+    h[p, r] = lhs[p, r] @ rhs[expert of row r]
+    a[p, r] = weights[p, r] * act(h[p, r])                       0 where the row holds no token
     q       = grouped_quantize(a, ...) along the features and along the rows
 
-as `grouped_gemm_op` of rows that are `Moved` and quantized, and `Activated` rows have them: h is rounded before it is
+as `grouped_gemm_op` of quantized rows, which may be `Moved`, and `Activated` rows have them: h is rounded before it is
 activated, a before it is quantized. Hopper has one kernel for contractions up to 4096 in blocks of 128, which stores h
 and never reads it. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
 under a mesh of several each device computes the whole.
@@ -32,8 +32,9 @@ from expertmesh.core.quantization.quantize_rows import (
     Moved,
     quantizes_both_at_once,
     reference,
+    tokens_of,
 )
-from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["quantized_activation", "quantized_activation_op", "quantizes_activation"]
@@ -42,10 +43,11 @@ _Both = tuple[jax.Array, QuantizedArray, QuantizedArray]
 
 
 def quantized_activation(
-    lhs: Moved,
+    lhs: QuantizedArray | Moved,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
     weights: jax.Array,
+    source: jax.Array,
     *,
     activation: Activation,
     format: TensorFormat,
@@ -53,21 +55,22 @@ def quantized_activation(
     """(h, a along its features, a along its rows).
 
     Args:
-      lhs: quantized tokens [P, T, K], in blocks along K, as the rows [P, C, K] of their map.
+      lhs: quantized rows [P, C, K], in blocks along K; or quantized tokens [P, T, K], `Moved` to them.
       rhs: quantized [E, K, 2, F] (0 gate, 1 up), in blocks along K.
       group_sizes: int32[P, G].
       weights: float32[P, C], each row's routing weight.
+      source: int32[P, C], the place of the row's token, -1 where it holds none.
       activation: with a gate.
       format: of both copies of a: of 8 bits, in blocks.
 
     Returns:
-      h [P, C, 2, F] in the dtype that the tokens had, and two QuantizedArrays of a [P, C, F]. A row without a token is
-      zeros, whatever its weight; the last rows of a block along the rows, behind the last group, count as such.
+      h [P, C, 2, F] in the dtype that the rows had, and two QuantizedArrays of a [P, C, F], zeros in a row without a
+      token, whatever its weight; the last rows of a block along the rows, behind the last group, count as such.
 
     Has no derivative: it is a part of rules that have.
     """
     options: dict[str, Any] = dict(activation=activation, format=format)
-    out: _Both = quantized_activation_op(lhs, rhs, group_sizes, weights, **options)
+    out: _Both = quantized_activation_op(lhs, rhs, group_sizes, weights, source, **options)
     return out
 
 
@@ -76,17 +79,14 @@ def quantizes_activation(lhs: Any, activation: Activation, formats: Formats) -> 
 
     One half of it alone must not keep the other from its kernel.
     """
+    tokens = tokens_of(lhs)
     return (
-        isinstance(lhs, Moved)
-        and isinstance(lhs.base, QuantizedArray)
+        is_quantized(tokens)
+        and max(tokens.block, default=0) == 128
         and activation.gated
         and in_blocks_unsupported(activation) is None
         and quantizes_both_at_once(*formats)
     )
-
-
-def _activated(h: Any, lhs: Moved, weights: jax.Array, activation: Activation) -> Activated:
-    return Activated(h, weights, lhs.row_map.source, activation)
 
 
 def _blocks(shape: tuple[int, ...], format: TensorFormat) -> tuple[tuple[int, ...], ...]:
@@ -100,17 +100,18 @@ def _shape_of_a(weights: jax.Array, rhs: QuantizedArray) -> tuple[int, ...]:
 
 
 def _reference(
-    lhs: Moved,
+    lhs: QuantizedArray | Moved,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
     weights: jax.Array,
+    source: jax.Array,
     *,
     activation: Activation,
     format: TensorFormat,
 ) -> _Both:
     h = grouped_gemm_op.reference(lhs, rhs, group_sizes, out_dtype=jnp.dtype(lhs.dtype))
     copies = reference(
-        _activated(h, lhs, weights, activation),
+        Activated(h, weights, source, activation),
         group_sizes,
         None,
         None,
@@ -122,15 +123,16 @@ def _reference(
 
 
 def _results_like(
-    lhs: Moved,
+    lhs: QuantizedArray | Moved,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
     weights: jax.Array,
+    source: jax.Array,
     *,
     activation: Activation,
     format: TensorFormat,
 ) -> tuple[Any, QuantizedArray, QuantizedArray]:
-    del activation
+    del source, activation
     shape = _shape_of_a(weights, rhs)
     first, second = (
         quantized_like(shape, lhs.dtype, format, block, group_sizes.shape)
@@ -139,33 +141,34 @@ def _results_like(
     return _h_like(lhs, rhs, weights), first, second
 
 
-def _h_like(lhs: Moved, rhs: QuantizedArray, weights: jax.Array) -> Any:
+def _h_like(lhs: QuantizedArray | Moved, rhs: QuantizedArray, weights: jax.Array) -> Any:
     return jax.ShapeDtypeStruct((*weights.shape, *rhs.shape[2:]), jnp.dtype(lhs.dtype))
 
 
 def _unsupported(
-    lhs: Moved,
+    lhs: QuantizedArray | Moved,
     rhs: QuantizedArray,
     group_sizes: jax.Array,
     weights: jax.Array,
+    source: jax.Array,
     *,
     activation: Activation,
     format: TensorFormat,
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
     h, blocks = _h_like(lhs, rhs, weights), _blocks(_shape_of_a(weights, rhs), format)
-    source = _activated(h, lhs, weights, activation)
+    activated = Activated(h, weights, source, activation)
     return quantized_rows_unsupported(
-        lhs.base, rhs, group_sizes, out_dtype=h.dtype
-    ) or activate_quantize_unsupported(source, group_sizes, None, None, blocks=blocks)
+        tokens_of(lhs), rhs, group_sizes, out_dtype=h.dtype
+    ) or activate_quantize_unsupported(activated, group_sizes, None, None, blocks=blocks)
 
 
 quantized_activation_op = Op(
     "quantized_activation",
     _reference,
-    "p c k, e k two... f, p g, p c -> p c two... f, p c f, p c f",
+    "p c k, e k two... f, p g, p c, p c -> p c two... f, p c f, p c f",
     whole=("p", "c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
-    roles="participants . ., experts fsdp . ., participants ., participants . "
+    roles="participants . ., experts fsdp . ., participants ., participants ., participants . "
     "-> participants . . ., participants . ., participants . .",
     parameter=1,
     kernels=(

@@ -1,5 +1,6 @@
-// Up projection of rows of 8 bits in blocks of 128, read where their tokens are, its gated activation times the rows'
-// weights, and the quantization of that in blocks along its features and again along its rows, for Hopper in one kernel:
+// Up projection of rows of 8 bits in blocks of 128, its gated activation times the rows' weights, and the quantization of
+// that in blocks along its features and again along its rows, for Hopper in one kernel. Rows are read where their tokens
+// are (GATHERS), or lie side by side:
 // h[r] as `block_scaled_gemm.cu` has it, a gate and an up half, then what `activate_quantize.cu` makes of it, to the bit.
 //
 // A tile's left columns are 128 of the gate half, its right ones the same 128 of the up half, so that a consumer has
@@ -10,7 +11,7 @@
 //
 // Compiled at run time, without headers, after `hopper.cuh`, `block_scaled_rows.cuh`, `activation.cuh` and
 // `scales.cuh`, whose macros it has.
-static_assert(GATHERS && !WIDE && !LOW_RANK && ROOMS == 2, "rooms take turns");
+static_assert(!WIDE && !LOW_RANK && ROOMS == 2, "rooms take turns");
 
 __device__ __forceinline__ Halves halves_of(int n, int parts) { return {n, parts / 2 + n}; }
 
@@ -57,6 +58,7 @@ struct Parts {
 // What is read of rows, and where scales go.
 struct Routing {
   const float* weights;
+  const int* source;  // of rows that lie side by side: whether they are tokens'
   int num_rows, width;  // of the activation
   Stored *scale, *scale_rows;
 };
@@ -160,7 +162,11 @@ struct Quantizer {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int here = row + 8 * i;
+#if GATHERS
       const bool holds = here < rows && (int)get_word(token_of_row(ring, here)) >= 0;
+#else
+      const bool holds = here < rows && __ldg(of.source + tile.x + here) >= 0;
+#endif
       held[i] = holds ? ~0u : 0;
       weight[i] = holds ? __ldg(of.weights + tile.x + here) : 0;
     }
@@ -290,26 +296,43 @@ __device__ __forceinline__ void store_tiles(Tiles tiles, Parts parts, Copies cop
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_activation(
-    const u8* tokens, const int* index, const float* token_scales, const __grid_constant__ TensorMap weight,
-    const float* weight_scales, const float* routing_weights, const int* sizes, int num_tokens, int bytes, int num_rows,
-    int steps, int width, int num_groups, u8* h, u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
+#if GATHERS
+    const u8* tokens, const int* index, const float* row_scales,
+#else
+    const __grid_constant__ TensorMap rows, const int* source, const float* row_scales,
+#endif
+    const __grid_constant__ TensorMap weight, const float* weight_scales, const float* routing_weights, const int* sizes,
+#if GATHERS
+    int num_tokens, int bytes,
+#endif
+    int num_rows, int steps, int width, int num_groups, u8* h, u8* data, Stored* scale, u8* data_rows,
+    Stored* scale_rows) {
+#if GATHERS
+  const int* source = nullptr;
+#endif
   extern __shared__ __align__(1024) u8 shared[];  // swizzles repeat so
   const u32 smem = (u32)__cvta_generic_to_shared(shared);
   const int consumer = consumer_of_warp(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+#if GATHERS
   begin_block(smem, warp, sizes, num_groups, &weight, nullptr);
+#else
+  begin_block(smem, warp, sizes, num_groups, &weight, &rows);
+#endif
   const Tiles tiles{smem + TABLE, num_groups, width / PART_N};
   Ring ring{smem + BARRIERS, STAGES_AT - BARRIERS, STAGE_BYTES, STAGES, consumer < 0};
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+#if GATHERS
     const Tokens of{tokens, index, num_tokens, bytes, num_rows};
-    if (warp < 2)
-      gather_tiles(of, &weight, warp, tiles, steps, 2 * width, ring);
-    else
-      store_tiles(tiles, {smem, warp - 2}, {h, data, data_rows, num_rows, width});
+    if (warp < 2) gather_tiles(of, &weight, warp, tiles, steps, 2 * width, ring);
+#else
+    if (warp == 0) load_tiles({&rows, &weight}, {}, tiles, steps, 2 * width, ring);
+#endif
+    if (warp >= 2) store_tiles(tiles, {smem, warp - 2}, {h, data, data_rows, num_rows, width});
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    const Scales scales{token_scales, weight_scales, consumer, num_rows, steps};
-    const Routing routing{routing_weights, num_rows, width, scale, scale_rows};
+    const Scales scales{row_scales, weight_scales, consumer, num_rows, steps};
+    const Routing routing{routing_weights, source, num_rows, width, scale, scale_rows};
     multiply_tiles(scales, consumer, ring, Quantizer{{smem, consumer}, routing});
   }
 }

@@ -12,31 +12,37 @@ from expertmesh.core.kernels.cuda.quantized_grouped_gemm import rows_macros, row
 
 
 def launch(
-    tokens, index, token_scales, rhs, weight_scales, weights, group_sizes, *,
-    config: Config, activation, format, dtype, out_type,
+    lhs, row_scales, rhs, weight_scales, weights, group_sizes, *,
+    index, gathers: bool, config: Config, activation, format, dtype, out_type,
 ):  # fmt: skip
-    """Rows of tokens [T, K] at int32[C], with scales [T, K / 128], times weights [G, 2 F, K] with scales
-    [G, 2 F / 128, K / 128], and float32[C].
+    """Rows [C, K] times weights [G, 2 F, K] with scales [G, 2 F / 128, K / 128], and float32[C].
 
-    Returns h [C, 2, F] of `dtype`, and four results of `out_type`: data and scales along the features, and along the
-    rows, that data being [F, C].
+    Args:
+      index: int32[C], each row's token, -1 where there is none.
+      gathers: `lhs` and its scales are of tokens [T, K], and rows are those at the index.
+
+    Returns:
+      h [C, 2, F] of `dtype`, and four results of `out_type`: data and scales along the features, and along the rows,
+      that data being [F, C].
     """
-    (T, K), (C,), (G, W, _) = tokens.shape, index.shape, rhs.shape
-    F = W // 2
-    made = dict(tiles=config.tiles, activation=activation, format=format)
+    (T, K), (C,), (G, W, _) = lhs.shape, index.shape, rhs.shape
+    F, box = W // 2, launcher.TensorMap.of
+    made = dict(tiles=config.tiles, activation=activation, format=format, gathers=gathers)
     h = jax.ShapeDtypeStruct((C, 2, F), dtype)
     return cuda_call(
-        tokens, index, token_scales, launcher.TensorMap.of(rhs, (1, BLOCK, BLOCK)), weight_scales, weights,
-        group_sizes.astype(jnp.int32),
-        source=source(tokens.dtype, rhs.dtype, dtype, **made), name="block_scaled_activation",
-        scalars=(T, K, C, -(-K // BLOCK), F, G), out_type=(h, *out_type),
+        lhs if gathers else box(lhs, (128, BLOCK)), index, row_scales, box(rhs, (1, BLOCK, BLOCK)), weight_scales,
+        weights, group_sizes.astype(jnp.int32),
+        source=source(lhs.dtype, rhs.dtype, dtype, **made), name="block_scaled_activation",
+        scalars=(*((T, K) if gathers else ()), C, -(-K // BLOCK), F, G), out_type=(h, *out_type),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
-def source(lhs_dtype, rhs_dtype, dtype, *, tiles: BlockTiles, activation, format) -> str:
+def source(
+    lhs_dtype, rhs_dtype, dtype, *, tiles: BlockTiles, activation, format, gathers: bool
+) -> str:
     """The kernel in CUDA C++ for rows and weights of these types, and h of `dtype`."""
-    defined = rows_macros(dtype, tiles, gathers=True)
+    defined = rows_macros(dtype, tiles, gathers=gathers)
     defined |= activation_macros(activation) | scale_macros(dtype, format)
     files = "hopper.cuh", "block_scaled_rows.cuh", "activation.cuh", "scales.cuh"
     instructions = rows_product(lhs_dtype, rhs_dtype)

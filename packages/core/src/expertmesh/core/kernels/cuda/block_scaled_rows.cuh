@@ -204,6 +204,38 @@ __device__ __forceinline__ void gather_tiles(
   if (lane == 0) arrive(ring.full());
   arrive(ring.full());
 }
+#else
+// Rows that lie side by side, and weights.
+struct Operands {
+  const TensorMap *lhs, *rhs;
+};
+
+// One warp loads both.
+__device__ __forceinline__ void load_tiles(
+    Operands operands, Operands low_rank, Tiles tiles, int steps, int width, Ring ring) {
+  const bool one = threadIdx.x % 32 == 0;
+  const int parts = (width + PART_N - 1) / PART_N;
+  while (tiles.next()) {
+    const Halves halves = halves_of(tiles.n, parts);
+    const int4 tile = note_of(tiles, halves, parts, steps);
+#pragma unroll 1
+    for (int step = -LOW_RANK_STEPS; step < steps; step++) {
+      const u32 at = ring.at(), ready = ring.full();
+      wait_barrier(ring.empty(), ring.parity);
+      if (one) {
+        if (step == -LOW_RANK_STEPS) put(which(ring), tile);
+        expect_bytes(ready, STAGE_BYTES);
+        const bool low = LOW_RANK && step < 0;
+        const int k = low ? (step + LOW_RANK_STEPS) * RANK_STEP : step * BLOCK;
+        load(low ? low_rank.lhs : operands.lhs, at, ready, k, tiles.row);
+        load_weight(low ? low_rank.rhs : operands.rhs, at + OF_RHS, ready, k, halves, tiles.group);
+      }
+      ring.next();
+    }
+  }
+  wait_barrier(ring.empty(), ring.parity);
+  if (one) put(which(ring), make_int4(0, -1, 0, 0)), arrive(ring.full());
+}
 #endif
 
 // Read anew, so that nothing which follows from it is kept in registers, of which the sums leave few.
