@@ -447,10 +447,7 @@ def _forward(
     wi = params["wi"]
     trains_wi, width = not isinstance(wi, Adapted), prod(wi.shape[2:])
     in_place = (
-        of.in_place
-        and trains_wi
-        and quantized is not None
-        and read_in_place(up.formats.x, width, quantized=quantized)
+        of.in_place and trains_wi and quantized is not None and read_in_place(up.formats.x, width)
     )
     of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], in_place
     x, x_rows, x_state = _row_copies(*of_x)

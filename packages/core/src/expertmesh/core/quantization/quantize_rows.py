@@ -448,25 +448,18 @@ def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> boo
     return per_group(last, rows) or quantizes_both_at_once(last, rows) or alone
 
 
-# NVIDIA H100, 2026-11-27: columns up to which a grouped GEMM loses less, finding its rows, than their copy takes. Where
-# tokens are quantized already, the pass that quantizes them along the rows copies them for less; but tokens that stay
-# in L2 are found faster.
-WIDTH_IN_PLACE, WIDTH_OF_QUANTIZED = 1024, 512
-BYTES_IN_L2 = 40 * 2**20
+# NVIDIA H100, 2026-11-27: columns up to which a grouped GEMM loses less, finding its rows, than their copy takes.
+WIDTH_IN_PLACE = 1024
 
 
-def read_in_place(
-    format: TensorFormat, width: int, *, quantized: QuantizedArray | None = None
-) -> bool:
+def read_in_place(format: TensorFormat, width: int) -> bool:
     """Whether a grouped GEMM with so many columns reads quantized rows where their tokens are.
 
     Then a token is quantized once, and its rows are written along the rows alone. Every 256 columns read them again,
-    and find them more slowly than rows that lie side by side. `quantized`: the tokens, if they are that already.
+    and find them more slowly than rows that lie side by side.
     """
     capability = _jax.compute_capability()
-    large = quantized is not None and quantized.data.size > BYTES_IN_L2
-    most = WIDTH_OF_QUANTIZED if large else WIDTH_IN_PLACE
-    narrow = format.block == (1, 128) and not format.stochastic and width <= most
+    narrow = format.block == (1, 128) and not format.stochastic and width <= WIDTH_IN_PLACE
     # Where there is no GPU, kernels are an H100's.
     return narrow and capability in (None, 9.0)
 
