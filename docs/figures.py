@@ -14,6 +14,7 @@ import block
 
 Results = dict[str, list[dict]]
 COLORS = {"bfloat16": "#0072b2", "fp8_block": "#d55e00", "fp8_current": "#9a6700"}
+OF_BLOCKS = COLORS | {"fp8_block in 6 microbatches": "#00735a"}
 PHASES = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#cc79a7", "#009e73", "#999999", "#000000")
 GEMM = re.compile(r"(\w+) (fprop|dgrad|wgrad) (.+?) (\d+x\d+x\d+), (\d+) groups$")
 PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
@@ -51,7 +52,7 @@ def label(shape: block.Shape) -> str:
 
 
 def recipe_of(row: dict) -> str:
-    return row["case"].split(" ", 1)[0]
+    return row["case"].partition(" forward")[0]
 
 
 def beside_plain(results: Results) -> Bars:
@@ -132,9 +133,10 @@ def exchanges(results: Results) -> dict[str, dict[str, float]]:
 
 
 def weak_scaling(results: Results) -> dict[int, float]:
-    """{GPUs: the part of one GPU's speed that each of them keeps}."""
-    found = {}
-    for row in results.get("moe_block", []):
+    """{GPUs: the part of one GPU's speed that each of them keeps}, of the machine with the most of them."""
+    rows, found = results.get("moe_block", []), {}
+    most = max((row["gpus"] for row in rows), default=0)
+    for row in (row for row in rows if row["gpus"] == most):
         if match := re.search(r"weak scaling, (\d+) GPUs", row["case"]):
             found[int(match[1])] = row["ratio"]
     return {1: 1.0} | found if found else {}
@@ -248,10 +250,10 @@ def draw_beside(results: Results, path: pathlib.Path) -> None:
     panels = [(title, bars) for title, bars in panels if bars]
     figure, every = _stacked([bars for _, bars in panels])
     for axes, (title, bars) in zip(every, panels, strict=True):
-        _bars(axes, bars, COLORS, ".2f")
+        _bars(axes, bars, OF_BLOCKS, ".2f")
         _line_at_one(axes)
         axes.set_title(f"times as fast {title}, forward and backward", fontsize=9, loc="left")
-    _legend(figure, COLORS)
+    _legend(figure, OF_BLOCKS)
     _save(figure, path)
 
 
@@ -288,14 +290,14 @@ def draw_fp8(results: Results, path: pathlib.Path) -> None:
         for dtype, us in each.items()
     }
     figure, (above, below) = _stacked([speeds, sent])
-    _bars(above, speeds, COLORS, ".2f")
+    _bars(above, speeds, OF_BLOCKS, ".2f")
     _line_at_one(above)
     title = "times as fast as the bfloat16 block, forward and backward, 1 GPU"
     above.set_title(title, fontsize=9, loc="left")
     _bars(below, sent, {"nvlink": "#00735a"}, ".0f")
     title = "us, 4 GPUs, 4096 tokens each x 7168, 8 of 256 experts"
     below.set_title(title, fontsize=9, loc="left")
-    _legend(figure, {name: COLORS[name] for name in ("fp8_block", "fp8_current")})
+    _legend(figure, {name: color for name, color in OF_BLOCKS.items() if name != "bfloat16"})
     _save(figure, path)
 
 
