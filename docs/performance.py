@@ -79,18 +79,35 @@ def of_plain_jax(results: figures.Results) -> str:
     return lines(head, rows)
 
 
+def spread(of: str, found: dict[str, list[float]]) -> str:
+    """A table of ratios by name."""
+    head = [of, "mean", "least", "most", "shapes"]
+    rows = [
+        [name, *(f"{f(ratios):.2f}" for f in (statistics.geometric_mean, min, max)), len(ratios)]
+        for name, ratios in found.items()
+    ]
+    return lines(head, rows)
+
+
 def of_sonic(results: figures.Results) -> str:
     """The rates beside SonicMoE's, without pauses and in bursts."""
     found = collections.defaultdict(list)
     for row in results.get("single_gpu_blocks", []):
         if row["reference"].startswith("SonicMoE") and row["metric"] == "rate":
             found[row["case"].partition(",")[0]].append(row["ratio"])
-    head = ["over SonicMoE's rate, as published", "mean", "least", "most", "shapes"]
-    rows = [
-        [name, *(f"{f(ratios):.2f}" for f in (statistics.geometric_mean, min, max)), len(ratios)]
-        for name, ratios in found.items()
-    ]
-    return lines(head, rows)
+    return spread("over SonicMoE's rate, as published", found)
+
+
+def of_recipes(results: figures.Results) -> str:
+    """The speeds of recipes over that of bfloat16, of narrow experts and of all others."""
+    found = collections.defaultdict(list)
+    for row in results.get("single_gpu_blocks", []):
+        if row["reference"].startswith("our bfloat16 block"):
+            width = block.shape_of(row).expert_width
+            narrow = f"F {width}" if width < 512 else "F 512 and more"
+            name = f"{figures.recipe_of(row)}, {narrow}, {row['device'].split()[1]}"
+            found[name].append(row["ratio"])
+    return spread("times as fast as in bfloat16", dict(sorted(found.items())))
 
 
 def beside(results: figures.Results) -> str:
@@ -146,6 +163,7 @@ def of_phases(results: figures.Results) -> str:
 TABLES = {
     "performance_beside.png": beside,
     "performance_shapes.png": of_shapes,
+    "performance_fp8.png": of_recipes,
     "performance_scale.png": of_exchange,
     "performance_phases.png": of_phases,
 }
@@ -163,12 +181,13 @@ Rows, contraction and width of a GEMM, and its groups. Large groups reach the ra
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
 measured at the two shapes that have its bar.""",
     "performance_fp8.png": """\
-Wide experts gain: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F of 512
-and below) gain little, or lose where tokens are narrow, too: the work of quantizing a row grows with D + F, that of its
-GEMMs with D F, and in bfloat16 one kernel multiplies and activates. `fp8_current` reads activations once more to find
-their largest value. Tokens that are dispatched in 8 bits (`fp8_block`, `mxfp8`) take little more than half the time on
-NVLink. For your own shape run `python examples/fp8_for_your_shape.py --help`: it times the block, its up projection and
-quantizing, by recipe.""",
+Wide experts gain most: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F
+of 512 and below) gain little: the work of quantizing a row grows with D + F, that of its GEMMs with D F. "In 6
+microbatches" weights are quantized once for six calls ({py:func}`expertmesh.flax_moe.quantize_weights`), as the
+trainer does with several microbatches; elsewhere in each call. `fp8_current` reads activations once more to find their
+largest value, and loses where experts and tokens are narrow. Tokens that are dispatched in 8 bits (`fp8_block`,
+`mxfp8`) take little more than half the time on NVLink. For your own shape run `python examples/fp8_for_your_shape.py
+--help`: it times the block, its up projection and quantizing, by recipe.""",
     "performance_scale.png": """\
 The time grows linearly with tokens and with choices; 16 times the experts cost 8 %. Each of four GPUs keeps 80 % of one
 GPU's speed: the rest is the exchange, and the reduction of the weights' gradients.""",
