@@ -92,6 +92,48 @@ def test_nothing_turns_weights(h100_mesh, recipe, kind, backward, given):
     assert ops and not {"copy", "transpose", "fusion"}.intersection(ops), ops
 
 
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["grouped", "block", "wide block"])
+def test_nothing_copies_what_a_scan_keeps(h100_mesh, kind, recipe):
+    """Kernels write to a scan's stacks, and read there, what is quantized for weight gradients."""
+    mesh = h100_mesh({"fsdp": 1})
+    whole = NamedSharding(mesh, PartitionSpec())
+    width = 256 if kind == "block" else 1024
+    config = MoEConfig(num_experts=E, top_k=2, expert_dim=width, recipe=recipe)
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    if kind == "grouped":
+        x, params = struct(1, T, D), struct(3, E, D, D)
+        sizes = jnp.full((1, E), T // E, jnp.int32)
+
+        def layer(x, w):
+            return x + grouped_dense(x, w, sizes, recipe=recipe)
+    else:
+        x = struct(T, D)
+        shapes = param_shapes(D, config)
+        params = {name: struct(3, *shape) for name, shape in shapes.items()}
+
+        def layer(x, params):
+            return x + moe(params, x, config).y
+
+    def step(params, x, dy):
+        def stack(params, x):
+            return jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+
+        return jax.vjp(stack, params, x)[1](dy)
+
+    with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
+        program = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",))
+        text = program.compile().as_text()
+    assert "f8e4m3fn[3," in text, "nothing is kept in 8 bits"
+    copied = re.findall(
+        r"= ((?:f8e\w+|u8)\[\S+)\S* (?:copy|transpose|fusion)\((?!\)|.*kind=kCustom)", text
+    )
+    assert not copied
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_parts_of_a_gathered_weight_are_joined_and_not_turned(h100_mesh, kind):
     """Parts along the contraction: what moves them keeps the last dimension, of 256 bytes of each part."""

@@ -65,6 +65,7 @@ from expertmesh.core.linear.layer import (
     Layer,
     NonDiffOperands,
     barrier,
+    read_residual,
     residuals,
 )
 from expertmesh.core.linear.quantized_activation import quantized_activation, quantizes_activation
@@ -483,6 +484,7 @@ def _bwd(
     kept: tuple[Any, ...], cotangents: tuple[jax.Array, Any], *, options: _Options
 ) -> tuple[Any, ...]:
     x, wi, h, a, wo, adapters, biases, weights, handle, keys = kept
+    x, a = read_residual(x), read_residual(a)
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
     of_wi, of_wo = adapters["wi"], adapters["wo"]
     of_y = _dy_copies(dy, handle, keys[1], options, of_wo is None, h.shape[-1])

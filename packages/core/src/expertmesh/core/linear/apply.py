@@ -41,6 +41,7 @@ from expertmesh.core.linear.layer import (
     barrier,
     check_extra,
     gradient_keys,
+    read_residual,
     residuals,
     resolved_specs,
 )
@@ -454,6 +455,7 @@ def _fwd(
 
 def _bwd(carried: Any, cotangent: Any, *, layer: Layer) -> tuple[Any, ...]:
     x, w, (adapter, u), group_sizes, bias, key = carried
+    x = read_residual(x)
     dy = cotangent[0] if layer.delayed else cotangent
     tokens = dy.ndim - w.ndim + layer.law.batch_dims
     trained = adapter is None

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from expertmesh.core import _jax
 from expertmesh.core.linear.quantize_weight import QuantizedWeight, check_state
 from expertmesh.core.mesh import current_resource, filter_roles
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
 from expertmesh.core.quantization.quantize_rows import Moved
-from expertmesh.core.quantization.quantized import is_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
 
@@ -280,15 +281,48 @@ def resolved_specs(law: Linear, x_ndim: int, w_ndim: int, caller: Specs) -> Spec
     return x, w, PartitionSpec(*out_spec)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeaturesFirst:
+    """What is quantized along the tokens, as Hopper's kernels write and read it, for a loop or a checkpoint to hold.
+
+    Between programs and in a loop's stacks arrays lie in the order of their dimensions; in another one they are copied.
+
+    Attributes:
+      quantized: with the features, the last dimension, as the data's first one.
+    """
+
+    quantized: QuantizedArray
+
+    @classmethod
+    def of(cls, q: QuantizedArray) -> "FeaturesFirst":
+        return cls(dataclasses.replace(q, data=jnp.moveaxis(q.data, -1, 0)))
+
+    def read(self) -> QuantizedArray:
+        q = self.quantized
+        return dataclasses.replace(q, data=jnp.moveaxis(q.data, 0, -1))
+
+
 def residuals(x: Any, w: Any) -> tuple[Any, Any]:
-    """What the backward reads of x and w; what is quantized, under names for checkpoint policies."""
+    """What the backward reads of x, by `read_residual`, and of w; what is quantized, under names for checkpoint
+    policies."""
 
     def named(q: Any, name: str) -> Any:
         if isinstance(q, Moved):
             return dataclasses.replace(q, base=named(q.base, name))
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if is_quantized(q) else q
+        held = is_quantized(q) or isinstance(q, FeaturesFirst)
+        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if held else q
 
+    # Where there is no GPU, kernels are an H100's.
+    hopper = _jax.compute_capability() in (None, 9.0)
+    if hopper and isinstance(x, QuantizedArray) and x.format.block in (None, (1, 128)):
+        x = FeaturesFirst.of(x)
     return named(x, "quantized_x"), named(w, "quantized_weight")
+
+
+def read_residual(x: Any) -> Any:
+    """x as it was before `residuals`."""
+    return x.read() if isinstance(x, FeaturesFirst) else x
 
 
 def barrier[Kept, Cotangent](kept: Kept, dy: Cotangent) -> tuple[Kept, Cotangent]:
