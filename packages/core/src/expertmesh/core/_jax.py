@@ -116,6 +116,11 @@ def compute_capability() -> float | None:
     return float(gpu.compute_capability) if gpu else None
 
 
+def runs_hopper_kernels() -> bool:
+    """Whether the GPU is a Hopper one. Where there is no GPU, kernels are an H100's."""
+    return compute_capability() in (None, 9.0)
+
+
 def manual_mesh(mesh: Any) -> AbstractMesh:
     """The same axes, all Manual: what code on one device's shards must see as its context."""
     abstract = getattr(mesh, "abstract_mesh", mesh)

@@ -313,9 +313,8 @@ def residuals(x: Any, w: Any) -> tuple[Any, Any]:
         held = is_quantized(q) or isinstance(q, FeaturesFirst)
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if held else q
 
-    # Where there is no GPU, kernels are an H100's.
-    hopper = _jax.compute_capability() in (None, 9.0)
-    if hopper and isinstance(x, QuantizedArray) and x.format.block in (None, (1, 128)):
+    turned = isinstance(x, QuantizedArray) and x.format.block in (None, (1, 128))
+    if turned and _jax.runs_hopper_kernels():
         x = FeaturesFirst.of(x)
     return named(x, "quantized_x"), named(w, "quantized_weight")
 

@@ -109,8 +109,7 @@ def quantize_weight(
         return QuantizedWeight(forward, dgrad)
     if state is not None:
         return QuantizedWeight(forward), state
-    # Where there is no GPU, kernels are an H100's.
-    if _jax.compute_capability() not in (None, 9.0):
+    if not _jax.runs_hopper_kernels():
         return QuantizedWeight(forward)
     return QuantizedWeight(forward.move_dim(batch_dims, -1), dgrad, batch_dims)
 

@@ -458,10 +458,8 @@ def read_in_place(format: TensorFormat, width: int) -> bool:
     Then a token is quantized once, and its rows are written along the rows alone. Every 256 columns read them again,
     and find them more slowly than rows that lie side by side.
     """
-    capability = _jax.compute_capability()
     narrow = format.block == (1, 128) and not format.stochastic and width <= WIDTH_IN_PLACE
-    # Where there is no GPU, kernels are an H100's.
-    return narrow and capability in (None, 9.0)
+    return narrow and _jax.runs_hopper_kernels()
 
 
 def grouped_quantize_both(
