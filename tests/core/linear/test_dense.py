@@ -311,6 +311,7 @@ def test_state_and_cache_are_pytrees():
     assert [x.shape for x in jax.tree.leaves(state)] == [(), (4,), (3,), (3, 4)]
     cached = jax.jit(lambda w: quantize_weight(w, "mxfp8"))(jnp.ones((32, 64)))
     assert [x.dtype.itemsize for x in jax.tree.leaves(cached)] == [1] * 4
+    assert dataclasses.replace(cached, dgrad=None).for_dgrad() is cached.forward
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])

@@ -165,10 +165,10 @@ def feed_forward(
       ValueError: what `expertmesh.core.grouped_dense` refuses.
 
     Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
-    recipe quantized along the rows), h, and under a recipe a, quantized along the rows, and both weights; of an Adapted
-    under a recipe rows and a quantized along the features, and its two thin results [P, C, r]. Costs and communication
-    are those of two `grouped_dense`; a sharded F costs the backward an all-reduce [P, C], and an adapter all-reduces of
-    [P, C, r].
+    recipe quantized along the rows, or the quantized tokens that a GEMM reads in place), h, and under a recipe a,
+    quantized along the rows, and both weights; of an Adapted under a recipe rows and a quantized along the features,
+    and its two thin results [P, C, r]. Costs and communication are those of two `grouped_dense`; a sharded F costs the
+    backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
     extras = {name: NonDiffOperands(**given.layer(name)) for name in EXPERTS}
