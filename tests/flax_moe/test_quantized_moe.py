@@ -93,6 +93,27 @@ def test_against_the_emulation(recipe, cached, changes):
     assert_result(output, gradients, quantized_oracle.run(data, config, parts), TOLERANCE)
 
 
+@pytest.mark.any_device
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "recipe", [None, BLOCK, CURRENT, MX], ids=["bfloat16", "block", "current", "mx"]
+)
+def test_a_mesh_of_one_device(recipe, kind):
+    """The bits that there are without a mesh, though every axis splits some operand: as a trainer has it on one GPU."""
+    config = make_config(
+        recipe=recipe, expert_dim=128, use_bias=False, dtype="bfloat16", activation="silu"
+    )
+    data, one = make_data(config, (8, 3, 256)), make_mesh((1, 1), kind)
+
+    def run(mesh):
+        return jax.jit(value_and_gradients(moe, config))(*place(data, config, mesh))
+
+    with global_shard_guard(RESOURCE):
+        got = run(one)
+    for mine, want in zip(*map(jax.tree.leaves, (got, run(None))), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.parametrize(
     "recipe, kind",
     [(BLOCK, AxisType.Explicit), full(CURRENT, AxisType.Auto), full(DELAYED, AxisType.Auto)],

@@ -12,8 +12,7 @@ And the input gradient of the down projection, with the gradient of the activati
 
 and then `activate_rows_grad_op`, d_a being rounded before it, of rows that are `Moved` or not. Hopper has a kernel for
 each: the first stores h and never reads it, the second stores no d_a. Elsewhere the kernels of both ops run one after
-the other. They are for tokens that are all on one device: under a mesh of several each device but for F computes the
-whole.
+the other. They are for tokens that are all on one device: axes split participants and F alone.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
@@ -106,7 +105,7 @@ def _op(name: str, results: str, roles: str, *, keeps_h: bool) -> Op:
         name,
         partial(_reference, keeps_h=keeps_h),
         f"p c k, e k two... f, p g, p c -> {results}",
-        whole=("p", "c", "e", "k", "two...", "g"),
+        whole=("c", "e", "k", "two...", "g"),
         roles=f"participants . ., experts fsdp . tp, participants ., participants . -> {roles}",
         parameter=1,
         kernels=(kernel,),
@@ -161,7 +160,7 @@ dgrad_activation_grad_op = Op(
     "dgrad_activation_grad",
     _grad_reference,
     "p c k, e f k, p c two... f, p c, p c, p g -> p c two... f, p c, p c f",
-    whole=("p", "c", "e", "k", "two...", "g"),
+    whole=("c", "e", "k", "two...", "g"),
     summed=("f",),
     roles="participants . ., experts tp fsdp, participants . . tp, participants ., participants ., participants . "
     "-> participants . . tp, participants ., participants . tp",

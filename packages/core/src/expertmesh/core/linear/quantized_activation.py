@@ -7,7 +7,7 @@
 as `grouped_gemm_op` of quantized rows, which may be `Moved`, and `Activated` rows have them: h is rounded before it is
 activated, a before it is quantized. Hopper has one kernel for contractions up to 4096 in blocks of 128, which stores h
 and never reads it. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
-under a mesh of several each device computes the whole.
+axes split participants alone.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
@@ -167,7 +167,7 @@ quantized_activation_op = Op(
     "quantized_activation",
     _reference,
     "p c k, e k two... f, p g, p c, p c -> p c two... f, p c f, p c f",
-    whole=("p", "c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
+    whole=("c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
     roles="participants . ., experts fsdp . ., participants ., participants ., participants . "
     "-> participants . . ., participants . ., participants . .",
     parameter=1,
