@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -50,24 +51,42 @@ def test_float32_has_no_flash_attention(h100_mesh, monkeypatch):
     assert "__cudnn$fmha" not in text and hlo.collectives(text) == []
 
 
-@pytest.mark.parametrize("remat_layers, forwards", [(False, 1), (True, 2)])
-def test_a_step_has_one_layer(h100_mesh, monkeypatch, remat_layers, forwards):
-    """Three layers in two microbatches call attention and its gradient at one place; a layer may be computed again."""
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_000)
-    moe = MoEConfig(num_experts=8, top_k=2, expert_dim=256, transport="all_to_all")
-    config = ModelConfig(layers=3, model_dim=256, heads=4, moe=moe, remat_layers=remat_layers)
-    mesh = h100_mesh({"fsdp": 2, "ep": 4}, axis_type=AxisType.Explicit)
-    one = Trainer(config=config, options=TrainingOptions(grad_accum=2), mesh=mesh)
+def step_of(mesh, config, grad_accum=1):
+    """The text of a trainer's step, as XLA is given it."""
+    one = Trainer(config=config, options=TrainingOptions(grad_accum=grad_accum), mesh=mesh)
     batch = jax.ShapeDtypeStruct((B, S + 1), jnp.int32, sharding=one.rows)
     step, state = (
         one.step,
         one.abstract(),
     )  # not there: optax makes a state, for which the mesh has no devices
     with one.on_mesh():
-        text = step.lower(state, batch, 1).as_text()
+        return step.lower(state, batch, 1).as_text()
+
+
+def model_of(**options):
+    moe = MoEConfig(num_experts=8, top_k=2, expert_dim=256, transport="all_to_all")
+    return ModelConfig(layers=3, model_dim=256, heads=4, moe=moe, **options)
+
+
+@pytest.mark.parametrize("remat_layers, forwards", [(False, 1), (True, 2)])
+def test_a_step_has_one_layer(h100_mesh, monkeypatch, remat_layers, forwards):
+    """Three layers in two microbatches call attention and its gradient at one place; a layer may be computed again."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_000)
+    mesh = h100_mesh({"fsdp": 2, "ep": 4}, axis_type=AxisType.Explicit)
+    text = step_of(mesh, model_of(remat_layers=remat_layers), grad_accum=2)
     targets = re.findall(r"custom_call @__cudnn\$(\w+)", text)
     assert sorted(targets) == ["fmhaSoftmax"] * forwards + ["fmhaSoftmaxBackward"]
     assert f"tensor<{B // 16}x{S}x4x64xbf16>" in text and f"x{S}x{S}x" not in text
+
+
+def test_layers_by_themselves_have_calls_of_their_own(h100_mesh, monkeypatch):
+    """XLA would lose an equal one. In float32, which cuDNN reads, their scales are one."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_000)
+    mesh = h100_mesh({"fsdp": 2, "ep": 4}, axis_type=AxisType.Explicit)
+    text = step_of(mesh, model_of(unrolled=True))
+    scales = re.findall(r"fmha_scale\\22: ([\d.e+-]+)", text)
+    assert text.count("custom_call @__cudnn$") == len(scales) == 6
+    assert len(set(scales)) == 3 and {np.float32(scale) for scale in scales} == {np.float32(8)}
 
 
 def test_sums_have_a_fixed_order_on_gpus(h100_mesh):

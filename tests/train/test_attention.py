@@ -119,6 +119,25 @@ def test_on_a_gpu():
         assert error < 2e-2
 
 
+@pytest.mark.gpu
+def test_two_calls_of_one_program_on_a_gpu():
+    """Whose gradients would else be equal calls: XLA loses one of those under the step's options."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in heads(shape=(4, 256, 4, 64)))
+
+    def twice(q, numbers):
+        for number in numbers:
+            q = attention.attend(q, k, v, 1.7, number=number)
+        return q
+
+    def gradient(numbers, **options):
+        loss = lambda q: jnp.sum(jnp.sin(twice(q, numbers).astype(jnp.float32)))  # noqa: E731
+        return np.float32(jax.jit(jax.grad(loss), **options)(q))
+
+    got = gradient((0, 1), compiler_options=compiler_options("gpu"))
+    want = gradient((0, 0))
+    assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
 def with_cudnn(monkeypatch):
     """As where its library is installed: JAX asks for its version before anything else."""
     from jax._src.cudnn import fused_attention_stablehlo

@@ -92,7 +92,8 @@ def test_attention_against_loops(params):
     layer = jax.tree.map(lambda w: np.asarray(w[0]), params["layers"])
     x = np.random.default_rng(1).normal(size=(2, S, 16)).astype(np.float32)
     H, d = CONFIG.heads, CONFIG.head_dim
-    qkv = np.einsum("bsd,dce->bsce", x, layer["qkv"]).reshape(2, S, 3, H, d)
+    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True)) * layer["attention_norm"]
+    qkv = np.einsum("bsd,dce->bsce", normed, layer["qkv"]).reshape(2, S, 3, H, d)
 
     def rotated(v, position):
         """Pairs (v[i], v[i + d/2]) as complex numbers, turned by their angles."""

@@ -209,6 +209,21 @@ def test_remat_of_block_and_layers(remat, of_block, of_layers):
     assert (config.moe.remat, config.remat_layers) == (of_block, of_layers)
 
 
+@pytest.mark.parametrize(
+    ("layers", "training", "unrolled"),
+    [
+        (16, {}, True),
+        (17, {}, False),
+        (2, {"remat": "recompute"}, True),
+        (2, {"remat": "full"}, False),
+        (2, {"grad_accum": 2, "batch_size": 16}, False),
+    ],
+)
+def test_few_layers_are_compiled_one_by_one(layers, training, unrolled):
+    options = Options(model=ModelOptions(layers=layers), training=TrainingOptions(**training))
+    assert job.plan(options, CORPUS).config.unrolled == unrolled
+
+
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_NODELIST": "node[1-2]",

@@ -64,10 +64,11 @@ def test_the_quantizers_state_is_kept_by_a_checkpoint(tmp_path):
     assert np.isfinite(same) and same != other  # it is validated with what it has learned
 
 
+@pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_delayed", full("nvfp4")])
-def test_scanned_layers_are_a_loop_over_layers(recipe):
+def test_layers_are_a_loop_over_layers(recipe, unrolled):
     """Output, gradient and what quantizers remember of two layers, each with its own state and key."""
-    config = dataclasses.replace(model_of(as_recipe(recipe)), layers=2)
+    config = dataclasses.replace(model_of(as_recipe(recipe)), layers=2, unrolled=unrolled)
     params = model.init(jax.random.key(0), config)
     head = jax.random.normal(jax.random.key(1), params["head"].shape)
     params, state = params | {"head": head}, model.init_quant_states(config)
@@ -75,7 +76,7 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
     bytes_BS = np.random.default_rng(0).integers(0, 256, (2, S)).astype(np.int32)
     key = jax.random.key(2)
 
-    def scanned(params):
+    def through_all(params):
         output = model.forward(params, bytes_BS, config, state, key)
         return jnp.sum(jnp.sin(output.logits)), output
 
@@ -84,7 +85,7 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
         outputs = []
         for i in range(2):
             own, of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], (params["layers"], state))
-            x += model._attention(own, model._rms_norm(x, own["attention_norm"]), config)
+            x += model._attention(own, x, config)
             normed = model._rms_norm(x, own["moe_norm"])
             number = jax.random.fold_in(key, i)
             outputs.append(moe(own["moe"], normed, config.moe, quant_state=of_layer, key=number))
@@ -92,7 +93,7 @@ def test_scanned_layers_are_a_loop_over_layers(recipe):
         logits = model._rms_norm(x, params["norm"]) @ params["head"]
         return jnp.sum(jnp.sin(logits)), outputs
 
-    (_, got), gradient = jax.jit(jax.value_and_grad(scanned, has_aux=True))(params)
+    (_, got), gradient = jax.jit(jax.value_and_grad(through_all, has_aux=True))(params)
     (_, outputs), expected = jax.jit(jax.value_and_grad(looped, has_aux=True))(params)
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())

@@ -10,6 +10,7 @@ Dimension key: B sequences, S positions, H heads, d head width.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -20,9 +21,17 @@ from expertmesh.train.mesh import on_shards
 Implementation = Literal["cudnn", "xla"]
 
 
-def attend(q_BSHd: jax.Array, k_BSHd: jax.Array, v_BSHd: jax.Array, scale: float) -> jax.Array:
-    """softmax(scale q k^T) v over each position and those before it; [B, S, H, d]. Softmax is float32."""
+def attend(
+    q_BSHd: jax.Array, k_BSHd: jax.Array, v_BSHd: jax.Array, scale: float, *, number: int = 0
+) -> jax.Array:
+    """softmax(scale q k^T) v over each position and those before it; [B, S, H, d]. Softmax is float32.
+
+    `number`: of the call among those of equal types in a program. XLA as of jax 0.12 loses the second of two equal
+    gradients of cuDNN where it excludes nondeterministic ops (openxla/xla#46500), and fails when it runs. So that no
+    two are equal, each call's scale is another double, and all are the same in float32, which cuDNN reads.
+    """
     chosen = implementation(platform_of(q_BSHd), q_BSHd.dtype, q_BSHd.shape[3])
+    scale = math.nextafter(scale, math.inf, steps=number)
     attention = functools.partial(
         jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation=chosen
     )

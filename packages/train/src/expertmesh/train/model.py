@@ -8,7 +8,8 @@ Dimension key: B sequences, S positions, D model width, H heads, d head width (D
 W = WINDOW bytes seen by the embedding, L layers, E experts, F expert width.
 
 Everything that belongs to a layer (parameters, quantizers' state, quantized weights) is stacked along L, and one
-program of a layer is scanned over it. So compile time does not grow with depth.
+program of a layer is scanned over it, so compile time does not grow with depth. A scan copies to stacks and from them
+what its layers keep for the backward; `ModelConfig.unrolled` saves that.
 
 The same code runs without a mesh, with Auto axes and with Explicit axes. Activations are split over
 B on both mesh axes. Dense weights are stored split over "fsdp" and gathered where they are used;
@@ -65,6 +66,7 @@ class ModelConfig:
       remat_layers: whether the backward keeps each layer's input alone and computes the layer again.
       kept_in_host: names of the only values that layers keep for the backward, in the host's memory: LAYER_INPUT and
         those of `expertmesh.flax_moe.remat.CHECKPOINT_NAMES`; () keeps values on the device.
+      unrolled: whether each layer is compiled by itself, not scanned. Their gradients are then made whole.
     """
 
     layers: int
@@ -73,6 +75,7 @@ class ModelConfig:
     moe: MoEConfig
     remat_layers: bool = False
     kept_in_host: tuple[str, ...] = ()
+    unrolled: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -195,11 +198,9 @@ def forward(
     `Weight`.
     """
     x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
-    layer = _rematerialized(functools.partial(_layer, config, key), config)
-    numbers = jnp.arange(config.layers)
-    x_BSD, of_layers = jax.lax.scan(
-        layer, x_BSD, (numbers, params["layers"], quant_state, weights_quantized)
-    )
+    stacked = params["layers"], quant_state, weights_quantized
+    through = _one_by_one if config.unrolled else _scanned
+    x_BSD, of_layers = through(functools.partial(_layer, config, key), x_BSD, stacked, config)
     head_DV = _gather(read(params["head"]), x_BSD.dtype)
     logits_BSV = _rms_norm(x_BSD, params["norm"]) @ head_DV
     return Output(
@@ -217,8 +218,40 @@ def first_block_input(params: Params, bytes_BS: jax.Array, config: ModelConfig) 
     """The input of the first layer's MoE block, [B, S, D]."""
     x_BSD = _embed(read(params["embed"]), bytes_BS, config.moe.dtype)
     layer = read(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-    x_BSD += _attention(layer, _rms_norm(x_BSD, layer["attention_norm"]), config)
+    x_BSD += _attention(layer, x_BSD, config)
     return _rms_norm(x_BSD, layer["moe_norm"])
+
+
+def _scanned(
+    layer: Callable[..., Any], x_BSD: jax.Array, stacked: Any, config: ModelConfig
+) -> tuple[jax.Array, _OfLayer]:
+    """x after all layers, and what they give besides, stacked.
+
+    `layer` takes its number, x and its part of `stacked`.
+    """
+    layer = _rematerialized(layer, config)
+
+    def body(x_BSD: jax.Array, own: tuple[jax.Array, Any]) -> tuple[jax.Array, _OfLayer]:
+        out: tuple[jax.Array, _OfLayer] = layer(own[0], x_BSD, own[1])
+        return out
+
+    out: tuple[jax.Array, _OfLayer]
+    out = jax.lax.scan(body, x_BSD, (jnp.arange(config.layers), stacked))
+    return out
+
+
+def _one_by_one(
+    layer: Callable[..., Any], x_BSD: jax.Array, stacked: Any, config: ModelConfig
+) -> tuple[jax.Array, _OfLayer]:
+    """As `_scanned`, each layer by a program of its own."""
+    leaves, tree = jax.tree.flatten(stacked)
+    parts = [jax.lax.split(leaf, [1] * config.layers) for leaf in leaves]
+    of_layers = []
+    for number, of_one in enumerate(zip(*parts, strict=True)):
+        own = jax.tree.unflatten(tree, [jnp.squeeze(part, 0) for part in of_one])
+        x_BSD, of_layer = _rematerialized(functools.partial(layer, number), config)(x_BSD, own)
+        of_layers.append(of_layer)
+    return x_BSD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
 
 
 def _rematerialized(layer: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
@@ -232,7 +265,7 @@ def _rematerialized(layer: Callable[..., Any], config: ModelConfig) -> Callable[
         offload_dst=HOST,
     )
     # A scan's body has nothing to share with.
-    return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    return jax.checkpoint(layer, prevent_cse=config.unrolled, policy=policy)
 
 
 class _OfLayer(NamedTuple):
@@ -247,13 +280,17 @@ class _OfLayer(NamedTuple):
 
 
 def _layer(
-    config: ModelConfig, key: jax.Array | None, x_BSD: jax.Array, own: tuple[Any, ...]
+    config: ModelConfig,
+    key: jax.Array | None,
+    number: int | jax.Array,
+    x_BSD: jax.Array,
+    own: tuple[Any, ...],
 ) -> tuple[jax.Array, _OfLayer]:
-    """Attention and experts; `own` is the layer's number and its part of what is stacked."""
-    number, params, quant_state, weights_quantized = own
+    """Attention and experts; `own` is the layer's part of what is stacked."""
+    params, quant_state, weights_quantized = own
     params = read(params)
     x_BSD = checkpoint_name(x_BSD, LAYER_INPUT)
-    x_BSD += _attention(params, _rms_norm(x_BSD, params["attention_norm"]), config)
+    x_BSD += _attention(params, x_BSD, config, number)
     output = moe(
         params["moe"],
         _rms_norm(x_BSD, params["moe_norm"]),
@@ -292,6 +329,14 @@ def _shift(x_BSD: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x_BSD, ((0, 0), (by, 0), (0, 0)))[:, : x_BSD.shape[1]]
 
 
+def _made_again[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, of which the backward keeps operands and results of GEMMs, and makes the rest again."""
+    policy = jax.checkpoint_policies.dots_saveable
+    again: Callable[P, R] = jax.checkpoint(function, policy=policy)
+    return again
+
+
+@_made_again
 def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array) -> jax.Array:
     x32_BSD = x_BSD.astype(jnp.float32)
     mean_BS1 = jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True)
@@ -299,16 +344,28 @@ def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array) -> jax.Array:
     return (x32_BSD * jax.lax.rsqrt(mean_BS1 + 1e-6) * scale_11D).astype(x_BSD.dtype)
 
 
-def _attention(layer: Params, x_BSD: jax.Array, config: ModelConfig) -> jax.Array:
-    """Causal softmax attention with rotary positions and normalised queries and keys."""
+def _attention(
+    layer: Params, x_BSD: jax.Array, config: ModelConfig, number: int | jax.Array = 0
+) -> jax.Array:
+    """Causal softmax attention of norm(x), with rotary positions and normalised queries and keys."""
+    weight_D3D = _gather(layer["qkv"], x_BSD.dtype)
+    heads = _made_again(functools.partial(_heads, config.heads))
+    q_BSHd, k_BSHd, v_BSHd = heads(x_BSD, layer["attention_norm"], weight_D3D)
+    # Traced, it numbers the layers of one program.
+    number = number if isinstance(number, int) else 0
+    y_BSHd = attend(q_BSHd, k_BSHd, v_BSHd, scale=config.head_dim**0.5, number=number)
+    return y_BSHd.reshape(x_BSD.shape) @ _gather(layer["out"], x_BSD.dtype)
+
+
+def _heads(
+    H: int, x_BSD: jax.Array, scale_D: jax.Array, weight_D3D: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, each [B, S, H, d]."""
     B, S, D = x_BSD.shape
-    H, d = config.heads, config.head_dim
-    qkv_D3D = _gather(layer["qkv"], x_BSD.dtype)
-    qkv_BS3Hd = jnp.einsum("bsd,dce->bsce", x_BSD, qkv_D3D).reshape(B, S, 3, H, d)
+    qkv_BS3D = jnp.einsum("bsd,dce->bsce", _rms_norm(x_BSD, scale_D), weight_D3D)
+    qkv_BS3Hd = qkv_BS3D.reshape(B, S, 3, H, D // H)
     q_BSHd, k_BSHd, v_BSHd = (qkv_BS3Hd[:, :, i] for i in range(3))
-    q_BSHd, k_BSHd = _rotate(_unit(q_BSHd)), _rotate(_unit(k_BSHd))
-    y_BSHd = attend(q_BSHd, k_BSHd, v_BSHd, scale=d**0.5)
-    return y_BSHd.reshape(B, S, D) @ _gather(layer["out"], x_BSD.dtype)
+    return _rotate(_unit(q_BSHd)), _rotate(_unit(k_BSHd)), v_BSHd
 
 
 def _unit(x_BSHd: jax.Array) -> jax.Array:
