@@ -585,7 +585,10 @@ def _rows(options):
         shape, rank = (FFN, RANK) if on_gpu else (SMALL, dataclasses.replace(SMALL, tokens=(256,)))
         return itertools.chain(
             rows_of_one(shape, options.pairs),
-            *(rows_of_rest(rank, options.pairs, recipe) for recipe in (None, "fp8_block")),
+            *(
+                rows_of_rest(rank, options.pairs, recipe)
+                for recipe in (None, "fp8_block", "fp8_current")
+            ),
         )
     if options.lane:
         number, count, until = options.turn.split(",")
