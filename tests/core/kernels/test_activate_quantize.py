@@ -189,7 +189,10 @@ def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scale_per_group(given, twice, gradient):
-    """The bits of the weighted activation, or its gradient, quantized after it. Also by Triton's interpreter."""
+    """The bits of the weighted activation, or its gradient, quantized after it; rows behind the groups have none.
+
+    Also by Triton's interpreter.
+    """
     rng, format, act = np.random.default_rng(4), FORMATS["current"][0], Activation()
     h = jnp.asarray(
         rng.normal(size=(1, 90, 2, 200)) * 3.0 ** rng.integers(-4, 5, (1, 90, 1, 1)), jnp.bfloat16
@@ -215,4 +218,4 @@ def test_a_scale_per_group(given, twice, gradient):
     got, want = (run_twice(run, made, sizes, multiplier) for run in (at_once, apart))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(codes(x), codes(y))
+        np.testing.assert_array_equal(codes(x)[:, :77], codes(y)[:, :77])

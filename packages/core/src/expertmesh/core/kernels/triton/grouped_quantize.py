@@ -30,7 +30,9 @@ def grouped_quantize(
     return by_group(x, sizes, multiplier, index=index, **options)
 
 
-def by_group(x, sizes, multiplier, *, format, twice, amax_axes, index=None, parts=None):
+def by_group(
+    x, sizes, multiplier, *, format, twice, amax_axes, index=None, parts=None, clear_padding=True
+):
     """The leaves for a scale per group, of the rows of `x` [1, rows, ...], or of those at the index, int32[1, C].
 
     Args:
@@ -38,7 +40,7 @@ def by_group(x, sizes, multiplier, *, format, twice, amax_axes, index=None, part
       multiplier: float32[1, G], or None: of the amax.
       twice: whether a copy for the weight gradient is wanted.
       amax_axes: over which the amax is maximised.
-      parts: as of `quantize.by_tensor`.
+      parts, clear_padding: as of `quantize.by_tensor`.
     """
     C, ends = (x if index is None else index).shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
 
@@ -47,7 +49,8 @@ def by_group(x, sizes, multiplier, *, format, twice, amax_axes, index=None, part
         amax = quantize.group_amax(parts[0], index, ends, C)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    shape, options = (1, C, x.size // x.shape[1]), dict(ends=ends, index=index, twice=twice)
+    shape = (1, C, x.size // x.shape[1])
+    options = dict(ends=ends, index=index, twice=twice, clear_padding=clear_padding)
     data, scale, *more = quantize.by_tensor(
         x, multiplier, shape, found, format, parts=parts, **options
     )

@@ -339,21 +339,24 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
 @triton.jit
 def _scaled_kernel(
     x, index, multiplier, ends, data, amax, data_rows,
-    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-    PANEL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, CLEARS: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
     as [A, N, M].
 
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
-    zeros. Rows are those of x at the index [M] (A = 1), zeros where it is negative, unless it is None. Without what is
-    None.
+    zeros, or, unless it CLEARS them, may be left as they are. Rows are those of x at the index [M] (A = 1), zeros where
+    it is negative, unless it is None. Without what is None.
     """
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
     TILES: tl.constexpr = (M + TM - 1) // TM * ((N + TN - 1) // TN)
     a = tl.program_id(0) // TILES
     m, n = in_panels(tl.program_id(0) % TILES, M, N, TM, TN, PANEL)
+    if not CLEARS:
+        if m >= tl.load(ends + G - 1):
+            return
     row_TM = m + tl.arange(0, TM)
     rows = row_TM[:, None]
     columns = n + tl.arange(0, TN)[None, :]
@@ -445,7 +448,7 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
 
 
 def by_tensor(
-    x, multiplier, shape, found, format, *, parts=None, ends=None, index=None, twice=False
+    x, multiplier, shape, found, format, *, parts=None, ends=None, index=None, twice=False, clear_padding=True
 ):  # fmt: skip
     """A scale per tensor or group: (data, scale), or by a given multiplier (data, scale, amax).
 
@@ -459,8 +462,9 @@ def by_tensor(
       parts: int32[A, rows, parts of a row], the amax of these, where what made the rows has found it.
       ends: int32[G] of the groups; None without.
       index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
+      clear_padding: whether the data of padding rows, behind the last group, are zeros, or undefined.
     """
-    options = dict(ends=ends, index=index, twice=twice)
+    options = dict(ends=ends, index=index, twice=twice, clear_padding=clear_padding)
     if multiplier is not None:
         finds_amax = parts is None
         data, *more = scaled(x, multiplier, shape, format.dtype, finds_amax=finds_amax, **options)
@@ -477,7 +481,7 @@ def by_tensor(
 
 
 def scaled(
-    x, multiplier, shape, dtype, *, ends=None, index=None, finds_amax=False, twice=False
+    x, multiplier, shape, dtype, *, ends=None, index=None, finds_amax=False, twice=False, clear_padding=True
 ):  # fmt: skip
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
     without what is not wanted (dtype=None)."""
@@ -485,13 +489,16 @@ def scaled(
     config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
     like = x.shape if index is None else (1, M, *x.shape[2:])
     wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
-    results = _scaled(x, multiplier, shape, dtype, config, like, wanted, ends=ends, index=index)
+    options = dict(ends=ends, index=index, clear_padding=clear_padding)
+    results = _scaled(x, multiplier, shape, dtype, config, like, wanted, **options)
     if config.transposed:
         return *results[:-1], results[-1][0].T.reshape(like)
     return (*results, results[0]) if twice else results
 
 
-def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, index=None):
+def _scaled(
+    x, multiplier, shape, dtype, config, like, wanted, *, ends=None, index=None, clear_padding=True
+):  # fmt: skip
     """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows."""
     A, M, N = shape
     tiles = config.tiles
@@ -509,7 +516,8 @@ def _scaled(x, multiplier, shape, dtype, config, like, wanted, *, ends=None, ind
         x, index, multiplier, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
-        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), **panel_of(x, index, N, TN), **absent,
+        M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), CLEARS=clear_padding or not G,
+        **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
     return _jax.match_varying((x, *results))[1:]
