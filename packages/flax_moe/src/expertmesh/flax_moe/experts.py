@@ -488,6 +488,10 @@ def _bwd(
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
     of_wi, of_wo = adapters["wi"], adapters["wo"]
     of_y = _dy_copies(dy, handle, keys[1], options, of_wo is None, h.shape[-1])
+    d_wo: Any = None
+    if a is not None and _frees_copies(options):
+        d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
+        d_wo, of_y = barrier(d_wo, of_y._replace(along_rows=None))
     of_wo = None if of_wo is None else _with_cotangents(of_wo, of_y.along_features, sizes, down)
     copies = partial(dy_copies, group_sizes=sizes, key=keys[0], layer=up, for_wgrad=of_wi is None)
     if of_wo is None and not biases and _fuses(options):
@@ -499,9 +503,8 @@ def _bwd(
         d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec, low_rank=term)
         source = ActivatedGrad(h, weights, handle.source, options.activation, d_a)
         d_h, of_h, d_weights, a = _hidden_gradient(source, a, copies, sizes, up, bool(biases))
-    d_wo: Any
     if of_wo is None:
-        d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
+        d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down) if d_wo is None else d_wo
     else:
         # Made before the rows' cotangents, so that dy and a are then done with.
         of_a = a if of_wo.x is None else of_wo.x
@@ -515,6 +518,14 @@ def _bwd(
         specs = down.resolved[2], GROUPED.bias_spec(down.resolved[1]), None
         d_weights += group_bias_weights_grad_op(dy, bo, sizes, operand_specs=specs)
     return d_params, d_rows, d_weights, None, None, None
+
+
+def _frees_copies(of: _Options) -> bool:
+    """Whether a weight's gradient is made before the cotangent that goes on, so that its operands are done with.
+
+    Those are copies under a recipe. Where tokens are elsewhere, the cotangent goes first, to travel meanwhile.
+    """
+    return of.in_place and of.up.recipe is not None
 
 
 def _hidden_gradient(
@@ -575,11 +586,13 @@ def _up_gradients(
         x = adapter.x
     spec = None if of.in_place or x is None else where_at_rest(x, None)
     term, along_n = _dgrad_term(adapter, of.up), of_h.along_features
+    if adapter is None:
+        d_wi = weight_gradient(*_along_rows(x, of_h.along_rows, sizes, of.up), wi, sizes, of.up)
+        if _frees_copies(of):
+            d_wi, along_n = barrier(d_wi, along_n)
     d_rows = input_gradient(along_n, wi, sizes, of.up, result_spec=spec, low_rank=term)
     if of.in_place:
         d_rows = move_rows(d_rows, row_map.inverse)
-    if adapter is None:
-        d_wi = weight_gradient(*_along_rows(x, of_h.along_rows, sizes, of.up), wi, sizes, of.up)
     return d_rows, d_wi
 
 
