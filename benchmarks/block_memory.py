@@ -18,34 +18,39 @@ from benchmarks.single_gpu_blocks import BOTH, RECIPES, SHAPES, microbatch, quan
 from expertmesh.flax_moe import moe
 
 
-def compiled(shape: Shape, recipe: str | None):
-    """A program of both passes."""
-    function, types = passes(moe, shape.config(recipe=recipe))[BOTH], _types(shape)
+def block_with(params, x, config, weights):
+    """With weights that are quantized."""
+    return moe(params, x, config, weights_quantized=weights)
+
+
+def bytes_of(shape: Shape, recipe: str | None) -> tuple[int, int]:
+    """(saved, temporary)."""
+    config = shape.config(recipe=recipe)
+    arrays, given = jax.eval_shape(lambda: operands(shape, None)), ()
+    block, both = moe, passes(moe, config)[BOTH]
     if recipe == "fp8_block":
-        function = microbatch(shape)
-        types = *types, *jax.eval_shape(quantized(shape), *types)
-    return jax.jit(function).lower(*types).compile()
-
-
-def _types(shape: Shape) -> tuple:
-    return jax.eval_shape(lambda: operands(shape, None))
+        given = jax.eval_shape(quantized(shape), *arrays)
+        block, both = block_with, microbatch(shape)
+    program = jax.jit(both).lower(*arrays, *given).compile()
+    saved = saved_bytes(block, config, arrays, *given)
+    return saved, program.memory_analysis().temp_size_in_bytes
 
 
 def rows_of(shape: Shape) -> Iterator[dict]:
-    theirs = None
-    for recipe in (None, *RECIPES):
-        saved = saved_bytes(moe, shape.config(recipe=recipe), _types(shape))
-        temporary = compiled(shape, recipe).memory_analysis().temp_size_in_bytes
-        parts = f"{saved / 1e6:.0f} MB saved, {temporary / 1e6:.0f} MB temporary"
-        theirs = theirs or (saved + temporary, parts)
+    found = {recipe: bytes_of(shape, recipe) for recipe in (None, *RECIPES)}
+    words = {
+        r: "{:.0f} MB saved, {:.0f} MB temporary".format(*(n / 1e6 for n in found[r]))
+        for r in found
+    }
+    for recipe, parts in found.items():
         yield _measure.row(
             bench="block_memory",
-            case=f"{recipe or 'bfloat16'} {BOTH}, {shape}, 1 device: {parts}",
+            case=f"{recipe or 'bfloat16'} {BOTH}, {shape}, 1 device: {words[recipe]}",
             metric="memory",
-            value=(saved + temporary) / 1e9,
+            value=sum(parts) / 1e9,
             unit="GB",
-            reference=f"our bfloat16 block, {theirs[1]}",
-            ratio=theirs[0] / (saved + temporary),
+            reference=f"our bfloat16 block, {words[None]}",
+            ratio=sum(found[None]) / sum(parts),
         )
 
 

@@ -15,62 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _measure
-from expertmesh.flax_moe import MoEConfig
 from expertmesh.train.flops import meter
-from expertmesh.train.mesh import make_mesh
+from expertmesh.train.job import model_config
+from expertmesh.train.mesh import make_mesh, mesh_sizes
 from expertmesh.train.model import ModelConfig
-from expertmesh.train.options import TrainingOptions
+from expertmesh.train.options import ModelOptions, TrainingOptions
 from expertmesh.train.trainer import Trainer
 
 RECIPES = None, "fp8_block", "fp8_current"
 WARM, STEPS, TURNS = 3, 10, 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    layers: int
-    width: int
-    heads: int
-    expert_width: int
-    sequences: int  # of each device
-    length: int
-
-    def __str__(self) -> str:
-        tokens = f"{self.sequences} x {self.length} tokens"
-        return (
-            f"{tokens}, {self.layers} layers, {self.width}, F {self.expert_width}, 8 experts, top 2"
-        )
-
-    def model(self, recipe: str | None, unrolled: bool) -> ModelConfig:
-        moe = MoEConfig(
-            num_experts=8,
-            top_k=2,
-            expert_dim=self.expert_width,
-            aux_loss_coeff=1e-2,
-            z_loss_coeff=1e-3,
-            recipe=recipe,
-            dtype="bfloat16",
-            param_dtype="float32",
-        )
-        return ModelConfig(
-            layers=self.layers,
-            model_dim=self.width,
-            heads=self.heads,
-            moe=moe,
-            unrolled=unrolled,
-        )
+# The options of a model, and the sequences of each device.
+GPU = (
+    ModelOptions(model_dim=2048, heads=16, expert_dim=4096, seq_len=1024, dtype="bfloat16"),
+    64,
+)
+CPU = ModelOptions(model_dim=128, heads=2, expert_dim=128, seq_len=16, dtype="bfloat16"), 2
 
 
-GPU, CPU = Shape(2, 2048, 16, 4096, 64, 1024), Shape(2, 128, 2, 128, 2, 16)
-
-
-def step_of(config: ModelConfig, shape: Shape) -> tuple[float, int]:
+def step_of(config: ModelConfig, size: tuple[int, int]) -> tuple[float, int]:
     """(seconds of a step, bytes that it needs beside its operands)."""
-    devices = jax.device_count()
-    one = Trainer(
-        config=config, options=TrainingOptions(steps=100), mesh=make_mesh(1, devices, "explicit")
-    )
-    size = devices * shape.sequences, shape.length + 1
+    axes = mesh_sizes({}, jax.device_count(), config.moe.num_experts)
+    mesh = make_mesh(*axes, "explicit")
+    one = Trainer(config=config, options=TrainingOptions(steps=100), mesh=mesh)
     text = np.random.default_rng(0).integers(0, 256, size).astype(np.int32)
     batch, number = jax.device_put(text, one.rows), jnp.int32(0)
     with one.on_mesh():
@@ -86,27 +54,31 @@ def step_of(config: ModelConfig, shape: Shape) -> tuple[float, int]:
     return min(found[1:]), step.memory_analysis().temp_size_in_bytes
 
 
-def rows_of(shape: Shape) -> Iterator[dict]:
-    tokens = jax.device_count() * shape.sequences * shape.length
+def rows_of(model: ModelOptions, sequences: int) -> Iterator[dict]:
+    size = jax.device_count() * sequences, model.seq_len + 1
+    shape = (
+        f"{sequences} x {model.seq_len} tokens, {model.layers} layers, {model.model_dim}, F {model.expert_dim}, "
+        f"{model.experts} experts, top {model.top_k}"
+    )
     for recipe in RECIPES:
-        config = shape.model(recipe, unrolled=True)
-        of = meter(config, shape.length)
-        flops = tokens * of.flops_per_token / of.devices
+        scanned = model_config(dataclasses.replace(model, recipe=recipe))
+        config = dataclasses.replace(scanned, unrolled=True)
+        of = meter(config, model.seq_len)
+        flops = sequences * model.seq_len * of.flops_per_token
         peak = of.peak or 1e12  # no GPU has none
         name = recipe or "bfloat16"
-        seconds, size = step_of(config, shape)
-        case = f"{name} step, {shape}, {size / 1e9:.1f} GB"
+        seconds, needed = step_of(config, size)
+        case = f"{name} step, {shape}, {needed / 1e9:.1f} GB"
         reference = "the data sheet's bfloat16", flops / peak
         yield _measure.rate_row("train_step", case, flops, seconds, *reference)
-        scanned, size = step_of(shape.model(recipe, unrolled=False), shape)
-        case = f"{name} step, {shape}, layers scanned, {size / 1e9:.1f} GB"
-        yield _measure.time_row("train_step", case, scanned, "each by itself", seconds, unit="ms")
+        longer, needed = step_of(scanned, size)
+        case = f"{name} step, {shape}, layers scanned, {needed / 1e9:.1f} GB"
+        yield _measure.time_row("train_step", case, longer, "each by itself", seconds, unit="ms")
 
 
 def main():
     options = _measure.parser(__doc__).parse_args()
-    shape = GPU if jax.default_backend() == "gpu" else CPU
-    _measure.write(options.json, rows_of(shape))
+    _measure.write(options.json, rows_of(*(GPU if jax.default_backend() == "gpu" else CPU)))
 
 
 if __name__ == "__main__":

@@ -97,15 +97,24 @@ CASES = {
 }
 
 
+def temporary(h100_mesh, function, types) -> int:
+    """Bytes of a program for operands of these types, in any tree."""
+    mesh = h100_mesh({"fsdp": 1})
+    whole = NamedSharding(mesh, PartitionSpec())
+    operands = jax.tree.map(
+        lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=whole), tuple(types)
+    )
+    with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
+        program = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    found: int = program.memory_analysis().temp_size_in_bytes
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_temporary_memory(h100_mesh, name):
     function, types, more = CASES[name]
-    mesh = h100_mesh({"fsdp": 1})
-    whole = NamedSharding(mesh, PartitionSpec())
-    operands = [jax.ShapeDtypeStruct(*t, sharding=whole) for t in types]
-    with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
-        program = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
-    assert program.memory_analysis().temp_size_in_bytes <= CONSTANT + more
+    types = [jax.ShapeDtypeStruct(*t) for t in types]
+    assert temporary(h100_mesh, function, types) <= CONSTANT + more
 
 
 def test_the_block_in_8_bits(h100_mesh):
@@ -113,8 +122,6 @@ def test_the_block_in_8_bits(h100_mesh):
 
     Weights are quantized before.
     """
-    mesh = h100_mesh({"fsdp": 1})
-    whole = NamedSharding(mesh, PartitionSpec())
 
     def bytes_of(recipe):
         config = MoEConfig(num_experts=64, top_k=4, expert_dim=512, recipe=recipe)
@@ -129,12 +136,6 @@ def test_the_block_in_8_bits(h100_mesh):
 
             return jax.vjp(y, params, x)[1](dy)
 
-        operands = jax.tree.map(
-            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=whole),
-            (params, x, x, weights),
-        )
-        with jax.sharding.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp")):
-            lowered = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",))
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        return temporary(h100_mesh, both, (params, x, x, weights))
 
     assert bytes_of("fp8_block") <= 0.85 * bytes_of(None)

@@ -189,7 +189,7 @@ def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scale_per_group(given, twice, gradient):
-    """The bits of the weighted activation, or its gradient, quantized after it; rows behind the groups have none.
+    """The bits of the weighted activation, or its gradient, quantized after it; data behind the groups are undefined.
 
     Also by Triton's interpreter.
     """
@@ -218,4 +218,5 @@ def test_a_scale_per_group(given, twice, gradient):
     got, want = (run_twice(run, made, sizes, multiplier) for run in (at_once, apart))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(codes(x)[:, :77], codes(y)[:, :77])
+        rows = 77 if x.dtype.itemsize == 1 else None
+        np.testing.assert_array_equal(codes(x)[:, :rows], codes(y)[:, :rows])

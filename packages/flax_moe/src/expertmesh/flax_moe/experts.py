@@ -523,7 +523,7 @@ def _bwd(
 def _frees_copies(of: _Options) -> bool:
     """Whether a weight's gradient is made before the cotangent that goes on, so that its operands are done with.
 
-    Those are copies under a recipe. Where tokens are elsewhere, the cotangent goes first, to travel meanwhile.
+    Those are copies under a recipe. Where tokens are elsewhere, the cotangent may go first, to travel meanwhile.
     """
     return of.in_place and of.up.recipe is not None
 
