@@ -26,7 +26,7 @@ def attend(
 ) -> jax.Array:
     """softmax(scale q k^T) v over each position and those before it; [B, S, H, d]. Softmax is float32.
 
-    `number`: of the call among those of equal types in a program. XLA as of jax 0.12 loses the second of two equal
+    `number`: of the call among those of equal types in a program. XLA of jax 0.11.2 loses the second of two equal
     gradients of cuDNN where it excludes nondeterministic ops (openxla/xla#46500), and fails when it runs. So that no
     two are equal, each call's scale is another double, and all are the same in float32, which cuDNN reads.
     """
