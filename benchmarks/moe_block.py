@@ -255,16 +255,13 @@ def rows_of_memory(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     )
 
 
-def saved_bytes(block, config, arrays, *given) -> int:
-    """Bytes of one device that the forward saves besides its operands, of which `given` are behind the config."""
+def saved_bytes(block, config, arrays) -> int:
+    """Bytes of one device that the forward saves besides its operands."""
 
-    def saved(params, x, *given):
-        def y(params, x):
-            return block(params, x, config, *given).y
+    def saved(params, x):
+        return jax.tree.leaves(jax.vjp(lambda params, x: block(params, x, config).y, params, x)[1])
 
-        return jax.tree.leaves(jax.vjp(y, params, x)[1])
-
-    jaxpr = jax.make_jaxpr(saved)(*arrays[:2], *given).jaxpr
+    jaxpr = jax.make_jaxpr(saved)(*arrays[:2]).jaxpr
     made = (var.aval for var in set(jaxpr.outvars) - set(jaxpr.invars))
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in made)
 
