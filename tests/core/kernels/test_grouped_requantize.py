@@ -12,7 +12,7 @@ from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice, wi
 from expertmesh.core import dequantize, grouped_quantize, quantize
 from expertmesh.core.kernels.cuda import grouped_requantize as cuda
 from expertmesh.core.ops.row_map import RowMap
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
 from expertmesh.core.quantization.quantize_rows import Moved, written
 
 # Rows and columns, by the kernel for Hopper and by the one for what it does not take; the last blocks are partial.
@@ -80,12 +80,10 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, in_place, monk
     row_map = RowMap(jnp.asarray(row.reshape(1, 90, 8)), jnp.asarray(source))
 
     def both(q, row_map):
-        if in_place:
-            first = Moved(q, row_map)
-            second = grouped_requantize(first, sizes, format)
-        else:
-            first, second = move_requantize(q, row_map, sizes, format)
-        return without_padding(written(first), sizes), without_padding(second, sizes)
+        rows = Moved(q, row_map)
+        first = written(rows) if in_place else move_quantized(rows)
+        second = grouped_requantize(rows, sizes, format)
+        return without_padding(first, sizes), without_padding(second, sizes)
 
     first, second = run_twice(both, q, row_map)
     held = source[0, :584] >= 0
@@ -94,7 +92,7 @@ def test_rows_of_tokens_where_they_are(which, rows, width, panel, in_place, monk
         np.testing.assert_array_equal(
             codes(got)[0], np.where(held[:, None], codes(tokens)[0, at], 0)
         )
-    moved, _ = move_requantize(q, row_map, sizes, None)
+    moved = move_quantized(Moved(q, row_map))
     want = without_padding(grouped_requantize(moved, sizes, format), sizes)
     assert first.block == q.block and second.block == want.block
     np.testing.assert_array_equal(codes(second.data), codes(want.data))

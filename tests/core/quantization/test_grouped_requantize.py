@@ -21,7 +21,7 @@ from expertmesh.core import (
 )
 from expertmesh.core.hlo import collectives
 from expertmesh.core.ops.row_map import RowMap
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
 from expertmesh.core.quantization.quantize_rows import Moved, read_in_place, written
 
 MX = MXFP8BlockScaling().formats().x
@@ -76,21 +76,15 @@ def test_rows_of_tokens(format, other):
     source[:, ::7] = -1
     row_map = RowMap(jnp.zeros((2, 48, 2), jnp.int32), jnp.asarray(source))
     again = (BLOCK if format is MX else MX) if other else format
-    call = jax.jit(move_requantize, static_argnums=3)
-    first, second = call(tokens, row_map, sizes, again)
-    alone, none = call(tokens, row_map, sizes, None)
-    in_place = Moved(tokens, row_map)
-    second_again = jax.jit(grouped_requantize, static_argnums=2)(in_place, sizes, again)
-    in_place = written(in_place)
-    for x, y in zip(jax.tree.leaves(second), jax.tree.leaves(second_again), strict=True):
-        np.testing.assert_array_equal(bits(x), bits(y))
-    assert none is None and jax.tree.structure(alone) == jax.tree.structure(first)
+    rows = Moved(tokens, row_map)
+    moved = jax.jit(move_quantized)(rows)
+    second = jax.jit(grouped_requantize, static_argnums=2)(rows, sizes, again)
     for p, part in ((p, part) for p in range(2) for part in ("data", "scale")):
         want = bits(getattr(tokens, part))[p][source[p] // 2].copy()
         want[source[p] < 0] = 0
-        for got in (first, alone, in_place):
+        for got in (moved, written(rows)):
             np.testing.assert_array_equal(bits(getattr(got, part))[p], want)
-    want = grouped_requantize(alone, sizes, again)
+    want = grouped_requantize(moved, sizes, again)
     assert jax.tree.structure(second) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(second), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))

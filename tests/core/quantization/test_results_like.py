@@ -12,7 +12,7 @@ from expertmesh.core.linear.quantized_activation import quantized_activation
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.quantization.quantize_rows import Moved, grouped_quantize_both
 
 P, C, F, G = 2, 256, 384, 3
@@ -109,7 +109,6 @@ def test_of_rows_that_are_made(format, routing, checked):
     jax.eval_shape(partial(grouped_requantize, format=format), q, GROUPS)
     tokens = jax.eval_shape(partial(quantize, format=format), array(P, C // 4, F))
     row_map = RowMap(array(P, C // 4, 4, dtype="int32"), array(P, C, dtype="int32"))
-    jax.eval_shape(partial(move_requantize, format=format), tokens, row_map, GROUPS)
     jax.eval_shape(partial(grouped_requantize, format=format), Moved(tokens, row_map), GROUPS)
     of_weight = partial(quantize, format=format, axis=1, batch_dims=1)
     weight = jax.eval_shape(of_weight, array(G, F, 2, C))

@@ -73,7 +73,7 @@ from expertmesh.core.ops.activate_rows import activates_at_once
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
-from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
@@ -266,23 +266,23 @@ def _row_copies(
     extra: NonDiffOperands,
     layer: Layer,
     for_wgrad: bool,
-    in_place: bool,
+    weight: Any,
 ) -> tuple[Any, Any, Any]:
     """As `x_copies`, also of rows that arrived quantized, or are those of quantized tokens.
 
-    `in_place`: the GEMM reads the tokens, and of them the backward makes the copy along the rows; see `_along_rows`.
+    Of tokens the backward makes the copy along the rows; see `_along_rows`.
     """
     if quantized is None:
         copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
         return copies
-    format, spec = layer.formats.x_wgrad if for_wgrad else None, layer.resolved[0]
-    if in_place:
-        tokens = Moved(quantized, rows.row_map)
-        return tokens, tokens if for_wgrad else None, None
     if isinstance(rows, Moved):
-        return *move_requantize(quantized, rows.row_map, sizes, format, spec=spec), None
-    if format is None:
+        tokens, width = Moved(quantized, rows.row_map), prod(weight.shape[2:])
+        reads = not isinstance(weight, Adapted) and read_in_place(layer.formats.x, width)
+        x = tokens if reads else move_quantized(tokens)
+        return x, tokens if for_wgrad else None, None
+    if not for_wgrad:
         return quantized, None, None
+    format, spec = layer.formats.x_wgrad, layer.resolved[0]
     return quantized, grouped_requantize(quantized, sizes, format, spec=spec), None
 
 
@@ -446,11 +446,7 @@ def _forward(
     trained = {name: for_backward and not isinstance(params[name], Adapted) for name in EXPERTS}
     source = _placed(rows, handle, of)
     wi = params["wi"]
-    trains_wi, width = not isinstance(wi, Adapted), prod(wi.shape[2:])
-    in_place = (
-        of.in_place and trains_wi and quantized is not None and read_in_place(up.formats.x, width)
-    )
-    of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], in_place
+    of_x = source, quantized, sizes, extras["wi"], up, trained["wi"], wi
     x, x_rows, x_state = _row_copies(*of_x)
     wi, kept_wi, wi_state = w_copies(wi, extras["wi"], up, for_dgrad=for_backward)
     of_a = extras["wo"], of, trained["wo"]

@@ -17,17 +17,16 @@ def grouped_requantize(source, group_sizes, multiplier, key, *, format, **option
     return along_rows(source.base, None, group_sizes, format)
 
 
-def move_requantize(source, group_sizes, multiplier, key, *, format, directions, **options):
+def move_requantize(source, group_sizes, multiplier, key, *, format, **options):
     """The leaves of what the reference of `quantization/grouped_requantize.py` gives, for one participant."""
     del multiplier, key, options
-    index = source.row_map.source_row
-    return along_rows(source.base, index, group_sizes, format, moves=0 in directions)
+    return along_rows(source.base, source.row_map.source_row, group_sizes, format)
 
 
 @for_device
-def along_rows(x, index, group_sizes, format, *, moves=False, device):
+def along_rows(x, index, group_sizes, format, *, device):
     """(data, scale) in blocks along the rows of x, or of its rows at an index, int32[1, C]; x: an array of 16 bits on
-    Hopper, or quantized. If it `moves` q, before them the data and scales of its rows there.
+    Hopper, or quantized.
     """
     data, scale = (x.data, x.scale) if isinstance(x, QuantizedArray) else (x, None)
     dtype = jnp.dtype(x.dtype)
@@ -40,16 +39,8 @@ def along_rows(x, index, group_sizes, format, *, moves=False, device):
         data = jax.lax.bitcast_convert_type(data, jnp.uint8)
     shape = 1, C, K
     out_type = result_types((K, C) if config.transposed else shape, (1, -(-C // block), K), format)
-    if moves:
-        out_type = *result_types(shape, (-(-K // block), C), format), *out_type
     operands = data, scale, index, group_sizes[0].astype(jnp.int32)
     options = dict(config=config, format=format, dtype=dtype, out_type=out_type)
     room = cuda if config.kernel == "cuda" else triton
-    *results, out, out_scale = room.launch(*operands, **options)
-    out = out.T.reshape(shape) if config.transposed else out
-    if results:
-        results[1] = results[1].T[None]
-    pairs = (*results, out, out_scale)
-    return tuple(
-        stored_scale(part, format) if number % 2 else part for number, part in enumerate(pairs)
-    )
+    out, out_scale = room.launch(*operands, **options)
+    return out.T.reshape(shape) if config.transposed else out, stored_scale(out_scale, format)

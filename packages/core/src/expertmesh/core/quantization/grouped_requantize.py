@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.row_map import RowMap, move_rows
+from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
@@ -33,7 +33,7 @@ from expertmesh.core.quantization.quantize_rows import (
 from expertmesh.core.quantization.quantized import QuantizedArray, check_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
 
-__all__ = ["grouped_requantize", "move_requantize"]
+__all__ = ["grouped_requantize", "move_quantized"]
 
 
 def grouped_requantize(
@@ -64,50 +64,26 @@ def grouped_requantize(
     source: Any = Dequantized(q)
     if isinstance(q, Moved):
         fused = quantizes_both_at_once(tokens.format, format)
-        source = MovedQuantized(q.base, q.row_map) if fused else Dequantized(_moved(q))
+        source = MovedQuantized(q.base, q.row_map) if fused else Dequantized(move_quantized(q))
     out: QuantizedArray = quantize_rows(
         name, source, group_sizes, (None, format), spec=spec
     ).along_rows
     return out
 
 
-def move_requantize(
-    q: QuantizedArray,
-    row_map: RowMap,
-    group_sizes: jax.Array,
-    format: TensorFormat | None,
-    *,
-    spec: PartitionSpec | None = None,
-) -> tuple[QuantizedArray, QuantizedArray | None]:
-    """(`move_rows(q, row_map)`, `grouped_requantize` of that in the format, None without one).
+def move_quantized(rows: Moved) -> QuantizedArray:
+    """Quantized tokens moved to their rows: `move_rows` of their data and of their scales.
 
     Args:
-      q: of tokens [P, S, K], its blocks along K.
-      row_map: from tokens to rows [P, C].
-      group_sizes: int32[P, G], rows of each group.
-      format: of the second result.
-      spec: where the rows are, for Auto axes under a MeshResource.
+      rows: of quantized tokens [P, S, K], in blocks along K.
 
     Returns:
-      Two QuantizedArrays of [P, C, K], undefined in padding rows. Where both formats are one of 8 bits with blocks, one
-      pass writes both: the moved rows are not read.
+      A QuantizedArray of [P, C, K], zeros in a row without a token. S is held whole; no communication else.
 
     Raises:
-      As `move_rows` and `grouped_requantize`. S is held whole; no communication else.
+      TypeError, ValueError: the tokens are not quantized, or do not fit the map.
     """
-    name, moved = "move_requantize", Moved(q, RowMap(row_map.row, row_map.source))
-    check_quantized(name, q)
-    if format is not None and quantizes_both_at_once(q.format, format):
-        both = q.format, format
-        source = MovedQuantized(q, moved.row_map)
-        copies = quantize_rows(name, source, group_sizes, both, spec=spec)
-        return copies.along_features, copies.along_rows
-    rows = _moved(moved)
-    again = None if format is None else grouped_requantize(rows, group_sizes, format, spec=spec)
-    return rows, again
-
-
-def _moved(rows: Moved) -> QuantizedArray:
+    check_quantized("move_quantized", rows.base)
     out: QuantizedArray = with_rows(rows.base, partial(move_rows, row_map=rows.row_map))
     return out
 
@@ -138,22 +114,9 @@ _op = dataclasses.replace(
 )
 
 
-def _move_reference(
-    source: "MovedQuantized",
-    group_sizes: jax.Array,
-    multiplier: jax.Array | None,
-    key: jax.Array | None,
-    *,
-    format: TensorFormat,
-    blocks: tuple[tuple[int, ...], ...],
-    directions: tuple[int, ...],
-    **options: Any,
-) -> Copies:
-    del options  # a block lies within a shard
-    moved = source.rows()
-    again = Dequantized(moved), group_sizes, multiplier, key
-    copies: Copies = reference(*again, format=format, blocks=blocks, directions=(1,))
-    return copies._replace(along_features=moved if 0 in directions else None)
+def _move_reference(source: "MovedQuantized", *operands: Any, **options: Any) -> Copies:
+    copies: Copies = reference(Dequantized(source.rows()), *operands, **options)
+    return copies
 
 
 _move_op = dataclasses.replace(
@@ -167,7 +130,7 @@ _move_op = dataclasses.replace(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MovedQuantized(Moved):
-    """Rows of quantized tokens, quantized again along the rows, and perhaps as they are."""
+    """Rows of quantized tokens, quantized again along the rows."""
 
     op: ClassVar[Op] = _move_op
 

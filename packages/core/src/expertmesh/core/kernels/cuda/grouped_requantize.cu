@@ -2,14 +2,12 @@
 // have 16 bits, or 8 in blocks along their features (NARROW), and between the two quantizations 16.
 //
 // With a PANEL rows are those of `data` and `scale` at the index `source`, zeros where it is negative. So many tiles
-// beside each other come before all others, block by block. Narrow rows are also written as they are, the scales with
-// the rows contiguous, if MOVES. Where scales are powers of two (BINARY: of E4M3, with bfloat16 between), products are
-// exact in float16 too, two at a time.
+// beside each other come before all others, block by block. Where scales are powers of two (BINARY: of E4M3, with
+// bfloat16 between), products are exact in float16 too, two at a time.
 //
 // The index is read two tiles ahead, rows and scales one. A tile is stored between the two barriers of the next one.
 static_assert(TRANSPOSED && DEFERS, "the copy leaves in whole lines alone");
 static_assert(EIGHTS == 2 && ROWS == 4 && BLOCK == COLUMNS, "a lane in four has the scale of a row");
-static_assert(!MOVES || PANEL && NARROW, "else rows are there, or have no scales");
 static_assert(!BINARY || NARROW && !HALF, "else two factors have no power of two in common");
 static_assert(ROW_BYTES == (NARROW ? 16 : 32) && APART == (NARROW ? 8 : 64), "whole sectors");
 
@@ -338,9 +336,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
     const int* source,
 #endif
     const int* sizes, int num_rows, int width, int groups,
-#if MOVES
-    u8* moved, Stored* moved_scale,
-#endif
     u8* data_rows, Stored* scale_rows) {
 #if !NARROW
   const Stored* scale = scale_rows;
@@ -365,13 +360,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) grouped_requantize
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
       for (int piece = 0; piece < BYTES; piece++) raw[i][piece] = get(mine + i * READ + piece * THREADS * 16);
-#if MOVES
-#pragma unroll
-    for (int i = 0; i < ROWS; i++)
-      if (i < here.live) *(int4*)(moved + (u64)(here.row + i) * width + here.column) = raw[i][0];
-    if (thread % IN_ROW < ROWS && here.row + thread % ROWS < num_live)
-      moved_scale[(u64)(here.column / BLOCK) * num_rows + here.row + thread % ROWS] = own.value();
-#endif
     Factor factor = {};
 #if NARROW
     factor = factor_of_warp(factor_of(own.value()));

@@ -12,7 +12,7 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
     Args:
       scale: of 8 bits, float32[1, C, K / block] or bytes; None of 16.
       dtype: between the two formats.
-      out_type: of the results; of four, the first two are the rows at the index, as they are.
+      out_type: of the results.
     """
     _, C, K = data.shape
     tokens, across = C, -(-K // quantize.COLUMNS)
@@ -21,8 +21,7 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         panel = choose_panel(tokens, quantize.COLUMNS * data.dtype.itemsize, across)
         C = index.shape[1]
     given = (x for x in (data, scale, index, sizes) if x is not None)
-    narrow, moves = scale is not None, len(out_type) > 2
-    made = source(dtype, config=config, format=format, narrow=narrow, panel=panel, moves=moves)
+    made = source(dtype, config=config, format=format, narrow=scale is not None, panel=panel)
     return quantize.launch(
         *given, source=made, name="grouped_requantize",
         config=config, rows=C, columns=K, out_type=out_type,
@@ -30,11 +29,11 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
 
 
 def source(
-    dtype, *, config: Config, format, narrow: bool = True, panel: int = 0, moves: bool = False
+    dtype, *, config: Config, format, narrow: bool = True, panel: int = 0
 ) -> quantize.Source:
     """The kernel with `dtype` between the two formats; `panel`: of rows at an index, else 0.
 
-    `narrow`: rows have 8 bits, else `dtype`; if it `moves` them, they are written as they are, too.
+    `narrow`: rows have 8 bits, else `dtype`.
     """
     binary = narrow and jnp.dtype(dtype) == jnp.bfloat16 and format.scale != "float32"
     binary = binary and jnp.dtype(format.dtype) == jnp.float8_e4m3fn
@@ -43,5 +42,5 @@ def source(
     return quantize.source(
         "grouped_requantize.cu", dtype=dtype, config=config, format=format,
         layout=quantize.Layout(row_bytes, eights=2, apart=apart, defers=True),
-        NARROW=int(narrow), PANEL=panel, MOVES=int(moves), BINARY=int(binary),
+        NARROW=int(narrow), PANEL=panel, BINARY=int(binary),
     )  # fmt: skip

@@ -1,9 +1,7 @@
 """Rows quantized along their features, quantized again along the rows, for NVIDIA GPUs: a byte is read for each number
 and one is written. Bit for bit the kernels of `triton/quantize.py` one after the other. Rows of tokens are read at an
-index, and written too.
+index.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -33,15 +31,14 @@ def _without_subnormal(x):
 
 @triton.jit
 def _requantize_kernel(
-    data, scale, index, sizes, moved, moved_scale, out, out_scale,
+    data, scale, index, sizes, out, out_scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[M, N], as bytes, in blocks of 1 x BLOCK to blocks of BLOCK x 1, [N, M] if TRANSPOSED; between them in WIDE.
 
-    Rows are those at the index [M], zeros where it is negative, which then are also `moved`, with scales [_, M], unless
-    it is None.
+    Rows are those at the index [M], zeros where it is negative, unless it is None.
     """
     BLOCKS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
     m, n = in_panels(tl.program_id(0), M, N, BLOCK, TN, PANEL)
@@ -64,10 +61,6 @@ def _requantize_kernel(
     factor = tl.load(
         scale + from_rows * BLOCKS_N + blocks, mask=held & (blocks < BLOCKS_N), other=0
     )
-    if moved is not None:
-        tl.store(moved + at, codes.to(moved.dtype.element_ty, bitcast=True), mask=inside)
-        there = blocks.to(tl.int64) * M + rows
-        tl.store(moved_scale + there, factor, mask=(rows < M) & (blocks < BLOCKS_N))
     if scale.dtype.element_ty == tl.uint8:
         factor = power_of_2(factor.to(tl.int32))
     product = narrow.reshape(BLOCK, TN // PART, PART) * factor[:, :, None]
@@ -81,10 +74,9 @@ _WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
-    """The results of types `out_type`, two or with the moved rows four; `dtype` is that between the two formats."""
+    """The results of types `out_type`; `dtype` is that between the two formats."""
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
     TN = config.tiles.columns
-    absent: dict[str, Any] = {} if len(out_type) > 2 else {"moved": None, "moved_scale": None}
     if index is not None:
         C = index.shape[1]
     panel = panel_of(data, index, K, TN)
@@ -93,5 +85,5 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         kernel=_requantize_kernel, out_type=out_type, num_warps=config.tiles.warps,
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(K, TN),),
         M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=_WIDE[dtype.name], TN=TN,
-        TRANSPOSED=config.transposed, **panel, **absent, **scaling(dtype, format),
+        TRANSPOSED=config.transposed, **panel, **scaling(dtype, format),
     )  # fmt: skip
