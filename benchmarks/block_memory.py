@@ -1,11 +1,11 @@
-"""What both passes of the block need on one GPU besides operands and results, by recipe; nothing runs.
+"""What the block keeps for its backward on one GPU, and what its passes need besides, by recipe; nothing runs.
 
-It is what the compiler's memory says of a program of both: what the forward keeps for the backward is part of it, what
-finds room in the buffers of results that are not there yet is not. Under fp8_block weights are quantized before, as by
-a trainer with several microbatches.
+Saved is what the forward makes and the backward reads; operands are not, nor weights that are quantized before, as by a
+trainer with several microbatches. Temporaries are the larger ones of the two passes, each compiled by itself: a model
+saves for each layer, and has the temporaries of one.
 
-Dimension key: M rows of tokens, D model width, F expert width. h has 4 M F bytes, and a row's results, before they are
-added to those of their tokens, 2 M D: both have 16 bits under every recipe.
+Dimension key: M rows of tokens, D model width, F expert width. In 16 bits h has 4 M F bytes, and the rows' results,
+before they are added to those of their tokens, 2 M D, under every recipe.
 """
 
 from collections.abc import Iterator
@@ -13,32 +13,67 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks import _measure
-from benchmarks.moe_block import SMALL, Shape, operands, passes
-from benchmarks.single_gpu_blocks import BOTH, RECIPES, SHAPES, microbatch, quantized
+from benchmarks.moe_block import SMALL, Shape, operands
+from benchmarks.single_gpu_blocks import RECIPES, SHAPES, quantized
 from expertmesh.flax_moe import moe
 
+# Name -> the recipe, and what is kept for the backward.
+KINDS = {recipe: (recipe, "save_all") for recipe in RECIPES}
+KINDS["fp8_block with save_8_bits"] = "fp8_block", "save_8_bits"
 
-def bytes_of(shape: Shape, recipe: str | None) -> int:
-    types = jax.eval_shape(lambda: operands(shape, None))
-    both = passes(moe, shape.config(recipe=recipe))[BOTH]
+
+def memory_of(shape: Shape, recipe: str | None, remat: str = "save_all") -> tuple[int, int]:
+    """(Bytes that are saved, these and temporaries)."""
+    config = shape.config(recipe=recipe, remat=remat)
+    params, x, dy = jax.eval_shape(lambda: operands(shape, None))
+    weights = None
     if recipe == "fp8_block":
-        both, types = microbatch(shape), (*types, *jax.eval_shape(quantized(shape), *types))
-    return jax.jit(both).lower(*types).compile().memory_analysis().temp_size_in_bytes
+        (weights,) = jax.eval_shape(quantized(shape), params)
+
+    def forward(params, x, weights):
+        def block(params, x):
+            return moe(params, x, config, weights_quantized=weights).y
+
+        return jax.vjp(block, params, x)
+
+    given = {_type(leaf) for leaf in jax.tree.leaves((params, x, weights))}
+    pull = jax.eval_shape(forward, params, x, weights)[1]
+    kept = [n for n, leaf in enumerate(jax.tree.leaves(pull)) if _type(leaf) not in given]
+
+    def saved(params, x, weights):
+        y, pull = forward(params, x, weights)
+        leaves = jax.tree.leaves(pull)
+        return y, [leaves[n] for n in kept]
+
+    leaves = jax.tree.leaves(pull)
+    size = sum(leaves[n].size * leaves[n].dtype.itemsize for n in kept)
+    programs = (saved, (params, x, weights)), (lambda pull, dy: pull(dy), (pull, dy))
+    return size, size + max(_temporaries(*program) for program in programs)
+
+
+def _type(leaf) -> tuple:
+    return leaf.shape, leaf.dtype
+
+
+def _temporaries(function, types) -> int:
+    compiled = jax.jit(function).lower(*types).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def rows_of(shape: Shape) -> Iterator[dict]:
-    wide = bytes_of(shape, None)
-    for recipe in RECIPES:
-        size = bytes_of(shape, recipe)
-        yield _measure.row(
-            bench="block_memory",
-            case=f"{recipe} {BOTH}, {shape}, 1 device",
-            metric="memory",
-            value=size / 1e6,
-            unit="MB",
-            reference=f"our bfloat16 block, {wide / 1e6:.0f} MB",
-            ratio=wide / size,
-        )
+    wide = memory_of(shape, None)
+    for name, kind in KINDS.items():
+        pairs = zip(("saved", "saved and temporaries"), memory_of(shape, *kind), wide, strict=True)
+        for what, size, of_wide in pairs:
+            yield _measure.row(
+                bench="block_memory",
+                case=f"{name} {what}, {shape}, 1 device",
+                metric="memory",
+                value=size / 1e6,
+                unit="MB",
+                reference=f"our bfloat16 block, {of_wide / 1e6:.0f} MB",
+                ratio=of_wide / size,
+            )
 
 
 def main():

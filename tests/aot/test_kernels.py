@@ -26,7 +26,7 @@ from expertmesh.core.quantization import (
     quantize,
     quantize_rows,
 )
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
 from expertmesh.core.quantization.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -648,9 +648,10 @@ def test_activate_quantize(monkeypatch, function, limit, recipe, arch):
     act = activation.Activation(function=function, limit=limit, up_offset=1)
     d = jax.ShapeDtypeStruct((1, 4096, 1536), h.dtype)
     routing = (None, None), tuple(jax.ShapeDtypeStruct((1, 4096), t) for t in ("float32", "int32"))
+    kept = quantized_like(h.shape, h.dtype, format, (1, 1, 1, along), sizes.shape)
     for source in (
-        *(activate_quantize.Activated(h, *of, act) for of in routing),
-        *(activate_quantize.ActivatedGrad(h, *of, act, d) for of in routing),
+        *(activate_quantize.Activated(x, *of, act) for x in (h, kept) for of in routing),
+        *(activate_quantize.ActivatedGrad(x, *of, act, d) for x in (h, kept) for of in routing),
     ):
         between = (1,) * (len(source.shape) - 3)
         blocks = (1, 1, *between, along), (1, along, *between, 1)
@@ -697,10 +698,13 @@ def test_activate_quantize_on_hopper(function, limit, recipe, dtype, tmp_path):
     if function == "gelu":
         format = dataclasses.replace(format, dtype="float8_e5m2")
     config = choose_activation(Activated(4096, 1536, dtype, format.block[1], Device()))
-    for gradient, weighted in itertools.product((False, True), repeat=2):
-        if gradient and weighted and (function, limit, dtype) == ("gelu", 7, "float16"):
+    for gradient, weighted, kept in itertools.product((False, True), (False, True), (None, format)):
+        bounded = gradient and weighted and limit == 7
+        if bounded and ((function, dtype) == ("gelu", "float16") or kept and dtype == "float16"):
             continue  # spills 16 bytes; no model has it
-        which = dict(gradient=gradient, weighted=weighted)
+        if bounded and kept and function == "gelu":
+            continue  # likewise 8
+        which = dict(gradient=gradient, weighted=weighted, kept=kept)
         source = kernels.source(dtype, config=config, activation=act, format=format, **which)
         _assemble_cuda(source.text, tmp_path)
 
@@ -714,11 +718,9 @@ def test_grouped_requantize_on_hopper(power_2_scale, dtype, tmp_path):
 
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
     config = choose_requantize(Rows(4096, 1536, dtype, 128, Device()))
-    kinds = [dict(narrow=narrow) for narrow in (True, False)] + [dict(moves=True)]
-    for panel, kind in itertools.product((0, 1, 4), kinds):
-        if panel or not kind.get("moves"):
-            source = kernels.source(dtype, config=config, format=format, panel=panel, **kind)
-            _assemble_cuda(source.text, tmp_path)
+    for panel, narrow in itertools.product((0, 1, 4), (True, False)):
+        source = kernels.source(dtype, config=config, format=format, panel=panel, narrow=narrow)
+        _assemble_cuda(source.text, tmp_path)
 
 
 RECIPES = [

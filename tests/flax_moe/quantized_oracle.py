@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ep.exchange_oracle import Exchange
+from expertmesh.core import Float8BlockScaling
 from expertmesh.flax_moe import MoEConfig
 from flax_moe.moe_oracle import Data, Result, activate, losses, route
 
@@ -204,6 +205,16 @@ def _activation_gradient(h, d_a, activation):
     return d_a * (np.stack(slopes) if activation.gated else slopes[0])
 
 
+def _kept(h, config):
+    """h in 8 bits as a backward keeps it, and whether the activation is made again of them."""
+    recipe = config.recipe
+    formats = None if recipe is None else recipe.formats()
+    own = formats is not None and formats.x == formats.x_wgrad and formats.x.block is not None
+    own = own and config.act.gated and formats.x.dtype.startswith("float8")
+    format = formats.x if own else Float8BlockScaling().formats().x
+    return rounded(h, format, h.ndim - 1), own or recipe is None
+
+
 def feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
     """Weighted outputs, gradients of the weights, and of x, both weights and both biases.
 
@@ -218,7 +229,13 @@ def feed_forward(x, dy, weights, layers, bi, bo, config, sent_only=False):
     of_unit = np.moveaxis(h, -2, 0) if gated else h
     a = activate(of_unit, config.act)
     _, out = wo.forward(a * weights)
-    d_a, d_wo = wo.backward(a * weights, dy)
+    again = a
+    if config.remat == "save_8_bits":
+        kept, made_again = _kept(h, config)
+        of_unit = np.moveaxis(kept, -2, 0) if gated else kept
+        a = activate(of_unit, config.act)
+        again = a if made_again else again
+    d_a, d_wo = wo.backward(again * weights, dy)
     d_weights = np.sum(d_a * a, axis=-1) + np.sum(dy * bo, axis=-1)
     d_h = _activation_gradient(of_unit, d_a * weights, config.act)
     d_h = np.moveaxis(d_h, 0, -2) if gated else d_h

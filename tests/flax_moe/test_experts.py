@@ -38,6 +38,9 @@ T, K, E, D = 24, 2, 4, 256
 PLAIN = Activation(function="gelu", gated=False)
 FOUR = NVFP4BlockScaling(disable_stochastic_rounding=True)
 NAMES = "wi", "wo", "wi_bias", "wo_bias"
+KEPT = dict(remat="save_8_bits")
+# No number of 8 bits is the limit, where a slope jumps.
+CLAMPED = dict(activation=dataclasses.replace(GPT_OSS, limit=0.77))
 CASES = {
     "copied": (None, dict(expert_dim=136)),
     "copied, biases": (None, dict(expert_dim=136, use_bias=True, activation=GPT_OSS)),
@@ -54,6 +57,16 @@ CASES = {
     "mx, biases": (MXFP8BlockScaling(), dict(use_bias=True, activation=PLAIN)),
     "sent, blocks": (Float8BlockScaling(), dict(quantize_backward_combine=True, use_bias=True)),
     "sent, mx": (MXFP8BlockScaling(), dict(quantize_backward_combine=True)),
+    "copied, 8 bits": (None, dict(expert_dim=136) | CLAMPED | KEPT),
+    "in place, biases, 8 bits": (None, dict(use_bias=True, activation=PLAIN) | KEPT),
+    "tensor, 8 bits": (Float8CurrentScaling(), KEPT),
+    "delayed, 8 bits": (DelayedScaling(), KEPT),
+    "blocks, 8 bits": (Float8BlockScaling(), CLAMPED | KEPT),
+    "blocks, biases, 8 bits": (Float8BlockScaling(), dict(use_bias=True) | KEPT),
+    "blocks, no gate, 8 bits": (Float8BlockScaling(), dict(activation=PLAIN) | KEPT),
+    "mx, 8 bits": (MXFP8BlockScaling(), KEPT),
+    "sent, blocks, 8 bits": (Float8BlockScaling(), dict(quantize_backward_combine=True) | KEPT),
+    "four bits, 8 bits": (FOUR, KEPT),
     "four bits": (FOUR, {}),
     "four bits, biases": (FOUR, dict(use_bias=True)),
 }
@@ -61,6 +74,7 @@ CASES = {
 ALWAYS = [
     *("copied, biases", "in place", "tensor, biases", "delayed"),
     *("blocks", "mx, biases", "sent, blocks", "four bits"),
+    *("copied, 8 bits", "tensor, 8 bits", "blocks, 8 bits"),
 ]
 
 
@@ -200,7 +214,11 @@ def test_value_and_gradients(name):
 
 
 EXACT = Float8BlockScaling(), dict(activation=Activation(function="gelu_exact"))
-IN_BLOCKS = {name: case for name, case in CASES.items() if "blocks" in name or name == "mx"}
+IN_BLOCKS = {
+    name: case
+    for name, case in CASES.items()
+    if ("blocks" in name or name == "mx") and "8 bits" not in name
+}
 
 
 @pytest.mark.parametrize("name", [*IN_BLOCKS, "exact"])
@@ -282,9 +300,12 @@ BLOCK_ERROR = {None: 2e-2, "fp8_block": 0.12, "fp8_current": 0.12}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", BLOCK_ERROR)
+@pytest.mark.parametrize(
+    "recipe, remat",
+    [*((recipe, "save_all") for recipe in BLOCK_ERROR), ("fp8_block", "save_8_bits")],
+)
 @pytest.mark.parametrize("width, expert_dim", ON_HOPPER)
-def test_gradients_where_tokens_have_several_places(width, expert_dim, recipe):
+def test_gradients_where_tokens_have_several_places(width, expert_dim, recipe, remat):
     """Of the whole block on one device, against the one in plain JAX; groups fill the kernels' tiles."""
     config = MoEConfig(num_experts=2, top_k=2, expert_dim=expert_dim, dtype="bfloat16")
     params = init_params(jax.random.key(0), width, config)
@@ -297,6 +318,7 @@ def test_gradients_where_tokens_have_several_places(width, expert_dim, recipe):
 
         return jax.jit(run)(params, x)
 
-    got, want = both(moe, dataclasses.replace(config, recipe=recipe)), both(native_moe, config)
+    ours = dataclasses.replace(config, recipe=recipe, remat=remat)
+    got, want = both(moe, ours), both(native_moe, config)
     for mine, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_error(mine, reference) < BLOCK_ERROR[recipe]

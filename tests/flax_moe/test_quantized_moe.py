@@ -80,8 +80,9 @@ def from_cache(kernels):
         full(MX, True, dict(shared_expert_dim=32)),
         full(CURRENT, False, dict(shared_expert_dim=48)),
         full(FOUR, False, dict(remat="save_min")),
+        full(MX, False, dict(remat="save_8_bits", num_chunks=2)),
     ],
-    ids=["hybrid in parts", "mx from a cache", "tensor", "nvfp4"],
+    ids=["hybrid in parts", "mx from a cache", "tensor", "nvfp4", "mx kept in 8 bits"],
 )
 def test_against_the_emulation(recipe, cached, changes):
     """Forward and gradients; those of a cached weight are the weight's. Blocks along rows begin anew with each part."""
@@ -91,6 +92,24 @@ def test_against_the_emulation(recipe, cached, changes):
     tokens = np.arange(data.x[..., 0].size).reshape(data.x.shape[:-1])
     parts = [tokens[j :: config.num_chunks].ravel() for j in range(config.num_chunks)]
     assert_result(output, gradients, quantized_oracle.run(data, config, parts), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, full(AxisType.Auto)])
+@pytest.mark.parametrize("recipe", [full(None), BLOCK], ids=["float32", "block"])
+def test_8_bits_are_kept_on_a_mesh(recipe, kind):
+    """Axes split tokens, experts and weights: gradients are those without a mesh."""
+    config = make_config(recipe=recipe, expert_dim=128, use_bias=False, remat="save_8_bits")
+    data, mesh = make_data(config, (8, 3, 256)), make_mesh((2, 2), kind)
+
+    def run(mesh):
+        return jax.jit(value_and_gradients(moe, config))(*place(data, config, mesh))
+
+    with global_shard_guard(RESOURCE):
+        (_, got), gradients = run(mesh)
+    (_, want), wanted = run(None)
+    assert relative_error(got.y, want.y) < 2e-2
+    for mine, like in zip(*map(jax.tree.leaves, (gradients, wanted)), strict=True):
+        assert relative_error(mine, like) < 5e-2
 
 
 @pytest.mark.any_device

@@ -38,7 +38,10 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--seed -1", "--seed: must be a whole number of at least 0; got '-1'"),
         ("--batch-size many", "got 'many'"),
         ("--grad-accum 0", "--grad-accum: must be a whole number of at least 1; got '0'"),
-        ("--remat all", "one of none, save_min, recompute, full; got 'all'; give none"),
+        (
+            "--remat all",
+            "one of none, save_8_bits, save_min, recompute, full; got 'all'; give none",
+        ),
         ("--optimizer sgd", "one of adamw, muon; got 'sgd'; give adamw"),
         ("--learning-rate 0", "must be a number above 0; got '0'; give a positive number"),
         ("--learning-rate -1", "got '-1'"),
@@ -199,6 +202,7 @@ def test_batch_that_does_not_fit_its_microbatches():
     ("remat", "of_block", "of_layers"),
     [
         ("none", "save_all", False),
+        ("save_8_bits", "save_8_bits", False),
         ("save_min", "save_min", False),
         ("recompute", "recompute", False),
         ("full", "save_all", True),

@@ -182,6 +182,14 @@ def test_remat_needs_less_memory(remat):
     assert memory == sorted(memory, reverse=True) and memory[-1] < 0.6 * memory[0], memory
 
 
-@pytest.mark.parametrize("name", REMAT[1:])
+@pytest.mark.parametrize("name", [name for name in REMAT[1:] if name != "save_8_bits"])
 def test_remat_trains_the_same(remat, name):
     assert_same_training(remat[name][1], remat["none"][1])
+
+
+def test_8_bits_train_nearly_the_same(remat):
+    """The first loss is the same, its gradient nearly so."""
+    (_, kept), (_, whole) = remat["save_8_bits"][1], remat["none"][1]
+    assert kept[0].loss == pytest.approx(whole[0].loss, rel=1e-6)
+    assert kept[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-2)
+    assert kept[1].loss == pytest.approx(whole[1].loss, rel=1e-2)

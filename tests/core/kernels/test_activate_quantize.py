@@ -14,7 +14,7 @@ from core.kernels.test_quantize import (
     run_twice,
     without_padding,
 )
-from expertmesh.core import Activation, activate, grouped_quantize
+from expertmesh.core import Activation, activate, dequantize, grouped_quantize
 from expertmesh.core.ops.activation import IN_KERNELS
 from expertmesh.core.quantization.activate_quantize import (
     Activated,
@@ -183,6 +183,31 @@ def test_gradients_with_routing_weights(which, rows, width, activation, dtype):
     d_h = pull.astype(h.dtype)
     want = [grouped_quantize(d_h, sizes, format, axis=axis) for axis in (3, 1)]
     compare(got, of_groups(want, sizes))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("which, rows, width", SHAPES)
+def test_h_in_8_bits(which, rows, width, dtype):
+    """The bits that there are of the numbers that these stand for; rows without a token have NaN."""
+    rng, format = np.random.default_rng(5), FORMATS[which][0]
+    h = rng.normal(size=(1, rows, 2, width)) * 2.0 ** rng.integers(-20, 5, size=(1, rows, 1, 1))
+    d, sizes = rng.normal(size=(1, rows, width)), jnp.asarray([[64, 0, 56]], jnp.int32)
+    h[:, 120:], d[:, 120:] = np.nan, np.nan
+    h[0, 3, 1, 7], d[0, 5, 9] = np.nan, np.nan
+    of, d, act = routing(rows), jnp.asarray(d, dtype), GPT_OSS
+    of["row_source"] = of["row_source"].at[:, 120:].set(-1)
+    q, formats = grouped_quantize(jnp.asarray(h, dtype), sizes, format), (format, format)
+
+    def made(h, d):
+        a = activate_quantize(h, sizes, formats, act, **of)
+        grad = activate_grad_quantize(h, d, sizes, formats, act, **of)
+        return of_groups(a, sizes), of_groups(grad, sizes), grad.d_weights
+
+    (*got, d_weights), (*want, like) = run_twice(made, q, d), run_twice(made, dequantize(q), d)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(codes(x), codes(y))
+    np.testing.assert_allclose(d_weights, like, rtol=1e-4, atol=1e-6)  # NaN where it is
 
 
 @pytest.mark.parametrize("gradient", [False, True])

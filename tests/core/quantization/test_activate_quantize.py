@@ -1,5 +1,7 @@
 """activate_quantize and its gradient: the layers' bits, against loops over blocks; layouts, errors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from expertmesh.core import (
     activate,
     dequantize,
     global_shard_guard,
+    grouped_quantize,
 )
 from expertmesh.core.hlo import collectives
 from expertmesh.core.quantization.activate_quantize import (
@@ -26,6 +29,7 @@ from expertmesh.core.quantization.activate_quantize import (
     activate_grad_quantize,
     activate_quantize,
 )
+from expertmesh.core.testing import relative_error
 
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x
@@ -73,6 +77,30 @@ def test_copies_are_those_of_the_activation(format, activation):
     h, sizes = operands()
     pair = activate_quantize(h, sizes, (format, format), activation)
     check_copies(pair, activate(h, activation), format)
+
+
+@covering("weighted", [False, True], covers=[True])
+@CASES
+def test_what_was_quantized_stands_for_its_numbers(format, activation, weighted):
+    """Both ops, given h in blocks, give what they give of h dequantized; also where another format keeps it."""
+    h, sizes = operands()
+    d, source = cotangent(h), np.where(np.arange(96) % 7, 3, -1)[None].repeat(2, 0)
+    weights = np.random.default_rng(2).normal(size=source.shape).astype(np.float32)
+    of = dict(weights=jnp.asarray(weights), row_source=jnp.asarray(source)) if weighted else {}
+    for kept in (format, BLOCK, dataclasses.replace(MX, dtype="float8_e5m2")):
+        q = grouped_quantize(h, sizes, kept)
+        calls = (
+            jax.jit(lambda h: activate_quantize(h, sizes, (format, format), activation, **of)),
+            jax.jit(
+                lambda h: activate_grad_quantize(h, d, sizes, (format, format), activation, **of)
+            ),
+        )
+        for call in calls:
+            got, want = call(q), call(dequantize(q))
+            assert jax.tree.structure(got) == jax.tree.structure(want)
+            for x, y in zip(got[:2], want[:2], strict=True):
+                x, y = (np.asarray(dequantize(side), np.float64)[:, :64] for side in (x, y))
+                assert relative_error(x, y) < 5e-3
 
 
 @CASES

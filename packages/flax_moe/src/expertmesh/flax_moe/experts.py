@@ -74,15 +74,19 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
-from expertmesh.core.quantization.quantize import quantize
+from expertmesh.core.quantization.quantize import plain, quantize
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
+    Formats,
     Moved,
+    grouped_quantize,
     grouped_quantize_both,
+    quantizes_both_at_once,
     quantizes_moved,
     read_in_place,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.recipe import Float8BlockScaling
 from expertmesh.core.specs import mesh_of
 from expertmesh.core.vjp import at_rest, differentiable
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
@@ -129,6 +133,7 @@ class _Options:
       activation: between them.
       in_place: rows are the tokens; see `reads_tokens`.
       sums: each token's sum of its rows is returned; see `adds_rows`.
+      keeps_8_bits: the backward reads h in 8 bits.
     """
 
     up: Layer
@@ -136,6 +141,7 @@ class _Options:
     activation: Activation
     in_place: bool
     sums: bool
+    keeps_8_bits: bool
 
 
 def feed_forward(
@@ -187,7 +193,14 @@ def feed_forward(
     )
     in_place = reads_tokens(params["wi"], handle, config)
     sums = adds_rows(params, handle, config)
-    options = _Options(up=up, down=down, activation=config.act, in_place=in_place, sums=sums)
+    options = _Options(
+        up=up,
+        down=down,
+        activation=config.act,
+        in_place=in_place,
+        sums=sums,
+        keeps_8_bits=config.remat == "save_8_bits",
+    )
     y, state = _feed_forward(
         params,
         rows,
@@ -328,8 +341,7 @@ def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
     """Whether one op projects x, rows whose tokens are here, activates them and quantizes them in both directions."""
     if of.down.recipe is None or not of.in_place or not _is_plain_up(params):
         return False
-    formats = of.down.formats.x, of.down.formats.x_wgrad
-    return quantizes_activation(x, of.activation, formats)
+    return quantizes_activation(x, of.activation, _formats_of_a(of.down))
 
 
 def _is_plain_up(params: Params) -> bool:
@@ -468,11 +480,13 @@ def _value(*operands: Any, options: _Options) -> _Output:
 def _fwd(*operands: Any, options: _Options) -> tuple[_Output, tuple[Any, ...]]:
     params, _, weights, _, handle, extras = operands
     out, x, wi, h, a, wo, adapters = _forward(*operands, of=options, for_backward=True)
-    a = None if options.down.recipe is None or adapters["wo"] else a  # made again
+    kept_h = _in_8_bits(h, handle.group_sizes, options) if options.keeps_8_bits else h
+    made_again = options.down.recipe is None or _reads_8_bits(options)
+    a = None if made_again or adapters["wo"] else a
     x = None if adapters["wi"] else x
     biases = {name: bias for name, bias in params.items() if name not in EXPERTS}
     keys = tuple(extras[name].key for name in EXPERTS)
-    kept = (*residuals(x, wi), h, *residuals(a, wo))
+    kept = (*residuals(x, wi), kept_h, *residuals(a, wo))
     return out, (*kept, adapters, biases, weights, handle, keys)
 
 
@@ -482,9 +496,15 @@ def _bwd(
     x, wi, h, a, wo, adapters, biases, weights, handle, keys = kept
     x, a = read_residual(x), read_residual(a)
     (dy, _), sizes, up, down = cotangents, handle.group_sizes, options.up, options.down
+    if options.keeps_8_bits:
+        h, dy = barrier(h, dy)
+        h = h if _reads_8_bits(options) else plain(h, spec=up.resolved[2])
     of_wi, of_wo = adapters["wi"], adapters["wo"]
     of_y = _dy_copies(dy, handle, keys[1], options, of_wo is None, h.shape[-1])
     d_wo: Any = None
+    if is_quantized(h) and of_wo is None:
+        of_a = Activated(h, weights, handle.source, options.activation)
+        a = grouped_quantize_both(of_a, sizes, _formats_of_a(down)).along_rows
     if a is not None and _frees_copies(options):
         d_wo = weight_gradient(a, of_y.along_rows, wo, sizes, down)
         d_wo, of_y = barrier(d_wo, of_y._replace(along_rows=None))
@@ -514,6 +534,25 @@ def _bwd(
         specs = down.resolved[2], GROUPED.bias_spec(down.resolved[1]), None
         d_weights += group_bias_weights_grad_op(dy, bo, sizes, operand_specs=specs)
     return d_params, d_rows, d_weights, None, None, None
+
+
+def _formats_of_a(down: Layer) -> Formats:
+    """Of the copies along F and along the rows, under a recipe."""
+    return down.formats.x, down.formats.x_wgrad
+
+
+def _in_8_bits(h: jax.Array, sizes: jax.Array, of: _Options) -> QuantizedArray:
+    """h as the backward reads it: in the format of a where kernels take that, else in blocks of 128."""
+    format = of.down.formats.x if _reads_8_bits(of) else Float8BlockScaling().formats().x
+    kept: QuantizedArray = grouped_quantize(h, sizes, format, spec=of.up.resolved[2])
+    return named("hidden", kept)
+
+
+def _reads_8_bits(of: _Options) -> bool:
+    """Whether what makes a again, and dh, reads h in 8 bits as it is kept."""
+    if not of.keeps_8_bits or of.down.recipe is None:
+        return False
+    return of.activation.gated and quantizes_both_at_once(*_formats_of_a(of.down))
 
 
 def _frees_copies(of: _Options) -> bool:
@@ -597,9 +636,9 @@ def _rows_of(handle: ep.Handle) -> RowMap:
     return RowMap(handle.row, handle.source)
 
 
-def _spec_of_activation(h: jax.Array) -> PartitionSpec | None:
+def _spec_of_activation(h: _Operand) -> PartitionSpec | None:
     """[P, C, F] where h is, as far as its type says so."""
-    spec = at_rest(h, None)
+    spec = at_rest(h.data if isinstance(h, QuantizedArray) else h, None)
     return spec and PartitionSpec(spec[0], spec[1], spec[-1])
 
 

@@ -35,16 +35,21 @@ CHECKPOINT_NAMES = {
 
 REMAT_POLICIES = {
     "save_all": None,
+    "save_8_bits": None,
     "save_min": jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES["dispatched"]),
     "recompute": jax.checkpoint_policies.nothing_saveable,
 }
-"""Policies of `MoEConfig.remat`, all with equal gradients:
+"""Policies of `MoEConfig.remat`, all but "save_8_bits" with equal gradients:
 
 | policy | kept besides parameters and tokens | done again in the backward |
 |---|---|---|
 | save_all | whatever the backward reads | nothing; on one device, if F is small, the order of the rows |
+| save_8_bits | the same, hidden as 8 bits, in blocks with scales | the activation, from those 8 bits |
 | save_min | what came from other devices | the experts' GEMMs and activation, no communication but weight gathers |
 | recompute | nothing | also the exchange of the tokens |
+
+"save_8_bits" halves what most of a layer's memory holds. Its gradients see the hidden layer rounded to E4M3, as FP8
+recipes round operands; the result is the same.
 
 Constants: a policy made anew for each call would be traced anew.
 """

@@ -17,7 +17,7 @@ from typing import Any
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adamw", "muon")
 # What is done again in the backward, rising; those between are policies of the block, as expertmesh.flax_moe.remat.
-REMAT = ("none", "save_min", "recompute", "full")
+REMAT = ("none", "save_8_bits", "save_min", "recompute", "full")
 
 
 class UsageError(ValueError):
@@ -174,8 +174,8 @@ class TrainingOptions:
     remat: str = _option(
         "none",
         _one_of(*REMAT),
-        "what the backward computes again: none; save_min: experts, but no exchange; recompute: experts and "
-        "exchanges; full: layers",
+        "what the backward computes again: none; save_8_bits: activations, of hidden layers kept in 8 bits; "
+        "save_min: experts, but no exchange; recompute: experts and exchanges; full: layers",
         "NAME",
     )
     offload: bool = _option(

@@ -17,6 +17,7 @@ from expertmesh.core.kernels.triton import activate_quantize as triton
 from expertmesh.core.kernels.triton import activate_rows
 from expertmesh.core.kernels.triton.grouped_quantize import by_group
 from expertmesh.core.ops.row_map import holds_token
+from expertmesh.core.quantization.quantized import QuantizedArray
 
 
 def activate_quantize(source, group_sizes, multiplier, key, *, format, **options):
@@ -52,20 +53,32 @@ def _in_blocks(source, group_sizes, format, *, device):
     With weights the gradient has theirs, float32[1, C], too.
     """
     h, d_out, activation = source.base, getattr(source, "d_out", None), source.activation
-    (_, C, _, F), block = h.shape, format.block[1]
+    (_, C, _, F), block, dtype = h.shape, format.block[1], jnp.dtype(h.dtype)
     grad_dtype = None if d_out is None else d_out.dtype
-    config = choose_activation(Activated(C, F, h.dtype, block, device, grad_dtype))
+    config = choose_activation(Activated(C, F, dtype, block, device, grad_dtype))
     shape = (1, C, *(() if d_out is None else (2,)), F)
     weights = () if source.weights is None else (source.weights, source.row_source)
-    operands, transposed = (h, d_out, weights, group_sizes[0].astype(jnp.int32)), config.transposed
+    kept, transposed = parts_of(h), config.transposed
+    operands = kept, d_out, weights, group_sizes[0].astype(jnp.int32)
     out_type = copy_types(shape, format, transposed)
     options = dict(config=config, activation=activation, format=format, out_type=out_type)
+    options |= dict(dtype=dtype, kept=h.format if len(kept) > 1 else None)
     room = cuda if config.kernel == "cuda" else triton
     made = room.launch(*operands, **options)
     copies, sums = copies_of(made[:4], shape, format, transposed), made[4:]
     # What no program has written is of rows without a token.
     d_weights = [jnp.where(holds_token(source.row_source), x.sum(0), jnp.float32(0)) for x in sums]
     return *copies, *d_weights
+
+
+def parts_of(x) -> tuple[jax.Array, ...]:
+    """An array; or, of one quantized in blocks, its data as bytes, and its scales, as bytes if they have 8 bits."""
+    if not isinstance(x, QuantizedArray):
+        return (x,)
+    return tuple(
+        jax.lax.bitcast_convert_type(part, jnp.uint8) if part.dtype.itemsize == 1 else part
+        for part in (x.data, x.scale)
+    )
 
 
 def copy_types(shape, format, transposed: bool) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     return _activate(h, activation=check_gated("gated_activation", h, activation))
 
 
-def check_gated(name: str, h: jax.Array, activation: str | Activation) -> Activation:
+def check_gated(name: str, h: Any, activation: str | Activation) -> Activation:
     """The Activation, after the errors of `gated_activation`, which name `name`."""
     check_activation(name, activation)
     activation = Activation.of(activation)

@@ -4,7 +4,8 @@
     d_h = the gradient of h for the cotangent d_a   likewise
     q = grouped_quantize(a or d_h, ...) in both directions as of quantization/quantize_rows.py
 
-With routing weights a, d_h, and d_weights are those of ops/activate_rows.py: a row that holds no token is zeros.
+With routing weights a, d_h, and d_weights are those of ops/activate_rows.py: a row that holds no token is zeros. h may
+be quantized along its features, as it is where a backward keeps it in 8 bits.
 
 Dimension key: P participants, C rows per participant, F expert width, G groups per participant.
 """
@@ -32,7 +33,12 @@ from expertmesh.core.ops.activation import (
     gated_reference,
     with_pair,
 )
-from expertmesh.core.quantization.quantize import blocks_unsupported, check_source
+from expertmesh.core.quantization.quantize import (
+    blocks_unsupported,
+    check_source,
+    dequantize_values,
+    plain,
+)
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Formats,
@@ -43,13 +49,14 @@ from expertmesh.core.quantization.quantize_rows import (
     quantize_rows_op,
     quantizes_both_at_once,
 )
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
 from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["activate_grad_quantize", "activate_quantize"]
 
 
 def activate_quantize(
-    h: jax.Array,
+    h: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     formats: tuple[TensorFormat, TensorFormat],
     activation: str | Activation,
@@ -61,7 +68,7 @@ def activate_quantize(
     """`grouped_quantize_both(activate(h, activation), group_sizes, formats)`, times the rows' weights if given.
 
     Args:
-      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
+      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up), or these quantized along F.
       group_sizes: int32[P, G], rows of each group.
       formats: of the copy along F and of the one along the rows.
       activation: with a gate.
@@ -85,7 +92,7 @@ def activate_quantize(
 
 
 def activate_grad_quantize(
-    h: jax.Array,
+    h: jax.Array | QuantizedArray,
     d_out: jax.Array,
     group_sizes: jax.Array,
     formats: tuple[TensorFormat, TensorFormat],
@@ -98,7 +105,7 @@ def activate_grad_quantize(
     """`grouped_quantize_both(d_h, group_sizes, formats)` of the gradient d_h of `activate(h, activation)`.
 
     Args:
-      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up).
+      h: float32, bfloat16 or float16 [P, C, 2, F] (0 gate, 1 up), or these quantized along F.
       d_out: float[P, C, F], the activation's cotangent.
       group_sizes: int32[P, G], rows of each group.
       formats: of the copy along F and of the one along the rows.
@@ -162,7 +169,9 @@ def activate_quantize_unsupported(
     if not source.base.size:
         return "there must be elements"
     # Those of h.
-    in_h = ((*block[:2], 1, block[-1]) if block else () for block in blocks)
+    in_h = [(*block[:2], 1, block[-1]) if block else () for block in blocks]
+    if source.block and source.block != in_h[0]:
+        return f"h must be in blocks of what is made of it, {in_h[0]}; it is in {source.block}"
     reasons = (blocks_unsupported(source.base, block) for block in in_h)
     return participant_unsupported(source.base, group_sizes) or next(filter(None, reasons), None)
 
@@ -207,16 +216,34 @@ class Activated(Rows):
         return (*self.base.shape[:2], self.base.shape[-1])
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        del of_groups
-        return of_data, *self._of_routing(of_data)
+        return *self._of_base(of_data, of_groups), *self._of_routing(of_data)
+
+    def _of_base(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
+        if not is_quantized(self.base):
+            return (of_data,)
+        out: tuple[tuple[Any, ...], ...] = self.base.per_leaf(of_data, of_groups)
+        return out
+
+    def _plain(self) -> jax.Array:
+        """h, inside of an op."""
+        q = self.base
+        h: jax.Array = q
+        if isinstance(q, QuantizedArray):
+            h = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+        return h
+
+    def _apart(self, spec: PartitionSpec | None) -> jax.Array:
+        """h, by an op of its own."""
+        h: jax.Array = plain(self.base, spec=spec and self.base_spec(spec))
+        return h
 
     def _of_routing(self, of_data: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
         return () if self.weights is None else (of_data[:2], of_data[:2])
 
     def rows(self) -> jax.Array:
         if self.weights is None:
-            return gated_reference(self.base, activation=self.activation)
-        operands: Any = self.base, self.weights, self.row_source, None
+            return gated_reference(self._plain(), activation=self.activation)
+        operands: Any = self._plain(), self.weights, self.row_source, None
         return activate_rows_reference(*operands, activation=self.activation)
 
     def apart(
@@ -225,8 +252,8 @@ class Activated(Rows):
         if self.weights is None:
             of_h = spec and self.base_spec(spec)
             options: dict[str, Any] = dict(activation=self.activation, operand_specs=(of_h,))
-            return activation_op(self.base, **options), None
-        operands, specs = (self.base, self.weights, self.row_source, group_sizes), None
+            return activation_op(self._apart(spec), **options), None
+        operands, specs = (self._apart(spec), self.weights, self.row_source, group_sizes), None
         if spec is not None:
             of_rows = PartitionSpec(*spec[:2])
             specs = self.base_spec(spec), of_rows, of_rows, PartitionSpec(*spec[:1])
@@ -256,16 +283,15 @@ class ActivatedGrad(Activated):
         return tuple(self.base.shape)
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        del of_groups
-        return of_data, *self._of_routing(of_data), (*of_data[:2], *of_data[3:])
+        return *super().per_leaf(of_data, of_groups), (*of_data[:2], *of_data[3:])
 
     def _gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        operands: Any = self.base, self.d_out, self.weights, self.row_source, None
+        operands: Any = self._plain(), self.d_out, self.weights, self.row_source, None
         return activate_rows_grad_reference(*operands, activation=self.activation)
 
     def rows(self) -> jax.Array:
         if self.weights is None:
-            return gated_grad_reference(self.base, self.d_out, activation=self.activation)
+            return gated_grad_reference(self._plain(), self.d_out, activation=self.activation)
         return self._gradients()[0]
 
     def d_weights(self) -> jax.Array | None:
@@ -280,14 +306,14 @@ class ActivatedGrad(Activated):
         if self.weights is None:
             specs = spec and (spec, PartitionSpec(*spec[:2], *spec[3:]))
             options = dict(operand_specs=specs, activation=self.activation)
-            return gated_grad_op(self.base, self.d_out, **options), None
+            return gated_grad_op(self._apart(spec), self.d_out, **options), None
         return self.with_activation(group_sizes, spec)[:2]
 
     def with_activation(
         self, group_sizes: jax.Array, spec: PartitionSpec | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(the rows at `spec`, `d_weights`, those of `Activated`) by an op of their own; there must be weights."""
-        operands = self.base, self.d_out, self.weights, self.row_source, group_sizes
+        operands = self._apart(spec), self.d_out, self.weights, self.row_source, group_sizes
         specs = None
         if spec is not None:
             of_d, of_rows = PartitionSpec(*spec[:2], *spec[-1:]), PartitionSpec(*spec[:2])

@@ -622,7 +622,7 @@ def check_source(name: str, x: Any, format: Any) -> None:
         raise TypeError(
             f"{name}: format must be a TensorFormat; got {format!r}; take it from recipe.formats()"
         )
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if jnp.dtype(x.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"{name}: x must be float32, bfloat16 or float16; got dtype {x.dtype}; cast it"
         )

@@ -47,6 +47,10 @@ class QuantizedArray:
     def ndim(self) -> int:
         return self.data.ndim
 
+    @property
+    def size(self) -> int:
+        return self.data.size
+
     def move_dim(self, source: int, target: int) -> "QuantizedArray":
         """Moves a dimension of the data, as `jnp.moveaxis`, with its blocks; tensor scales are of none that moves."""
 

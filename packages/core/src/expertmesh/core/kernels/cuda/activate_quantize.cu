@@ -3,7 +3,41 @@
 // computed once.
 //
 // Macros besides those: GRADIENT (or the activation), WEIGHTED (times each row's routing weight, and 0 in rows that
-// hold no token, of which nothing is read; the gradient has that of the weights, too, as sums over each tile's columns).
+// hold no token, of which nothing is read; the gradient has that of the weights, too, as sums over each tile's columns),
+// NARROW (h is of KEPT_FORMAT, in blocks of 1 x BLOCK, with scales of the type KEPT; ROUNDS: its numbers are rounded to
+// the 16 bits that they had).
+
+#if NARROW
+typedef KEPT Kept;
+#else
+typedef u8 Kept;  // of no scale
+#endif
+
+// Eight numbers of a half of h, as they were copied to shared memory.
+struct Eight {
+#if NARROW
+  u32 words[2];
+  float factor;
+
+  __device__ __forceinline__ Eight(u32 from, Kept scale) : factor(factor_of(scale)) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+  }
+
+  __device__ __forceinline__ float2 two(int j) const {
+    u32 wide;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2." KEPT_FORMAT "x2 %0, low;\n}"
+        : "=r"(wide) : "r"(words[j / 2] >> 16 * (j % 2)));
+    const float2 v = from_float16(wide);
+    const float low = without_subnormal(v.x * factor), high = without_subnormal(v.y * factor);
+    return ROUNDS ? unpack(pack(low, high)) : make_float2(low, high);
+  }
+#else
+  u32 words[4];
+
+  __device__ __forceinline__ Eight(u32 from, Kept) { unpack(words, get(from)); }
+  __device__ __forceinline__ float2 two(int j) const { return unpack(words[j]); }
+#endif
+};
 
 // A number of the activation, or of the gradients of gate and up, times `weight`; adds to a row's gradient of it.
 __device__ __forceinline__ void compute(
@@ -26,11 +60,12 @@ __device__ __forceinline__ void compute(
 struct Reader {
   const u8 *gate, *d;
   u32 held = 0;  // a bit for each row that is read
-  u32 pitch;     // bytes of a row of d
+  u32 half;      // bytes of a row of a half of h
+  u32 pitch;     // and of d
 
   __device__ __forceinline__ Reader(Place at, const u8* h, const u8* all_d, const int* source, u32 width)
-      : pitch(width * 2) {
-    gate = h + (u64)at.row * (pitch * 2) + at.column * 2;
+      : half(width * (NARROW ? 1 : 2)), pitch(width * 2) {
+    gate = h + (u64)at.row * (half * 2) + at.column * (NARROW ? 1 : 2);
     d = all_d + (u64)at.row * pitch + at.column * 2;
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
@@ -38,12 +73,21 @@ struct Reader {
   }
 
   __device__ __forceinline__ void read(int i, u32 to) const {
-    const u8* from = gate + (u64)i * (pitch * 2);
+    const u8* from = gate + (u64)i * (half * 2);
     const bool wanted = held >> i & 1;
-    copy(to, from, wanted);
-    copy(to + THREADS * 16, from + pitch, wanted);
+    of_h(to, from, wanted);
+    of_h(to + THREADS * 16, from + half, wanted);
     if (GRADIENT) copy(to + THREADS * 32, d + (u64)i * pitch, wanted);
     end_copies();
+  }
+
+ private:
+  __device__ __forceinline__ static void of_h(u32 to, const u8* from, bool wanted) {
+#if NARROW
+    copy_8(to, from, wanted);
+#else
+    copy(to, from, wanted);
+#endif
   }
 };
 
@@ -62,6 +106,9 @@ __device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int threa
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     const u8* h,
+#if NARROW
+    const Kept* h_scale,
+#endif
 #if GRADIENT
     const u8* d,
 #endif
@@ -99,9 +146,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 
     const Reader next(Place(tile + gridDim.x, width, num_live), h, d, source, width);
     float weight[ROWS];
+    Kept of_h[ROWS][2];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       weight[i] = 0;
+      of_h[i][0] = of_h[i][1] = 0;
+#if NARROW
+      if (held >> i & 1) {
+        const u64 line = 2 * ((u64)(tile / across) * BLOCK + thread / 16 * ROWS + i);
+        const Kept* first = h_scale + line * blocks + (tile % across * COLUMNS + in_row * 8) / BLOCK;
+        of_h[i][0] = __ldg(first), of_h[i][1] = __ldg(first + blocks);
+      }
+#endif
 #if WEIGHTED
       if (held >> i & 1) weight[i] = __ldg(weights + tile / across * BLOCK + thread / 16 * ROWS + i);
 #endif
@@ -112,16 +168,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = mine + i * READ;
-      u32 gates[4], ups[4], ds[4] = {};
-      unpack(gates, get(from));
-      unpack(ups, get(from + THREADS * 16));
+      u32 ds[4] = {};
+      const Eight gates(from, of_h[i][0]), ups(from + THREADS * 16, of_h[i][1]);
       if (GRADIENT) unpack(ds, get(from + THREADS * 32));
       next.read(i, from);
       u32 of_row[HALVES] = {};
       float d_weight = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float2 gate = unpack(gates[j]), up = unpack(ups[j]), d_out = unpack(ds[j]);
+        const float2 gate = gates.two(j), up = ups.two(j), d_out = unpack(ds[j]);
         float low[HALVES], high[HALVES];
         compute(gate.x, up.x, d_out.x, weight[i], low, d_weight);
         compute(gate.y, up.y, d_out.y, weight[i], high, d_weight);

@@ -23,22 +23,6 @@ __device__ __forceinline__ uint2 from_8_bits(u32 four) {
   return v;
 }
 
-__device__ __forceinline__ float2 from_float16(u32 two) {
-  float2 v;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-      : "=f"(v.x), "=f"(v.y) : "r"(two));
-  return v;
-}
-
-// Zeros of their sign in place of subnormal numbers.
-__device__ __forceinline__ float without_subnormal(float x) {
-  asm("mul.ftz.f32 %0, %0, 0f3F800000;" : "+f"(x));
-  return x;
-}
-
-__device__ __forceinline__ float factor_of(float scale) { return scale; }
-__device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
-
 // Tiles of a program, each found from the one before without a division.
 class Walk {
   int of_one, wholes, rests, whole, rest;  // a whole one is a panel or, without panels, a block

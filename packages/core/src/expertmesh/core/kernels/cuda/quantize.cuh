@@ -36,6 +36,11 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 
+// Likewise 8 bytes.
+__device__ __forceinline__ void copy_8(u32 to, const u8* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(wanted ? 8 : 0) : "memory");
+}
+
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // All but the last N ends have come.

@@ -51,8 +51,13 @@ def scale_macros(dtype, format) -> dict[str, object]:
     known = scaling(jnp.dtype(dtype), format)
     return dict(
         SCALE=f"scale_{format.scale}", LARGEST=known["LARGEST"], FLOOR=known["FLOOR"], LIMIT=literal(known["LIMIT"]),
-        FORMAT='"e5m2"' if "e5m2" in format.dtype else '"e4m3"',
+        FORMAT=of_ptx(format),
     )  # fmt: skip
+
+
+def of_ptx(format) -> str:
+    """A format's name in PTX, as text."""
+    return '"e5m2"' if "e5m2" in format.dtype else '"e4m3"'
 
 
 def launch(*operands, source: Source, name: str, config: Config, rows: int, columns: int, out_type):

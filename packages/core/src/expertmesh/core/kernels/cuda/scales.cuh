@@ -11,6 +11,19 @@ __device__ __forceinline__ u32 to_8_bits(float a, float b, float c, float d) {
   return four;
 }
 
+__device__ __forceinline__ float2 from_float16(u32 two) {
+  float2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(v.x), "=f"(v.y) : "r"(two));
+  return v;
+}
+
+// Zeros of their sign in place of subnormal numbers.
+__device__ __forceinline__ float without_subnormal(float x) {
+  asm("mul.ftz.f32 %0, %0, 0f3F800000;" : "+f"(x));
+  return x;
+}
+
 // The larger of each two numbers of 16 bits; of magnitudes NaN is the largest.
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 most;
@@ -24,6 +37,9 @@ __device__ __forceinline__ float power_of_2(int biased) {
 }
 
 constexpr int INF = 0x7F800000;
+
+__device__ __forceinline__ float factor_of(float scale) { return scale; }
+__device__ __forceinline__ float factor_of(u8 scale) { return power_of_2(scale); }
 
 // The biased exponent of the least power of two that is at least amax / largest.
 __device__ __forceinline__ int excess(int magnitude) {

@@ -19,11 +19,21 @@ from expertmesh.core.kernels.triton.quantize import (
     block_scales,
     count_live,
     magnitudes_of,
+    power_of_2,
     quantized_tile,
     rounded,
     store_along_rows,
     store_scale,
+    without_subnormal,
 )
+
+_TYPES = {
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "float8_e4m3fn": tl.float8e4nv,
+    "float8_e5m2": tl.float8e5,
+}
 
 
 @triton.jit
@@ -54,30 +64,59 @@ def _value(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _activated(
-    h, at, weight, F: tl.constexpr, live, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+def _half(
+    h, h_scale, row, half, n, there, F: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The activation of a part of h, in its dtype; zeros where nothing is live, as act(0) = 0."""
-    gate, up = clamp(load(h + at, live), load(h + at + F, live), BOUND)
+    """float32 of TN columns of a half of h, which may be bytes of a format, KEPT, in blocks along them, that stand for
+    numbers of DTYPE; zeros in rows that are not there."""
+    columns = n + tl.arange(0, TN)[None, :]
+    live = there
+    if F % TN != 0:
+        live = there & (columns < F)
+    line = 2 * row + half
+    if h_scale is None:
+        wide = load(h + line * F + columns, live)
+    else:
+        TM: tl.constexpr = row.shape[0]
+        BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+        codes = tl.load(h + line * F + columns, mask=live, other=0).to(KEPT, bitcast=True)
+        blocks = n // BLOCK + tl.arange(0, TN // BLOCK)[None, :]
+        scale = tl.load(h_scale + line * BLOCKS + blocks, mask=there & (blocks < BLOCKS), other=0)
+        if h_scale.dtype.element_ty == tl.uint8:
+            scale = power_of_2(scale.to(tl.int32))
+        parts = codes.to(tl.float32).reshape(TM, TN // BLOCK, BLOCK)
+        wide = rounded(without_subnormal(parts * scale[:, :, None]), DTYPE).to(tl.float32)
+        wide = tl.where(live, wide.reshape(TM, TN), 0.0)
+    return wide
+
+
+@triton.jit
+def _activated(
+    gate, up, weight, DTYPE: tl.constexpr, FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """The activation of parts of h, in its dtype; zeros where they are, as act(0) = 0."""
+    gate, up = clamp(gate, up, BOUND)
     if OFFSET != 0:
         up = up + OFFSET
     value = _value(gate, FUNCTION) * up
     if weight is not None:
         value = weight * value
-    return rounded(value, h.dtype.element_ty)
+    return rounded(value, DTYPE)
 
 
 @triton.jit
 def _gradient(
-    h, d, at, at_d, weight, half, F: tl.constexpr, live,
+    h, h_scale, d_out, row, n, there, weight, half, F: tl.constexpr, TN: tl.constexpr,
+    BLOCK: tl.constexpr, KEPT: tl.constexpr, DTYPE: tl.constexpr,
     FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a part of one half of h, 0 the gate, in its dtype, and with the gate's the sums over columns of
-    the weights'; zeros where nothing is live, as d is 0."""
-    raw_gate, d_out = load(h + at, live), load(d + at_d, live)
-    d_weight = tl.zeros((at.shape[0],), tl.float32)
+    the weights'; zeros in rows that are not there, as d_out is 0."""
+    raw_gate = _half(h, h_scale, row, 0, n, there, F, TN, BLOCK, KEPT, DTYPE)
+    d_weight = tl.zeros((row.shape[0],), tl.float32)
     if half == 0:
-        raw_up = load(h + at + F, live)
+        raw_up = _half(h, h_scale, row, 1, n, there, F, TN, BLOCK, KEPT, DTYPE)
         gate, up = clamp(raw_gate, raw_up, BOUND)
         value, slope = value_and_slope(gate, FUNCTION, _sigmoid)
         if weight is not None:
@@ -93,21 +132,25 @@ def _gradient(
             d_out = weight * d_out
         wide = d_out * value
         if BOUND is not None:
-            wide = tl.where(tl.abs(load(h + at + F, live)) > BOUND, 0.0, wide)
-    return rounded(wide, h.dtype.element_ty), d_weight
+            raw_up = _half(h, h_scale, row, 1, n, there, F, TN, BLOCK, KEPT, DTYPE)
+            wide = tl.where(tl.abs(raw_up) > BOUND, 0.0, wide)
+    return rounded(wide, DTYPE), d_weight
 
 
 @triton.jit
 def _kernel(
-    h, d, weights, source, sizes, data, scale, data_rows, scale_rows, d_weights,
+    h, h_scale, d, weights, source, sizes, data, scale, data_rows, scale_rows, d_weights,
     M: tl.constexpr, F: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, BOUND: tl.constexpr, OFFSET: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, HALVES: tl.constexpr,
+    KEPT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """act(h[:, 0]) * (h[:, 1] + OFFSET) [M, F] in blocks of 1 x BLOCK, and again in blocks of BLOCK x 1; with its
     cotangent d [M, F] the gradient [M, 2, F] instead. With weights [M], either times them, zeros in rows whose source
     is negative, and the weights' gradient as its sums over TN columns, d_weights [F / TN, M].
+
+    h is of DTYPE or, if it has scales, bytes of the format KEPT, in blocks of 1 x BLOCK.
 
     A program has BLOCK rows, in PARTS: of all of them it keeps the results alone. Of a gradient it has one of two
     HALVES, and the program beside it, which reads the same, the other.
@@ -130,19 +173,20 @@ def _kernel(
         if not EXACT:
             inside = inside & (columns < F)
         row = rows.to(tl.int64)
-        live = inside & (rows < num_live)
+        there = rows < tl.minimum(num_live, M)
         weight = None
         if weights is not None:
-            held = tl.load(source + rows, mask=rows < tl.minimum(num_live, M), other=-1) >= 0
-            weight = tl.load(weights + rows, mask=held, other=0)
-            live = live & held
-        in_h = row * (2 * F) + columns
+            there = tl.load(source + rows, mask=there, other=-1) >= 0
+            weight = tl.load(weights + rows, mask=there, other=0)
         if d is None:
-            values = _activated(h, in_h, weight, F, live, FUNCTION, BOUND, OFFSET)
+            gate = _half(h, h_scale, row, 0, n, there, F, TN, BLOCK, KEPT, DTYPE)
+            up = _half(h, h_scale, row, 1, n, there, F, TN, BLOCK, KEPT, DTYPE)
+            values = _activated(gate, up, weight, DTYPE, FUNCTION, BOUND, OFFSET)
         else:
+            d_out = load(d + row * F + columns, inside & there)
             values, d_weight = _gradient(
-                h, d, in_h, row * F + columns, weight, half, F, live, FUNCTION, BOUND, OFFSET
-            )
+                h, h_scale, d_out, row, n, there, weight, half, F, TN, BLOCK, KEPT, DTYPE, FUNCTION, BOUND, OFFSET
+            )  # fmt: skip
             if (d_weights is not None) and (half == 0):
                 of_rows = m + part * TM + tl.arange(0, TM)
                 sums = d_weights + (tile % NUM_N).to(tl.int64) * M + of_rows
@@ -166,10 +210,14 @@ def _kernel(
         store_along_rows(data_rows, q, at, inside, m + part * TM, half * F + n, end, M, TRANSPOSED)
 
 
-def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_type):
+def launch(h, d_out, weights, sizes, *, config: Config, activation, format, dtype, kept, out_type):
     """The results of types `out_type`; with weights, (float32[C], int[C]) or (), the sums of the gradient's over tiles
-    of columns, float32[tiles, C], too."""
-    (_, C, _, F), BLOCK, G, tiles = h.shape, format.block[1], sizes.shape[0], config.tiles
+    of columns, float32[tiles, C], too.
+
+    Args:
+      h: (h of `dtype`,), or its bytes in the format `kept`, and its scales; then `kept` is not None.
+    """
+    (_, C, _, F), BLOCK, G, tiles = h[0].shape, format.block[1], sizes.shape[0], config.tiles
     TN = max(BLOCK, launcher.divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
     absent: dict[str, Any] = {"d_weights": None}
@@ -177,11 +225,12 @@ def launch(h, d_out, weights, sizes, *, config: Config, activation, format, out_
         absent = {}
         out_type = *out_type, jax.ShapeDtypeStruct((triton.cdiv(F, TN), C), jnp.float32)
     return launcher.triton_call(
-        h, d_out, *(weights or (None, None)), sizes,
+        *h, *(() if kept else (None,)), d_out, *(weights or (None, None)), sizes,
         kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
         backend_options={"maxnreg": config.registers} if config.registers else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
         M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
         TRANSPOSED=config.transposed, HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
-        OFFSET=activation.up_offset, **absent, **scaling(h.dtype, format),
+        OFFSET=activation.up_offset, KEPT=_TYPES[(kept or format).dtype], DTYPE=_TYPES[dtype.name],
+        **absent, **scaling(dtype, format),
     )  # fmt: skip

@@ -18,15 +18,8 @@ from expertmesh.core.kernels.triton.quantize import (
     rounded,
     store_along_rows,
     store_scale,
+    without_subnormal,
 )
-
-
-@triton.jit
-def _without_subnormal(x):
-    """Zeros of their sign in place of subnormal numbers."""
-    return tl.inline_asm_elementwise(
-        "mul.ftz.f32 $0, $1, 0f3F800000;", "=f,f", [x], tl.float32, True, 1
-    )
 
 
 @triton.jit
@@ -64,7 +57,7 @@ def _requantize_kernel(
     if scale.dtype.element_ty == tl.uint8:
         factor = power_of_2(factor.to(tl.int32))
     product = narrow.reshape(BLOCK, TN // PART, PART) * factor[:, :, None]
-    wide = rounded(_without_subnormal(product), WIDE).reshape(BLOCK, TN).to(tl.float32)
+    wide = rounded(without_subnormal(product), WIDE).reshape(BLOCK, TN).to(tl.float32)
     q, stored = quantized_tile(wide, BLOCK, 1, out.dtype.element_ty, SCALE, LARGEST, LIMIT, FLOOR)
     store_along_rows(out, q, at, inside, m, n, N, M, TRANSPOSED)
     store_scale(out_scale, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)

@@ -35,6 +35,14 @@ from expertmesh.core.quantization.scales import reciprocal, tensor_scales
 
 
 @triton.jit
+def without_subnormal(x):
+    """Zeros of their sign in place of subnormal numbers."""
+    return tl.inline_asm_elementwise(
+        "mul.ftz.f32 $0, $1, 0f3F800000;", "=f,f", [x], tl.float32, True, 1
+    )
+
+
+@triton.jit
 def power_of_2(biased):
     """2^(biased - 127) for 0 .. 254, NaN for 255."""
     bits = tl.where(biased == 0, 0x00400000, biased << 23)
