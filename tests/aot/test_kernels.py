@@ -416,14 +416,17 @@ def test_block_scaled_activation_on_hopper(function, dtype, power_2_scale, gathe
     assert tiles.stages == 3
     activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
-    made = dict(tiles=tiles, activation=activates, format=format, gathers=gathers)
-    ptx, said = _assemble_cuda(kernels.source(E4M3, E4M3, dtype, **made), tmp_path)
-    assert "serialized" not in said, "every product waits for itself"
-    assert ptx.count("cp.async.cg.shared.global") == 16 * gathers, "of a thread, in a step"
-    assert ptx.count("cp.async.bulk.tensor.2d") == (not gathers)
-    # Of the gate's columns and of the up half's.
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 8
-    assert ptx.count("cp.async.bulk.tensor.3d") == 2
+    # With any scale and float16, which no model has, the last one spills 8 bytes.
+    for narrow in (False,) if gathers and dtype == "float16" else (False, True):
+        made = dict(tiles=tiles, activation=activates, format=format, gathers=gathers)
+        text = kernels.source(E4M3, E4M3, dtype, narrow=narrow, **made)
+        ptx, said = _assemble_cuda(text, tmp_path)
+        assert "serialized" not in said, "every product waits for itself"
+        assert ptx.count("cp.async.cg.shared.global") == 16 * gathers, "of a thread, in a step"
+        assert ptx.count("cp.async.bulk.tensor.2d") == (not gathers)
+        # Of the gate's columns and of the up half's.
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 8
+        assert ptx.count("cp.async.bulk.tensor.3d") == 2
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])

@@ -165,6 +165,7 @@ OPS = {
         o.moved.row_map.source,
         activation=SILU,
         format=MX.x,
+        narrow=False,
     ),
     "activate_rows": lambda o: activate_rows_op(o.h, o.weights, o.source, SIZES, activation=SILU),
     "activate_rows' gradient": lambda o: activate_rows_grad_op(

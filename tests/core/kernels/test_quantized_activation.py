@@ -10,6 +10,7 @@ import pytest
 
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, quantized
+from expertmesh.core import grouped_quantize
 from expertmesh.core.kernels.choice import quantized_activation as choice
 from expertmesh.core.kernels.device import Device
 from expertmesh.core.linear.grouped_gemm import grouped_gemm_op
@@ -92,11 +93,13 @@ def _operands(shape, dtype, gathers=True):
     return (rows, weight, sizes, jnp.asarray(weights[None]), row_map.source), wide
 
 
-def _two(lhs, rhs, sizes, weights, source, *, activation, format):
-    """The two ops, one after the other."""
+def _two(lhs, rhs, sizes, weights, source, *, activation, format, narrow=False):
+    """The two ops, one after the other, and h quantized."""
     h = grouped_gemm_op(lhs, rhs, sizes, out_dtype=jnp.dtype(lhs.dtype))
     routing = dict(weights=weights, row_source=source)
     copies = activate_quantize(h, sizes, (format, format), activation, **routing)
+    if narrow:
+        return grouped_quantize(h, sizes, format), copies.along_features, None
     return h, copies.along_features, copies.along_rows
 
 
@@ -105,8 +108,14 @@ def _defined(made, sizes):
     live = int(np.sum(sizes))
     blocks = -(-live // 128)
     h, first, second = made
-    parts = h[:, :live], first.data[:, : 128 * blocks], first.scale[:, : 128 * blocks]
-    parts += second.data[:, : 128 * blocks], second.scale[:, :blocks]
+    of_h = (h.data, h.scale) if isinstance(h, QuantizedArray) else (h,)
+    parts = (
+        *(x[:, :live] for x in of_h),
+        first.data[:, : 128 * blocks],
+        first.scale[:, : 128 * blocks],
+    )
+    if second is not None:
+        parts += second.data[:, : 128 * blocks], second.scale[:, :blocks]
     return [np.ascontiguousarray(x).view(np.uint8) for x in map(np.asarray, parts)]
 
 
@@ -140,6 +149,21 @@ def test_bits_of_two_kernels(shape, dtype, format, activation, gathers):
 
 @pytest.mark.gpu
 @needs_triton
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
+@pytest.mark.parametrize("shape, dtype, format, activation", CASES + OTHERS, ids=str)
+def test_bits_of_h_in_8_bits(shape, dtype, format, activation, gathers):
+    operands, _ = _operands(shape, dtype, gathers)
+    options = dict(activation=activation, format=format, narrow=True)
+    made = [_run(quantized_activation, operands, **options) for _ in range(2)]
+    want = _run(_two, operands, **options)
+    assert jax.tree.structure(made[0]) == jax.tree.structure(want)
+    for a, b, c in zip(*(_defined(each, operands[2]) for each in (*made, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+@pytest.mark.gpu
+@needs_triton
 def test_what_a_row_without_a_token_gives():
     operands, _ = _operands(SMALL, "bfloat16")
     h, first, second = _run(quantized_activation, operands, activation=Activation(), format=BLOCKS)
@@ -149,11 +173,12 @@ def test_what_a_row_without_a_token_gives():
         assert not np.asarray(x[0, :live], np.float32)[~held].any()
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("activation", [Activation(), GPT_OSS], ids=str)
 @pytest.mark.parametrize("format", [BLOCKS, ANY_SCALE, BYTES, WIDE], ids=str)
-def test_reference_is_the_two_references(format, activation):
+def test_reference_is_the_two_references(format, activation, narrow):
     operands, _ = _operands((40, 256, 128, (128, 0, 150), 106), "bfloat16")
-    options = dict(activation=activation, format=format)
+    options = dict(activation=activation, format=format, narrow=narrow)
     got, want = (
         _run(op, operands, **options)
         for op in (
@@ -180,7 +205,8 @@ def test_what_the_kernel_is_given(gathers, monkeypatch):
 
     monkeypatch.setattr(kernels.cuda, "cuda_call", record)
     (T, K, F, sizes, dead), (operands, _) = SMALL, _operands(SMALL, "bfloat16", gathers)
-    C, G, options = sum(sizes) + dead, len(sizes), dict(activation=Activation(), format=BLOCKS)
+    C, G = sum(sizes) + dead, len(sizes)
+    options = dict(activation=Activation(), format=BLOCKS, narrow=False)
     run = inspect.unwrap(kernels.quantized_activation)
     h, data, scale, data_rows, scale_rows = run(*operands, **options, device=Device())
     rows, index, row_scales, weight, weight_scales, *_ = found["operands"]

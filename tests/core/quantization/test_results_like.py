@@ -1,5 +1,6 @@
 """Op.results_like: what an op says of its results is what its reference returns, for all formats of all recipes."""
 
+import itertools
 import sys
 from functools import partial
 
@@ -114,8 +115,8 @@ def test_of_rows_that_are_made(format, routing, checked):
     weight = jax.eval_shape(of_weight, array(G, F, 2, C))
     call = partial(quantized_activation, activation=Activation(), format=format)
     of_rows = ROUTING["weights"], row_map.source
-    for rows in (Moved(tokens, row_map), q):
-        jax.eval_shape(call, rows, weight, GROUPS, *of_rows)
+    for rows, narrow in itertools.product((Moved(tokens, row_map), q), (False, True)):
+        jax.eval_shape(partial(call, narrow=narrow), rows, weight, GROUPS, *of_rows)
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
     assert checked == {"grouped_quantize", "quantize", "quantized_activation", *names}
     assert all_names() == {"quantize_square", *checked}

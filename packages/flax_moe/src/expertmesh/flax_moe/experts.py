@@ -411,7 +411,7 @@ def _through_activation(
     operands: Any = (*copies, handle.group_sizes, weights)
     if for_wgrad and _quantizes_at_once(params, copies[0], of):
         operands += (handle.source,)
-        options |= dict(format=of.down.formats.x)
+        options |= dict(format=of.down.formats.x, narrow=of.keeps_8_bits)
         h, a, a_rows = quantized_activation(*operands, **options)
         return named("hidden", h), None, (a, a_rows, None)
     if _activates_at_once(params, of):
@@ -541,8 +541,10 @@ def _formats_of_a(down: Layer) -> Formats:
     return down.formats.x, down.formats.x_wgrad
 
 
-def _in_8_bits(h: jax.Array, sizes: jax.Array, of: _Options) -> QuantizedArray:
+def _in_8_bits(h: _Operand, sizes: jax.Array, of: _Options) -> QuantizedArray:
     """h as the backward reads it: in the format of a where kernels take that, else in blocks of 128."""
+    if isinstance(h, QuantizedArray):
+        return h
     format = of.down.formats.x if _reads_8_bits(of) else Float8BlockScaling().formats().x
     kept: QuantizedArray = grouped_quantize(h, sizes, format, spec=of.up.resolved[2])
     return named("hidden", kept)

@@ -6,7 +6,8 @@
 
 as `grouped_gemm_op` of quantized rows, which may be `Moved`, and `Activated` rows have them: h is rounded before it is
 activated, a before it is quantized. Hopper has one kernel for contractions up to 4096 in blocks of 128, which stores h
-and never reads it. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
+and never reads it. Where the backward keeps h in 8 bits, h is quantized along its features, too, and a is along its
+features alone. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
 axes split participants alone.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
@@ -30,6 +31,7 @@ from expertmesh.core.quantization.quantize import block_shape
 from expertmesh.core.quantization.quantize_rows import (
     Formats,
     Moved,
+    Rows,
     quantizes_both_at_once,
     reference,
     tokens_of,
@@ -39,7 +41,7 @@ from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["quantized_activation", "quantized_activation_op", "quantizes_activation"]
 
-_Both = tuple[jax.Array, QuantizedArray, QuantizedArray]
+_Both = tuple[jax.Array | QuantizedArray, QuantizedArray, QuantizedArray | None]
 
 
 def quantized_activation(
@@ -51,6 +53,7 @@ def quantized_activation(
     *,
     activation: Activation,
     format: TensorFormat,
+    narrow: bool = False,
 ) -> _Both:
     """(h, a along its features, a along its rows).
 
@@ -62,14 +65,16 @@ def quantized_activation(
       source: int32[P, C], the place of the row's token, -1 where it holds none.
       activation: with a gate.
       format: of both copies of a: of 8 bits, in blocks.
+      narrow: whether h is quantized in the format, too; a has no copy along the rows then.
 
     Returns:
-      h [P, C, 2, F] in the dtype that the rows had, and two QuantizedArrays of a [P, C, F], zeros in a row without a
-      token, whatever its weight; the last rows of a block along the rows, behind the last group, count as such.
+      h [P, C, 2, F] in the dtype that the rows had, or a QuantizedArray of it in blocks along F, if `narrow`; two
+      QuantizedArrays of a [P, C, F], zeros in a row without a token, whatever its weight, or one and None. The last
+      rows of a block along the rows, behind the last group, count as rows without a token.
 
     Has no derivative: it is a part of rules that have.
     """
-    options: dict[str, Any] = dict(activation=activation, format=format)
+    options: dict[str, Any] = dict(activation=activation, format=format, narrow=narrow)
     out: _Both = quantized_activation_op(lhs, rhs, group_sizes, weights, source, **options)
     return out
 
@@ -95,6 +100,11 @@ def _blocks(shape: tuple[int, ...], format: TensorFormat) -> tuple[tuple[int, ..
     return tuple(block_shape(name, shape, format, axis, None, 1) for axis in (2, 1))
 
 
+def _block_of_h(format: TensorFormat) -> tuple[int, ...]:
+    assert format.block is not None
+    return (1, 1, 1, format.block[1])
+
+
 def _shape_of_a(weights: jax.Array, rhs: QuantizedArray) -> tuple[int, ...]:
     return (*weights.shape, rhs.shape[-1])
 
@@ -108,6 +118,7 @@ def _reference(
     *,
     activation: Activation,
     format: TensorFormat,
+    narrow: bool,
 ) -> _Both:
     h = grouped_gemm_op.reference(lhs, rhs, group_sizes, out_dtype=jnp.dtype(lhs.dtype))
     copies = reference(
@@ -117,9 +128,14 @@ def _reference(
         None,
         format=format,
         blocks=_blocks(_shape_of_a(weights, rhs), format),
-        directions=(0, 1),
+        directions=(0,) if narrow else (0, 1),
     )
-    return h, copies.along_features, copies.along_rows
+    if not narrow:
+        return h, copies.along_features, copies.along_rows
+    blocks = _block_of_h(format), ()
+    options: dict[str, Any] = dict(format=format, blocks=blocks, directions=(0,))
+    kept = reference(Rows(h), group_sizes, None, None, **options)
+    return kept.along_features, copies.along_features, None
 
 
 def _results_like(
@@ -131,14 +147,18 @@ def _results_like(
     *,
     activation: Activation,
     format: TensorFormat,
-) -> tuple[Any, QuantizedArray, QuantizedArray]:
+    narrow: bool,
+) -> tuple[Any, QuantizedArray, QuantizedArray | None]:
     del source, activation
-    shape = _shape_of_a(weights, rhs)
+    shape, h = _shape_of_a(weights, rhs), _h_like(lhs, rhs, weights)
     first, second = (
         quantized_like(shape, lhs.dtype, format, block, group_sizes.shape)
         for block in _blocks(shape, format)
     )
-    return _h_like(lhs, rhs, weights), first, second
+    if not narrow:
+        return h, first, second
+    kept = quantized_like(h.shape, h.dtype, format, _block_of_h(format), group_sizes.shape)
+    return kept, first, None
 
 
 def _h_like(lhs: QuantizedArray | Moved, rhs: QuantizedArray, weights: jax.Array) -> Any:
@@ -154,8 +174,10 @@ def _unsupported(
     *,
     activation: Activation,
     format: TensorFormat,
+    narrow: bool,
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
+    del narrow
     h, blocks = _h_like(lhs, rhs, weights), _blocks(_shape_of_a(weights, rhs), format)
     activated = Activated(h, weights, source, activation)
     return quantized_rows_unsupported(

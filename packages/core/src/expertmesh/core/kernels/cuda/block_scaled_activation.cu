@@ -9,6 +9,9 @@
 // columns pass between them through shared memory. A room takes three parts of a tile, one after the other: gate, up,
 // and both copies of 8 bits.
 //
+// If h is NARROW, it is quantized along its features, as the activation is, and that has no other copy. Then a room
+// takes two parts: gate and up, and the copy.
+//
 // Compiled at run time, without headers, after `hopper.cuh`, `block_scaled_rows.cuh`, `activation.cuh` and
 // `scales.cuh`, whose macros it has.
 static_assert(!WIDE && !LOW_RANK && ROOMS == 2, "rooms take turns");
@@ -32,7 +35,8 @@ constexpr int MULTIPLIERS = LARGEST_AT + 2 * OF_TILE;
 static_assert(SCRATCH == WARPS * 16 + 2 * OF_TILE + CONSUMERS * PART_N * 4, "as launched");
 // Among the barriers of `bar.sync`: of all consumers, and of each.
 constexpr int ALL_CONSUMERS = 1, ONE_CONSUMER = 2;
-// In a room: the copy along the features, 64 lines of 128 bytes; and the one along the rows, two columns in a line.
+// In a room: the copy along the features, 64 lines of 128 bytes; and the one along the rows, two columns in a line. Or
+// so many lines of gate, and of up.
 constexpr int ALONG_ROWS = PART_M * 128;
 
 __device__ __forceinline__ void meet(int barrier, int threads) {
@@ -60,7 +64,7 @@ struct Routing {
   const float* weights;
   const int* source;  // of rows that lie side by side: whether they are tokens'
   int num_rows, width;  // of the activation
-  Stored *scale, *scale_rows;
+  Stored *h_scale, *scale, *scale_rows;
 };
 
 // A consumer's part of activations: pairs of numbers of 16 bits, by columns, of this thread's upper and lower row.
@@ -177,8 +181,39 @@ struct Quantizer {
     parts.turn++;
   }
 
-  __device__ __forceinline__ void store_row_scale(int row, int block, Stored stored) const {
-    if (row < of.num_rows) of.scale[(u64)row * (of.width / BLOCK) + block] = stored;
+  // The multipliers of this thread's upper and lower row, whose scales are stored: of `scales` that are `apart`.
+  __device__ __forceinline__ float2 scale_rows(const Pairs& a, u32 thread, int row, Stored* scales, int apart) const {
+    const u32 largest = largest_of_rows(a);
+    const Scale<Stored> upper = scale_of(largest & 0xFFFF), lower = scale_of(largest >> 16);
+    if (thread % 4 == 0 && row < of.num_rows) scales[(u64)row * apart] = upper.stored;
+    if (thread % 4 == 1 && row + 8 < of.num_rows) scales[(u64)(row + 8) * apart] = lower.stored;
+    return make_float2(upper.multiplier, lower.multiplier);
+  }
+
+#if NARROW
+  // One half of h, of this tile's columns, in 8 bits.
+  __device__ __forceinline__ void stage_half(
+      const float (&sums)[SUMS], u32 thread, int row, int n, int half, u32 to) const {
+    Pairs h;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; i++) h[i] = pack(sums[2 * i], sums[2 * i + 1]);
+    const int blocks = of.width / BLOCK;
+    const float2 by = scale_rows(h, thread, row, of.h_scale + half * blocks + n, 2 * blocks);
+    stage_along_features(h, thread, to, by.x, by.y);
+  }
+#endif
+
+  // The room that is free next.
+  __device__ __forceinline__ Room next_room() const {
+    const Room room = parts.room();
+    wait_barrier(room.free, parts.next_parity());
+    return room;
+  }
+
+  __device__ __forceinline__ void hand_over_room(Room room, u32 lane) {
+    __syncwarp();
+    if (lane == 0) arrive(room.ready);
+    parts.turn++;
   }
 
   // Where this consumer's multipliers of columns are, when all of its threads are here.
@@ -201,9 +236,16 @@ struct Quantizer {
     const u32 thread = thread_of_consumer(), lane = thread % 32;
     __syncwarp();
     const int4 tile = get(note(thread));
-    const int n = tile.w & 0xFFFF, row = parts.consumer * PART_M + thread / 32 * 16 + lane / 4;
+    const int n = tile.w & 0xFFFF, row = tile.x + parts.consumer * PART_M + thread / 32 * 16 + lane / 4;
+#if NARROW
+    const Room first = next_room();
+    stage_half(left, thread, row, n, 0, first.at);
+    stage_half(right, thread, row, n, 1, first.at + ALONG_ROWS);
+    hand_over_room(first, lane);
+#else
     pass(left);
     pass(right);
+#endif
     Pairs a;
 #pragma unroll
     for (int i = 0; i < SUMS / 2; i++) {
@@ -211,18 +253,16 @@ struct Quantizer {
       a[i] = activate(gates, ups, weight[i % 2]) & held[i % 2];  // no branch: pairs overlap
     }
     clear(left), clear(right);
-    const u32 largest = largest_of_rows(a);
-    const Scale<Stored> upper = scale_of(largest & 0xFFFF), lower = scale_of(largest >> 16);
-    if (lane % 4 == 0) store_row_scale(tile.x + row, n, upper.stored);
-    if (lane % 4 == 1) store_row_scale(tile.x + row + 8, n, lower.stored);
+    const float2 by = scale_rows(a, thread, row, of.scale + n, of.width / BLOCK);
+#if !NARROW
     const u32 multipliers = scale_columns(a, thread, tile.x, n);
-    const Room room = parts.room();
-    wait_barrier(room.free, parts.next_parity());
-    stage_along_features(a, thread, room.at, upper.multiplier, lower.multiplier);
+#endif
+    const Room room = next_room();
+    stage_along_features(a, thread, room.at, by.x, by.y);
+#if !NARROW
     stage_along_rows(a, thread, room.at + ALONG_ROWS, multipliers);
-    __syncwarp();
-    if (lane == 0) arrive(room.ready);
-    parts.turn++;
+#endif
+    hand_over_room(room, lane);
   }
 };
 
@@ -244,28 +284,32 @@ __device__ __forceinline__ int4 rows_in_order(int4 v) {
                    __byte_perm(v.z, v.w, 0x7531));
 }
 
-// A warp stores both copies of 64 rows from `row` on, of 128 columns.
-__device__ __forceinline__ void store_copies(Room room, u32 parity, Copies copies, int row, int column) {
-  constexpr int TOGETHER = BURST / 2;
-  const int lane = threadIdx.x % 32, live = copies.num_rows - row;
-  const u32 pitch = copies.width;
-  wait_barrier(room.ready, parity);
-  {
-    const int unit = lane % 8, line = lane / 8;
-    u8* to = copies.data + (u64)(row + line) * pitch + column + unit * 16;
+constexpr int TOGETHER = BURST / 2;
+
+// A warp stores 128 columns along the features of as many of 64 rows as are live.
+__device__ __forceinline__ void store_along_features(u32 from, u8* out, u64 first_byte, u32 pitch, int live) {
+  const int lane = threadIdx.x % 32, unit = lane % 8, line = lane / 8;
+  u8* to = out + first_byte + (u64)line * pitch + unit * 16;
 #pragma unroll 1
-    for (int first = 0; first < PART_M; first += 4 * TOGETHER) {
-      int4 v[TOGETHER];
+  for (int first = 0; first < PART_M; first += 4 * TOGETHER) {
+    int4 v[TOGETHER];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) {
-        const int here = first + 4 * i + line;
-        v[i] = columns_in_order(get(room.at + here * 128 + (unit ^ here % 8) * 16));
-      }
-#pragma unroll
-      for (int i = 0; i < TOGETHER; i++, to += 4 * pitch)
-        if (first + 4 * i + line < live) *(int4*)to = v[i];
+    for (int i = 0; i < TOGETHER; i++) {
+      const int here = first + 4 * i + line;
+      v[i] = columns_in_order(get(from + here * 128 + (unit ^ here % 8) * 16));
     }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++, to += 4 * pitch)
+      if (first + 4 * i + line < live) *(int4*)to = v[i];
   }
+}
+
+// Both copies of 64 rows from `row` on, of 128 columns.
+__device__ __forceinline__ void store_copies(Room room, u32 parity, Copies copies, int row, int column) {
+  const int lane = threadIdx.x % 32, live = copies.num_rows - row;
+  wait_barrier(room.ready, parity);
+  store_along_features(room.at, copies.data, (u64)row * copies.width + column, copies.width, live);
+#if !NARROW
   const int sixteen = lane % 4, line = lane / 4;
   u8* to = copies.data_rows + (u64)(column + line) * copies.num_rows + row + sixteen * 16;
 #pragma unroll 1
@@ -278,18 +322,38 @@ __device__ __forceinline__ void store_copies(Room room, u32 parity, Copies copie
     for (int i = 0; i < TOGETHER; i++, to += (u64)8 * copies.num_rows)
       if (sixteen * 16 < live) *(int4*)to = v[i];
   }
+#endif
   __syncwarp();
   if (lane == 0) arrive(room.free);
 }
 
+// Gate and up of 64 rows, in 8 bits.
+__device__ __forceinline__ void store_narrow(Room room, u32 parity, Copies copies, int row, int column) {
+  const u32 pitch = copies.width * 2;
+  const int live = copies.num_rows - row;
+  wait_barrier(room.ready, parity);
+#pragma unroll 1
+  for (int half = 0; half < 2; half++)
+    store_along_features(
+        room.at + half * ALONG_ROWS, copies.h, (u64)row * pitch + half * copies.width + column, pitch, live);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(room.free);
+}
+
 __device__ __forceinline__ void store_tiles(Tiles tiles, Parts parts, Copies copies) {
-  const u32 pitch = copies.width * 4;  // of h
   while (tiles.next()) {
-    const int row = tiles.row + parts.consumer * PART_M, column = tiles.n * PART_N, lines = tiles.end - row;
+    const int row = tiles.row + parts.consumer * PART_M, column = tiles.n * PART_N;
+#if NARROW
+    store_narrow(parts.room(), parts.parity(), copies, row, column);
+    parts.turn++;
+#else
+    const u32 pitch = copies.width * 4;  // of h
+    const int lines = tiles.end - row;
     u8* to = copies.h + (u64)row * pitch + column * 2;
 #pragma unroll 1
     for (int half = 0; half < 2; half++, to += pitch / 2, parts.turn++)
       store_part(parts.room(), parts.parity(), to, pitch, lines, PART_N * 2);
+#endif
     store_copies(parts.room(), parts.parity(), copies, row, column);
     parts.turn++;
   }
@@ -305,8 +369,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_activation
 #if GATHERS
     int num_tokens, int bytes,
 #endif
-    int num_rows, int steps, int width, int num_groups, u8* h, u8* data, Stored* scale, u8* data_rows,
-    Stored* scale_rows) {
+    int num_rows, int steps, int width, int num_groups, u8* h,
+#if NARROW
+    Stored* h_scale, u8* data, Stored* scale) {
+  u8* data_rows = nullptr;
+  Stored* scale_rows = nullptr;
+#else
+    u8* data, Stored* scale, u8* data_rows, Stored* scale_rows) {
+  Stored* h_scale = nullptr;
+#endif
 #if GATHERS
   const int* source = nullptr;
 #endif
@@ -332,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_activation
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
     const Scales scales{row_scales, weight_scales, consumer, num_rows, steps};
-    const Routing routing{routing_weights, source, num_rows, width, scale, scale_rows};
+    const Routing routing{routing_weights, source, num_rows, width, h_scale, scale, scale_rows};
     multiply_tiles(scales, consumer, ring, Quantizer{{smem, consumer}, routing});
   }
 }
