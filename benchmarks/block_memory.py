@@ -8,6 +8,7 @@ Dimension key: M rows of tokens, D model width, F expert width. In 16 bits h has
 before they are added to those of their tokens, 2 M D, under every recipe.
 """
 
+import concurrent.futures
 from collections.abc import Iterator
 
 import jax
@@ -79,7 +80,9 @@ def rows_of(shape: Shape) -> Iterator[dict]:
 def main():
     options = _measure.parser(__doc__).parse_args()
     shapes = SHAPES if jax.default_backend() == "gpu" else [SMALL]
-    _measure.write(options.json, (row for shape in shapes for row in rows_of(shape)))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda shape: list(rows_of(shape)), shapes))
+    _measure.write(options.json, (row for rows in found for row in rows))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ from expertmesh.train.model import ModelConfig
 from expertmesh.train.options import ModelOptions, TrainingOptions
 from expertmesh.train.trainer import Trainer
 
-RECIPES = None, "fp8_block", "fp8_current"
+# Name -> the recipe, and what experts keep for the backward.
+KINDS = {
+    "bfloat16": (None, "save_all"),
+    "fp8_block": ("fp8_block", "save_all"),
+    "fp8_current": ("fp8_current", "save_all"),
+    "fp8_block with save_8_bits": ("fp8_block", "save_8_bits"),
+}
 WARM, STEPS, TURNS = 3, 10, 3
 
 
@@ -60,13 +66,13 @@ def rows_of(model: ModelOptions, sequences: int) -> Iterator[dict]:
         f"{sequences} x {model.seq_len} tokens, {model.layers} layers, {model.model_dim}, F {model.expert_dim}, "
         f"{model.experts} experts, top {model.top_k}"
     )
-    for recipe in RECIPES:
+    for name, (recipe, remat) in KINDS.items():
         scanned = model_config(dataclasses.replace(model, recipe=recipe))
+        scanned = dataclasses.replace(scanned, moe=dataclasses.replace(scanned.moe, remat=remat))
         config = dataclasses.replace(scanned, unrolled=True)
         of = meter(config, model.seq_len)
         flops = sequences * model.seq_len * of.flops_per_token
         peak = of.peak or 1e12  # no GPU has none
-        name = recipe or "bfloat16"
         seconds, needed = step_of(config, size)
         case = f"{name} step, {shape}, {needed / 1e9:.1f} GB"
         reference = "the data sheet's bfloat16", flops / peak

@@ -213,6 +213,25 @@ def test_value_and_gradients(name):
         assert set(state) == {"wi", "wo"} and np.all(state["wo"].weight.amax_history[:, -1] > 0)
 
 
+@pytest.mark.parametrize("name", ["copied", "tensor", "mx", "blocks", "blocks, biases"])
+def test_what_is_kept_in_8_bits(name):
+    """No hidden layer in more, and in blocks no activation; without the option both."""
+    for suffix in ("", ", 8 bits"):
+        config, params, x, _, idx, weights = setup(*CASES[name + suffix])
+        handle, (given, _) = prepare(jnp.asarray(idx), config.exchange(axis=())), given_for(config)
+
+        def pull(*operands, config=config, handle=handle, given=given):
+            return jax.vjp(lambda *of: run(config, handle, given, *of)[0], *operands)[1]
+
+        kept = jax.tree.leaves(jax.eval_shape(pull, params, x, weights))
+        rows, F = handle.source.shape[1], config.expert_dim
+        hidden = [leaf for leaf in kept if leaf.ndim == 4 and leaf.shape[1:] == (rows, 2, F)]
+        assert [leaf.dtype.itemsize for leaf in hidden] == [1 if suffix else 4]
+        of_a = {(1, rows, F), (F, 1, rows)}  # the latter as Hopper reads it
+        activations = [leaf for leaf in kept if leaf.shape in of_a and leaf.dtype.itemsize == 1]
+        assert len(activations) == (name == "tensor" or name != "copied" and not suffix)
+
+
 EXACT = Float8BlockScaling(), dict(activation=Activation(function="gelu_exact"))
 IN_BLOCKS = {
     name: case
