@@ -118,7 +118,8 @@ def test_rows_of_tokens_where_they_are(which, panel):
     "twice, panel", [(False, 1), (True, 1), (True, 2), (True, 4)], indirect=["panel"]
 )
 def test_rows_of_tokens_without_blocks(twice, panel, given):
-    """As of rows that are written first, in many groups, of which some have no row, and one has most.
+    """As of rows that are written first, in many groups, of which some have no row, and one has most; data behind the
+    groups are undefined.
 
     NaN in a token that no row is of. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
     """
@@ -138,13 +139,14 @@ def test_rows_of_tokens_without_blocks(twice, panel, given):
 
     def copies(x, row_map, sizes):
         source = Moved(x, row_map)
-        return quantize_rows("test", source, sizes, formats, multiplier=multiplier)[:3]
+        made = quantize_rows("test", source, sizes, formats, multiplier=multiplier)[:3]
+        return jax.tree.map(lambda leaf: leaf[:, :live] if leaf.dtype.itemsize == 1 else leaf, made)
 
     got = run_twice(copies, x, row_map, sizes)
     rows = jnp.where(source[..., None] >= 0, x[:, source[0] // 8], 0)
     want = quantize_rows("test", Rows(rows), sizes, formats, multiplier=multiplier)[:3]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(codes(a), codes(b))
+        np.testing.assert_array_equal(codes(a), codes(b)[:, : a.shape[1]])
     groups = np.repeat(np.arange(37), np.asarray(sizes[0]))
     magnitudes = np.abs(np.asarray(rows[0, :live], np.float32)).max(axis=1)
     amax = [magnitudes[groups == g].max(initial=0) for g in range(37)]
@@ -159,7 +161,6 @@ def test_rows_of_tokens_without_blocks(twice, panel, given):
         # The interpreter halves the few numbers that are rounded up to a power of two.
         wrong = error > np.abs(want) / 8 + scale / 32
         assert wrong.mean(axis=1).max() < 0.1, "a row by another group's scale"
-    assert not codes(got[0].data)[:, live:].any()
 
 
 @pytest.mark.parametrize("given", [False, True])

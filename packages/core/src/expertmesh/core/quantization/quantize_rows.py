@@ -242,7 +242,7 @@ class Rows:
 @dataclasses.dataclass(frozen=True)
 class Moved(Rows):
     """`move_rows(base, row_map)`: rows of tokens [P, S, D], which a pass that quantizes them, or a grouped GEMM, reads
-    where they are. Tokens may be quantized, in blocks along D."""
+    where they are. Tokens may be quantized, in blocks along D. Copies of them are undefined in padding rows."""
 
     row_map: RowMap
 

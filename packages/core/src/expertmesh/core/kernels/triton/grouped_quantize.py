@@ -1,6 +1,6 @@
 """Quantization of rows in groups to 8 bits for NVIDIA GPUs, by the kernels of `kernels/quantize.py`.
 
-Group sizes are read on the device; padding rows are not read, and their data are zeros.
+Group sizes are read on the device; padding rows are not read, and their data are zeros, of `Moved` rows undefined.
 """
 
 import jax
@@ -26,7 +26,7 @@ def grouped_quantize(
         if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
             return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
-    options = dict(format=format, twice=both, amax_axes=amax_axes)
+    options = dict(format=format, twice=both, amax_axes=amax_axes, clear_padding=index is None)
     return by_group(x, sizes, multiplier, index=index, **options)
 
 
