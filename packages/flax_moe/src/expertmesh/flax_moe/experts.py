@@ -11,7 +11,8 @@
 
 Under a recipe each operand of a GEMM is in its format, as in core's linear/apply.py. What one kernel can activate and
 quantize is written in 8 bits only: a, and dh without biases. The gradient of a weight needs no expert output, so no y
-is kept; nor is a without a recipe, as the pass that makes dh makes it again.
+is kept; nor is a without a recipe, as the pass that makes dh makes it again. Under `remat="save_8_bits"` the backward
+is that at h rounded to 8 bits, which one kernel may write in place of h, and makes a of it where a kernel can.
 
 Rows come in three ways: plain; quantized before they were dispatched, where dWi contracts what has arrived, quantized
 again along the rows; or as tokens, plain or quantized, that the GEMMs, or what quantizes or moves their operands, read
@@ -171,9 +172,9 @@ def feed_forward(
       ValueError: what `expertmesh.core.grouped_dense` refuses.
 
     Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
-    recipe quantized along the rows, or the quantized tokens that a GEMM reads in place), h, and under a recipe a,
-    quantized along the rows, and both weights; of an Adapted under a recipe rows and a quantized along the features,
-    and its two thin results [P, C, r]. Costs and communication are those of two `grouped_dense`; a sharded F costs the
+    recipe quantized along the rows, or the quantized tokens where all are here), h, and under a recipe a, quantized
+    along the rows, and both weights; under `remat="save_8_bits"` h in 8 bits, and no a that kernels make of it; of an
+    Adapted under a recipe rows and a quantized along the features, and its two thin results [P, C, r]. Costs and communication are those of two `grouped_dense`; a sharded F costs the
     backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
