@@ -174,8 +174,9 @@ def feed_forward(
     Differentiable in `params` (of an Adapted in A and B alone), rows and weights. Kept for the backward: rows (under a
     recipe quantized along the rows, or the quantized tokens where all are here), h, and under a recipe a, quantized
     along the rows, and both weights; under `remat="save_8_bits"` h in 8 bits, and no a that kernels make of it; of an
-    Adapted under a recipe rows and a quantized along the features, and its two thin results [P, C, r]. Costs and communication are those of two `grouped_dense`; a sharded F costs the
-    backward an all-reduce [P, C], and an adapter all-reduces of [P, C, r].
+    Adapted under a recipe rows and a quantized along the features, and its two thin results [P, C, r]. Costs and
+    communication are those of two `grouped_dense`; a sharded F costs the backward an all-reduce [P, C], and an adapter
+    all-reduces of [P, C, r].
     """
     rows, handle = dispatched.rows, dispatched.handle
     extras = {name: NonDiffOperands(**given.layer(name)) for name in EXPERTS}
