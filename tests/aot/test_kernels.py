@@ -784,10 +784,10 @@ def test_quantize(monkeypatch, recipe, arch):
         of_tokens = tuple(-(-n // b) for n, b in zip(tokens.shape, both[0], strict=True))
         parts = dict(data=data[0].update(shape=tokens.shape), scale=data[1].update(shape=of_tokens))
         moved = grouped_requantize.MovedQuantized(dataclasses.replace(q, **parts), moved.row_map)
-        launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
-        assert len(launches) == 1, "the moved rows would be read"
-        _check_launches(launches, arch)
         options["directions"] = (1,)
+        launches = _launches(monkeypatch, moved.op, moved, sizes, None, None, **options)
+        assert len(launches) == 1, "the moved rows would be written"
+        _check_launches(launches, arch)
         launches = _launches(monkeypatch, source.op, source, sizes, None, None, **options)
         assert len(launches) == 1, "the numbers would be written in 16 bits"
         _check_launches(launches, arch)
