@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from expertmesh.core.kernels.choice.quantize import Activated, choose_activation
 from expertmesh.core.kernels.cuda import activate_quantize as cuda
 from expertmesh.core.kernels.device import for_device
-from expertmesh.core.kernels.formats import result_types, stored_scale
+from expertmesh.core.kernels.formats import as_bytes, result_types, stored_scale
 from expertmesh.core.kernels.triton import activate_quantize as triton
 from expertmesh.core.kernels.triton import activate_rows
 from expertmesh.core.kernels.triton.grouped_quantize import by_group
 from expertmesh.core.ops.row_map import holds_token
-from expertmesh.core.quantization.quantized import QuantizedArray
 
 
 def activate_quantize(source, group_sizes, multiplier, key, *, format, **options):
@@ -58,27 +57,17 @@ def _in_blocks(source, group_sizes, format, *, device):
     config = choose_activation(Activated(C, F, dtype, block, device, grad_dtype))
     shape = (1, C, *(() if d_out is None else (2,)), F)
     weights = () if source.weights is None else (source.weights, source.row_source)
-    kept, transposed = parts_of(h), config.transposed
-    operands = kept, d_out, weights, group_sizes[0].astype(jnp.int32)
+    (numbers, scale), transposed = as_bytes(h), config.transposed
+    operands = numbers, scale, d_out, weights, group_sizes[0].astype(jnp.int32)
     out_type = copy_types(shape, format, transposed)
     options = dict(config=config, activation=activation, format=format, out_type=out_type)
-    options |= dict(dtype=dtype, kept=h.format if len(kept) > 1 else None)
+    options |= dict(dtype=dtype, kept=None if scale is None else h.format)
     room = cuda if config.kernel == "cuda" else triton
     made = room.launch(*operands, **options)
     copies, sums = copies_of(made[:4], shape, format, transposed), made[4:]
     # What no program has written is of rows without a token.
     d_weights = [jnp.where(holds_token(source.row_source), x.sum(0), jnp.float32(0)) for x in sums]
     return *copies, *d_weights
-
-
-def parts_of(x) -> tuple[jax.Array, ...]:
-    """An array; or, of one quantized in blocks, its data as bytes, and its scales, as bytes if they have 8 bits."""
-    if not isinstance(x, QuantizedArray):
-        return (x,)
-    return tuple(
-        jax.lax.bitcast_convert_type(part, jnp.uint8) if part.dtype.itemsize == 1 else part
-        for part in (x.data, x.scale)
-    )
 
 
 def copy_types(shape, format, transposed: bool) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -5,12 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from expertmesh.core.quantization import numerics
+from expertmesh.core.quantization.quantized import QuantizedArray
 
 
 def result_types(shape, counts, format):
     """Types of data and scale as the kernels write them: bytes for the scales that Triton has no type of."""
     scale = jnp.uint8 if format.scale == "float8_e8m0fnu" else jnp.float32
     return jax.ShapeDtypeStruct(shape, format.dtype), jax.ShapeDtypeStruct(counts, scale)
+
+
+def as_bytes(x) -> tuple[jax.Array, jax.Array | None]:
+    """An array and None, or of what is quantized in blocks the data as bytes and `scale_bytes`."""
+    if not isinstance(x, QuantizedArray):
+        return x, None
+    return jax.lax.bitcast_convert_type(x.data, jnp.uint8), scale_bytes(x.scale)
+
+
+def scale_bytes(scale):
+    """Scales as kernels read them: bytes of those that Triton has no type of."""
+    if scale.dtype != jnp.float8_e8m0fnu:
+        return scale
+    return jax.lax.bitcast_convert_type(scale, jnp.uint8)
 
 
 def stored_scale(scale, format):

@@ -1,14 +1,12 @@
 """Rows quantized in blocks along the rows, as they are or of tokens at an index, for NVIDIA GPUs."""
 
-import jax
 import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Rows, choose_requantize
 from expertmesh.core.kernels.cuda import grouped_requantize as cuda
 from expertmesh.core.kernels.device import for_device
-from expertmesh.core.kernels.formats import result_types, stored_scale
+from expertmesh.core.kernels.formats import as_bytes, result_types, stored_scale
 from expertmesh.core.kernels.triton import grouped_requantize as triton
-from expertmesh.core.quantization.quantized import QuantizedArray
 
 
 def grouped_requantize(source, group_sizes, multiplier, key, *, format, **options):
@@ -28,15 +26,10 @@ def along_rows(x, index, group_sizes, format, *, device):
     """(data, scale) in blocks along the rows of x, or of its rows at an index, int32[1, C]; x: an array of 16 bits on
     Hopper, or quantized.
     """
-    data, scale = (x.data, x.scale) if isinstance(x, QuantizedArray) else (x, None)
-    dtype = jnp.dtype(x.dtype)
+    (data, scale), dtype = as_bytes(x), jnp.dtype(x.dtype)
     (_, tokens, K), block = data.shape, format.block[1]
     C = tokens if index is None else index.shape[1]
     config = choose_requantize(Rows(C, K, dtype, block, device))
-    if scale is not None:
-        if scale.dtype == jnp.float8_e8m0fnu:
-            scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-        data = jax.lax.bitcast_convert_type(data, jnp.uint8)
     shape = 1, C, K
     out_type = result_types((K, C) if config.transposed else shape, (1, -(-C // block), K), format)
     operands = data, scale, index, group_sizes[0].astype(jnp.int32)

@@ -8,16 +8,19 @@ from expertmesh.core.kernels.cuda import quantize
 from expertmesh.core.kernels.cuda.cuda_call import activation_macros
 
 
-def launch(h, d_out, weights, sizes, *, config: Config, activation, format, dtype, kept, out_type):
+def launch(
+    h, h_scale, d_out, weights, sizes, *, config: Config, activation, format, dtype, kept, out_type
+):
     """As `triton/activate_quantize.py`, to the bit but for d_weights."""
-    (_, C, _, F), gradient, weighted = h[0].shape, d_out is not None, bool(weights)
+    (_, C, _, F), gradient, weighted = h.shape, d_out is not None, bool(weights)
     made = dict(
         activation=activation, format=format, gradient=gradient, weighted=weighted, kept=kept
     )
     if gradient and weighted:
         out_type = *out_type, jax.ShapeDtypeStruct((-(-F // quantize.COLUMNS), C), jnp.float32)
+    given = (x for x in (h, h_scale, d_out, *weights, sizes) if x is not None)
     return quantize.launch(
-        *h, *((d_out,) if gradient else ()), *weights, sizes,
+        *given,
         source=source(dtype, config=config, **made),
         name="activate_quantize", config=config, rows=C, columns=F, out_type=out_type,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.formats import scaling
 from expertmesh.core.kernels.triton.activation import clamp, load, value_and_slope
 from expertmesh.core.kernels.triton.quantize import (
+    TYPES,
     block_scales,
     count_live,
     magnitudes_of,
@@ -26,14 +27,6 @@ from expertmesh.core.kernels.triton.quantize import (
     store_scale,
     without_subnormal,
 )
-
-_TYPES = {
-    "float32": tl.float32,
-    "bfloat16": tl.bfloat16,
-    "float16": tl.float16,
-    "float8_e4m3fn": tl.float8e4nv,
-    "float8_e5m2": tl.float8e5,
-}
 
 
 @triton.jit
@@ -210,14 +203,16 @@ def _kernel(
         store_along_rows(data_rows, q, at, inside, m + part * TM, half * F + n, end, M, TRANSPOSED)
 
 
-def launch(h, d_out, weights, sizes, *, config: Config, activation, format, dtype, kept, out_type):
+def launch(
+    h, h_scale, d_out, weights, sizes, *, config: Config, activation, format, dtype, kept, out_type
+):
     """The results of types `out_type`; with weights, (float32[C], int[C]) or (), the sums of the gradient's over tiles
     of columns, float32[tiles, C], too.
 
     Args:
-      h: (h of `dtype`,), or its bytes in the format `kept`, and its scales; then `kept` is not None.
+      h, h_scale: h of `dtype` and None, or its bytes in the format `kept`, which then is not None, and its scales.
     """
-    (_, C, _, F), BLOCK, G, tiles = h[0].shape, format.block[1], sizes.shape[0], config.tiles
+    (_, C, _, F), BLOCK, G, tiles = h.shape, format.block[1], sizes.shape[0], config.tiles
     TN = max(BLOCK, launcher.divisor(F, tiles.columns))
     halves = 1 if d_out is None else 2
     absent: dict[str, Any] = {"d_weights": None}
@@ -225,12 +220,12 @@ def launch(h, d_out, weights, sizes, *, config: Config, activation, format, dtyp
         absent = {}
         out_type = *out_type, jax.ShapeDtypeStruct((triton.cdiv(F, TN), C), jnp.float32)
     return launcher.triton_call(
-        *h, *(() if kept else (None,)), d_out, *(weights or (None, None)), sizes,
+        h, h_scale, d_out, *(weights or (None, None)), sizes,
         kernel=_kernel, out_type=out_type, num_warps=tiles.warps,
         backend_options={"maxnreg": config.registers} if config.registers else {},
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(F, TN) * halves,),
         M=C, F=F, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, TN=TN, PARTS=tiles.parts,
         TRANSPOSED=config.transposed, HALVES=halves, FUNCTION=activation.function, BOUND=activation.limit,
-        OFFSET=activation.up_offset, KEPT=_TYPES[(kept or format).dtype], DTYPE=_TYPES[dtype.name],
+        OFFSET=activation.up_offset, KEPT=TYPES[(kept or format).dtype], DTYPE=TYPES[dtype.name],
         **absent, **scaling(dtype, format),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.formats import scaling
 from expertmesh.core.kernels.triton.quantize import (
+    TYPES,
     count_live,
     in_panels,
     panel_of,
@@ -63,9 +64,6 @@ def _requantize_kernel(
     store_scale(out_scale, stored, 0, m, 0, n, M, 1, N, BLOCK, 1)
 
 
-_WIDE = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-
-
 def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type):
     """The results of types `out_type`; `dtype` is that between the two formats."""
     (_, C, K), BLOCK, G = data.shape, format.block[1], sizes.shape[0]
@@ -77,6 +75,6 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
         data, scale, index, sizes,
         kernel=_requantize_kernel, out_type=out_type, num_warps=config.tiles.warps,
         grid=(triton.cdiv(C, BLOCK) * triton.cdiv(K, TN),),
-        M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=_WIDE[dtype.name], TN=TN,
+        M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), BLOCK=BLOCK, WIDE=TYPES[dtype.name], TN=TN,
         TRANSPOSED=config.transposed, **panel, **scaling(dtype, format),
     )  # fmt: skip

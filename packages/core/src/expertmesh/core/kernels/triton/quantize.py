@@ -29,9 +29,18 @@ from expertmesh.core.kernels.choice.quantize import (
     choose_square,
 )
 from expertmesh.core.kernels.device import current_device
-from expertmesh.core.kernels.formats import result_types, scaling, stored_scale
+from expertmesh.core.kernels.formats import result_types, scale_bytes, scaling, stored_scale
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.scales import reciprocal, tensor_scales
+
+# Of dtypes by name: those between two quantizations, and those of 8 bits.
+TYPES = {
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "float8_e4m3fn": tl.float8e4nv,
+    "float8_e5m2": tl.float8e5,
+}
 
 
 @triton.jit
@@ -607,10 +616,8 @@ def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
     tiles = tiles or (WIDE_ROWS if BM == 1 else WIDE_COLUMNS)
     TN = max(BN, launcher.divisor(N, tiles.columns))
     TM = max(BM, tiles.elements // TN)
-    if scale.dtype == jnp.float8_e8m0fnu:
-        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     return launcher.triton_call(
-        data, scale,
+        data, scale_bytes(scale),
         kernel=_dequantize_kernel, out_type=jax.ShapeDtypeStruct(data.shape, dtype),
         grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, TN),), num_warps=tiles.warps,
         M=M, B=B, N=N, BM=BM, BN=BN, TM=TM, TN=TN,

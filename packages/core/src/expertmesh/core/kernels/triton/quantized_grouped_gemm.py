@@ -12,6 +12,7 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config, Tiles
+from expertmesh.core.kernels.formats import scale_bytes
 from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
     RANK_STEP,
@@ -228,8 +229,8 @@ def launch_rows(
     along, across = (block[::-1] if transposed else block) or (0, 1)
     rhs_block = (1, tiles.n, tiles.k) if transposed else (1, tiles.k, tiles.n)
     return launcher.triton_call(
-        tiled(lhs, (tiles.m, tiles.k), tiles), _bytes(lhs_scale),
-        tiled(rhs, rhs_block, tiles), _bytes(rhs_scale), group_sizes, *(low_rank or (None, None)),
+        tiled(lhs, (tiles.m, tiles.k), tiles), scale_bytes(lhs_scale),
+        tiled(rhs, rhs_block, tiles), scale_bytes(rhs_scale), group_sizes, *(low_rank or (None, None)),
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         grid=(config.programs,), num_warps=rows_warps(tiles, low_rank), num_stages=tiles.stages,
@@ -247,8 +248,8 @@ def launch_weights(
     """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
     K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
-        tiled(lhs, (tiles.k, tiles.m), tiles), _bytes(lhs_scale),
-        tiled(dy, (tiles.k, tiles.n), tiles), _bytes(dy_scale), group_sizes, lhs, dy,
+        tiled(lhs, (tiles.k, tiles.m), tiles), scale_bytes(lhs_scale),
+        tiled(dy, (tiles.k, tiles.n), tiles), scale_bytes(dy_scale), group_sizes, lhs, dy,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
@@ -256,10 +257,3 @@ def launch_weights(
         LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip
-
-
-def _bytes(scale):
-    """Powers of two as the bytes that `tl.dot_scaled` takes."""
-    if scale.dtype != jnp.float8_e8m0fnu:
-        return scale
-    return jax.lax.bitcast_convert_type(scale, jnp.uint8)
