@@ -33,12 +33,7 @@ from expertmesh.core.ops.activation import (
     gated_reference,
     with_pair,
 )
-from expertmesh.core.quantization.quantize import (
-    blocks_unsupported,
-    check_source,
-    dequantize_values,
-    plain,
-)
+from expertmesh.core.quantization.quantize import blocks_unsupported, check_source
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Formats,
@@ -49,7 +44,7 @@ from expertmesh.core.quantization.quantize_rows import (
     quantize_rows_op,
     quantizes_both_at_once,
 )
-from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
 
 __all__ = ["activate_grad_quantize", "activate_quantize"]
@@ -216,34 +211,15 @@ class Activated(Rows):
         return (*self.base.shape[:2], self.base.shape[-1])
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        return *self._of_base(of_data, of_groups), *self._of_routing(of_data)
-
-    def _of_base(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        if not is_quantized(self.base):
-            return (of_data,)
-        out: tuple[tuple[Any, ...], ...] = self.base.per_leaf(of_data, of_groups)
-        return out
-
-    def _plain(self) -> jax.Array:
-        """h, inside of an op."""
-        q = self.base
-        h: jax.Array = q
-        if isinstance(q, QuantizedArray):
-            h = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
-        return h
-
-    def _apart(self, spec: PartitionSpec | None) -> jax.Array:
-        """h, by an op of its own."""
-        h: jax.Array = plain(self.base, spec=spec and self.base_spec(spec))
-        return h
+        return *super().per_leaf(of_data, of_groups), *self._of_routing(of_data)
 
     def _of_routing(self, of_data: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
         return () if self.weights is None else (of_data[:2], of_data[:2])
 
     def rows(self) -> jax.Array:
         if self.weights is None:
-            return gated_reference(self._plain(), activation=self.activation)
-        operands: Any = self._plain(), self.weights, self.row_source, None
+            return gated_reference(self._numbers(), activation=self.activation)
+        operands: Any = self._numbers(), self.weights, self.row_source, None
         return activate_rows_reference(*operands, activation=self.activation)
 
     def apart(
@@ -252,8 +228,11 @@ class Activated(Rows):
         if self.weights is None:
             of_h = spec and self.base_spec(spec)
             options: dict[str, Any] = dict(activation=self.activation, operand_specs=(of_h,))
-            return activation_op(self._apart(spec), **options), None
-        operands, specs = (self._apart(spec), self.weights, self.row_source, group_sizes), None
+            return activation_op(self._numbers_apart(spec), **options), None
+        operands, specs = (
+            (self._numbers_apart(spec), self.weights, self.row_source, group_sizes),
+            None,
+        )
         if spec is not None:
             of_rows = PartitionSpec(*spec[:2])
             specs = self.base_spec(spec), of_rows, of_rows, PartitionSpec(*spec[:1])
@@ -286,12 +265,12 @@ class ActivatedGrad(Activated):
         return *super().per_leaf(of_data, of_groups), (*of_data[:2], *of_data[3:])
 
     def _gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        operands: Any = self._plain(), self.d_out, self.weights, self.row_source, None
+        operands: Any = self._numbers(), self.d_out, self.weights, self.row_source, None
         return activate_rows_grad_reference(*operands, activation=self.activation)
 
     def rows(self) -> jax.Array:
         if self.weights is None:
-            return gated_grad_reference(self._plain(), self.d_out, activation=self.activation)
+            return gated_grad_reference(self._numbers(), self.d_out, activation=self.activation)
         return self._gradients()[0]
 
     def d_weights(self) -> jax.Array | None:
@@ -306,14 +285,14 @@ class ActivatedGrad(Activated):
         if self.weights is None:
             specs = spec and (spec, PartitionSpec(*spec[:2], *spec[3:]))
             options = dict(operand_specs=specs, activation=self.activation)
-            return gated_grad_op(self._apart(spec), self.d_out, **options), None
+            return gated_grad_op(self._numbers_apart(spec), self.d_out, **options), None
         return self.with_activation(group_sizes, spec)[:2]
 
     def with_activation(
         self, group_sizes: jax.Array, spec: PartitionSpec | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(the rows at `spec`, `d_weights`, those of `Activated`) by an op of their own; there must be weights."""
-        operands = self._apart(spec), self.d_out, self.weights, self.row_source, group_sizes
+        operands = self._numbers_apart(spec), self.d_out, self.weights, self.row_source, group_sizes
         specs = None
         if spec is not None:
             of_d, of_rows = PartitionSpec(*spec[:2], *spec[-1:]), PartitionSpec(*spec[:2])

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.row_map import move_rows
-from expertmesh.core.quantization.quantize import blocks_unsupported, dequantize, dequantize_values
+from expertmesh.core.quantization.quantize import blocks_unsupported
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Formats,
@@ -145,20 +145,6 @@ class Dequantized(Rows):
     """`dequantize(base)`."""
 
     op: ClassVar[Op] = _op
-
-    def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
-        out: tuple[tuple[Any, ...], ...] = self.base.per_leaf(of_data, of_groups)
-        return out
-
-    def rows(self) -> jax.Array:
-        q = self.base
-        out: jax.Array = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
-        return out
-
-    def apart(
-        self, group_sizes: jax.Array, spec: PartitionSpec | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return dequantize(self.base, spec=spec), None
 
     def fuses(self, formats: Formats) -> bool:
         at_once = formats[0] is None and quantizes_both_at_once(self.base.format, formats[1])

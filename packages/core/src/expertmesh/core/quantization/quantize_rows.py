@@ -34,7 +34,9 @@ from expertmesh.core.quantization.quantize import (
     block_shape,
     check_multiplier,
     check_source,
+    dequantize_values,
     key_words,
+    plain,
     quantize_unsupported,
     quantized_array,
     random_bits,
@@ -182,7 +184,7 @@ class Rows:
     """Rows to quantize; a subclass makes them of other arrays, which are read in their place.
 
     Attributes:
-      base: the array that the op's term names; here the rows.
+      base: the array that the op's term names, or that in 8 bits; here the rows.
       op: `quantize_rows_op`, or one with the sharding and the kernels of a subclass.
     """
 
@@ -205,13 +207,26 @@ class Rows:
 
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         """As of a QuantizedArray."""
-        del of_groups
-        return (of_data,)
+        if not isinstance(self.base, QuantizedArray):
+            return (of_data,)
+        return self.base.per_leaf(of_data, of_groups)
 
     def rows(self) -> jax.Array:
         """The rows [P, C, ...], inside of an op."""
-        rows: jax.Array = self.base
-        return rows
+        return self._numbers()
+
+    def _numbers(self) -> jax.Array:
+        """Of `base`, inside of an op."""
+        q = out = self.base
+        if isinstance(q, QuantizedArray):
+            out = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
+        numbers: jax.Array = out
+        return numbers
+
+    def _numbers_apart(self, spec: PartitionSpec | None) -> jax.Array:
+        """Of `base`, for rows at `spec`, by an op of their own."""
+        out: jax.Array = plain(self.base, spec=spec and self.base_spec(spec))
+        return out
 
     def d_weights(self) -> jax.Array | None:
         """float32[P, C], the gradient of routing weights, inside of an op; None without."""
@@ -225,8 +240,8 @@ class Rows:
         self, group_sizes: jax.Array, spec: PartitionSpec | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The rows at `spec` and `d_weights`, by an op of their own."""
-        del group_sizes, spec
-        return self.base, None
+        del group_sizes
+        return self._numbers_apart(spec), None
 
     def base_spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Where `base` is, for rows at `spec`."""
@@ -259,10 +274,7 @@ class Moved(Rows):
         s, j = ("s", "j") if of_groups == "g" else (of_groups, of_groups)
         leading, rank = of_data[:1], self.row_map.row.ndim
         of_tokens = (*leading, s, *of_data[2:])
-        if isinstance(self.base, QuantizedArray):
-            of_base = self.base.per_leaf(of_tokens, of_groups)
-        else:
-            of_base = (of_tokens,)
+        of_base = super().per_leaf(of_tokens, of_groups)
         return *of_base, (*leading, s, j)[:rank], of_data[:2]
 
     def rows(self) -> Any:
