@@ -38,16 +38,14 @@ def memory_of(shape: Shape, recipe: str | None, remat: str = "save_all") -> tupl
         return jax.vjp(block, params, x)
 
     given = {_type(leaf) for leaf in jax.tree.leaves((params, x, weights))}
-    pull = jax.eval_shape(forward, params, x, weights)[1]
-    kept = [n for n, leaf in enumerate(jax.tree.leaves(pull)) if _type(leaf) not in given]
 
     def saved(params, x, weights):
         y, pull = forward(params, x, weights)
-        leaves = jax.tree.leaves(pull)
-        return y, [leaves[n] for n in kept]
+        return y, [leaf for leaf in jax.tree.leaves(pull) if _type(leaf) not in given]
 
-    leaves = jax.tree.leaves(pull)
-    size = sum(leaves[n].size * leaves[n].dtype.itemsize for n in kept)
+    pull = jax.eval_shape(forward, params, x, weights)[1]
+    kept = jax.eval_shape(saved, params, x, weights)[1]
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
     programs = (saved, (params, x, weights)), (lambda pull, dy: pull(dy), (pull, dy))
     return size, size + max(_temporaries(*program) for program in programs)
 
