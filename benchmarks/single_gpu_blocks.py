@@ -48,23 +48,23 @@ TRANSFORMER_ENGINE = {
 SHAPES = list({**SONIC, **TRANSFORMER_ENGINE})
 RECIPES = "fp8_block", "fp8_current"
 TURNS, CALLS = 5, 6
-MICROBATCHES = f"fp8_block in {CALLS} microbatches"
-EIGHT_BITS = *RECIPES, MICROBATCHES
+MICROBATCHES = {f"{recipe} in {CALLS} microbatches": recipe for recipe in RECIPES}
+EIGHT_BITS = *RECIPES, *MICROBATCHES
 BOTH, BURSTS = "forward and backward", " in bursts"
 RATE = 450e12  # about that of a block, to find how many calls fill a burst
 
 
 def programs(shape: Shape) -> dict[str, Callable]:
-    """bfloat16's "forward", and both passes of bfloat16, of each recipe by its name, and in microbatches."""
+    """bfloat16's "forward", and both passes of bfloat16, of each recipe by its name, and of it in microbatches."""
     functions = {"forward": passes(moe, shape.config())["forward"]}
     for recipe in (None, *RECIPES):
         functions[recipe or "bfloat16"] = passes(moe, shape.config(recipe=recipe))[BOTH]
-    return functions | {MICROBATCHES: microbatch(shape)}
+    return functions | {name: microbatch(shape, MICROBATCHES[name]) for name in MICROBATCHES}
 
 
-def microbatch(shape: Shape) -> Callable:
-    """Both passes under fp8_block, with weights that are quantized."""
-    config = shape.config(recipe="fp8_block")
+def microbatch(shape: Shape, recipe: str) -> Callable:
+    """Both passes under a recipe, with weights that are quantized."""
+    config = shape.config(recipe=recipe)
 
     def both(params, x, dy, weights):
         def block(params, x, config):
@@ -75,9 +75,9 @@ def microbatch(shape: Shape) -> Callable:
     return both
 
 
-def quantized(shape: Shape) -> Callable:
+def quantized(shape: Shape, recipe: str) -> Callable:
     """What `microbatch` is given after the operands."""
-    return lambda params, *_: (quantize_weights(params, shape.config(recipe="fp8_block")),)
+    return lambda params, *_: (quantize_weights(params, shape.config(recipe=recipe)),)
 
 
 def bursts_of(shape: Shape, functions: dict[str, Callable], types: tuple) -> dict[str, Callable]:
@@ -102,7 +102,7 @@ def times_of(shape: Shape, lock: pathlib.Path | None) -> tuple[dict, dict]:
     """Seconds of each turn: of programs without pauses, and in bursts, of SonicMoE's shapes."""
     with _measure.held(lock, shared=True):
         functions, types = programs(shape), jax.eval_shape(lambda: operands(shape, None))
-        prepared = {MICROBATCHES: quantized(shape)}
+        prepared = {name: quantized(shape, recipe) for name, recipe in MICROBATCHES.items()}
         hot = _measure.all_steps(functions, types, CALLS, prepared=prepared)
         bursts = bursts_of(shape, functions, types) if shape in SONIC else {}
     with _measure.held(lock):
@@ -121,7 +121,7 @@ def rows_of(shape: Shape, lock: pathlib.Path | None = None) -> Iterator[dict]:
         yield from beside_sonic(shape, medians, BURSTS)
     for name in ("bfloat16", *EIGHT_BITS):
         case = _case(name, BOTH, shape)
-        if shape in TRANSFORMER_ENGINE and name != MICROBATCHES:
+        if shape in TRANSFORMER_ENGINE and name not in MICROBATCHES:
             reference = "Transformer Engine 2.20.2 on H200", TRANSFORMER_ENGINE[shape] / 1e3
             yield _measure.time_row("moe_block", case, median[name], *reference, unit="ms")
         if name != "bfloat16":

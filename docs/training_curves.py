@@ -7,7 +7,7 @@
 
 A run is one process of the main job, in a folder of its own, and is resumed where it was killed. Finished ones are
 kept in docs/numerics.json; one with other settings or another text is run again. Exit status 1: a recipe of 8 bits is
-farther than 1 % from bfloat16.
+farther than 1 % from bfloat16. A recipe's name may be followed by +, and what the main job's --remat is.
 """
 
 import argparse
@@ -34,13 +34,15 @@ from expertmesh.train.options import RECIPES, ModelOptions
 DOCS = pathlib.Path(__file__).resolve().parent
 BEGIN = "<!-- docs/training_curves.py -->"
 PLAIN = "bfloat16"
+KEPT = [f"{recipe}+save_8_bits" for recipe in (PLAIN, "fp8_current", "fp8_block")]
+NAMES = [PLAIN, *RECIPES, *KEPT]
 WITHIN = 0.01  # of the validation loss of bfloat16, for each recipe of 8 bits
 SMOOTHED = 10  # steps of training loss to a point of the plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run. `recipe` may be PLAIN."""
+    """One training run. `recipe` is one of NAMES."""
 
     recipe: str
     seed: int
@@ -51,9 +53,7 @@ class Run:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--recipes", nargs="*", default=[PLAIN, *RECIPES], choices=[PLAIN, *RECIPES]
-    )
+    parser.add_argument("--recipes", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument(
@@ -169,10 +169,12 @@ def train(run: Run, options: argparse.Namespace, cores, started: list) -> dict:
 
 def command(run: Run, folder: pathlib.Path, options: argparse.Namespace, resume: bool) -> list[str]:
     program = [sys.executable, "-m", "expertmesh.train"]
+    recipe, _, remat = run.recipe.partition("+")
     return [
         *(*program, "--dtype", "bfloat16", "--steps", str(options.steps)),
         *("--seed", str(run.seed), "--out", str(folder)),
-        *(("--recipe", run.recipe) if run.recipe != PLAIN else ()),
+        *(("--recipe", recipe) if recipe != PLAIN else ()),
+        *(("--remat", remat) if remat else ()),
         *(("--resume",) if resume else ()),
         *options.arguments,
     ]
@@ -225,7 +227,7 @@ def compare(runs: dict[str, dict]) -> list[Row]:
         )
     last = {name: list(run["valid_loss"].values())[-1] for name, run in runs.items()}
     rows = []
-    for recipe in (PLAIN, *RECIPES):
+    for recipe in NAMES:
         seeds = seeds_of(runs, recipe)
         if not seeds and recipe == PLAIN:
             raise ValueError(

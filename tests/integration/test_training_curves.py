@@ -128,7 +128,7 @@ def test_a_run_that_fails_is_named(curves, tmp_path):
 
 def test_commands(curves):
     options = curves.parse(["--steps", "7", "--", "--cpu-devices", "4"])
-    assert len(options.recipes) == 6 and options.seeds == [0, 1, 2]
+    assert len(options.recipes) == 9 and options.seeds == [0, 1, 2]
     plain = curves.command(curves.Run("bfloat16", 2), Path("x"), options, resume=False)
     assert (
         plain[1:]
@@ -143,6 +143,10 @@ def test_commands(curves):
             "--dtype bfloat16 --steps 7 --seed 0 --out x --recipe mxfp8 --resume --cpu-devices 4"
         ).split()
     )
+    for name, chosen in [("fp8_block", "--recipe fp8_block "), ("bfloat16", "")]:
+        kept = curves.Run(f"{name}+save_8_bits", 0)
+        text = " ".join(curves.command(kept, Path("x"), options, resume=False))
+        assert f"--out x {chosen}--remat save_8_bits --cpu-devices 4" in text
 
 
 def test_cores_are_shared_out(curves):
