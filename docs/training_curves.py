@@ -7,7 +7,8 @@
 
 A run is one process of the main job, in a folder of its own, and is resumed where it was killed. Finished ones are
 kept in docs/numerics.json; one with other settings or another text is run again. Exit status 1: a recipe of 8 bits is
-farther than 1 % from bfloat16. A recipe's name may be followed by +, and what the main job's --remat is.
+farther than 1 % from bfloat16. With +save_8_bits behind a name, the main job has --remat
+save_8_bits.
 """
 
 import argparse

@@ -229,10 +229,8 @@ class Activated(Rows):
             of_h = spec and self.base_spec(spec)
             options: dict[str, Any] = dict(activation=self.activation, operand_specs=(of_h,))
             return activation_op(self._numbers_apart(spec), **options), None
-        operands, specs = (
-            (self._numbers_apart(spec), self.weights, self.row_source, group_sizes),
-            None,
-        )
+        operands = self._numbers_apart(spec), self.weights, self.row_source, group_sizes
+        specs = None
         if spec is not None:
             of_rows = PartitionSpec(*spec[:2])
             specs = self.base_spec(spec), of_rows, of_rows, PartitionSpec(*spec[:1])

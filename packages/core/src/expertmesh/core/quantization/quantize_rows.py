@@ -217,10 +217,10 @@ class Rows:
 
     def _numbers(self) -> jax.Array:
         """Of `base`, inside of an op."""
-        q = out = self.base
+        q = self.base
+        numbers: jax.Array = q
         if isinstance(q, QuantizedArray):
-            out = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
-        numbers: jax.Array = out
+            numbers = dequantize_values(q.data, q.scale, block=q.block, dtype=q.dtype)
         return numbers
 
     def _numbers_apart(self, spec: PartitionSpec | None) -> jax.Array:

@@ -33,7 +33,7 @@ from expertmesh.core.kernels.formats import result_types, scale_bytes, scaling, 
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.scales import reciprocal, tensor_scales
 
-# Of dtypes by name: those between two quantizations, and those of 8 bits.
+# Triton's types by the names of JAX's: those between two quantizations, and those of 8 bits.
 TYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
