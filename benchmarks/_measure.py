@@ -222,6 +222,11 @@ class Turns:
         """Says that this process is "ready" to measure, or "done"; another one says it for a process that has ended."""
         (self.folder / f"{what}{self.number}").touch()
 
+    def seconds_held(self) -> float:
+        """For how long this process has had its turn; 0 before and after it."""
+        held = self.folder / f"held{self.number}"
+        return time.time() - held.stat().st_mtime if held.exists() else 0
+
     def _has(self, what: str, number: int) -> bool:
         return (self.folder / f"{what}{number}").exists()
 
@@ -244,7 +249,9 @@ class Turns:
                     break
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 time.sleep(0.05)
+            self.mark("held")
             yield
+            (self.folder / f"held{self.number}").unlink()
         self.mark("done")
 
 
@@ -338,14 +345,15 @@ def burst(
 
 
 def hot(
-    function: Callable, operands: tuple, seconds: float, length: float = 0.03
+    function: Callable, operands: tuple, seconds: float, length: float = 0.03, pause: float = 0
 ) -> Callable[[], float]:
-    """As `burst`, of one program without pauses, as a training step is."""
+    """As `burst`, of one program, as a training step is: without pauses, or after one of so many seconds."""
     repeat, calls = _filling(function, operands, seconds, length)
 
-    def once():
+    def once(*given):
+        time.sleep(pause)
         start = time.perf_counter()
-        jax.block_until_ready(repeat(*operands))
+        jax.block_until_ready(repeat(*(given or operands)))
         return (time.perf_counter() - start) / calls
 
     return once

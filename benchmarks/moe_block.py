@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -486,6 +487,7 @@ LANES = {
 }
 WEAK = "weak1", "weak2", "7"
 COMPILING = 0.4  # of the seconds, before the first turn
+HELD = 100  # seconds, far more than a turn takes
 
 
 def rows_of_lane(name: str, transport: str, turns: _measure.Turns, axes):
@@ -495,8 +497,12 @@ def rows_of_lane(name: str, transport: str, turns: _measure.Turns, axes):
     return measure(shape if jax.default_backend() == "gpu" else SMALL, mesh, transport, turns=turns)
 
 
-def side_by_side(names: list[str], options):
-    """(lane, row), each lane in a process of its own, as lanes end; at last (lane, None) for those that died."""
+def side_by_side(names: Sequence[str], options):
+    """(lane, row), each lane in a process of its own, as lanes end; at last (lane, None) for those that died.
+
+    A lane that waits for its peers for good, after one of them has run out of memory, ends when its turn has lasted
+    HELD seconds, so that the others get theirs.
+    """
     with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as ending:
         folder, begin = pathlib.Path(path), time.monotonic()
         until = begin + COMPILING * options.seconds
@@ -522,7 +528,11 @@ def side_by_side(names: list[str], options):
             time.sleep(0.1)
             begin = begin if turns[0].may_begin() else time.monotonic()
             late = time.monotonic() - begin > options.seconds
-            for lane in [lane for lane in running if late or lane[2].poll() is not None]:
+            for lane in [
+                lane
+                for lane in running
+                if late or lane[1].seconds_held() > HELD or lane[2].poll() is not None
+            ]:
                 running.remove(lane)
                 name, turn, process, part = lane
                 process.kill()
@@ -562,7 +572,10 @@ def main():
     parser.add_argument("--recipe", help="of --phases")
     parser.add_argument("--mesh", metavar="FSDPxEP", help="default: 2x2 of four devices, else 1xN")
     parser.add_argument("--lanes", metavar="NAME,...", help=f"of {', '.join(LANES)}; default: all")
-    parser.add_argument("--seconds", type=float, default=200, help="for all lanes together")
+    parser.add_argument(
+        "--at-once", type=int, help="lanes that share the GPUs' memory; default: all"
+    )
+    parser.add_argument("--seconds", type=float, default=200, help="for all lanes at once")
     parser.add_argument("--transport", help='default: "nvlink" between GPUs, else "auto"')
     parser.add_argument("--after", metavar="FILE", type=pathlib.Path, help="measure when it exists")
     for internal in ("--lane", "--turn", "--folder"):
@@ -596,7 +609,8 @@ def _rows(options):
         turns = _measure.Turns(folder, int(number), int(count), float(until), options.after)
         return rows_of_lane(options.lane, transport, turns, axes)
     names = options.lanes.split(",") if options.lanes else list(LANES) if on_gpu else ["check", "1"]
-    return with_weak_scaling(side_by_side(names, options))
+    waves = itertools.batched(names, options.at_once or len(names))
+    return with_weak_scaling(row for wave in waves for row in side_by_side(wave, options))
 
 
 if __name__ == "__main__":
