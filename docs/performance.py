@@ -172,10 +172,10 @@ ANSWERS = {
 On H200s and H100s; kernels for other GPUs are [compiled, not run](core.md#kernels). Plain JAX is `native_moe`
 (`ragged_all_to_all` and `ragged_dot`), timed in the same run on the mesh fsdp 2 x ep 2. Transformer Engine's block was
 run on the same GPU ([how](beside-transformer-engine.md)); it has no 8 bits on Hopper, so it is BF16 throughout.
-SonicMoE was not run here: its rates are what its paper gives for an H100 (arXiv 2512.14080, figure 14, within 5
-TFLOP/s), in a protocol that it does not name; ours are without pauses, and in bursts. The first table has the times
-beside plain JAX on four H200s, at the sizes of the tutorial of Transformer Engine's block; its last column is what that
-tutorial gives for four GB200s, not run here.""",
+SonicMoE's rates are what its paper gives for an H100 (arXiv 2512.14080, figure 14, within 5 TFLOP/s). Ours are without
+pauses, and in bursts of half a second, as its benchmark times it; at three sizes it was [run on the same
+GPU](beside-sonicmoe.md). The first table has the times beside plain JAX on four H200s, at the sizes of the tutorial of
+Transformer Engine's block; its last column is what that tutorial gives for four GB200s, not run here.""",
     "performance_shapes.png": """\
 Rows, contraction and width of a GEMM, and its groups. Large groups reach the rate of a dense GEMM; the fewer rows a
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
