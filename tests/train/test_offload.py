@@ -160,9 +160,17 @@ def test_a_weights_gradient_is_its_masters():
 def test_a_chunk_has_as_many_experts_as_fit(sizes, experts, wi, wo, monkeypatch):
     monkeypatch.setattr(step, "CHUNK_BYTES", int(experts * 4 * 32 * 2 * 32))
     one = trainer(True, sizes=sizes)
-    found = step.chunks_of(one.config, one.abstract().params, one.shardings)
+    found = step.chunks_of(one.config, one.abstract(), one.shardings)
     assert [found["layers"]["moe"][name].sizes for name in ("wi", "wo")] == [wi, wo]
     assert found["layers"]["qkv"].sizes == (1,) and found["embed"].sizes == ()
+
+
+@pytest.mark.parametrize(("optimizer", "wi"), [("adamw", ()), ("muon", (1, 4))])
+def test_what_is_on_the_device_has_chunks_for_gemms_alone(optimizer, wi):
+    one = trainer(False, optimizer=optimizer, sizes=(1, 1))
+    found = step.chunks_of(one.config, one.abstract(), one.shardings)
+    assert found["layers"]["moe"]["wi"].sizes == wi
+    assert found["embed"].sizes == ()
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (2,), (1, 1), (2, 1), (1, 3)])

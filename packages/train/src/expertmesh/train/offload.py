@@ -136,7 +136,7 @@ def update(
 ) -> Parameters:
     """One step of the optimizer, leaf after leaf and chunk after chunk.
 
-    Of what is on the device too: the same loop rounds alike wherever the state is.
+    A whole rounds as its chunks do: in either an update is compiled apart from what made the gradient.
 
     Args:
       optimizer: see the top of this module.
@@ -266,10 +266,12 @@ class _Leaf(NamedTuple):
                 f"{shape}; keep that optimizer's state on the device"
             )
         start = self.arrays, self.copy, shared
-        one = functools.partial(self._chunk, chunks)
-        return (
-            jax.lax.fori_loop(0, chunks.count(shape), one, start) if chunks.sizes else one(0, start)
-        )
+        if chunks.sizes:
+            one = functools.partial(self._chunk, chunks)
+            return jax.lax.fori_loop(0, chunks.count(shape), one, start)
+        # As a loop's operands are: what made the gradient is not fused with the update, which would round otherwise.
+        alone = self._replace(grad=jax.lax.optimization_barrier(self.grad))
+        return alone._chunk(chunks, 0, start)
 
     def _chunk(self, chunks: Chunks, number: Any, carry: Any) -> Any:
         arrays, copy, _ = carry

@@ -239,7 +239,7 @@ def with_copies(config: ModelConfig, saved: SavedState, shardings: TrainState) -
         saved.params,
         shardings.copies,
         _dtypes(config),
-        chunks_of(config, saved.params, shardings),
+        chunks_of(config, saved, shardings),
     )
     return TrainState(*saved, copies)
 
@@ -265,12 +265,15 @@ def _dtypes(config: ModelConfig) -> Any:
     return model.weights(config, lambda _, dims, dtype: jnp.dtype(dtype))
 
 
-def chunks_of(config: ModelConfig, params: Any, shardings: Any) -> Any:
+def chunks_of(config: ModelConfig, state: SavedState | TrainState, shardings: TrainState) -> Any:
     """For each parameter, the chunks in which it is updated: a layer's weight, or as many of its experts as fit.
 
     They fit that have CHUNK_BYTES together, as wholes: Muon gathers what a mesh splits of a matrix. Where an axis
-    splits the experts themselves, a chunk has all of a layer.
+    splits the experts themselves, a chunk has all of a layer. AdamW holds nothing beside a parameter and its state:
+    where these are on the device, it updates each parameter at once, in place.
     """
+    if shardings.copies is None and not _multiplies(state.opt_state):
+        return jax.tree.map(lambda _: Chunks(), state.params)
 
     def chunks(param: Any, sharding: NamedSharding, batch_dims: int | None) -> Chunks:
         shard = sharding.shard_shape(param.shape)
@@ -284,7 +287,16 @@ def chunks_of(config: ModelConfig, params: Any, shardings: Any) -> Any:
         return Chunks((1, max(n for n in range(1, count + 1) if count % n == 0 and n <= together)))
 
     batch_dims = model.weights(config, lambda _, dims, dtype: dims)
-    return jax.tree.map(chunks, params, shardings.params, batch_dims)
+    return jax.tree.map(chunks, state.params, shardings.params, batch_dims)
+
+
+def _multiplies(opt_state: Any) -> bool:
+    """Whether it is of an optimizer with GEMMs, whose operands are beside a parameter and its state."""
+
+    def is_muons(state: Any) -> bool:
+        return isinstance(state, optax.contrib.MuonState)
+
+    return any(is_muons(state) for state in jax.tree.leaves(opt_state, is_leaf=is_muons))
 
 
 def _init(config: ModelConfig, optimizer: Optimizer, seed: int) -> SavedState:
@@ -363,7 +375,7 @@ def _train_step(
         grad,
         Parameters(state.params, state.opt_state, copies),
         in_host(Parameters(shardings.params, shardings.opt_state, None)),
-        chunks_of(config, state.params, shardings),
+        chunks_of(config, state, shardings),
         grad_norm=norm,
     )
     copies = None if state.copies is None else new.copies
