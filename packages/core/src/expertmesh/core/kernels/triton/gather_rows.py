@@ -7,11 +7,11 @@ A row is read in pieces of `Tiles.columns`; all terms of a piece are under way a
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.formats import bytes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def gather(src, index, weight=None, *, tiles: Tiles | None = None):
     """[P, S, D] at [P, N, K] -> [P, N, D]."""
     (P, S, D), (_, N, K) = src.shape, index.shape
     tiles = fit(tiles or (COPY if K == 1 and weight is None else SUM), D)
-    words = as_words(src)
+    words = bytes_of(src)
     out = launcher.triton_call(
         words, index, index if weight is None else weight,
         kernel=_gather_kernel,
@@ -70,12 +70,6 @@ def gather(src, index, weight=None, *, tiles: Tiles | None = None):
         S=S, N=N, K=K, D=D, WEIGHTED=weight is not None, BD=tiles.columns,
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(out, src.dtype) if out.dtype != src.dtype else out
-
-
-def as_words(x):
-    """Eight-bit floats as bytes, whose zero has the same bits: they are only copied."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if narrow else x
 
 
 def fit(tiles: Tiles, width: int) -> Tiles:

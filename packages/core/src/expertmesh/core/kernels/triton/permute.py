@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.triton.gather_rows import Tiles, as_words, fit
+from expertmesh.core.kernels.formats import bytes_of
+from expertmesh.core.kernels.triton.gather_rows import Tiles, fit
 from expertmesh.core.operands import wide_ids
 
 
@@ -180,7 +181,7 @@ ROWS = 1024  # rows that a program marks as padding
 def spread(x, row, source, *, tiles: Tiles = SPREAD):
     """[P, T, D] -> [P, N, D]: each token at its rows."""
     (P, T, D), N, K = x.shape, source.shape[1], row.shape[2]
-    tiles, words = fit(tiles, D), as_words(x)
+    tiles, words = fit(tiles, D), bytes_of(x)
     out = launcher.triton_call(
         words, row, source,
         kernel=_spread_kernel,
