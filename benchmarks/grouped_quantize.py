@@ -14,7 +14,7 @@ from benchmarks.grouped_gemm import group_sizes, on_gpu
 from expertmesh.core import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize
 from expertmesh.core.ops.permute import plan_permute
 from expertmesh.core.ops.row_map import RowMap
-from expertmesh.core.quantization.grouped_requantize import move_requantize
+from expertmesh.core.quantization.grouped_requantize import grouped_requantize
 from expertmesh.core.quantization.quantize_rows import (
     Moved,
     grouped_quantize,
@@ -86,16 +86,16 @@ def cases_of_tokens(name, tokens, width, experts, top_k):
             return arrays_of_both(grouped_quantize_both(moved, sizes, (format, format)))
 
         def move(q, row, source, sizes, format=format):
-            first, second = move_requantize(q, RowMap(row, source), sizes, format)
-            return *_arrays(first), *arrays_along_rows(second)
+            moved = Moved(q, RowMap(row, source))
+            return arrays_along_rows(grouped_requantize(moved, sizes, format))
 
         case = f"bfloat16 {recipe} {name} tokens {tokens}x{width}, {experts} groups, top {top_k}"
-        moved, reads = 2 * rows * width, 1 if format.block else 2
-        run = f"rows of {case}", both, (x, *places), reads * x.nbytes + moved
+        size, reads = rows * width, 1 if format.block else 2
+        run = f"rows of {case}", both, (x, *places), reads * x.nbytes + 2 * size
         yield _measure.copy_case("grouped_quantize", *run)
         if format.block is not None:
             q = quantize(x, format)
-            run = f"rows of quantized {case}", move, (q, *places), x.size + moved
+            run = f"rows, along the rows, of quantized {case}", move, (q, *places), x.size + size
             yield _measure.copy_case("grouped_quantize", *run)
 
 

@@ -38,6 +38,14 @@ def test_each_runs_and_writes_its_rows(name, tmp_path):
     assert rows and all(row["value"] >= 0 and row["reference"] for row in rows)
 
 
+def test_each_finds_what_it_imports():
+    names = ", ".join(f"benchmarks.{name}" for name in RUNNABLE)
+    command = [sys.executable, "-c", f"import {names}"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "count"), [("group_bias", 1), ("moe_block", 3)])
 def test_a_tree_by_turns_with_itself(name, count, tmp_path):
