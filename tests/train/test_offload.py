@@ -165,8 +165,12 @@ def test_a_chunk_has_as_many_experts_as_fit(sizes, experts, wi, wo, monkeypatch)
     assert found["layers"]["qkv"].sizes == (1,) and found["embed"].sizes == ()
 
 
-@pytest.mark.parametrize(("optimizer", "wi"), [("adamw", ()), ("muon", (1, 4))])
-def test_what_is_on_the_device_has_chunks_for_gemms_alone(optimizer, wi):
+@pytest.mark.parametrize(
+    ("optimizer", "gpu", "wi"),
+    [("adamw", True, ()), ("adamw", False, (1, 4)), ("muon", True, (1, 4))],
+)
+def test_what_is_on_a_gpu_has_chunks_for_gemms_alone(optimizer, gpu, wi, monkeypatch):
+    monkeypatch.setattr(step, "_on_gpu", lambda shardings: gpu)
     one = trainer(False, optimizer=optimizer, sizes=(1, 1))
     found = step.chunks_of(one.config, one.abstract(), one.shardings)
     assert found["layers"]["moe"]["wi"].sizes == wi

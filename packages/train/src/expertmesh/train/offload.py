@@ -136,7 +136,7 @@ def update(
 ) -> Parameters:
     """One step of the optimizer, leaf after leaf and chunk after chunk.
 
-    A whole rounds as its chunks do: in either an update is compiled apart from what made the gradient.
+    On GPUs a whole rounds as its chunks do: in either an update is compiled apart from what made the gradient.
 
     Args:
       optimizer: see the top of this module.

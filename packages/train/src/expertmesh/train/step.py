@@ -270,9 +270,10 @@ def chunks_of(config: ModelConfig, state: SavedState | TrainState, shardings: Tr
 
     They fit that have CHUNK_BYTES together, as wholes: Muon gathers what a mesh splits of a matrix. Where an axis
     splits the experts themselves, a chunk has all of a layer. AdamW holds nothing beside a parameter and its state:
-    where these are on the device, it updates each parameter at once, in place.
+    where these are on a GPU, it updates each parameter at once, in place. XLA for CPUs fuses such an update with what
+    made the gradient, which would round otherwise than with `offload`.
     """
-    if shardings.copies is None and not _multiplies(state.opt_state):
+    if shardings.copies is None and _on_gpu(shardings) and not _multiplies(state.opt_state):
         return jax.tree.map(lambda _: Chunks(), state.params)
 
     def chunks(param: Any, sharding: NamedSharding, batch_dims: int | None) -> Chunks:
@@ -288,6 +289,11 @@ def chunks_of(config: ModelConfig, state: SavedState | TrainState, shardings: Tr
 
     batch_dims = model.weights(config, lambda _, dims, dtype: dims)
     return jax.tree.map(chunks, state.params, shardings.params, batch_dims)
+
+
+def _on_gpu(shardings: TrainState) -> bool:
+    first: NamedSharding = jax.tree.leaves(shardings.params)[0]
+    return str(first.mesh.devices.flat[0].platform) == "gpu"
 
 
 def _multiplies(opt_state: Any) -> bool:
