@@ -327,18 +327,16 @@ def burst(
     after the other; what counts is the second, from the first's end to its own, by the GPU's clock: the dispatch and
     the start are over by then.
 
-    What is returned takes operands, as that of `steps` does.
-
     Args:
       length: seconds that a program of the burst takes, about.
     """
     repeat, calls = _filling(function, operands, seconds, length)
     now = _clock()
 
-    def once(*given):
+    def once():
         time.sleep(PAUSE)
-        start = now(repeat(*(given or operands)))
-        end = now(repeat(*(given or operands)))
+        start = now(repeat(*operands))
+        end = now(repeat(*operands))
         return int((end - start)[0]) * 1e-9 / calls
 
     return once
@@ -347,7 +345,10 @@ def burst(
 def hot(
     function: Callable, operands: tuple, seconds: float, length: float = 0.03, pause: float = 0
 ) -> Callable[[], float]:
-    """As `burst`, of one program, as a training step is: without pauses, or after one of so many seconds."""
+    """As `burst`, of one program, as a training step is: without pauses, or after one of so many seconds.
+
+    What is returned takes operands, as that of `steps` does.
+    """
     repeat, calls = _filling(function, operands, seconds, length)
 
     def once(*given):

@@ -1,8 +1,8 @@
 """The largest model of one layer shape that a GPU trains, with and without state in the host's memory.
 
 With: AdamW's moments and float32 masters of weights in `pinned_host`, bfloat16 copies on the device, layers' inputs in
-`pinned_host` too. Without: all on the device. Both: bfloat16 GEMMs, layers computed again in the backward, gradients
-added in float32 over microbatches. With: one expert's or layer's weight is updated at a time.
+`pinned_host` too; some experts' or a layer's weight is updated at a time. Without: all on the device. Both: bfloat16
+GEMMs, layers computed again in the backward, gradients added in float32 over microbatches.
 
 How many layers fit is what the compiler's memory of two and of four layers says, and one less as long as they do not
 run. Each count is a process of its own, so that the device's peak is its own. The time is that of a step after the

@@ -17,9 +17,9 @@ QUICK = {"group_bias"}
 ALONE = {"compile_time", "moe_block", "dispatch"}  # minutes, or programs of several GPUs
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def python(*arguments: str) -> subprocess.CompletedProcess:
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-m", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
@@ -32,7 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_each_runs_and_writes_its_rows(name, tmp_path):
-    done = run(f"benchmarks.{name}", "--json", str(tmp_path / "rows.json"))
+    done = python("-m", f"benchmarks.{name}", "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows and all(row["value"] >= 0 and row["reference"] for row in rows)
@@ -40,16 +40,14 @@ def test_each_runs_and_writes_its_rows(name, tmp_path):
 
 def test_each_finds_what_it_imports():
     names = ", ".join(f"benchmarks.{name}" for name in RUNNABLE)
-    command = [sys.executable, "-c", f"import {names}"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = python("-c", f"import {names}")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "count"), [("group_bias", 1), ("moe_block", 3)])
 def test_a_tree_by_turns_with_itself(name, count, tmp_path):
-    done = run("benchmarks.turns", ".", name, "--json", str(tmp_path / "rows.json"))
+    done = python("-m", "benchmarks.turns", ".", name, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == count
