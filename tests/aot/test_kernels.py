@@ -276,7 +276,7 @@ def test_gathered_activation_on_hopper(function, keeps_h, dtype, tmp_path):
     from expertmesh.core.kernels.cuda import gathered_activation as kernels
 
     activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
-    text = kernels.source(dtype, activation=activates, keeps_h=keeps_h)
+    text = kernels.source((dtype, dtype), dtype, activation=activates, keeps_h=keeps_h)
     ptx, said = _assemble_cuda(text, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     assert ptx.count("cp.async.cg.shared.global") == 8, "of a thread, in a step"
@@ -292,7 +292,7 @@ def test_gathered_activation_grad_on_hopper(function, gathers, dtype, tmp_path):
     from expertmesh.core.kernels.cuda import gathered_activation as kernels
 
     activates = activation.Activation(function=function, limit=7.0, up_offset=1.0)
-    text = kernels.grad_source(dtype, activation=activates, gathers=gathers)
+    text = kernels.grad_source((dtype, dtype), dtype, activation=activates, gathers=gathers)
     # Words of a tile, which wait while it is worked on; without them it reads fewer bytes ahead, and takes up to 1.15
     # of the time.
     ptx, said = _assemble_cuda(text, tmp_path, stack=32)
@@ -301,6 +301,22 @@ def test_gathered_activation_grad_on_hopper(function, gathers, dtype, tmp_path):
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     # Four along the contraction, of both halves of the columns.
     assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind}") == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("function", activates_at_once.FUNCTIONS)
+def test_activations_with_scales_per_group_on_hopper(function, dtype, tmp_path):
+    from expertmesh.core.kernels.cuda import gathered_activation as kernels
+
+    of = dict(activation=activation.Activation(function=function, limit=7.0, up_offset=1.0))
+    forward = kernels.source((E4M3, E4M3), dtype, **of, keeps_h=True, gathers=False)
+    backward = kernels.grad_source((E5M2, E4M3), dtype, **of, gathers=False)
+    # As of 16 bits a few words of a tile wait while it is worked on.
+    for text, kind, stack in (forward, "e4m3", 0), (backward, "e5m2", 16):
+        ptx, said = _assemble_cuda(text, tmp_path, stack)
+        assert "serialized" not in said, "every product waits for itself"
+        assert "cp.async.cg.shared.global" not in ptx, "rows come by TMA"
+        assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kind}.e4m3") == 8
 
 
 @pytest.mark.parametrize("gathers", ["", "lhs", "dy"])

@@ -35,7 +35,10 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_op,
     grouped_gemm_wgrad_op,
 )
-from expertmesh.core.linear.quantized_activation import quantized_activation_op
+from expertmesh.core.linear.quantized_activation import (
+    quantized_activation_grad_op,
+    quantized_activation_op,
+)
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.groups import cleared
 from expertmesh.core.ops.row_map import RowMap
@@ -166,6 +169,26 @@ OPS = {
         activation=SILU,
         format=MX.x,
         narrow=False,
+    ),
+    "quantized activation, tensors": lambda o: quantized_activation_op(
+        o.current[0],
+        quantize(jnp.stack([o.w, o.w], 2), CURRENT.weight, batch_dims=1),
+        SIZES,
+        o.weights,
+        o.source,
+        activation=SILU,
+        format=CURRENT.x,
+        narrow=False,
+    ),
+    "input gradient, activation's gradient, tensors": lambda o: quantized_activation_grad_op(
+        o.current[0],
+        quantize(jnp.swapaxes(o.w, 1, 2), CURRENT.weight, batch_dims=1),
+        o.h,
+        o.weights,
+        o.source,
+        SIZES,
+        activation=SILU,
+        format=CURRENT.x,
     ),
     "activate_rows": lambda o: activate_rows_op(o.h, o.weights, o.source, SIZES, activation=SILU),
     "activate_rows' gradient": lambda o: activate_rows_grad_op(

@@ -11,16 +11,24 @@ import pytest
 from cases.marks import needs_triton
 from core.kernels.quantized_operands import E4M3, quantized
 from expertmesh.core import grouped_quantize
+from expertmesh.core.kernels.choice import gathered_activation as by_groups
 from expertmesh.core.kernels.choice import quantized_activation as choice
 from expertmesh.core.kernels.device import Device
-from expertmesh.core.linear.grouped_gemm import grouped_gemm_op
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_dgrad_op, grouped_gemm_op
 from expertmesh.core.linear.quantized_activation import (
     quantized_activation,
+    quantized_activation_grad,
     quantized_activation_op,
+    quantizes_activation,
+    quantizes_activation_grad,
 )
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
-from expertmesh.core.quantization.activate_quantize import activate_quantize
+from expertmesh.core.quantization.activate_quantize import (
+    activate_grad_quantize,
+    activate_quantize,
+)
+from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import Float8BlockScaling, TensorFormat
@@ -191,6 +199,125 @@ def test_reference_is_the_two_references(format, activation, narrow):
         np.testing.assert_array_equal(a, b)
 
 
+# With a scale per group: contraction, F, sizes of groups (each tile's ends, and none), padding rows.
+TENSOR, OF_GRADIENTS = TensorFormat(dtype=E4M3), TensorFormat(dtype="float8_e5m2")
+ENDS = (0, 16, 64, 80, 112, 128, 144, 240, 256, 272, 304, 0, 1104)
+BY_GROUPS = [
+    (768, 256, ENDS, 48),
+    (128, 512, ENDS, 0),  # one step: the second part of a tile waits for no other
+    (1024, 768, (3008, 16, 0, 912), 208),
+    (256, 2048, ENDS, 48),  # several tiles of each cluster
+]
+GROUP_CASES = [(shape, "bfloat16", Activation()) for shape in BY_GROUPS]
+GROUP_CASES += [(BY_GROUPS[0], "float16", GPT_OSS)]
+GROUP_CASES += [(BY_GROUPS[0], "bfloat16", Activation(function="squared_relu"))]
+GROUP_CASES += [
+    ((256, 128, ENDS, 48), "bfloat16", Activation())
+]  # no kernel has so few columns of the gradient
+
+
+def _of_groups(shape, dtype, format, seed):
+    """Rows of which some hold no token, in 8 bits, their weights and sources: of padding rows and these NaN and -1."""
+    contraction, _, sizes, dead = shape
+    rng = np.random.default_rng(seed)
+    C = sum(sizes) + dead
+    held = (rng.random(C) >= 0.15) & (np.arange(C) < sum(sizes))
+    rows = rng.normal(size=(C, contraction)) * 2.0 ** rng.integers(-3, 4, (C, 1))
+    rows[~held] = np.nan
+    of_sizes = jnp.asarray([sizes], jnp.int32)
+    quiet = jnp.asarray(np.where(held[:, None], rows, 0), dtype)[None]
+    q = jax.jit(lambda x: grouped_quantize(x, of_sizes, format))(quiet)
+    weights = np.where(held, rng.uniform(0.1, 2, C), np.nan).astype(np.float32)
+    source = np.where(held, rng.permutation(C), -1).astype(np.int32)
+    return q, of_sizes, jnp.asarray(weights[None]), jnp.asarray(source[None])
+
+
+def _weight_of_groups(shape, dtype, *dims):
+    w = np.random.default_rng(5).normal(size=(len(shape[2]), *dims)) / dims[0] ** 0.5
+    of_weight = jax.jit(lambda x: quantize(x, TENSOR, batch_dims=1))
+    return of_weight(jnp.asarray(w, dtype))
+
+
+def _same(got, want, sizes):
+    """Whether results are the same bits but for padding rows, and scales of groups all."""
+    live = int(np.sum(sizes))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        is_rows = a.shape[1] > len(sizes[0])
+        a, b = (np.asarray(x)[:, :live] if is_rows else np.asarray(x) for x in (a, b))
+        np.testing.assert_array_equal(
+            np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8)
+        )
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shape, dtype, activation", GROUP_CASES, ids=str)
+def test_bits_of_two_ops_with_a_scale_per_group(shape, dtype, activation, monkeypatch):
+    monkeypatch.setattr(by_groups, "ROWS_AT_ONCE", 1)
+    x, sizes, weights, source = _of_groups(shape, dtype, TENSOR, 1)
+    assert quantizes_activation(x, activation, (TENSOR, TENSOR))
+    operands = x, _weight_of_groups(shape, dtype, shape[0], 2, shape[1]), sizes, weights, source
+    options = dict(activation=activation, format=TENSOR)
+    got, again = (_run(quantized_activation, operands, **options) for _ in range(2))
+    _same(got, again, sizes)
+    _same(got, _run(_two, operands, **options), sizes)
+    held = np.asarray(source[0]) >= 0
+    assert not np.asarray(got[1].data, np.float32)[0, : int(np.sum(sizes))][
+        ~held[: int(np.sum(sizes))]
+    ].any()
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shape, dtype, activation", GROUP_CASES, ids=str)
+def test_bits_of_two_ops_of_the_gradient(shape, dtype, activation, monkeypatch):
+    monkeypatch.setattr(by_groups, "ROWS_AT_ONCE", 1)
+    contraction, F, *_ = shape
+    dy, sizes, weights, source = _of_groups(shape, dtype, OF_GRADIENTS, 2)
+    rng = np.random.default_rng(3)
+    h = rng.normal(size=(*source.shape, 2, F)) * 2.0 ** rng.integers(-3, 3, (*source.shape, 1, 1))
+    h[np.asarray(source) < 0] = np.nan
+    operands = dy, _weight_of_groups(shape, dtype, F, contraction), jnp.asarray(h, dtype)
+    operands += weights, source, sizes
+    assert quantizes_activation_grad(dy, operands[2], activation, (OF_GRADIENTS, OF_GRADIENTS))
+
+    def two(dy, rhs, h, weights, source, sizes):
+        d_a = grouped_gemm_dgrad_op(dy, rhs, sizes, out_dtype=h.dtype)
+        formats = OF_GRADIENTS, OF_GRADIENTS
+        routing = dict(weights=weights, row_source=source)
+        return activate_grad_quantize(h, d_a, sizes, formats, activation, **routing)
+
+    options = dict(activation=activation, format=OF_GRADIENTS)
+    got, again = (_run(quantized_activation_grad, operands, **options) for _ in range(2))
+    want = _run(two, operands)
+    _same(got, again, sizes)
+    # A gradient of weights is a sum in another order.
+    _same(got[:2], want[:2], sizes)
+    live = int(np.sum(sizes))
+    assert (
+        relative_error(got.d_weights[0, :live], np.asarray(want.d_weights[0, :live], np.float64))
+        < 1e-5
+    )
+    assert not np.asarray(got.d_weights)[np.asarray(source) < 0].any()
+
+
+def test_what_the_kernels_of_groups_take():
+    of = dict(
+        rows=2**18, tokens=2**18, contraction=768, width=512, groups=64, dtype=jnp.float8_e4m3fn
+    )
+    of |= dict(function="silu", device=Device())
+    chosen = by_groups.choose_quantized, by_groups.choose_quantized_grad
+    for choose in chosen:
+        assert choose(by_groups.Projection(**of), jnp.bfloat16) is not None
+        assert choose(by_groups.Projection(**of), jnp.float32) is None
+        for other in (
+            dict(contraction=192),
+            dict(function="gelu_exact"),
+            dict(groups=2048),
+            dict(width=64),
+        ):
+            assert choose(by_groups.Projection(**of | other), jnp.bfloat16) is None, other
+
+
 @needs_triton
 @pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
 def test_what_the_kernel_is_given(gathers, monkeypatch):
@@ -207,7 +334,7 @@ def test_what_the_kernel_is_given(gathers, monkeypatch):
     (T, K, F, sizes, dead), (operands, _) = SMALL, _operands(SMALL, "bfloat16", gathers)
     C, G = sum(sizes) + dead, len(sizes)
     options = dict(activation=Activation(), format=BLOCKS, narrow=False)
-    run = inspect.unwrap(kernels.quantized_activation)
+    run = inspect.unwrap(kernels._in_blocks)
     h, data, scale, data_rows, scale_rows = run(*operands, **options, device=Device())
     rows, index, row_scales, weight, weight_scales, *_ = found["operands"]
     source = operands[-1][0]

@@ -9,7 +9,10 @@ import pytest
 
 import expertmesh.flax_moe  # noqa: F401  the packages whose ops are looked for
 from expertmesh.core import RECIPES, Float8BlockScaling, Op, grouped_quantize, quantize
-from expertmesh.core.linear.quantized_activation import quantized_activation
+from expertmesh.core.linear.quantized_activation import (
+    quantized_activation,
+    quantized_activation_grad,
+)
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
@@ -94,7 +97,17 @@ def test_of_rows_that_are_made_with_a_scale_per_group(format, checked):
     of = dict(formats=both, activation="silu")
     jax.eval_shape(partial(activate_quantize, **of), h, GROUPS, **ROUTING)
     jax.eval_shape(partial(activate_grad_quantize, **of), h, d_out, GROUPS, **ROUTING)
-    assert checked == {"activate_quantize", "activate_grad_quantize"}
+    of_groups = partial(grouped_quantize, format=format)
+    rows = jax.eval_shape(of_groups, array(P, C, 128), GROUPS)
+    of_weight = partial(quantize, format=format, batch_dims=1)
+    up, down = (jax.eval_shape(of_weight, array(G, *dims)) for dims in ((128, 2, F), (F, 128)))
+    call = dict(activation=Activation(), format=format)
+    routing = ROUTING["weights"], ROUTING["row_source"]
+    jax.eval_shape(partial(quantized_activation, **call), rows, up, GROUPS, *routing)
+    jax.eval_shape(partial(quantized_activation_grad, **call), rows, down, h, *routing, GROUPS)
+    of_rows = {"quantized_activation", "quantized_activation_grad"}
+    of_both = {"quantize", "grouped_quantize", "activate_quantize", "activate_grad_quantize"}
+    assert checked == of_both | of_rows
 
 
 @each(ONE_KERNEL)
@@ -119,7 +132,7 @@ def test_of_rows_that_are_made(format, routing, checked):
         jax.eval_shape(partial(call, narrow=narrow), rows, weight, GROUPS, *of_rows)
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
     assert checked == {"grouped_quantize", "quantize", "quantized_activation", *names}
-    assert all_names() == {"quantize_square", *checked}
+    assert all_names() == {"quantize_square", "quantized_activation_grad", *checked}
 
 
 def all_names() -> set[str]:

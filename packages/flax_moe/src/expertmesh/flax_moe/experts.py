@@ -69,7 +69,12 @@ from expertmesh.core.linear.layer import (
     read_residual,
     residuals,
 )
-from expertmesh.core.linear.quantized_activation import quantized_activation, quantizes_activation
+from expertmesh.core.linear.quantized_activation import (
+    quantized_activation,
+    quantized_activation_grad,
+    quantizes_activation,
+    quantizes_activation_grad,
+)
 from expertmesh.core.ops.activate_rows import activates_at_once
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap, move_rows
@@ -341,9 +346,17 @@ def _activates_at_once(params: Params, of: _Options) -> bool:
 
 def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
     """Whether one op projects x, rows whose tokens are here, activates them and quantizes them in both directions."""
-    if of.down.recipe is None or not of.in_place or not _is_plain_up(params):
+    if of.down.recipe is None or of.down.delayed or not of.in_place or not _is_plain_up(params):
         return False
     return quantizes_activation(x, of.activation, _formats_of_a(of.down))
+
+
+def _quantizes_grad_at_once(of_y: Copies, h: Any, of: _Options) -> bool:
+    """Whether one op makes the gradient of the activation, and quantizes it in both directions."""
+    if of.up.recipe is None or not of.in_place:
+        return False
+    formats = of.up.formats.grad_dgrad, of.up.formats.grad_wgrad
+    return quantizes_activation_grad(of_y.along_features, h, of.activation, formats)
 
 
 def _is_plain_up(params: Params) -> bool:
@@ -413,7 +426,7 @@ def _through_activation(
     operands: Any = (*copies, handle.group_sizes, weights)
     if for_wgrad and _quantizes_at_once(params, copies[0], of):
         operands += (handle.source,)
-        options |= dict(format=of.down.formats.x, narrow=of.keeps_8_bits)
+        options |= dict(format=of.down.formats.x, narrow=_reads_8_bits(of))
         h, a, a_rows = quantized_activation(*operands, **options)
         return named("hidden", h), None, (a, a_rows, None)
     if _activates_at_once(params, of):
@@ -516,6 +529,11 @@ def _bwd(
         operands = of_y.along_features, wo, h, weights, handle.source, sizes
         d_h, d_weights, a = dgrad_activation_grad_op(*operands, activation=options.activation)
         of_h = copies(d_h)
+    elif not (adapters["wi"] or of_wo or biases) and _quantizes_grad_at_once(of_y, h, options):
+        wo, of_d = barrier(wo, of_y.along_features)
+        of: dict[str, Any] = dict(activation=options.activation, format=up.formats.grad_dgrad)
+        of_h = quantized_activation_grad(of_d, wo, h, weights, handle.source, sizes, **of)
+        d_weights = of_h.d_weights
     else:
         spec, term = _spec_of_activation(h), _dgrad_term(of_wo, down)
         d_a = input_gradient(of_y.along_features, wo, sizes, down, result_spec=spec, low_rank=term)

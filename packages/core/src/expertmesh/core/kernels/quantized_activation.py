@@ -1,28 +1,101 @@
-"""The up projection of rows of 8 bits, activated and quantized, for NVIDIA GPUs.
+"""GEMMs of rows of 8 bits with an activation, or its gradient, behind them, and their quantization, for NVIDIA GPUs.
 
 Dimension key as in `linear/quantized_activation.py`.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from expertmesh.core.kernels import quantized_grouped_gemm as gemm
 from expertmesh.core.kernels.activate_quantize import activate_quantize, copies_of, copy_types
+from expertmesh.core.kernels.choice import gathered_activation as by_groups
 from expertmesh.core.kernels.choice import quantized_activation as choice
 from expertmesh.core.kernels.cuda import block_scaled_activation as cuda
+from expertmesh.core.kernels.cuda import gathered_activation as tensor_scaled
 from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.formats import result_types, stored_scale
 from expertmesh.core.kernels.triton import quantize
-from expertmesh.core.quantization.activate_quantize import Activated
+from expertmesh.core.kernels.triton.grouped_quantize import by_group
+from expertmesh.core.ops.groups import selected
+from expertmesh.core.ops.row_map import holds_token
+from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.quantize_rows import Moved, tokens_of
+
+# Both copies, of a scale per group.
+_BOTH: dict[str, Any] = dict(blocks=((), ()), directions=(0, 1))
+
+
+def quantized_activation(lhs, rhs, group_sizes, weights, source, *, format, narrow, **options):
+    """[1, C, K], or [1, T, K] `Moved` there, x [G, K, 2, F], times [1, C] -> [1, C, 2, F], and data and scales of
+    [1, C, F], twice; if it is `narrow`, data and scales of h, and once those of [1, C, F]."""
+    operands, options = (lhs, rhs, group_sizes, weights, source), options | dict(format=format)
+    if format.block is None:
+        return _by_group(*operands, **options)
+    return _in_blocks(*operands, **options, narrow=narrow)
 
 
 @for_device
-def quantized_activation(
+def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, device):
+    (_, C, K), (G, _, _, F), sizes = lhs.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
+    dtype = jnp.dtype(lhs.dtype)
+    config = by_groups.choose_quantized(_projection(C, K, F, G, activation, device), dtype)
+    if config is None:
+        h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
+        activated = Activated(h, weights, source, activation)
+        return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)
+    weight = jnp.swapaxes(gemm.flat(rhs.data), 1, 2)
+    operands = lhs.data[0], source[0], weight, weights[0], sizes, (lhs.scale[0], rhs.scale)
+    h, a, amax = tensor_scaled.launch_quantized(
+        *operands, config=config, activation=activation, dtype=dtype
+    )
+    return h[None], *_copies(a, amax, sizes, format)
+
+
+def quantized_activation_grad(
+    dy, rhs, h, weights, source, group_sizes, *, activation, format
+):  # fmt: skip
+    """[1, C, D] x [G, F, D]; [1, C, 2, F], [1, C] -> data and scales of [1, C, 2, F], twice, and [1, C]."""
+    operands = dy, rhs, h, weights, source, group_sizes
+    return _grad_by_group(*operands, activation=activation, format=format)
+
+
+@for_device
+def _grad_by_group(dy, rhs, h, weights, source, group_sizes, *, activation, format, device):
+    (_, C, D), (G, F, _), sizes = dy.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
+    projection = _projection(C, D, F, G, activation, device)
+    config = by_groups.choose_quantized_grad(projection, h.dtype)
+    if config is None:
+        d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
+        gradient = ActivatedGrad(h, weights, source, activation, d_out)
+        return activate_quantize(gradient, group_sizes, None, None, format=format, **_BOTH)
+    operands = dy.data[0], source[0], rhs.data, h[0], weights[0], sizes, (dy.scale[0], rhs.scale)
+    d_h, amax, dots = tensor_scaled.launch_quantized_grad(
+        *operands, config=config, activation=activation
+    )
+    d_weights = selected(holds_token(source), dots.sum(0)[None])
+    return *_copies(d_h, amax, sizes, format), d_weights
+
+
+def _projection(rows, contraction, width, groups, activation, device) -> by_groups.Projection:
+    return by_groups.Projection(
+        rows=rows, tokens=rows, contraction=contraction, width=width, groups=groups, dtype=jnp.float8_e4m3fn,
+        function=activation.function, device=device,
+    )  # fmt: skip
+
+
+def _copies(x, amax, sizes, format):
+    """Data and scales of both copies of [C, ...], of which each tile's amax [_, C] is known."""
+    parts = amax.max(0)[None, :, None]
+    options = dict(format=format, twice=True, amax_axes=(), parts=parts, clear_padding=False)
+    return by_group(x[None], sizes, None, **options)
+
+
+@for_device
+def _in_blocks(
     lhs, rhs, group_sizes, weights, source, *, activation, format, narrow, device
 ):  # fmt: skip
-    """[1, C, K], or [1, T, K] `Moved` there, x [G, K, 2, F], times [1, C] -> [1, C, 2, F], and data and scales of
-    [1, C, F], twice; if it is `narrow`, data and scales of h, and once those of [1, C, F]."""
     rows, dtype, gathers = tokens_of(lhs), jnp.dtype(lhs.dtype), isinstance(lhs, Moved)
     (_, C, K), (G, _, _, F) = lhs.shape, rhs.shape
     projection = choice.Projection(

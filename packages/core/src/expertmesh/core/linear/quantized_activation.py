@@ -1,4 +1,6 @@
-"""The up projection of quantized rows on one device, its activation, and the quantization of that, as one op.
+"""GEMMs of quantized rows on one device, the activation behind them, and the quantization of that, as one op each.
+
+The up projection, and its activation:
 
     h[p, r] = lhs[p, r] @ rhs[expert of row r]
     a[p, r] = weights[p, r] * act(h[p, r])                       0 where the row holds no token
@@ -7,8 +9,17 @@
 as `grouped_gemm_op` of quantized rows, which may be `Moved`, and `Activated` rows have them: h is rounded before it is
 activated, a before it is quantized. Hopper has one kernel for contractions up to 4096 in blocks of 128, which stores h
 and never reads it. Where the backward keeps h in 8 bits, h is quantized along its features, too, and a is along its
-features alone. Elsewhere the kernels of both run one after the other. It is for tokens that are all on one device:
-axes split participants alone.
+features alone. With a scale per group, whose amax is that of all its rows, one kernel stores h and a, with each row's
+amax, and a pass quantizes a.
+
+The input gradient of the down projection, with the gradient of the activation before it, with a scale per group:
+
+    d_a[p, r] = dy[p, r] @ rhs[expert of row r]^T
+    q         = grouped_quantize(d_h, ...) along the features and along the rows
+
+as `grouped_gemm_dgrad_op` and `ActivatedGrad` rows have them, d_a being rounded before it. One kernel stores d_h, with
+each row's amax, and no d_a. Elsewhere the kernels of both run one after the other. The ops are for tokens that are all
+on one device: axes split participants alone.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
@@ -19,27 +30,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, quantized_rows_unsupported
+from expertmesh.core.linear.grouped_gemm import (
+    grouped_gemm_dgrad_op,
+    grouped_gemm_op,
+    quantized_rows_unsupported,
+)
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.ops.activation import Activation
+from expertmesh.core.ops.activation import Activation, function_unsupported
 from expertmesh.core.quantization.activate_quantize import (
     Activated,
+    ActivatedGrad,
     activate_quantize_unsupported,
     in_blocks_unsupported,
 )
 from expertmesh.core.quantization.quantize import block_shape
 from expertmesh.core.quantization.quantize_rows import (
+    Copies,
     Formats,
     Moved,
     Rows,
+    per_group,
     quantizes_both_at_once,
     reference,
     tokens_of,
+    with_groups,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
 
-__all__ = ["quantized_activation", "quantized_activation_op", "quantizes_activation"]
+__all__ = [
+    "quantized_activation",
+    "quantized_activation_grad",
+    "quantized_activation_grad_op",
+    "quantized_activation_op",
+    "quantizes_activation",
+    "quantizes_activation_grad",
+]
 
 _Both = tuple[jax.Array | QuantizedArray, QuantizedArray, QuantizedArray | None]
 
@@ -58,14 +84,15 @@ def quantized_activation(
     """(h, a along its features, a along its rows).
 
     Args:
-      lhs: quantized rows [P, C, K], in blocks along K; or quantized tokens [P, T, K], `Moved` to them.
-      rhs: quantized [E, K, 2, F] (0 gate, 1 up), in blocks along K.
+      lhs: quantized rows [P, C, K], in blocks along K or with a scale per group; or tokens [P, T, K] in blocks, `Moved`
+        to them.
+      rhs: quantized [E, K, 2, F] (0 gate, 1 up), in blocks along K or with a scale per expert.
       group_sizes: int32[P, G].
       weights: float32[P, C], each row's routing weight.
       source: int32[P, C], the place of the row's token, -1 where it holds none.
       activation: with a gate.
-      format: of both copies of a: of 8 bits, in blocks.
-      narrow: whether h is quantized in the format, too; a has no copy along the rows then.
+      format: of both copies of a: of 8 bits, in blocks, or without for rows without.
+      narrow: whether h is quantized in the format, which has blocks, too; a has no copy along the rows then.
 
     Returns:
       h [P, C, 2, F] in the dtype that the rows had, or a QuantizedArray of it in blocks along F, if `narrow`; two
@@ -75,17 +102,70 @@ def quantized_activation(
     Has no derivative: it is a part of rules that have.
     """
     options: dict[str, Any] = dict(activation=activation, format=format, narrow=narrow)
-    out: _Both = quantized_activation_op(lhs, rhs, group_sizes, weights, source, **options)
-    return out
+    h, first, second = quantized_activation_op(lhs, rhs, group_sizes, weights, source, **options)
+    return h, with_groups(first, group_sizes), second and with_groups(second, group_sizes)
+
+
+def quantized_activation_grad(
+    dy: QuantizedArray,
+    rhs: QuantizedArray,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> Copies:
+    """Copies of d_h in both directions, and the gradient of the weights.
+
+    Args:
+      dy: quantized rows [P, C, D], with a scale per group.
+      rhs: quantized [E, F, D], with a scale per expert.
+      h: float[P, C, 2, F] (0 gate, 1 up), the result's dtype before it is quantized.
+      weights, source, group_sizes, activation: as of `quantized_activation`.
+      format: of both copies of d_h: of 8 bits, without blocks.
+
+    Returns:
+      Copies of [P, C, 2, F], and float32[P, C]; zeros in a row without a token, whatever it and its weight hold.
+
+    Has no derivative: it is a part of rules that have.
+    """
+    operands, options = (dy, rhs, h, weights, source, group_sizes), dict(activation=activation)
+    first, second, d_weights = quantized_activation_grad_op(*operands, **options, format=format)
+    first, second = (with_groups(q, group_sizes) for q in (first, second))
+    return Copies(first, second, None, d_weights)
+
+
+# Of the contraction, the least that a kernel takes of rows with a scale per group.
+_WHOLE = 128
+
+
+def _of_groups(rows: Any, activation: Activation, formats: Formats) -> bool:
+    """Whether rows and both copies have scales per group, and one kernel may make the amax of these copies."""
+    return (
+        is_quantized(rows)
+        and not rows.block
+        and rows.shape[-1] % _WHOLE == 0
+        and None not in formats
+        and per_group(*formats)
+        and activation.gated
+        and function_unsupported(activation) is None
+    )
+
+
+def quantizes_activation_grad(dy: Any, h: Any, activation: Activation, formats: Formats) -> bool:
+    """Whether `quantized_activation_grad` is for these rows, this h, and copies of its gradient in these formats."""
+    return not is_quantized(h) and _of_groups(dy, activation, formats)
 
 
 def quantizes_activation(lhs: Any, activation: Activation, formats: Formats) -> bool:
-    """Whether the op is for these rows, and for copies of their activation in these formats.
+    """Whether `quantized_activation` is for these rows, and for copies of their activation in these formats.
 
     One half of it alone must not keep the other from its kernel.
     """
     tokens = tokens_of(lhs)
-    return (
+    return _of_groups(lhs, activation, formats) or (
         is_quantized(tokens)
         and max(tokens.block, default=0) == 128
         and activation.gated
@@ -199,4 +279,76 @@ quantized_activation_op = Op(
         ),
     ),
     results_like=_results_like,
+)
+
+
+def _grad_reference(
+    dy: QuantizedArray,
+    rhs: QuantizedArray,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> tuple[Any, Any, Any]:
+    d_a = grouped_gemm_dgrad_op.reference(dy, rhs, group_sizes, out_dtype=h.dtype)
+    gradient = ActivatedGrad(h, weights, source, activation, d_a)
+    options: dict[str, Any] = dict(format=format, blocks=((), ()), directions=(0, 1))
+    copies = reference(gradient, group_sizes, None, None, **options)
+    return copies.along_features, copies.along_rows, copies.d_weights
+
+
+def _grad_results_like(
+    dy: QuantizedArray,
+    rhs: QuantizedArray,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> tuple[Any, Any, Any]:
+    del dy, rhs, source, activation
+    copy = quantized_like(h.shape, h.dtype, format, (), group_sizes.shape)
+    return copy, copy, weights
+
+
+def _grad_unsupported(
+    dy: QuantizedArray,
+    rhs: QuantizedArray,
+    h: jax.Array,
+    weights: jax.Array,
+    source: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+    format: TensorFormat,
+) -> str | None:
+    """What keeps these types from the kernels, or None."""
+    del format
+    gradient = Activated(h, weights, source, activation)
+    return quantized_rows_unsupported(
+        dy, rhs, group_sizes, out_dtype=h.dtype
+    ) or activate_quantize_unsupported(gradient, group_sizes, None, None, blocks=((), ()))
+
+
+quantized_activation_grad_op = Op(
+    "quantized_activation_grad",
+    _grad_reference,
+    "p c k, e f k, p c two... f, p c, p c, p g -> p c two... f, p c two... f, p c",
+    whole=("c", "e", "k", "two...", "f", "g"),
+    roles="participants . ., experts . fsdp, participants . . ., participants ., participants ., participants . "
+    "-> participants . . ., participants . . ., participants .",
+    parameter=1,
+    kernels=(
+        Kernel.triton(
+            "expertmesh.core.kernels.quantized_activation",
+            "quantized_activation_grad",
+            _grad_unsupported,
+        ),
+    ),
+    results_like=_grad_results_like,
 )

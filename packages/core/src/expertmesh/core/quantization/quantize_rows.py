@@ -360,10 +360,15 @@ def _quantize_at_once(
         blocks=blocks,
         directions=directions,
     )
-    if format.block is not None and format.scale != "float8_e4m3fn":
-        return copies
-    first, second = (q and dataclasses.replace(q, group_sizes=group_sizes) for q in copies[:2])
+    first, second = (q and with_groups(q, group_sizes) for q in copies[:2])
     return copies._replace(along_features=first, along_rows=second)
+
+
+def with_groups(q: QuantizedArray, group_sizes: jax.Array) -> QuantizedArray:
+    """The array with the sizes of its groups, if groups have scales."""
+    if q.format.block is not None and q.format.scale != "float8_e4m3fn":
+        return q
+    return dataclasses.replace(q, group_sizes=group_sizes)
 
 
 def grouped_quantize(

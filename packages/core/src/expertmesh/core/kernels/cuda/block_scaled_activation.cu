@@ -70,8 +70,6 @@ struct Routing {
 // A consumer's part of activations: pairs of numbers of 16 bits, by columns, of this thread's upper and lower row.
 typedef u32 Pairs[SUMS / 2];
 
-__device__ __forceinline__ u32 magnitudes(u32 pair) { return pair & 0x7FFF7FFF; }
-
 // Of this thread's two rows: the largest of a block, the upper one in the low half.
 __device__ __forceinline__ u32 largest_of_rows(const Pairs& a) {
   u32 of[2] = {};

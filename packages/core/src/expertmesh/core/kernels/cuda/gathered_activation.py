@@ -32,8 +32,28 @@ def launch(
     return cuda_call(
         launcher.TensorMap.of(rhs.reshape(G, K, 2 * F), (1, 64, 64)), tokens, index, weights,
         group_sizes.astype(jnp.int32),
-        source=source(tokens.dtype, **made), name="gathered_activation",
-        scalars=(T, K // 64, F, G), out_type=(h, out) if keeps_h else out,
+        source=source((tokens.dtype, rhs.dtype), tokens.dtype, **made), name="gathered_activation",
+        scalars=(T, C, K // 64, F, G), out_type=(h, out) if keeps_h else out,
+        programs=config.programs, warps=16, shared=SHARED_BYTES,
+    )  # fmt: skip
+
+
+def launch_quantized(
+    rows, source_row, rhs, weights, group_sizes, scales, *, config: Config, activation, dtype
+):  # fmt: skip
+    """[C, K] x [G, 2 F, K] of 8 bits, with scales [G] of both, times float32[C] -> h [C, 2, F] and [C, F] of `dtype`.
+
+    And of each tile of columns the largest magnitude in each row of the second, as float32's bits, int32[F / 128, C].
+    """
+    (C, K), (G, W, _) = rows.shape, rhs.shape
+    h, out = (jax.ShapeDtypeStruct((C, *of), dtype) for of in ((2, W // 2), (W // 2,)))
+    places = cluster_order(config.programs, SHARED_BYTES)
+    made = dict(activation=activation, keeps_h=True, gathers=False, places=places)
+    return cuda_call(
+        launcher.TensorMap.of(rhs, (1, 128, 128)), launcher.TensorMap.of(rows, (128, 128)), source_row, weights,
+        group_sizes.astype(jnp.int32), *scales,
+        source=source((rows.dtype, rhs.dtype), dtype, **made), name="gathered_activation",
+        scalars=(ALL, C, K // 128, W // 2, G), out_type=(h, out, _amax_type(W // 2, 128, C)),
         programs=config.programs, warps=16, shared=SHARED_BYTES,
     )  # fmt: skip
 
@@ -54,27 +74,61 @@ def launch_grad(
     places = cluster_order(config.programs, SHARED_BYTES)
     made = dict(activation=activation, gathers=gathers, places=places)
     rows = dy if gathers else launcher.TensorMap.of(dy, (128, 64))
-    num_tokens = dy.shape[0] if gathers else 2**31 - 1  # of which each source is one
     return cuda_call(
         launcher.TensorMap.of(rhs, (1, 128, 64)), rows, source_row, weights, h,
         group_sizes.astype(jnp.int32),
-        source=grad_source(dy.dtype, **made), name="gathered_activation_grad",
-        scalars=(num_tokens, C, D // 64, F, G), out_type=out_type,
+        source=grad_source((dy.dtype, rhs.dtype), h.dtype, **made), name="gathered_activation_grad",
+        scalars=(dy.shape[0] if gathers else ALL, C, D // 64, F, G), out_type=out_type,
         programs=config.programs, warps=16, shared=SHARED_BYTES,
     )  # fmt: skip
 
 
-def source(dtype, *, activation, keeps_h: bool, places: tuple[int, ...] = ()) -> str:
-    """The kernel in CUDA C++ for operands of `dtype`; `places`: as of `grouped_gemm.rows_source`."""
-    defined = _macros(dtype, activation, TILES, places) | dict(KEEPS_H=int(keeps_h), GATHERS=1)
-    # The weight lies along its columns, not along the contraction.
-    return _source("gathered_activation.cu", dtype, defined, "1, 1, 0, 1")
+def launch_quantized_grad(
+    dy, source_row, rhs, h, weights, group_sizes, scales, *, config: Config, activation
+):  # fmt: skip
+    """Rows dy [C, D] x [G, F, D] of 8 bits, with scales [G] of both, and h [C, 2, F], float32[C] -> d_h [C, 2, F].
+
+    And of each tile of columns the largest magnitude in each row of d_h, as float32's bits, int32[F / 256, C], and a
+    part of the gradient of `weights`, float32[F / 256, C].
+    """
+    (G, F, D), C = rhs.shape, source_row.shape[0]
+    amax = _amax_type(F, COLUMNS, C)
+    out_type = jax.ShapeDtypeStruct(h.shape, h.dtype), amax, amax.update(dtype=jnp.float32)
+    places = cluster_order(config.programs, SHARED_BYTES)
+    made = dict(activation=activation, gathers=False, places=places)
+    return cuda_call(
+        launcher.TensorMap.of(rhs, (1, 128, 128)), launcher.TensorMap.of(dy, (128, 128)), source_row, weights, h,
+        group_sizes.astype(jnp.int32), *scales,
+        source=grad_source((dy.dtype, rhs.dtype), h.dtype, **made), name="gathered_activation_grad",
+        scalars=(ALL, C, D // 128, F, G), out_type=out_type,
+        programs=config.programs, warps=16, shared=SHARED_BYTES,
+    )  # fmt: skip
 
 
-def grad_source(dtype, *, activation, gathers: bool, places: tuple[int, ...] = ()) -> str:
+ALL = 2**31 - 1  # tokens, of which each source is one
+
+
+def _amax_type(width: int, columns: int, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((width // columns, rows), jnp.int32)
+
+
+def source(
+    dtypes, dtype, *, activation, keeps_h: bool, gathers: bool = True, places: tuple[int, ...] = ()
+) -> str:
+    """The kernel in CUDA C++ for rows and weights of `dtypes`, and results of `dtype`.
+
+    `places`: as of `grouped_gemm.rows_source`.
+    """
+    defined = _macros(dtype, activation, TILES, places)
+    defined |= dict(KEEPS_H=int(keeps_h), GATHERS=int(gathers))
+    # A weight of 16 bits lies along its columns, not along the contraction.
+    return _source("gathered_activation.cu", dtypes, defined, "1, 1, 0, 1")
+
+
+def grad_source(dtypes, dtype, *, activation, gathers: bool, places: tuple[int, ...] = ()) -> str:
     """That of `launch_grad`, as `source`."""
     defined = _macros(dtype, activation, GRAD_TILES, places) | dict(GATHERS=int(gathers))
-    return _source("gathered_activation_grad.cu", dtype, defined, "1, 1, 0, 0")
+    return _source("gathered_activation_grad.cu", dtypes, defined, "1, 1, 0, 0")
 
 
 def _macros(dtype, activation, tiles: Tiles, places: tuple[int, ...]) -> dict[str, object]:
@@ -86,9 +140,13 @@ def _macros(dtype, activation, tiles: Tiles, places: tuple[int, ...]) -> dict[st
     return defined | ({"PLACES": ", ".join(map(str, places))} if places else {})
 
 
-def _source(file: str, dtype, defined: dict[str, object], flags: str) -> str:
-    kind = WGMMA_TYPES[jnp.dtype(dtype).name]
-    function, shape = "__device__ __forceinline__ void multiply", f"m64n128k16.f32.{kind}.{kind}"
+def _source(file: str, dtypes, defined: dict[str, object], flags: str) -> str:
+    """`flags`: of operands of 16 bits; those of 8 lie along the contraction."""
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in dtypes)
+    eight_bits = jnp.dtype(dtypes[0]).itemsize == 1
+    depth, flags = (32, "1, 1") if eight_bits else (16, flags)
+    function, shape = "__device__ __forceinline__ void multiply", f"m64n128k{depth}.f32.{kinds}"
+    defined |= dict(EIGHT_BITS=int(eight_bits))
     instruction = wgmma(function, shape, 64, flags)
     files = "hopper.cuh", "gathered_rows.cuh", "activation.cuh", file
     return source_text(*files, defined=defined, INSTRUCTION=instruction)

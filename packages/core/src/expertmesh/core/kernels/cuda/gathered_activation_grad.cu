@@ -5,17 +5,18 @@
 //   dots[c][r] = <d[r], act(gate) * (up + UP_OFFSET)> of the columns of tile c
 //
 // zeros in rows that hold no token. Padding rows are not written. Rows are read where `source` says that their tokens
-// are (GATHERS), or lie side by side.
+// are (GATHERS), or lie side by side. Of operands of 8 bits, amax[c][r], the largest magnitude of d_h[r] in both halves of
+// the columns of tile c, takes the place of a.
 //
 // A part of a tile is 128 columns. The fourth warpgroup reads h itself.
 //
 // Compiled at run time, without headers, after `hopper.cuh`, `gathered_rows.cuh` and `activation.cuh`. Macros that come
 // before are theirs.
 
-// Its box is 128 columns x 64 of the contraction.
+// Its box is 128 columns x a step of the contraction.
 __device__ __forceinline__ void load_weight(
     const TensorMap* weight, u32 to, u32 ready, int rank, int width, int4 tile, int step) {
-  load_shared(weight, to + rank * (COLUMNS / 2 * LINE), ready, step * 64, tile.z + rank * (COLUMNS / 2), tile.w);
+  load_shared(weight, to + rank * (COLUMNS / 2 * LINE), ready, step * STEP, tile.z + rank * (COLUMNS / 2), tile.w);
 }
 
 __device__ __forceinline__ u64 weight_at(u32 stage, int half, int k) {
@@ -54,6 +55,7 @@ struct Ahead {
 
 struct Results {
   u8 *d_h, *a;
+  int* amax;
   float* dots;
   int num_rows;
 };
@@ -88,6 +90,7 @@ __device__ __forceinline__ void differentiate_tiles(
     const bool holds = (u32)place < (u32)num_tokens;
     const u32 held = __ballot_sync(~0u, holds);
     float dot_of_mine = 0;
+    u32 largest_of_mine = 0;
     more = tiles.next();
     const u64 offset_of_next = more ? offset_of() : 0;
     const int count_of_next = more ? tiles.rows : 0;
@@ -108,6 +111,7 @@ __device__ __forceinline__ void differentiate_tiles(
           const float weight = __shfl_sync(~0u, mine, of_row);
           const u32 is_held = held >> of_row & 1 ? ~0u : 0;
           float dot = 0;
+          u32 largest = 0;
 #pragma unroll
           for (int which = 0; which < 2; which++) {
             Ahead& x = ahead[2 * i + which];
@@ -117,25 +121,39 @@ __device__ __forceinline__ void differentiate_tiles(
             differentiate(x.gate.y, x.up.y, d.y, weight, is_held, d_gate.y, d_up.y, value.y, dot);
             differentiate(x.gate.z, x.up.z, d.z, weight, is_held, d_gate.z, d_up.z, value.z, dot);
             differentiate(x.gate.w, x.up.w, d.w, weight, is_held, d_gate.w, d_up.w, value.w, dot);
+#if EIGHT_BITS
+            // No more of d_h than is stored: what lies beyond is not a number of this group.
+            if (of_tile < count) largest = larger(largest, larger(largest_of(d_gate), largest_of(d_up)));
+#endif
             x.read(next + i * turn_of_h + which * BYTES, half, first + i * TURN < limit);
             if (of_tile < count) {
               const u64 at = offset + (turn + i) * turn_of_h + which * BYTES;
               store(to.d_h + at, d_gate), store(to.d_h + at + half, d_up);
+#if !EIGHT_BITS
               const int place_in_row = (column + part * (COLUMNS / 2)) * 2 + which * BYTES + unit * UNIT;
               *(int4*)(to.a + (u64)(row + of_tile) * half + place_in_row) = value;
+#endif
             }
           }
 #pragma unroll
           for (int by = 1; by < 8; by *= 2) dot += __shfl_xor_sync(~0u, dot, by);
           const float got = __shfl_sync(~0u, dot, rows.lane % 4 * 8);
           if (rows.lane / 4 == turn + i) dot_of_mine += got;
+#if EIGHT_BITS
+          const u32 most = __shfl_sync(~0u, largest_of_lanes(largest), rows.lane % 4 * 8);
+          if (rows.lane / 4 == turn + i) largest_of_mine = larger(largest_of_mine, most);
+#endif
         }
       }
       __syncwarp();
       if (rows.lane == 0) arrive(empty);
       offset += PART_BYTES;
     }
-    if (rows.own() < count) to.dots[(u64)(column / COLUMNS) * to.num_rows + row + rows.own()] = holds ? dot_of_mine : 0;
+    if (rows.own() < count) {
+      const u64 at = (u64)(column / COLUMNS) * to.num_rows + row + rows.own();
+      to.dots[at] = holds ? dot_of_mine : 0;
+      if (EIGHT_BITS) to.amax[at] = amax_of(largest_of_mine);
+    }
   }
 }
 
@@ -146,8 +164,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #else
     const __grid_constant__ TensorMap rows,
 #endif
-    const int* source, const float* routing_weights, const u8* h, const int* sizes, int num_tokens, int num_rows,
-    int steps, int width, int num_groups, u8* d_h, u8* a, float* dots) {
+    const int* source, const float* routing_weights, const u8* h, const int* sizes,
+#if EIGHT_BITS
+    const float* row_scales, const float* weight_scales,
+#endif
+    int num_tokens, int num_rows, int steps, int width, int num_groups, u8* d_h,
+#if EIGHT_BITS
+    int* amax, float* dots) {
+  u8* a = nullptr;
+  const Scales scales{row_scales, weight_scales};
+#else
+    u8* a, float* dots) {
+  int* amax = nullptr;
+  const Scales scales{};
+#endif
   const auto [smem, ends] = Memory((num_groups + 3) / 4);
   const int role = consumer_of_warp();
   begin(smem, ends, &weights, sizes, num_groups);
@@ -161,10 +191,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #endif
   } else if (role < CONSUMERS) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    multiply_tiles(role, steps, ring);
+    multiply_tiles(role, steps, ring, scales);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_STORER));
-    differentiate_tiles(smem, routing_weights, source, num_tokens, width, h, Results{d_h, a, dots, num_rows},
+    differentiate_tiles(smem, routing_weights, source, num_tokens, width, h, Results{d_h, a, amax, dots, num_rows},
                         Tiles(ends, num_groups, width, COLUMNS));
   }
   __syncwarp();

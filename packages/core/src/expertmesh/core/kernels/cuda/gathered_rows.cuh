@@ -1,5 +1,5 @@
-// Rows of 16 bits times each group's weight for Hopper, handed tile by tile to a warpgroup that does what comes behind:
-// what `gathered_activation.cu` and `gathered_activation_grad.cu` share.
+// Rows of 16 bits, or of 8 with a scale for each group, times each group's weight for Hopper, handed tile by tile to a
+// warpgroup that does what comes behind: what `gathered_activation.cu` and `gathered_activation_grad.cu` share.
 //
 // A cluster of two blocks works on 256 rows of a group and on 256 columns; each block has 128 of the rows, and the two
 // share the weight by multicast. In a block a producer warpgroup loads: its threads copy rows by `cp.async` from where
@@ -9,13 +9,14 @@
 // go on.
 //
 // Compiled at run time, without headers, after `hopper.cuh` and before a kernel's own text. Macros that come before
-// both: HALF, GATHERS (rows are found by an index), SHARED (bytes), STAGES, and the registers of each role. INSTRUCTION,
-// which stands alone on a line, is replaced by `multiply`.
+// both: HALF, EIGHT_BITS (of an operand's numbers), GATHERS (rows are found by an index), SHARED (bytes), STAGES, and the
+// registers of each role. INSTRUCTION, which stands alone on a line, is replaced by `multiply`.
 
 constexpr int CONSUMERS = 2;             // warpgroups that multiply
 constexpr int THREADS = 256 + CONSUMERS * 128;
 constexpr int LINE = 128;                // bytes of the contraction a step, the width of a swizzle
-constexpr int PANEL = 64 * LINE;         // 64 columns of the weight, 64 of the contraction
+constexpr int STEP = EIGHT_BITS ? LINE : LINE / 2;  // numbers of it
+constexpr int PANEL = 64 * LINE;         // 64 columns of the weight, a step of the contraction
 constexpr int PART = 64;                 // rows of a consumer
 constexpr int ROWS = CONSUMERS * PART;   // of a block's tile
 constexpr int COLUMNS = 256;             // of it
@@ -175,7 +176,7 @@ __device__ __forceinline__ void load_tiles(
       if (step == 0) put(which(ring), note);
       expect_bytes(ready, STAGE_BYTES);
       load_weight(weight, at, ready, rank, width, note, step);
-      load(rows, at + OF_ROWS, ready, step * 64, note.x);
+      load(rows, at + OF_ROWS, ready, step * STEP, note.x);
       ring.next();
     }
   }
@@ -183,6 +184,23 @@ __device__ __forceinline__ void load_tiles(
   put(which(ring), make_int4(0, END, 0, 0));
   arrive(ring.full());
 }
+
+// Of each group of rows and of its weight, if they have 8 bits. They are read while a tile is multiplied.
+struct Scales {
+  const float *lhs, *rhs;
+  float of_lhs, of_rhs;
+
+  __device__ __forceinline__ void read(int group) {
+    if (EIGHT_BITS) of_lhs = read_scale(lhs + group), of_rhs = read_scale(rhs + group);
+  }
+
+  __device__ __forceinline__ void apply(float (&d)[SUMS]) const {
+    if (!EIGHT_BITS) return;
+    const float factor = product_of_scales(of_lhs, of_rhs);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) d[i] *= factor;
+  }
+};
 
 // A consumer's results, rounded, on their way to the fourth warpgroup.
 struct Handoff {
@@ -243,7 +261,7 @@ struct Handoff {
   }
 };
 
-__device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring ring) {
+__device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring ring, Scales scales) {
   float d[SUMS];
   Handoff handoff(ring.smem, consumer);
 #pragma unroll 1
@@ -251,6 +269,7 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
     wait_barrier(ring.full(), ring.parity);
     const int4 tile = get(which(ring));
     if (tile.y == END) break;
+    scales.read(tile.w);
     const bool holds_rows = tile.y > consumer * PART;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -273,6 +292,7 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
     }
     finish(d);
     ring.release_before();
+    scales.apply(d);
     handoff.send_later();
     handoff.take(d, tile);
   }
@@ -291,3 +311,18 @@ __device__ __forceinline__ void begin(u32 smem, u32 ends, const TensorMap* weigh
   __syncthreads();
   cluster_sync();
 }
+
+// The largest magnitudes of a unit, of the lower and of the upper halves of its words.
+__device__ __forceinline__ u32 largest_of(int4 v) {
+  return larger(larger(magnitudes(v.x), magnitudes(v.y)), larger(magnitudes(v.z), magnitudes(v.w)));
+}
+
+// A row's largest magnitude, of which each of its eight lanes knows a part, two numbers in a word.
+__device__ __forceinline__ u32 largest_of_lanes(u32 both) {
+#pragma unroll
+  for (int by = 1; by < 8; by *= 2) both = larger(both, __shfl_xor_sync(~0u, both, by));
+  return both;
+}
+
+// The float32 of the larger half.
+__device__ __forceinline__ int amax_of(u32 both) { return __float_as_int(unpack(larger(both, both >> 16)).x); }

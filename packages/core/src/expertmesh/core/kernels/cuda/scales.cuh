@@ -24,13 +24,6 @@ __device__ __forceinline__ float without_subnormal(float x) {
   return x;
 }
 
-// The larger of each two numbers of 16 bits; of magnitudes NaN is the largest.
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
-  u32 most;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  return most;
-}
-
 // 2^(biased - 127) for 0 .. 254, NaN for 255.
 __device__ __forceinline__ float power_of_2(int biased) {
   return __int_as_float(biased == 255 ? 0x7FC00000 : biased == 0 ? 0x00400000 : biased << 23);

@@ -60,3 +60,12 @@ __device__ __forceinline__ float2 unpack(u32 both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000));
 #endif
 }
+
+__device__ __forceinline__ u32 magnitudes(u32 both) { return both & 0x7FFF7FFF; }
+
+// The larger of each two numbers of 16 bits; of magnitudes NaN is the largest.
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+  u32 most;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
