@@ -529,7 +529,7 @@ def _bwd(
         operands = of_y.along_features, wo, h, weights, handle.source, sizes
         d_h, d_weights, a = dgrad_activation_grad_op(*operands, activation=options.activation)
         of_h = copies(d_h)
-    elif not (adapters["wi"] or of_wo or biases) and _quantizes_grad_at_once(of_y, h, options):
+    elif not (of_wi or of_wo or biases) and _quantizes_grad_at_once(of_y, h, options):
         wo, of_d = barrier(wo, of_y.along_features)
         of: dict[str, Any] = dict(activation=options.activation, format=up.formats.grad_dgrad)
         of_h = quantized_activation_grad(of_d, wo, h, weights, handle.source, sizes, **of)

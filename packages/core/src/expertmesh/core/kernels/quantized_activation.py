@@ -53,16 +53,11 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     return h[None], *_copies(a, amax, sizes, format)
 
 
+@for_device
 def quantized_activation_grad(
-    dy, rhs, h, weights, source, group_sizes, *, activation, format
+    dy, rhs, h, weights, source, group_sizes, *, activation, format, device
 ):  # fmt: skip
     """[1, C, D] x [G, F, D]; [1, C, 2, F], [1, C] -> data and scales of [1, C, 2, F], twice, and [1, C]."""
-    operands = dy, rhs, h, weights, source, group_sizes
-    return _grad_by_group(*operands, activation=activation, format=format)
-
-
-@for_device
-def _grad_by_group(dy, rhs, h, weights, source, group_sizes, *, activation, format, device):
     (_, C, D), (G, F, _), sizes = dy.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     projection = _projection(C, D, F, G, activation, device)
     config = by_groups.choose_quantized_grad(projection, h.dtype)
@@ -71,9 +66,8 @@ def _grad_by_group(dy, rhs, h, weights, source, group_sizes, *, activation, form
         gradient = ActivatedGrad(h, weights, source, activation, d_out)
         return activate_quantize(gradient, group_sizes, None, None, format=format, **_BOTH)
     operands = dy.data[0], source[0], rhs.data, h[0], weights[0], sizes, (dy.scale[0], rhs.scale)
-    d_h, amax, dots = tensor_scaled.launch_quantized_grad(
-        *operands, config=config, activation=activation
-    )
+    options = dict(config=config, activation=activation, gathers=False)
+    d_h, amax, dots = tensor_scaled.launch_grad(*operands, **options)
     d_weights = selected(holds_token(source), dots.sum(0)[None])
     return *_copies(d_h, amax, sizes, format), d_weights
 

@@ -7,6 +7,7 @@ from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.gathered_activation import (
     COLUMNS,
     GRAD_TILES,
+    LINE,
     TILES,
     Tiles,
 )
@@ -59,48 +60,29 @@ def launch_quantized(
 
 
 def launch_grad(
-    dy, source_row, rhs, h, weights, group_sizes, *, config: Config, activation, gathers: bool
+    dy, source_row, rhs, h, weights, group_sizes, scales=(), *,
+    config: Config, activation, gathers: bool,
 ):  # fmt: skip
     """Rows dy [C, D], or [T, D] if `gathers`, x [G, F, D], h [C, 2, F] and float32[C].
 
-    Returns d_h [C, 2, F], the activation [C, F], and of each tile of columns a part of the gradient of `weights`,
+    `scales`: [G] of dy and of rhs, if they have 8 bits.
+
+    Returns d_h [C, 2, F]; the activation [C, F], or with scales of each tile of columns the largest magnitude in each
+    row of d_h, as float32's bits, int32[F / 256, C]; and of each tile a part of the gradient of `weights`,
     float32[F / 256, C].
     """
-    (G, F, D), C = rhs.shape, source_row.shape[0]
-    out_type = (
-        jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct((C, F), h.dtype),
-        jax.ShapeDtypeStruct((F // COLUMNS, C), jnp.float32),
-    )  # fmt: skip
+    (G, F, D), C, step = rhs.shape, source_row.shape[0], LINE // dy.dtype.itemsize
+    d_h, a = (jax.ShapeDtypeStruct(shape, h.dtype) for shape in (h.shape, (C, F)))
+    amax = _amax_type(F, COLUMNS, C)
     places = cluster_order(config.programs, SHARED_BYTES)
     made = dict(activation=activation, gathers=gathers, places=places)
-    rows = dy if gathers else launcher.TensorMap.of(dy, (128, 64))
+    rows = dy if gathers else launcher.TensorMap.of(dy, (128, step))
     return cuda_call(
-        launcher.TensorMap.of(rhs, (1, 128, 64)), rows, source_row, weights, h,
-        group_sizes.astype(jnp.int32),
-        source=grad_source((dy.dtype, rhs.dtype), h.dtype, **made), name="gathered_activation_grad",
-        scalars=(dy.shape[0] if gathers else ALL, C, D // 64, F, G), out_type=out_type,
-        programs=config.programs, warps=16, shared=SHARED_BYTES,
-    )  # fmt: skip
-
-
-def launch_quantized_grad(
-    dy, source_row, rhs, h, weights, group_sizes, scales, *, config: Config, activation
-):  # fmt: skip
-    """Rows dy [C, D] x [G, F, D] of 8 bits, with scales [G] of both, and h [C, 2, F], float32[C] -> d_h [C, 2, F].
-
-    And of each tile of columns the largest magnitude in each row of d_h, as float32's bits, int32[F / 256, C], and a
-    part of the gradient of `weights`, float32[F / 256, C].
-    """
-    (G, F, D), C = rhs.shape, source_row.shape[0]
-    amax = _amax_type(F, COLUMNS, C)
-    out_type = jax.ShapeDtypeStruct(h.shape, h.dtype), amax, amax.update(dtype=jnp.float32)
-    places = cluster_order(config.programs, SHARED_BYTES)
-    made = dict(activation=activation, gathers=False, places=places)
-    return cuda_call(
-        launcher.TensorMap.of(rhs, (1, 128, 128)), launcher.TensorMap.of(dy, (128, 128)), source_row, weights, h,
+        launcher.TensorMap.of(rhs, (1, 128, step)), rows, source_row, weights, h,
         group_sizes.astype(jnp.int32), *scales,
         source=grad_source((dy.dtype, rhs.dtype), h.dtype, **made), name="gathered_activation_grad",
-        scalars=(ALL, C, D // 128, F, G), out_type=out_type,
+        scalars=(dy.shape[0] if gathers else ALL, C, D // step, F, G),
+        out_type=(d_h, amax if scales else a, amax.update(dtype=jnp.float32)),
         programs=config.programs, warps=16, shared=SHARED_BYTES,
     )  # fmt: skip
 
