@@ -17,13 +17,14 @@ from core.kernels.quantized_operands import E4M3, E5M2
 from expertmesh.core import _jax
 from expertmesh.core.kernels.choice import gathered_activation as activates_at_once
 from expertmesh.core.linear import grouped_gemm
-from expertmesh.core.op import Op
+from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops import activate_rows, activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization import (
     activate_quantize,
     grouped_requantize,
     quantize,
+    quantize_moved,
     quantize_rows,
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
@@ -303,19 +304,20 @@ def test_gathered_activation_grad_on_hopper(function, gathers, dtype, tmp_path):
     assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind}") == 8
 
 
+@pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("function", activates_at_once.FUNCTIONS)
-def test_activations_with_scales_per_group_on_hopper(function, dtype, tmp_path):
+def test_activations_with_scales_per_group_on_hopper(function, dtype, gathers, tmp_path):
     from expertmesh.core.kernels.cuda import gathered_activation as kernels
 
     of = dict(activation=activation.Activation(function=function, limit=7.0, up_offset=1.0))
-    forward = kernels.source((E4M3, E4M3), dtype, **of, keeps_h=True, gathers=False)
-    backward = kernels.grad_source((E5M2, E4M3), dtype, **of, gathers=False)
+    forward = kernels.source((E4M3, E4M3), dtype, **of, keeps_h=True, gathers=gathers)
+    backward = kernels.grad_source((E5M2, E4M3), dtype, **of, gathers=gathers)
     # As of 16 bits a few words of a tile wait while it is worked on.
     for text, kind, stack in (forward, "e4m3", 0), (backward, "e5m2", 16):
         ptx, said = _assemble_cuda(text, tmp_path, stack)
         assert "serialized" not in said, "every product waits for itself"
-        assert "cp.async.cg.shared.global" not in ptx, "rows come by TMA"
+        assert ("cp.async.cg.shared.global" in ptx) == gathers, "rows side by side come by TMA"
         assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kind}.e4m3") == 8
 
 
@@ -464,6 +466,26 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     # In a tile's first step and in the others: for blocks two products of four; else four, and one of a part of a step.
     want = 16 if blocks else 10
     assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == want
+
+
+@pytest.mark.parametrize(
+    "crosswise, out",
+    [*itertools.product((False, True), ("bfloat16", "float16")), (False, "float32")],
+)
+@pytest.mark.parametrize("tokens, other", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
+def test_quantized_weight_gradients_of_tokens_on_hopper(tokens, other, crosswise, out, tmp_path):
+    from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
+    from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
+
+    tiles = choice.WEIGHTS_TENSORS.fit(1024, out)
+    text = kernels.gathered_weights_source(tokens, other, out, tiles, crosswise=crosswise)
+    # What the producer, and a consumer between tiles, keep of their loops.
+    ptx, said = _assemble_cuda(text, tmp_path, 16)
+    assert "serialized" not in said, "every product waits for itself"
+    kinds = ".".join(dtype.removeprefix("float8_").removesuffix("fn") for dtype in (tokens, other))
+    # In a tile's first step and in the others: four slices.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n256k32.f32.{kinds}") == 8
+    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == 8
 
 
 # Blocks of 32 are widened to bfloat16 before 10.0.
@@ -751,6 +773,14 @@ RECIPES = [
 ]
 
 
+def _rows_for_the_gradient() -> Op:
+    """The step of a weight gradient whose kernel does not read tokens, as an op."""
+    module = "expertmesh.core.kernels.triton.grouped_quantize"
+    kernel = Kernel.triton(module, "along_rows", lambda *operands: None)
+    sharding = "p n ..., p g -> p n ..."
+    return Op("rows", lambda rows, sizes: rows.rows(), sharding, kernels=(kernel,))
+
+
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_quantize(monkeypatch, recipe, arch):
@@ -785,6 +815,16 @@ def test_quantize(monkeypatch, recipe, arch):
             launches = _launches(monkeypatch, op, source, many, given, None, **options)
             assert len(launches) == 2, "the amax of rows comes with the copies"
             _check_launches(launches, arch)
+        row = moved.row_map.row
+        of_tokens = quantize_moved.quantize_tokens_op
+        launches = _launches(monkeypatch, of_tokens, tokens, row, format=formats.x)
+        assert len(launches) == 2, "the amax of tokens, and their data"
+        _check_launches(launches, arch)
+        q = QuantizedArray(tokens.update(dtype=formats.x.dtype), given, format=formats.x)
+        moved = quantize_rows.Moved(q, moved.row_map)
+        launches = _launches(monkeypatch, _rows_for_the_gradient(), moved, many)
+        assert len(launches) == 1, "rows of tokens as the weight gradient reads them"
+        _check_launches(launches, arch)
     else:
         launches = _launches(monkeypatch, op, rows, sizes, None, None, **options)
         assert len(launches) == 1, "both copies"

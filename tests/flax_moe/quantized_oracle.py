@@ -48,6 +48,11 @@ def rounded(x, format, along, across=0, multiplier=None):
     return values[tuple(slice(n) for n in x.shape)]
 
 
+def multiplier_of_tokens(x, has_row, format):
+    """Where all tokens are on one device, they have one scale; None if the format has blocks."""
+    return _multiplier(np.abs(x[has_row]).max(), format) if format.block is None else None
+
+
 def _multiplier(amax, format, given=None):
     if given is not None:
         return np.float32(given)
@@ -87,10 +92,13 @@ def _rotated(x, along):
 
 
 class Layer:
-    """One weight [K, *N] and the products with it; `given` are multipliers of x and the weight, or None."""
+    """One weight [K, *N] and the products with it; `given` are multipliers of x and the weight, or None.
 
-    def __init__(self, w, formats, given=(None, None)):
-        self.w, self.formats, self.given = w, formats, given
+    `of_dy`: that of the cotangent, or None.
+    """
+
+    def __init__(self, w, formats, given=(None, None), of_dy=None):
+        self.w, self.formats, self.given, self.of_dy = w, formats, given, of_dy
 
     def forward(self, x):
         """x[..., K] as it enters the product, and the product."""
@@ -104,11 +112,13 @@ class Layer:
         tokens = x.ndim - 2
         w = rounded(self.w, formats.weight_dgrad, last, 0, self.given[1])
         of_n = list(range(x.ndim - 1, dy.ndim)), list(range(1, self.w.ndim))
-        dx = np.tensordot(rounded(dy, formats.grad_dgrad, dy.ndim - 1), w, of_n)
+        of_features = rounded(dy, formats.grad_dgrad, dy.ndim - 1, 0, self.of_dy)
+        dx = np.tensordot(of_features, w, of_n)
         x = rounded(
             _whole_blocks(x, formats.x_wgrad, tokens), formats.x_wgrad, tokens, 0, self.given[0]
         )
-        dy = rounded(_whole_blocks(dy, formats.grad_wgrad, tokens), formats.grad_wgrad, tokens)
+        dy = _whole_blocks(dy, formats.grad_wgrad, tokens)
+        dy = rounded(dy, formats.grad_wgrad, tokens, 0, self.of_dy)
         return dx, np.tensordot(x, dy, (dims, dims))
 
 

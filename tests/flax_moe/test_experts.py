@@ -142,6 +142,9 @@ def oracle(config, params, x, dy, idx, weights, multipliers):
     biases = [params.get(name, np.zeros(w.shape[:1] + w.shape[2:])) for name, w in
               (("wi_bias", params["wi"]), ("wo_bias", params["wo"]))]  # fmt: skip
     d = {name: np.zeros_like(w) for name, w in params.items()}
+    of_x, of_dy = multipliers_of_tokens(config, x, dy, np.any(idx >= 0, axis=1))
+    multipliers = multipliers | {"wi": (multipliers["wi"][0] or of_x, multipliers["wi"][1])}
+    of_dy = {"wi": None, "wo": of_dy}
     y, d_x, d_weights = np.zeros(x.shape), np.zeros(x.shape), np.zeros(weights.shape)
     for e in range(E):
         tokens, ks = np.nonzero(idx == e)
@@ -151,10 +154,12 @@ def oracle(config, params, x, dy, idx, weights, multipliers):
             layers = [Exact(params[name][e]) for name in NAMES[:2]]
         else:
             layers = [
-                quantized_oracle.Layer(params[name][e], config.recipe.formats(), multipliers[name])
+                quantized_oracle.Layer(
+                    params[name][e], config.recipe.formats(), multipliers[name], of_dy[name]
+                )
                 for name in NAMES[:2]
             ]
-        rows, of_weights, (of_x, *of_params) = quantized_oracle.feed_forward(
+        rows, of_weights, (d_rows, *of_params) = quantized_oracle.feed_forward(
             x[tokens].astype(np.float64),
             dy[tokens].astype(np.float64),
             weights[tokens, ks],
@@ -165,12 +170,21 @@ def oracle(config, params, x, dy, idx, weights, multipliers):
             sent_only=dispatches_quantized(config.recipe),
         )
         np.add.at(y, tokens, rows)
-        np.add.at(d_x, tokens, of_x)
+        np.add.at(d_x, tokens, d_rows)
         d_weights[tokens, ks] = of_weights
         for name, gradient in zip(NAMES, of_params, strict=True):
             if name in d:
                 d[name][e] = gradient
     return y, d, d_x, d_weights
+
+
+def multipliers_of_tokens(config, x, dy, has_row):
+    """Of x and of dy under a recipe without blocks; with biases, cotangents are moved before they are quantized."""
+    if config.recipe is None:
+        return None, None
+    of, formats = quantized_oracle.multiplier_of_tokens, config.recipe.formats()
+    of_dy = None if config.use_bias else of(dy, has_row, formats.grad_dgrad)
+    return of(x, has_row, formats.x), of_dy
 
 
 def given_for(config):

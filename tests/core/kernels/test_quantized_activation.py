@@ -29,7 +29,8 @@ from expertmesh.core.quantization.activate_quantize import (
     activate_quantize,
 )
 from expertmesh.core.quantization.quantize import quantize
-from expertmesh.core.quantization.quantize_rows import Moved
+from expertmesh.core.quantization.quantize_moved import quantize_moved
+from expertmesh.core.quantization.quantize_rows import Moved, written
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import Float8BlockScaling, TensorFormat
 from expertmesh.core.testing import relative_error
@@ -232,6 +233,30 @@ def _of_groups(shape, dtype, format, seed):
     return q, of_sizes, jnp.asarray(weights[None]), jnp.asarray(source[None])
 
 
+def _of_tokens(shape, dtype, format, seed):
+    """As `_of_groups`, of half as many tokens, quantized with one scale; of one without a row all bytes are NaN."""
+    _, of_sizes, weights, source = _of_groups(shape, dtype, format, seed)
+    rng, source, T = np.random.default_rng(seed), np.array(source), source.size // 2 + 1
+    held = np.flatnonzero(source[0] >= 0)
+    source[0, held] = rng.permutation(2 * (T - 1))[: held.size]
+    row = np.full((T, 2), -1, np.int32)
+    row.ravel()[source[0, held]] = held
+    x = rng.normal(size=(1, T, shape[0])) * 2.0 ** rng.integers(-3, 4, (1, T, 1))
+    x[0, T - 1] = np.nan
+    rows = Moved(jnp.asarray(x, dtype), RowMap(jnp.asarray(row[None]), jnp.asarray(source)))
+    q = jax.jit(lambda rows: quantize_moved(rows, of_sizes, format))(rows)
+    return q, of_sizes, weights, rows.row_map.source
+
+
+def _rows_in_8_bits(shape, dtype, format, seed, gathers):
+    return (_of_tokens if gathers else _of_groups)(shape, dtype, format, seed)
+
+
+def _written(rows):
+    """The rows, by another route than an index in a kernel."""
+    return jax.jit(written)(rows)
+
+
 def _weight_of_groups(shape, dtype, *dims):
     w = np.random.default_rng(5).normal(size=(len(shape[2]), *dims)) / dims[0] ** 0.5
     of_weight = jax.jit(lambda x: quantize(x, TENSOR, batch_dims=1))
@@ -251,16 +276,17 @@ def _same(got, want, sizes):
 
 
 @pytest.mark.any_device
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
 @pytest.mark.parametrize("shape, dtype, activation", GROUP_CASES, ids=str)
-def test_bits_of_two_ops_with_a_scale_per_group(shape, dtype, activation, monkeypatch):
+def test_bits_of_two_ops_with_a_scale_per_group(shape, dtype, activation, gathers, monkeypatch):
     monkeypatch.setattr(by_groups, "ROWS_AT_ONCE", 1)
-    x, sizes, weights, source = _of_groups(shape, dtype, TENSOR, 1)
+    x, sizes, weights, source = _rows_in_8_bits(shape, dtype, TENSOR, 1, gathers)
     assert quantizes_activation(x, activation, (TENSOR, TENSOR))
     operands = x, _weight_of_groups(shape, dtype, shape[0], 2, shape[1]), sizes, weights, source
     options = dict(activation=activation, format=TENSOR)
     got, again = (_run(quantized_activation, operands, **options) for _ in range(2))
     _same(got, again, sizes)
-    _same(got, _run(_two, operands, **options), sizes)
+    _same(got, _run(_two, (_written(x), *operands[1:]), **options), sizes)
     held = np.asarray(source[0]) >= 0
     assert not np.asarray(got[1].data, np.float32)[0, : int(np.sum(sizes))][
         ~held[: int(np.sum(sizes))]
@@ -268,11 +294,12 @@ def test_bits_of_two_ops_with_a_scale_per_group(shape, dtype, activation, monkey
 
 
 @pytest.mark.any_device
+@pytest.mark.parametrize("gathers", [True, False], ids=["tokens", "rows"])
 @pytest.mark.parametrize("shape, dtype, activation", GROUP_CASES, ids=str)
-def test_bits_of_two_ops_of_the_gradient(shape, dtype, activation, monkeypatch):
+def test_bits_of_two_ops_of_the_gradient(shape, dtype, activation, gathers, monkeypatch):
     monkeypatch.setattr(by_groups, "ROWS_AT_ONCE", 1)
     contraction, F, *_ = shape
-    dy, sizes, weights, source = _of_groups(shape, dtype, OF_GRADIENTS, 2)
+    dy, sizes, weights, source = _rows_in_8_bits(shape, dtype, OF_GRADIENTS, 2, gathers)
     rng = np.random.default_rng(3)
     h = rng.normal(size=(*source.shape, 2, F)) * 2.0 ** rng.integers(-3, 3, (*source.shape, 1, 1))
     h[np.asarray(source) < 0] = np.nan
@@ -288,7 +315,7 @@ def test_bits_of_two_ops_of_the_gradient(shape, dtype, activation, monkeypatch):
 
     options = dict(activation=activation, format=OF_GRADIENTS)
     got, again = (_run(quantized_activation_grad, operands, **options) for _ in range(2))
-    want = _run(two, operands)
+    want = _run(two, (_written(dy), *operands[1:]))
     _same(got, again, sizes)
     # A gradient of weights is a sum in another order.
     _same(got[:2], want[:2], sizes)

@@ -3,6 +3,8 @@
 Those for later GPUs run on Hopper too.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,6 +129,62 @@ def test_rows_where_their_tokens_are(which, shape, kind, out):
     got = run_twice(gemm, operands, out, **options)[0].astype(np.float64)
     assert relative_error(got, want) < error + 2e-3 * (out == "bfloat16")
     assert not got[live:].any() and not got[source < 0].any()
+
+
+# Columns of one operand that end within a tile of 128 and of 256, groups that begin at any row, and whole ones.
+WIDE_GROUPS = (700, 784, 272, 7, 41), (3000, 256, 512, 3, 24), (90, 128, 256, 2, 10)
+OF_TOKENS = [
+    (shape, moved, out)
+    for shape in WIDE_GROUPS
+    for moved, out in (
+        ("lhs", "bfloat16"),
+        ("lhs", "float32"),
+        ("dy", "bfloat16"),
+        ("dy", "float16"),
+    )
+] + [(WIDE_GROUPS[0], "dy", "float32")]  # no kernel has these where their tokens are
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("shape, moved, out", OF_TOKENS, ids=str)
+def test_weight_gradient_of_tokens(shape, moved, out, multiple):
+    """Rows of tokens with one scale, some of them none, and others in groups; NaN in what no row is, and in a group."""
+    C, K, N, G, dead = shape
+    rng = np.random.default_rng(C)
+    sizes, starts = _sizes(rng, C, G, dead, multiple)
+    live, T = sizes.sum(), 90
+    of_lhs, of_dy = (E4M3, E5M2)
+    width, of_tokens, other_width, of_other = K, of_lhs, N, of_dy
+    if moved == "dy":
+        width, of_tokens, other_width, of_other = N, of_dy, K, of_lhs
+    x, _, x_wide = quantized(rng, (1, T, width), (), of_tokens, (1, 1))
+    y, y_scale, y_wide = quantized(rng, (1, C, other_width), (), of_other, (1, G))
+    source = rng.integers(0, T - 1, C).astype(np.int32)
+    source[5::7], source[live:] = -1, T - 1
+    y = y.copy()
+    x_scale, broken = np.full((1, G), 0.3, np.float32), int(np.argmax(sizes))
+    y[0, starts[broken]] = np.nan
+    row_map = RowMap(jnp.zeros((1, T), jnp.int32), jnp.asarray(source[None]))
+
+    def gemm(tokens, rows, sizes, **options):
+        rows, tokens = (dataclasses.replace(q, group_sizes=sizes) for q in (rows, tokens))
+        operands = Moved(tokens, row_map), rows
+        options |= dict(num_experts=G)
+        return grouped_gemm_wgrad_op(*operands[:: 1 if moved == "lhs" else -1], sizes, **options)
+
+    operands = _poisoned(x, T - 1), x_scale, _poisoned(y, live), y_scale, sizes[None]
+    got = run_twice(gemm, operands, out, blocks=((), ())).astype(np.float64)
+    rows = np.where(source[:, None] >= 0, x_wide[0, source], 0) * float(x_scale[0, 0])
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        of_group = slice(start, start + size)
+        want = rows[of_group].T @ (y_wide[0, of_group] * float(y_scale[0, g]))
+        want = want if moved == "lhs" else want.T
+        if g == broken:
+            assert np.isnan(got[g]).any()
+        elif size:
+            assert relative_error(got[g], want) < (2e-3 if out == "float32" else 5e-3)
+        else:
+            assert not got[g].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,7 @@
 """Every kernel once on few rows: what `ci/sanitize` runs under compute-sanitizer."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +22,20 @@ from expertmesh.core import (
     route,
     unpermute,
 )
+from expertmesh.core.kernels.choice import gathered_activation as by_groups
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_wgrad_op
+from expertmesh.core.linear.quantized_activation import (
+    quantized_activation,
+    quantized_activation_grad,
+)
 from expertmesh.core.ops.activate_rows import activate_rows_grad_op, activate_rows_op
 from expertmesh.core.ops.activation import Activation, activate
 from expertmesh.core.ops.permute import plan_rows
+from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantize_moved import quantize_moved
+from expertmesh.core.quantization.quantize_rows import Moved
 from expertmesh.core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -89,6 +100,52 @@ def test_products(recipe):
         assert relative_error(dw[group], x_g.T @ dy_g) < error
         assert relative_error(db[group], dy_g.sum(0)) < 1e-2
     assert not np.asarray(y[0, 256:]).any() and not np.asarray(dw[1]).any()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current"])
+def test_products_of_tokens(recipe, monkeypatch):
+    """Rows of quantized tokens in each pass of a gated block."""
+    monkeypatch.setattr(by_groups, "ROWS_AT_ONCE", 1)
+    formats, places = as_recipe(recipe).formats(), 2
+    sizes, width = np.array([[140, 0, 116]], np.int32), 256
+    source = np.full((1, 272), -1, np.int32)
+    source[0, :250] = np.random.default_rng(0).permutation((T - 1) * places)[:250]
+    row = np.full((1, T, places), -1, np.int32)
+    row.reshape(-1)[source[0, :250]] = np.arange(250)
+    row_map = RowMap(jnp.asarray(row), jnp.asarray(source))
+    x, dy = (_normal(i, 1, T, D).at[0, T - 1].set(jnp.nan) for i in (0, 1))
+    wi, wo = _normal(2, 3, D, 2, width) / 16, _normal(3, 3, width, D) / 16
+
+    @jax.jit
+    def run(x, dy, wi, wo):
+        rows, d_y = (
+            quantize_moved(Moved(a, row_map), jnp.asarray(sizes), format)
+            for a, format in ((x, formats.x), (dy, formats.grad_dgrad))
+        )
+        up, down = (quantize(w, formats.weight, batch_dims=1) for w in (wi, wo))
+        routing, of = (jnp.ones(source.shape, jnp.float32), row_map.source), Activation()
+        h, _, a = quantized_activation(rows, up, sizes, *routing, activation=of, format=formats.x)
+        d_h = quantized_activation_grad(
+            d_y, down, h, *routing, sizes, activation=of, format=formats.grad_dgrad
+        )
+        options = dict(num_experts=3, out_dtype=jnp.dtype("bfloat16"))
+        pairs = (rows, d_h.along_rows), (a, d_y)
+        plain = (jax.tree.map(_without_sizes, pair, is_leaf=_is_quantized) for pair in pairs)
+        return h, *(grouped_gemm_wgrad_op(*pair, sizes, **options) for pair in plain)
+
+    h, d_wi, d_wo = run(x, dy, wi, wo)
+    token = np.where(source[0] < 0, T - 2, source[0] // places)
+    held = (source[0] >= 0)[:, None]
+    rows, d_y = (np.where(held, np.asarray(a, np.float64)[0, token], 0) for a in (x, dy))
+    for g, part in ((0, slice(0, 140)), (2, slice(140, 256))):
+        want = np.einsum("rd,dcf->rcf", rows[part], np.asarray(wi, np.float64)[g])
+        assert relative_error(h[0, part], want) < 6e-2
+        d_a, (gate, up) = d_y[part] @ np.asarray(wo, np.float64)[g].T, np.moveaxis(want, 1, 0)
+        s = 1 / (1 + np.exp(-gate))
+        d_h = np.stack([d_a * up * s * (1 + gate * (1 - s)), d_a * gate * s], 1)
+        assert relative_error(d_wi[g], np.einsum("rd,rcf->dcf", rows[part], d_h)) < 0.1
+        assert relative_error(d_wo[g], (gate * s * up).T @ d_y[part]) < 0.1
+    assert not np.asarray(d_wi[1]).any() and not np.asarray(d_wo[1]).any()
 
 
 def test_gathered_products():
@@ -178,3 +235,8 @@ def test_quantization(recipe):
 
 def _is_quantized(x):
     return isinstance(x, QuantizedArray)
+
+
+def _without_sizes(x):
+    """As GEMMs' ops take quantized operands, and other leaves."""
+    return dataclasses.replace(x, group_sizes=None) if _is_quantized(x) else x

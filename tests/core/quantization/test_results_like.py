@@ -17,6 +17,7 @@ from expertmesh.core.ops.activation import Activation
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.activate_quantize import activate_grad_quantize, activate_quantize
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize
+from expertmesh.core.quantization.quantize_moved import quantize_moved
 from expertmesh.core.quantization.quantize_rows import Moved, grouped_quantize_both
 
 P, C, F, G = 2, 256, 384, 3
@@ -105,7 +106,12 @@ def test_of_rows_that_are_made_with_a_scale_per_group(format, checked):
     routing = ROUTING["weights"], ROUTING["row_source"]
     jax.eval_shape(partial(quantized_activation, **call), rows, up, GROUPS, *routing)
     jax.eval_shape(partial(quantized_activation_grad, **call), rows, down, h, *routing, GROUPS)
-    of_rows = {"quantized_activation", "quantized_activation_grad"}
+    row_map = RowMap(array(P, C // 4, 4, dtype="int32"), array(P, C, dtype="int32"))
+    of_tokens = partial(quantize_moved, format=format)
+    tokens = jax.eval_shape(of_tokens, Moved(array(P, C // 4, 128), row_map), GROUPS)
+    jax.eval_shape(partial(quantized_activation, **call), tokens, up, GROUPS, *routing)
+    jax.eval_shape(partial(quantized_activation_grad, **call), tokens, down, h, *routing, GROUPS)
+    of_rows = {"quantized_activation", "quantized_activation_grad", "quantize_moved"}
     of_both = {"quantize", "grouped_quantize", "activate_quantize", "activate_grad_quantize"}
     assert checked == of_both | of_rows
 
@@ -132,7 +138,8 @@ def test_of_rows_that_are_made(format, routing, checked):
         jax.eval_shape(partial(call, narrow=narrow), rows, weight, GROUPS, *of_rows)
     names = {"activate_quantize", "activate_grad_quantize", "grouped_requantize", "move_requantize"}
     assert checked == {"grouped_quantize", "quantize", "quantized_activation", *names}
-    assert all_names() == {"quantize_square", "quantized_activation_grad", *checked}
+    others = {"quantize_square", "quantized_activation_grad", "quantize_moved"}
+    assert all_names() == others | checked
 
 
 def all_names() -> set[str]:

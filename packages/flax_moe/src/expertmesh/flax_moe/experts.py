@@ -81,12 +81,14 @@ from expertmesh.core.ops.row_map import RowMap, move_rows
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
 from expertmesh.core.quantization.quantize import plain, quantize
+from expertmesh.core.quantization.quantize_moved import quantize_moved
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Formats,
     Moved,
     grouped_quantize,
     grouped_quantize_both,
+    per_group,
     quantizes_both_at_once,
     quantizes_moved,
     read_in_place,
@@ -292,23 +294,42 @@ def _row_copies(
 
     Of tokens the backward makes the copy along the rows; see `_along_rows`.
     """
+    tokens = _quantized_tokens(rows, quantized, sizes, layer)
+    if tokens is not None:
+        reads = not isinstance(weight, Adapted) and _reads(tokens, prod(weight.shape[2:]))
+        return tokens if reads else move_quantized(tokens), tokens if for_wgrad else None, None
     if quantized is None:
         copies: tuple[Any, Any, Any] = x_copies(rows, sizes, extra, layer, for_wgrad=for_wgrad)
         return copies
-    if isinstance(rows, Moved):
-        tokens, width = Moved(quantized, rows.row_map), prod(weight.shape[2:])
-        reads = not isinstance(weight, Adapted) and read_in_place(layer.formats.x, width)
-        x = tokens if reads else move_quantized(tokens)
-        return x, tokens if for_wgrad else None, None
     if not for_wgrad:
         return quantized, None, None
     format, spec = layer.formats.x_wgrad, layer.resolved[0]
     return quantized, grouped_requantize(quantized, sizes, format, spec=spec), None
 
 
+def _quantized_tokens(
+    rows: Any, quantized: QuantizedArray | None, sizes: jax.Array, layer: Layer
+) -> Moved | None:
+    """The rows of quantized tokens, which are given, or get one scale here; None where there are none."""
+    if not isinstance(rows, Moved):
+        return None
+    if quantized is not None:
+        return Moved(quantized, rows.row_map)
+    if layer.recipe is None or layer.delayed:
+        return None
+    formats = layer.formats
+    one_scale = per_group(formats.x, formats.x_wgrad)
+    return quantize_moved(rows, sizes, formats.x) if one_scale else None
+
+
+def _reads(tokens: Moved, width: int) -> bool:
+    """Whether a GEMM with so many columns takes the rows as tokens."""
+    return not tokens.block or read_in_place(tokens.base.format, width)
+
+
 def _along_rows(x: Any, dy: Any, sizes: jax.Array, layer: Layer) -> tuple[Any, Any]:
-    """(x as its weight's gradient contracts it, dy): of quantized tokens made here, not before dy is there."""
-    if not isinstance(x, Moved) or not is_quantized(x.base):
+    """(x as its weight's gradient contracts it, dy): of tokens in blocks made here, not before dy is there."""
+    if not isinstance(x, Moved) or not x.block:
         return x, dy
     x, dy = barrier(x, dy)
     format, spec = layer.formats.x_wgrad, layer.resolved[0]
@@ -325,13 +346,19 @@ def _dy_copies(
 ) -> Copies:
     """As `dy_copies`, also of rows that are their tokens'; `width`: of the input gradient."""
     rows, sizes, layer = Moved(dy, _rows_of(handle)) if of.sums else dy, handle.group_sizes, of.down
-    gathers = of.sums and for_wgrad and layer.recipe is not None
-    if not (gathers and read_in_place(layer.formats.grad_dgrad, width)):
+    if not isinstance(rows, Moved) or layer.recipe is None:
         return dy_copies(rows, sizes, key, layer, for_wgrad=for_wgrad)
-    formats, spec = (None, layer.formats.grad_wgrad), layer.resolved[2]
-    copies = grouped_quantize_both(rows, sizes, formats, spec=spec)
-    tokens = quantize(dy, layer.formats.grad_dgrad)
-    return copies._replace(along_features=Moved(tokens, _rows_of(handle)))
+    along_features, along_rows = layer.formats.grad_dgrad, layer.formats.grad_wgrad
+    spec = layer.resolved[2]
+    if per_group(along_features, along_rows):
+        tokens = quantize_moved(rows, sizes, along_features)
+        if not for_wgrad:
+            return Copies(move_quantized(tokens), None, None)
+        return Copies(tokens, tokens, None)
+    if not (for_wgrad and read_in_place(along_features, width)):
+        return dy_copies(rows, sizes, key, layer, for_wgrad=for_wgrad)
+    copies = grouped_quantize_both(rows, sizes, (None, along_rows), spec=spec)
+    return copies._replace(along_features=Moved(quantize(dy, along_features), rows.row_map))
 
 
 def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:

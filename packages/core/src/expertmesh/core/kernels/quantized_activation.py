@@ -40,16 +40,18 @@ def quantized_activation(lhs, rhs, group_sizes, weights, source, *, format, narr
 def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, device):
     (_, C, K), (G, _, _, F), sizes = lhs.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     dtype = jnp.dtype(lhs.dtype)
-    config = by_groups.choose_quantized(_projection(C, K, F, G, activation, device), dtype)
+    rows, gathers = tokens_of(lhs), isinstance(lhs, Moved)
+    projection = _projection((C, rows.shape[1]), K, F, G, activation, device)
+    config = by_groups.choose_quantized(projection, dtype)
     if config is None:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
         activated = Activated(h, weights, source, activation)
         return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)
     weight = jnp.swapaxes(gemm.flat(rhs.data), 1, 2)
-    operands = lhs.data[0], source[0], weight, weights[0], sizes, (lhs.scale[0], rhs.scale)
-    h, a, amax = tensor_scaled.launch_quantized(
-        *operands, config=config, activation=activation, dtype=dtype
-    )
+    index = lhs.row_map.source_row if gathers else source
+    operands = rows.data[0], index[0], weight, weights[0], sizes, (rows.scale[0], rhs.scale)
+    options = dict(config=config, activation=activation, dtype=dtype, gathers=gathers)
+    h, a, amax = tensor_scaled.launch_quantized(*operands, **options)
     return h[None], *_copies(a, amax, sizes, format)
 
 
@@ -57,24 +59,29 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
 def quantized_activation_grad(
     dy, rhs, h, weights, source, group_sizes, *, activation, format, device
 ):  # fmt: skip
-    """[1, C, D] x [G, F, D]; [1, C, 2, F], [1, C] -> data and scales of [1, C, 2, F], twice, and [1, C]."""
+    """[1, C, D], or [1, T, D] `Moved` there, x [G, F, D]; [1, C, 2, F], [1, C] -> data and scales of [1, C, 2, F],
+    twice, and [1, C]."""
     (_, C, D), (G, F, _), sizes = dy.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
-    projection = _projection(C, D, F, G, activation, device)
+    rows, gathers = tokens_of(dy), isinstance(dy, Moved)
+    projection = _projection((C, rows.shape[1]), D, F, G, activation, device)
     config = by_groups.choose_quantized_grad(projection, h.dtype)
     if config is None:
         d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
         gradient = ActivatedGrad(h, weights, source, activation, d_out)
         return activate_quantize(gradient, group_sizes, None, None, format=format, **_BOTH)
-    operands = dy.data[0], source[0], rhs.data, h[0], weights[0], sizes, (dy.scale[0], rhs.scale)
-    options = dict(config=config, activation=activation, gathers=False)
+    index = dy.row_map.source_row if gathers else source
+    scales = rows.scale[0], rhs.scale
+    operands = rows.data[0], index[0], rhs.data, h[0], weights[0], sizes, scales
+    options = dict(config=config, activation=activation, gathers=gathers)
     d_h, amax, dots = tensor_scaled.launch_grad(*operands, **options)
     d_weights = selected(holds_token(source), dots.sum(0)[None])
     return *_copies(d_h, amax, sizes, format), d_weights
 
 
 def _projection(rows, contraction, width, groups, activation, device) -> by_groups.Projection:
+    """`rows`: how many there are, and of how many tokens."""
     return by_groups.Projection(
-        rows=rows, tokens=rows, contraction=contraction, width=width, groups=groups, dtype=jnp.float8_e4m3fn,
+        rows=rows[0], tokens=rows[1], contraction=contraction, width=width, groups=groups, dtype=jnp.float8_e4m3fn,
         function=activation.function, device=device,
     )  # fmt: skip
 

@@ -19,8 +19,9 @@ from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import packed_grouped_gemm as packed
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
+from expertmesh.core.kernels.triton.grouped_quantize import along_rows
 from expertmesh.core.ops.row_map import move_rows
-from expertmesh.core.quantization.quantize_rows import Moved, tokens_of, with_rows
+from expertmesh.core.quantization.quantize_rows import Moved, is_moved, tokens_of, with_rows
 
 
 def rows(lhs, rhs, group_sizes, *low_rank, **options):
@@ -43,12 +44,22 @@ def rows_dgrad(dy, rhs, group_sizes, *low_rank, **options):
 
 @for_device
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
-    """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N]."""
+    """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N].
+
+    Rows with a scale per group may be `Moved`, those of one operand: one kernel of Hopper's reads them where their
+    tokens are, for others they are written first.
+    """
     (_, C, K), N = lhs.shape, dy.shape[2:]
-    along = _along(lhs)
-    config = choice.choose_weights(
-        choice.Weights(C, (K, prod(N)), num_experts, out_dtype, device, along)
-    )
+    along = _along(tokens_of(lhs))
+    gemm = choice.Weights(C, (K, prod(N)), num_experts, out_dtype, device, along)
+    config = choice.choose_weights(gemm)
+    crosswise = isinstance(dy, Moved)
+    if is_moved(lhs, dy):
+        if choice.gathers_weights(gemm, config, crosswise=crosswise):
+            moved, other = (dy, lhs) if crosswise else (lhs, dy)
+            options = dict(config=config, crosswise=crosswise, out_dtype=out_dtype)
+            return _gathered(moved, other, group_sizes, **options).reshape(-1, K, *N)
+        lhs, dy = (along_rows(x, group_sizes) for x in (lhs, dy))
     if config.kernel == "bfloat16":
         wide, options = (_wide(lhs), _wide(dy)), dict(num_experts=num_experts, out_dtype=out_dtype)
         return plain.weights(*wide, group_sizes, **options)
@@ -109,6 +120,13 @@ def _rows(
         scales = scale, weight_scale
         return tensor_scaled.launch_rows(data, weight, sizes, scales, transposed=True, **options)
     return cuda.launch_rows(data, scale, weight, weight_scale, sizes, index=index, **options)
+
+
+def _gathered(moved, other, group_sizes, **options):
+    """The weight gradient of `Moved` rows and others."""
+    tokens, index = moved.base, moved.row_map.source_row
+    operands = tokens.data, index, tokens.scale, flat(other.data), other.scale, group_sizes
+    return cuda.launch_gathered_weights(*(x[0] for x in operands), **options)
 
 
 def _read_from(rows, gathers: bool):

@@ -84,8 +84,8 @@ def quantized_activation(
     """(h, a along its features, a along its rows).
 
     Args:
-      lhs: quantized rows [P, C, K], in blocks along K or with a scale per group; or tokens [P, T, K] in blocks, `Moved`
-        to them.
+      lhs: quantized rows [P, C, K], in blocks along K or with a scale per group; or such tokens [P, T, K], `Moved` to
+        them.
       rhs: quantized [E, K, 2, F] (0 gate, 1 up), in blocks along K or with a scale per expert.
       group_sizes: int32[P, G].
       weights: float32[P, C], each row's routing weight.
@@ -107,7 +107,7 @@ def quantized_activation(
 
 
 def quantized_activation_grad(
-    dy: QuantizedArray,
+    dy: QuantizedArray | Moved,
     rhs: QuantizedArray,
     h: jax.Array,
     weights: jax.Array,
@@ -120,7 +120,7 @@ def quantized_activation_grad(
     """Copies of d_h in both directions, and the gradient of the weights.
 
     Args:
-      dy: quantized rows [P, C, D], with a scale per group.
+      dy: quantized rows [P, C, D], with a scale per group; or such tokens [P, T, D], `Moved` to them.
       rhs: quantized [E, F, D], with a scale per expert.
       h: float[P, C, 2, F] (0 gate, 1 up), the result's dtype before it is quantized.
       weights, source, group_sizes, activation: as of `quantized_activation`.
@@ -144,7 +144,7 @@ _WHOLE = 128
 def _of_groups(rows: Any, activation: Activation, formats: Formats) -> bool:
     """Whether rows and both copies have scales per group, and one kernel may make the amax of these copies."""
     return (
-        is_quantized(rows)
+        is_quantized(tokens_of(rows))
         and not rows.block
         and rows.shape[-1] % _WHOLE == 0
         and None not in formats
@@ -283,7 +283,7 @@ quantized_activation_op = Op(
 
 
 def _grad_reference(
-    dy: QuantizedArray,
+    dy: QuantizedArray | Moved,
     rhs: QuantizedArray,
     h: jax.Array,
     weights: jax.Array,
@@ -301,7 +301,7 @@ def _grad_reference(
 
 
 def _grad_results_like(
-    dy: QuantizedArray,
+    dy: QuantizedArray | Moved,
     rhs: QuantizedArray,
     h: jax.Array,
     weights: jax.Array,
@@ -317,7 +317,7 @@ def _grad_results_like(
 
 
 def _grad_unsupported(
-    dy: QuantizedArray,
+    dy: QuantizedArray | Moved,
     rhs: QuantizedArray,
     h: jax.Array,
     weights: jax.Array,
@@ -331,7 +331,7 @@ def _grad_unsupported(
     del format
     gradient = Activated(h, weights, source, activation)
     return quantized_rows_unsupported(
-        dy, rhs, group_sizes, out_dtype=h.dtype
+        tokens_of(dy), rhs, group_sizes, out_dtype=h.dtype
     ) or activate_quantize_unsupported(gradient, group_sizes, None, None, blocks=((), ()))
 
 
@@ -339,7 +339,7 @@ quantized_activation_grad_op = Op(
     "quantized_activation_grad",
     _grad_reference,
     "p c k, e f k, p c two... f, p c, p c, p g -> p c two... f, p c two... f, p c",
-    whole=("c", "e", "k", "two...", "f", "g"),
+    whole=("c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
     roles="participants . ., experts . fsdp, participants . . ., participants ., participants ., participants . "
     "-> participants . . ., participants . . ., participants .",
     parameter=1,

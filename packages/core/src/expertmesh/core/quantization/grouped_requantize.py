@@ -75,7 +75,7 @@ def move_quantized(rows: Moved) -> QuantizedArray:
     """Quantized tokens moved to their rows: `move_rows` of their data and of their scales.
 
     Args:
-      rows: of quantized tokens [P, S, K], in blocks along K.
+      rows: of quantized tokens [P, S, K], in blocks along K or with one scale.
 
     Returns:
       A QuantizedArray of [P, C, K], zeros in a row without a token. S is held whole; no communication else.

@@ -257,7 +257,8 @@ class Rows:
 @dataclasses.dataclass(frozen=True)
 class Moved(Rows):
     """`move_rows(base, row_map)`: rows of tokens [P, S, D], which a pass that quantizes them, or a grouped GEMM, reads
-    where they are. Tokens may be quantized, in blocks along D. Copies of them are undefined in padding rows."""
+    where they are. Tokens may be quantized, in blocks along D or with the scales of their rows' groups, all one (see
+    `quantize_moved`). Copies of them are undefined in padding rows."""
 
     row_map: RowMap
 
@@ -437,10 +438,11 @@ def tokens_of(x: Any) -> Any:
 
 
 def with_rows(x: Any, move: Callable[[jax.Array], jax.Array]) -> Any:
-    """An array with its rows moved, or one quantized in blocks with its data and its scales moved."""
+    """An array with its rows moved, or one quantized with its data moved, and its scales if they are of blocks."""
     if not isinstance(x, QuantizedArray):
         return move(x)
-    return dataclasses.replace(x, data=move(x.data), scale=move(x.scale))
+    scale = move(x.scale) if x.block else x.scale
+    return dataclasses.replace(x, data=move(x.data), scale=scale)
 
 
 def quantizes_both_at_once(last: TensorFormat | None, rows: TensorFormat | None) -> bool:

@@ -154,7 +154,10 @@ class Recipe(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale per tensor (per group and expert in grouped ops), from its amax."""
+    """One scale per tensor (per group and expert in grouped ops), from its amax.
+
+    In a block whose tokens are on one device, tokens that have a row are one tensor, and so are their cotangents.
+    """
 
     fp8_format: Format = Format.HYBRID
 

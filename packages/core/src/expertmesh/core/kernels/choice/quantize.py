@@ -176,6 +176,11 @@ def choose_both(rows: Rows) -> Config:
     return Config("triton", BOTH if rows.block > 32 else BOTH_SMALL, rows.transposed)
 
 
+def choose_moved(rows: Rows) -> Config:
+    """Rows of 8 bits at an index, as the weight gradient reads them."""
+    return Config("triton", BOTH if rows.transposed else SCALED, rows.transposed)
+
+
 def choose_square(weights: Square) -> Config:
     """In square blocks, as the forward and the input gradient read them."""
     return Config("triton", BOTH, weights.transposed)

@@ -114,6 +114,12 @@ def gathers(gemm: Rows, config: Config) -> bool:
     return config.kernel == "block_scaled" and jnp.dtype(gemm.out_dtype).itemsize == 2
 
 
+def gathers_weights(gemm: Weights, config: Config, *, crosswise: bool) -> bool:
+    """Whether the kernel chosen finds rows of lhs, or `crosswise` of dy, by an index."""
+    narrow = jnp.dtype(gemm.out_dtype).itemsize == 2
+    return config.kernel == "tensor_scaled" and (narrow or not crosswise)
+
+
 def choose_weights(gemm: Weights) -> Config:
     """The weight gradient."""
     if gemm.along == NV_BLOCK:

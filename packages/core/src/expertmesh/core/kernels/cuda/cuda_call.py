@@ -78,7 +78,9 @@ def activation_macros(activation) -> dict[str, object]:
     return dict(FUNCTION=activation.function, UP_OFFSET=literal(activation.up_offset)) | bound
 
 
-def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
+def wgmma(
+    function: str, instruction: str, sums: int, flags: str, *, in_registers: bool = False
+) -> str:
     """A function in CUDA C++ that begins d = a b, or d += a b if `accumulate`.
 
     Args:
@@ -86,14 +88,20 @@ def wgmma(function: str, instruction: str, sums: int, flags: str) -> str:
       instruction: as in PTX after "aligned.": the shape, and the types of the sums and of both operands.
       sums: of a thread.
       flags: what follows the predicate.
+      in_registers: a is four words of registers, in place of a descriptor of shared memory.
     """
     registers = ", ".join(f"%{i}" for i in range(sums))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+    words = 4 if in_registers else 1
+    a = ", ".join(f"%{sums + i}" for i in range(words))
+    type_of_a, a = ("const u32*", f"{{{a}}}") if in_registers else ("u64", a)
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if in_registers else '"l"(a)'
+    b = sums + words
     return f"""
-{function}(float* d, u64 a, u64 b, int accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.{instruction} {{{registers}}}, %{sums}, %{sums + 1}, p, {flags};\\n}}"
-               : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+{function}(float* d, {type_of_a} a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.{instruction} {{{registers}}}, {a}, %{b}, p, {flags};\\n}}"
+               : {outputs} : {inputs}, "l"(b), "r"(accumulate));
 }}
 """
 

@@ -40,21 +40,24 @@ def launch(
 
 
 def launch_quantized(
-    rows, source_row, rhs, weights, group_sizes, scales, *, config: Config, activation, dtype
+    rows, source_row, rhs, weights, group_sizes, scales, *,
+    config: Config, activation, dtype, gathers: bool,
 ):  # fmt: skip
-    """[C, K] x [G, 2 F, K] of 8 bits, with scales [G] of both, times float32[C] -> h [C, 2, F] and [C, F] of `dtype`.
+    """[C, K], or [T, K] if it `gathers`, x [G, 2 F, K] of 8 bits, with scales [G] of both, times float32[C] -> h
+    [C, 2, F] and [C, F] of `dtype`.
 
     And of each tile of columns the largest magnitude in each row of the second, as float32's bits, int32[F / 128, C].
     """
-    (C, K), (G, W, _) = rows.shape, rhs.shape
+    (N, K), (C,), (G, W, _) = rows.shape, source_row.shape, rhs.shape
     h, out = (jax.ShapeDtypeStruct((C, *of), dtype) for of in ((2, W // 2), (W // 2,)))
     places = cluster_order(config.programs, SHARED_BYTES)
-    made = dict(activation=activation, keeps_h=True, gathers=False, places=places)
+    made = dict(activation=activation, keeps_h=True, gathers=gathers, places=places)
+    read = rows if gathers else launcher.TensorMap.of(rows, (128, 128))
     return cuda_call(
-        launcher.TensorMap.of(rhs, (1, 128, 128)), launcher.TensorMap.of(rows, (128, 128)), source_row, weights,
+        launcher.TensorMap.of(rhs, (1, 128, 128)), read, source_row, weights,
         group_sizes.astype(jnp.int32), *scales,
         source=source((rows.dtype, rhs.dtype), dtype, **made), name="gathered_activation",
-        scalars=(ALL, C, K // 128, W // 2, G), out_type=(h, out, _amax_type(W // 2, 128, C)),
+        scalars=(N if gathers else ALL, C, K // 128, W // 2, G), out_type=(h, out, _amax_type(W // 2, 128, C)),
         programs=config.programs, warps=16, shared=SHARED_BYTES,
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ leaves them. Dimension key as in `linear/grouped_gemm.py`.
 
 Rows of blocks, whose partial sums of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the
 weight gradients of blocks, whose partial sums have a scale for each number (`block_scaled_weight_gradient.cu`), and
-with a scale for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8 are in `cuda/grouped_gemm.py`.
+with a scale for each group (`tensor_scaled_weight_gradient.cu`, of tokens `gathered_weight_gradient.cu`). Rows of
+per-tensor FP8 are in `cuda/grouped_gemm.py`.
 """
 
 import jax
@@ -97,6 +98,31 @@ def launch_weights(
         source=source, name="quantized_grouped_gemm_weights", config=config,
         widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
     )  # fmt: skip
+
+
+def launch_gathered_weights(
+    tokens, index, token_scales, other, other_scales, group_sizes, *,
+    config: Config, crosswise: bool, out_dtype,
+):  # fmt: skip
+    """Tokens [T, K] at the index, int32[C], and [C, N], with scales [G] of both -> [G, K, N], `crosswise` [G, N, K]."""
+    widths = tokens.shape[1], other.shape[1]
+    types = tokens.dtype, other.dtype, out_dtype
+    return weight_gradients.launch(
+        tokens, index, token_scales, launcher.TensorMap.of(_transposed(other), (128, 128)), other_scales, group_sizes,
+        source=gathered_weights_source(*types, config.tiles, crosswise=crosswise), name="gathered_gemm_weights",
+        config=config, widths=widths[::-1] if crosswise else widths, out_dtype=out_dtype, crosswise=crosswise,
+    )  # fmt: skip
+
+
+def gathered_weights_source(
+    tokens_dtype, other_dtype, out_dtype, tiles: WeightTiles, *, crosswise: bool
+) -> str:
+    """The kernel of `launch_gathered_weights` in CUDA C++ for operands of these types."""
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (tokens_dtype, other_dtype))
+    instruction, more = f"m64n256k32.f32.{kinds}", dict(INTERLEAVED=1, CROSSWISE=int(crosswise))
+    multiply = wgmma(_MULTIPLY, instruction, 128, "1, 1", in_registers=True)
+    file = "gathered_weight_gradient.cu"
+    return weight_gradients.source(file, out_dtype, tiles, more, INSTRUCTION=multiply)
 
 
 def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks: bool) -> str:

@@ -5,7 +5,9 @@
 // results) or HALF (float16 ones), STAGES (of the pipeline), STAGE_BYTES (bytes of each), STAGES_AT (where they begin),
 // STAGED (where results are staged), HANDED (parts of a consumer's that there is room for) or OWN (strips of 128 bytes
 // of them, else 0), BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2),
-// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and KEEPING.
+// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and KEEPING. INTERLEAVED: of the 16
+// columns of lhs that a warp has, the sums of rows r and r + 8 are those of 2 r and 2 r + 1. CROSSWISE, of such sums of
+// 16 bits: the result is [dy, lhs].
 
 constexpr int CONSUMERS = 2;           // warpgroups that multiply
 constexpr int THREADS = 128 + CONSUMERS * 128;
@@ -130,24 +132,36 @@ __device__ __forceinline__ u32 unit_at(u32 operand, int line, int unit) {
 #if WIDE
 __device__ __forceinline__ void stage_sums(u32 staged, const float* sums, float factor) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const u32 at = staged + (warp * 16 + lane / 4) * 128 + lane % 2 * 8, swizzle = (lane / 4 ^ lane % 4 / 2) * 16;
+  const int line = lane / 4 * (INTERLEAVED ? 2 : 1), other = INTERLEAVED ? 1 : 8;  // and that of the next two sums
+  const u32 at = staged + (warp * 16 + line) * 128 + lane % 2 * 8, swizzle = (line % 8 ^ lane % 4 / 2) * 16;
 #pragma unroll
   for (int j = 0; j < SUMS / 4; j++) {
-    const u32 here = at + j / 4 * STRIP + (j % 4 * 32 ^ swizzle);
-    put_pair(here, sums[4 * j] * factor, sums[4 * j + 1] * factor);
-    put_pair(here + 8 * 128, sums[4 * j + 2] * factor, sums[4 * j + 3] * factor);
+    const u32 here = at + j / 4 * STRIP, unit = j % 4 * 32 ^ swizzle;
+    put_pair(here + unit, sums[4 * j] * factor, sums[4 * j + 1] * factor);
+    put_pair(here + other * 128 + (unit ^ other % 8 * 16), sums[4 * j + 2] * factor, sums[4 * j + 3] * factor);
   }
 }
 #else
 constexpr int PACKED = 16;  // of a thread in a strip
 
+#if CROSSWISE
+// Of 64 columns of dy, which are the lines, two words for each eight.
+__device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, line = lane % 4 * 2, unit = warp * 2 + lane / 16;
+  const u32 at = staged + line * 128 + lane / 4 % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < PACKED; i++) put_word(at + (i / 2 * 8 + i % 2) * 128 + (unit ^ line + i % 2) * 16, packed[i]);
+}
+#else
 __device__ __forceinline__ void stage_packed(u32 staged, const u32* packed) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const u32 at = staged + (warp * 16 + lane % 16) * 128, swizzle = (lane % 8 ^ lane / 16) * 16;
+  const int line = INTERLEAVED ? lane % 8 * 2 + lane / 8 % 2 : lane % 16;
+  const u32 at = staged + (warp * 16 + line) * 128, swizzle = (line % 8 ^ lane / 16) * 16;
 #pragma unroll
   for (int i = 0; i < PACKED; i += 4)
     put_matrices(at + (i * 8 ^ swizzle), packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
 }
+#endif
 #endif
 
 // The gradients of the groups without rows, each of them contiguous: each block of the launch has its share. One warp.
@@ -253,8 +267,12 @@ struct Way {
     result.meet();
     if (threadIdx.x % 128) return;
     const Done at = to.place();
+    const int column = at.n + piece * (PART_N / STRIPS);
     for (int line = 0; line < PART_M; line += LINES)
-      store_box(result.out, staged + line * 128, at.n + piece * (PART_N / STRIPS), at.m + line, at.group);
+      if (CROSSWISE)
+        store_box(result.out, staged + line * 128, at.m, column + line, at.group);
+      else
+        store_box(result.out, staged + line * 128, column, at.m + line, at.group);
     end_stores();
   }
 };
@@ -318,7 +336,10 @@ struct Sender {
 
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
 #pragma unroll
-    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = pack(sums[2 * i] * factor, sums[2 * i + 1] * factor);
+    for (int i = 0; i < PIECES * PACKED; i++) {
+      const int first = CROSSWISE ? i / 2 * 4 + i % 2 : 2 * i, second = first + (CROSSWISE ? 2 : 1);
+      packed[i] = pack(sums[first] * factor, sums[second] * factor);
+    }
     to = tile, piece = 0;
   }
 

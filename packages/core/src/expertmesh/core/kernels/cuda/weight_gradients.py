@@ -11,7 +11,7 @@ def source(file: str, out_dtype, tiles: WeightTiles, more=(), **lines: str) -> s
     """The kernel in `file`, in CUDA C++, for results of this type; `more` macros, `lines` as in `source_text`."""
     out_dtype = jnp.dtype(out_dtype)
     defined: dict[str, object] = dict(
-        more,
+        dict(INTERLEAVED=0, CROSSWISE=0) | dict(more),
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
         STAGE_BYTES=tiles.stage_bytes, STAGES_AT=tiles.stages_at(out_dtype), STAGED=tiles.staged,
         HANDED=tiles.handed_of(out_dtype), OWN=tiles.strips, BAND=tiles.band,
@@ -21,13 +21,19 @@ def source(file: str, out_dtype, tiles: WeightTiles, more=(), **lines: str) -> s
     return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
 
 
-def launch(*operands, source: str, name: str, config: Config, widths: tuple[int, int], out_dtype):
-    """[G, *widths] by a kernel of weight gradients; the last of its `operands` are the groups' sizes."""
+def launch(
+    *operands, source: str, name: str, config: Config, widths: tuple[int, int], out_dtype,
+    crosswise: bool = False,
+):  # fmt: skip
+    """[G, *widths] by a kernel of weight gradients, which has the widths the other way round if it works `crosswise`.
+
+    The last of its `operands` are the groups' sizes.
+    """
     *others, group_sizes = operands
     G, out_dtype = group_sizes.shape[0], jnp.dtype(out_dtype)
     return cuda_call(
         *others, group_sizes.astype(jnp.int32),
-        source=source, name=name, scalars=(*widths, G),
+        source=source, name=name, scalars=(*(widths[::-1] if crosswise else widths), G),
         out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype),
         out_block=(1, config.tiles.box, 128 // out_dtype.itemsize),
         programs=config.programs, warps=12, shared=SHARED_BYTES,

@@ -3,10 +3,20 @@
 Group sizes are read on the device; padding rows are not read, and their data are zeros, of `Moved` rows undefined.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import triton
+import triton.language as tl
 
+from expertmesh.core.kernels import launcher
+from expertmesh.core.kernels.choice.quantize import Rows, choose_moved
+from expertmesh.core.kernels.device import current_device
+from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.triton import quantize
+from expertmesh.core.kernels.triton.quantize import count_live, in_panels, store_along_rows
+from expertmesh.core.quantization.quantize_moved import amax_of_tokens
 from expertmesh.core.quantization.quantize_rows import Moved
 
 
@@ -28,6 +38,63 @@ def grouped_quantize(
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
     options = dict(format=format, twice=both, amax_axes=amax_axes, clear_padding=index is None)
     return by_group(x, sizes, multiplier, index=index, **options)
+
+
+def quantize_tokens(x, row, *, format):
+    """The leaves of what the reference of `quantization/quantize_moved.py` gives, for one participant."""
+
+    def found(parts, index):
+        del index
+        return amax_of_tokens(parts, row)
+
+    return quantize.by_tensor(x, None, x.shape, found, format)
+
+
+def along_rows(rows, group_sizes):
+    """Quantized rows as the weight gradient reads them: if they are `Moved`, written so, in one pass."""
+    if not isinstance(rows, Moved):
+        return rows
+    q, index = rows.base, rows.row_map.source_row
+    (_, _, K), (_, C), sizes = q.shape, index.shape, group_sizes[0].astype(jnp.int32)
+    config = choose_moved(Rows(C, K, jnp.dtype(q.dtype), 0, current_device()))
+    tiles, G = config.tiles, sizes.shape[0]
+    TN = tiles.columns if config.transposed else launcher.divisor(K, tiles.columns)
+    TM, data = tiles.elements // TN, bytes_of(q.data)
+    shape = (K, C) if config.transposed else (1, C, K)
+    out = launcher.triton_call(
+        data, index, sizes,
+        kernel=_move_kernel, out_type=jax.ShapeDtypeStruct(shape, data.dtype), num_warps=tiles.warps,
+        grid=(triton.cdiv(C, TM) * triton.cdiv(K, TN),),
+        M=C, N=K, G=G, G_POW2=triton.next_power_of_2(G), TM=TM, TN=TN,
+        TRANSPOSED=config.transposed, **quantize.panel_of(data, index, K, TN),
+    )  # fmt: skip
+    out = out.T.reshape(1, C, K) if config.transposed else out
+    return dataclasses.replace(q, data=jax.lax.bitcast_convert_type(out, q.data.dtype))
+
+
+@triton.jit
+def _move_kernel(
+    data, index, sizes, out,
+    M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Rows of bytes [_, N] at the index [M], zeros where it is negative; [N, M] if TRANSPOSED.
+
+    Tiles behind the last group are left as they are. The last rows come first: L2 has the others for the GEMM behind.
+    """
+    m, n = in_panels(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TM, TN, PANEL)
+    num_live = tl.minimum(count_live(sizes, G, G_POW2), M)
+    if m >= num_live:
+        return
+    rows = m + tl.arange(0, TM)[:, None]
+    columns = n + tl.arange(0, TN)[None, :]
+    inside = rows < M
+    if N % TN != 0:
+        inside = inside & (columns < N)
+    source = tl.load(index + rows, mask=rows < num_live, other=-1).to(tl.int64)
+    codes = tl.load(data + source * N + columns, mask=inside & (source >= 0), other=0)
+    at = rows.to(tl.int64) * N + columns
+    store_along_rows(out, codes, at, inside, m, n, N, M, TRANSPOSED, "evict_first")
 
 
 def by_group(

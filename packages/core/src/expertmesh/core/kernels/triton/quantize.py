@@ -365,12 +365,18 @@ def _scaled_kernel(
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
     zeros, or, unless it CLEARS them, may be left as they are. Rows are those of x at the index [M] (A = 1), zeros where
     it is negative, unless it is None. Without what is None.
+
+    What is written begins with the last rows: L2 has them of the kernel before, and the first ones for the GEMM behind.
     """
     NUM_N: tl.constexpr = (N + TN - 1) // TN
     EVICT: tl.constexpr = "evict_first" if index is not None else ""
     TILES: tl.constexpr = (M + TM - 1) // TM * ((N + TN - 1) // TN)
-    a = tl.program_id(0) // TILES
-    m, n = in_panels(tl.program_id(0) % TILES, M, N, TM, TN, PANEL)
+    WRITES: tl.constexpr = (data is not None) or (data_rows is not None)
+    tile = tl.program_id(0)
+    if WRITES:
+        tile = tl.num_programs(0) - 1 - tile
+    a = tile // TILES
+    m, n = in_panels(tile % TILES, M, N, TM, TN, PANEL)
     if not CLEARS:
         if m >= tl.load(ends + G - 1):
             return
@@ -381,7 +387,6 @@ def _scaled_kernel(
     if N % TN != 0:
         inside = inside & (columns < N)
     live = inside
-    WRITES: tl.constexpr = (data is not None) or (data_rows is not None)
     if G:
         if not WRITES:
             live = live & (rows < tl.load(ends + G - 1))
