@@ -817,7 +817,7 @@ def test_quantize(monkeypatch, recipe, arch):
             _check_launches(launches, arch)
         row = moved.row_map.row
         of_tokens = quantize_moved.quantize_tokens_op
-        launches = _launches(monkeypatch, of_tokens, tokens, row, format=formats.x)
+        launches = _launches(monkeypatch, of_tokens, tokens, row, many, format=formats.x)
         assert len(launches) == 2, "the amax of tokens, and their data"
         _check_launches(launches, arch)
         q = QuantizedArray(tokens.update(dtype=formats.x.dtype), given, format=formats.x)

@@ -39,9 +39,7 @@ def _by_group(
     else:
         x, *d_weights, amax = activate_rows.grad_and_amax(h, d_out, *routed, **of)
     options = dict(format=format, twice=len(directions) == 2, amax_axes=amax_axes)
-    copies = by_group(
-        x, sizes[0], multiplier, parts=amax[..., None], clear_padding=False, **options
-    )
+    copies = by_group(x, sizes[0], multiplier, parts=amax[:, None], clear_padding=False, **options)
     return *copies, *d_weights
 
 

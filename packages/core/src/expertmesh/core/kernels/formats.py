@@ -43,10 +43,15 @@ def scaling(dtype, format) -> dict:
     """What a kernel that quantizes numbers of `dtype` is told of the format."""
     return {
         "SCALE": format.scale,
-        "LARGEST": _bits(numerics.largest(format.dtype)),
+        "LARGEST": largest_bits(format.dtype),
         "LIMIT": numerics.largest(dtype),
         "FLOOR": _bits(format.amax_epsilon),
     }
+
+
+def largest_bits(dtype) -> int:
+    """Of the largest number of a type, as float32; 0 of None."""
+    return 0 if dtype is None else _bits(numerics.largest(dtype))
 
 
 def _bits(number: float) -> int:

@@ -88,8 +88,7 @@ def _projection(rows, contraction, width, groups, activation, device) -> by_grou
 
 def _copies(x, amax, sizes, format):
     """Data and scales of both copies of [C, ...], of which each tile's amax [_, C] is known."""
-    parts = amax.max(0)[None, :, None]
-    options = dict(format=format, twice=True, amax_axes=(), parts=parts, clear_padding=False)
+    options = dict(format=format, twice=True, amax_axes=(), parts=amax[None], clear_padding=False)
     return by_group(x[None], sizes, None, **options)
 
 

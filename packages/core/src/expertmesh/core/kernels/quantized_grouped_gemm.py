@@ -20,6 +20,7 @@ from expertmesh.core.kernels.triton import packed_grouped_gemm as packed
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
 from expertmesh.core.kernels.triton.grouped_quantize import along_rows
+from expertmesh.core.ops.gather_rows import exists
 from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize_rows import Moved, is_moved, tokens_of, with_rows
 
@@ -125,6 +126,7 @@ def _rows(
 def _gathered(moved, other, group_sizes, **options):
     """The weight gradient of `Moved` rows and others."""
     tokens, index = moved.base, moved.row_map.source_row
+    index = jnp.where(exists(index, tokens.shape[1]), index, -1)
     operands = tokens.data, index, tokens.scale, flat(other.data), other.scale, group_sizes
     return cuda.launch_gathered_weights(*(x[0] for x in operands), **options)
 

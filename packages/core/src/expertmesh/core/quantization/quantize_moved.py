@@ -59,43 +59,49 @@ def quantize_moved(rows: Moved, group_sizes: jax.Array, format: TensorFormat) ->
     (q,) = quantize_tokens_op(
         not_differentiable(tokens, f"{name}: use grouped_dense"),
         row if row.ndim == 3 else row[..., None],
+        group_sizes,
         format=format,
     )
-    one_for_all = jnp.ones_like(group_sizes, jnp.float32) * q.scale[:, None]
-    q = dataclasses.replace(q, scale=one_for_all, group_sizes=group_sizes)
-    return dataclasses.replace(rows, base=q)
+    return dataclasses.replace(rows, base=dataclasses.replace(q, group_sizes=group_sizes))
 
 
-def amax_of_tokens(magnitudes: jax.Array, row: jax.Array) -> jax.Array:
-    """int32[P], the largest of [P, S, _] in tokens that have a row; row: int32[P, S, K], negative for none."""
+def _reference(
+    x: jax.Array, row: jax.Array, group_sizes: jax.Array, *, format: TensorFormat
+) -> tuple[QuantizedArray]:
     has_row = jnp.any(row >= 0, axis=2, keepdims=True)
-    out: jax.Array = jnp.max(jnp.where(has_row, magnitudes, 0), axis=(1, 2), initial=0)
-    return out
 
+    def amax(magnitudes: jax.Array) -> jax.Array:
+        out: jax.Array = jnp.max(jnp.where(has_row, magnitudes, 0), axis=(1, 2), initial=0)
+        return out
 
-def _reference(x: jax.Array, row: jax.Array, *, format: TensorFormat) -> tuple[QuantizedArray]:
     of_all = partial(expand_trailing, ndim=x.ndim)
-    amax = partial(amax_of_tokens, row=row)
     options: dict[str, Any] = dict(amax=amax, of_elements=of_all, of_blocks=of_all)
-    return quantized_array(x, format, (), None, None, **options)[:1]
+    q, _ = quantized_array(x, format, (), None, None, **options)
+    of_groups = jnp.ones_like(group_sizes, jnp.float32) * q.scale[:, None]
+    return (dataclasses.replace(q, scale=of_groups),)
 
 
-def _results_like(x: jax.Array, row: jax.Array, *, format: TensorFormat) -> tuple[QuantizedArray]:
+def _results_like(
+    x: jax.Array, row: jax.Array, group_sizes: jax.Array, *, format: TensorFormat
+) -> tuple[QuantizedArray]:
     del row
-    return (quantized_like(x.shape, x.dtype, format, (), x.shape[:1]),)
+    return (quantized_like(x.shape, x.dtype, format, (), group_sizes.shape),)
 
 
-def _unsupported(x: jax.Array, row: jax.Array, *, format: TensorFormat) -> str | None:
+def _unsupported(
+    x: jax.Array, row: jax.Array, group_sizes: jax.Array, *, format: TensorFormat
+) -> str | None:
     """What keeps these types from the kernels, or None."""
-    return participant_unsupported(x, row) or quantize_unsupported(x, format, ())
+    del row
+    return participant_unsupported(x, group_sizes) or quantize_unsupported(x, format, ())
 
 
 quantize_tokens_op = Op(
     "quantize_moved",
     _reference,
-    "p s d, p s k -> p s d",
-    whole=("s", "d", "k"),
-    roles="participants . ., participants . . -> participants . .",
+    "p s d, p s k, p g -> p s d",
+    whole=("s", "d", "k", "g"),
+    roles="participants . ., participants . ., participants . -> participants . .",
     kernels=(
         Kernel.triton(
             "expertmesh.core.kernels.triton.grouped_quantize", "quantize_tokens", _unsupported

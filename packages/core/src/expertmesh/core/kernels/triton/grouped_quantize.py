@@ -10,13 +10,18 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.quantize import Rows, choose_moved
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.triton import quantize
-from expertmesh.core.kernels.triton.quantize import count_live, in_panels, store_along_rows
-from expertmesh.core.quantization.quantize_moved import amax_of_tokens
+from expertmesh.core.kernels.triton.quantize import (
+    count_live,
+    in_panels,
+    magnitudes_of,
+    store_along_rows,
+)
 from expertmesh.core.quantization.quantize_rows import Moved
 
 
@@ -40,14 +45,46 @@ def grouped_quantize(
     return by_group(x, sizes, multiplier, index=index, **options)
 
 
-def quantize_tokens(x, row, *, format):
+# Programs that share tokens to find their amax, and elements of their tiles.
+TOKEN_SPLITS, TOKEN_TILE = 1024, 8192
+
+
+def quantize_tokens(x, row, group_sizes, *, format):
     """The leaves of what the reference of `quantization/quantize_moved.py` gives, for one participant."""
+    (_, T, N), K = x.shape, row.shape[2]
+    TN = launcher.divisor(N, 1024)
+    found = launcher.triton_call(
+        x, row,
+        kernel=_token_amax_kernel, out_type=jax.ShapeDtypeStruct((TOKEN_SPLITS,), jnp.int32), num_warps=8,
+        grid=(TOKEN_SPLITS,),
+        T=T, N=N, K=K, K_POW2=triton.next_power_of_2(K), TM=TOKEN_TILE // TN, TN=TN,
+    )  # fmt: skip
+    found = _jax.match_varying((x, found))[1]
+    options = dict(found=found[None], copies=group_sizes.shape[1])
+    data, scale = quantize.scaled(x, None, x.shape, format.dtype, **options)
+    return data, scale[None]
 
-    def found(parts, index):
-        del index
-        return amax_of_tokens(parts, row)
 
-    return quantize.by_tensor(x, None, x.shape, found, format)
+@triton.jit
+def _token_amax_kernel(
+    x, row, amax,
+    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """amax[i]: of tokens [T, N] that have a row, one of row [T, K] being no negative number, every so many tiles."""
+    NUM_N: tl.constexpr = (N + TN - 1) // TN
+    NUM_TILES: tl.constexpr = (T + TM - 1) // TM * NUM_N
+    most = tl.zeros((TM,), tl.int32)
+    place = tl.arange(0, K_POW2)[None, :]
+    for tile in tl.range(tl.program_id(0), NUM_TILES, tl.num_programs(0)):
+        token = tile // NUM_N * TM + tl.arange(0, TM)
+        at = token.to(tl.int64)[:, None]
+        inside = (token < T)[:, None]
+        rows = tl.load(row + at * K + place, mask=inside & (place < K), other=-1)
+        held = inside & (tl.max(rows, 1) >= 0)[:, None]
+        columns = tile % NUM_N * TN + tl.arange(0, TN)[None, :]
+        wide = tl.load(x + at * N + columns, mask=held & (columns < N), other=0).to(tl.float32)
+        most = tl.maximum(most, tl.max(magnitudes_of(wide), 1))
+    tl.store(amax + tl.program_id(0), tl.max(most, 0))
 
 
 def along_rows(rows, group_sizes):
@@ -107,16 +144,17 @@ def by_group(
       multiplier: float32[1, G], or None: of the amax.
       twice: whether a copy for the weight gradient is wanted.
       amax_axes: over which the amax is maximised.
-      parts, clear_padding: as of `quantize.by_tensor`.
+      parts: int32[1, parts of a row, C], the amax of these, where what made the rows has found it.
+      clear_padding: as of `quantize.by_tensor`.
     """
     C, ends = (x if index is None else index).shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
 
     def found(parts, index):
         """The amax of each group, int32[1, G]."""
-        amax = quantize.group_amax(parts[0], index, ends, C)[None]
+        amax = quantize.group_amax(parts[0], index, ends, C, by_part=by_part)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
-    shape = (1, C, x.size // x.shape[1])
+    shape, by_part = (1, C, x.size // x.shape[1]), parts is not None
     options = dict(ends=ends, index=index, twice=twice, clear_padding=clear_padding)
     data, scale, *more = quantize.by_tensor(
         x, multiplier, shape, found, format, parts=parts, **options

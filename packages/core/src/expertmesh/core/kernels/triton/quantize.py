@@ -29,7 +29,13 @@ from expertmesh.core.kernels.choice.quantize import (
     choose_square,
 )
 from expertmesh.core.kernels.device import current_device
-from expertmesh.core.kernels.formats import result_types, scale_bytes, scaling, stored_scale
+from expertmesh.core.kernels.formats import (
+    largest_bits,
+    result_types,
+    scale_bytes,
+    scaling,
+    stored_scale,
+)
 from expertmesh.core.quantization import numerics
 from expertmesh.core.quantization.scales import reciprocal, tensor_scales
 
@@ -354,17 +360,26 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _scales_of(found, a, SPLITS: tl.constexpr, LARGEST: tl.constexpr):
+    """(multiplier, scale), [1] each, of tensor a, whose amax is the largest of its parts, `found`, int32[_, SPLITS]."""
+    parts = tl.load(found + a * SPLITS + tl.arange(0, SPLITS)[None, :])
+    return block_scales(tl.max(parts, 1), "float32", LARGEST, 3.4028234663852886e38, 0)
+
+
+@triton.jit
 def _scaled_kernel(
-    x, index, multiplier, ends, data, amax, data_rows,
+    x, index, multiplier, found, ends, data, amax, data_rows, scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, CLEARS: tl.constexpr,
+    SPLITS: tl.constexpr, LARGEST: tl.constexpr, COPIES: tl.constexpr, COPIES_POW2: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """data = x * multiplier of [A, M, N], the amax of each row of a tile, int32[A, M, ceil(N / TN)], and the data again
     as [A, N, M].
 
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
-    zeros, or, unless it CLEARS them, may be left as they are. Rows are those of x at the index [M] (A = 1), zeros where
-    it is negative, unless it is None. Without what is None.
+    zeros, or, unless it CLEARS them, may be left as they are. Where it is None, it is made of `found`, int32[A,
+    SPLITS], parts of the amax, and so is the scale, [A], or of one tensor [COPIES]. Rows are those of x at the index
+    [M] (A = 1), zeros where it is negative, unless it is None. Without what is None.
 
     What is written begins with the last rows: L2 has them of the kernel before, and the first ones for the GEMM behind.
     """
@@ -377,6 +392,11 @@ def _scaled_kernel(
         tile = tl.num_programs(0) - 1 - tile
     a = tile // TILES
     m, n = in_panels(tile % TILES, M, N, TM, TN, PANEL)
+    if scale is not None:
+        if tile % TILES == TILES - 1:  # the first program of a tensor
+            _, of_a = _scales_of(found, a, SPLITS, LARGEST)
+            copy = tl.arange(0, COPIES_POW2)
+            tl.store(scale + a + copy, tl.sum(of_a, 0), mask=copy < COPIES)
     if not CLEARS:
         if m >= tl.load(ends + G - 1):
             return
@@ -401,7 +421,10 @@ def _scaled_kernel(
         from_at = from_TM.to(tl.int64)[:, None] * N + columns
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     if WRITES:
-        if G:
+        if multiplier is None:
+            factor, _ = _scales_of(found, a, SPLITS, LARGEST)
+            factor = factor[:, None]
+        elif G:
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
         else:
             factor = tl.load(multiplier + a)
@@ -420,11 +443,11 @@ def _scaled_kernel(
 @triton.jit
 def _group_amax_kernel(
     parts, index, ends, amax,
-    M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BY_PART: tl.constexpr,
 ):  # fmt: skip
     """amax[g, i]: the largest of parts [_, PARTS] in the rows of group g of M rows, BLOCK of them in SPLITS * BLOCK.
 
-    Rows are those at the index [M], none where it is negative, unless it is None.
+    Rows are those at the index [M], none where it is negative, unless it is None. BY_PART: parts are [PARTS, M].
     """
     group = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -437,9 +460,10 @@ def _group_amax_kernel(
         if index is not None:
             rows = tl.load(index + rows, mask=live, other=-1)
             live = live & (rows >= 0)
-        at = rows.to(tl.int64) * PARTS
+        at = rows.to(tl.int64) * (1 if BY_PART else PARTS)
         for part in tl.range(PARTS):
-            most = tl.maximum(most, tl.load(parts + at + part, mask=live, other=0))
+            here = parts + at + part.to(tl.int64) * (M if BY_PART else 1)
+            most = tl.maximum(most, tl.load(here, mask=live, other=0))
     tl.store(amax + tl.program_id(0), tl.max(most, 0))
 
 
@@ -481,7 +505,7 @@ def by_tensor(
       shape: (A, M, N) of what is quantized: `x`, or its rows at the index.
       found: from int32[A, rows, parts of a row], and the index where the rows are those of `x`, to the amax of each
         tensor or group.
-      parts: int32[A, rows, parts of a row], the amax of these, where what made the rows has found it.
+      parts: what `found` is given, where what made the rows has found it.
       ends: int32[G] of the groups; None without.
       index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
       clear_padding: whether the data of padding rows, behind the last group, are zeros, or undefined.
@@ -497,31 +521,42 @@ def by_tensor(
         there = shape if index is None else (1, x.shape[1], shape[2])
         ends_there = ends if index is None else None
         (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
-    multiplier, scale = tensor_scales(found(parts, index), format)
-    data, *again = scaled(x, multiplier, shape, format.dtype, **options)
-    return data, scale, *again
+    amax = found(parts, index)
+    if ends is not None:
+        # A kernel would make a group's for each of its rows.
+        multiplier, scale = tensor_scales(amax, format)
+        data, *again = scaled(x, multiplier, shape, format.dtype, **options)
+        return data, scale, *again
+    data, *more = scaled(x, None, shape, format.dtype, found=amax[..., None], **options)
+    return data, more.pop().reshape(amax.shape), *more
 
 
 def scaled(
-    x, multiplier, shape, dtype, *, ends=None, index=None, finds_amax=False, twice=False, clear_padding=True
+    x, multiplier, shape, dtype, *,
+    found=None, copies=1, ends=None, index=None, finds_amax=False, twice=False, clear_padding=True,
 ):  # fmt: skip
-    """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them),
-    without what is not wanted (dtype=None)."""
+    """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them,
+    the scale), without what is not wanted (dtype=None). The scale is that of `found`, int32[..., parts] of tensors,
+    which takes the place of a multiplier; of one tensor so many `copies`."""
     _, M, N = shape
     config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
     like = x.shape if index is None else (1, M, *x.shape[2:])
     wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
-    options = dict(ends=ends, index=index, clear_padding=clear_padding)
+    options = dict(found=found, copies=copies, ends=ends, index=index, clear_padding=clear_padding)
     results = _scaled(x, multiplier, shape, dtype, config, like, wanted, **options)
+    results, scale = (results, ()) if found is None else (results[:-1], results[-1:])
     if config.transposed:
-        return *results[:-1], results[-1][0].T.reshape(like)
-    return (*results, results[0]) if twice else results
+        results = *results[:-1], results[-1][0].T.reshape(like)
+    elif twice:
+        results = *results, results[0]
+    return *results, *scale
 
 
 def _scaled(
-    x, multiplier, shape, dtype, config, like, wanted, *, ends=None, index=None, clear_padding=True
+    x, multiplier, shape, dtype, config, like, wanted, *,
+    found=None, copies=1, ends=None, index=None, clear_padding=True,
 ):  # fmt: skip
-    """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows."""
+    """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows, scale."""
     A, M, N = shape
     tiles = config.tiles
     TN = tiles.columns if config.transposed else launcher.divisor(N, tiles.columns)
@@ -531,14 +566,18 @@ def _scaled(
         "data": (like, dtype),
         "amax": ((A, M, triton.cdiv(N, TN)), jnp.int32),
         "data_rows": ((A, N, M), dtype),
+        "scale": ((A * copies,), jnp.float32),
     }
+    wanted = wanted | dict(scale=found is not None)
     out = {name: jax.ShapeDtypeStruct(*types[name]) for name in types if wanted[name]}
     absent: dict[str, Any] = {name: None for name in types if name not in out}
     results = launcher.triton_call(
-        x, index, multiplier, ends,
+        x, index, multiplier, found, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
         M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), CLEARS=clear_padding or not G,
+        SPLITS=1 if found is None else found.shape[-1], LARGEST=largest_bits(dtype),
+        COPIES=copies, COPIES_POW2=triton.next_power_of_2(copies),
         **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
@@ -553,11 +592,12 @@ def panel_of(x, index, N: int, TN: int) -> dict:
     return {"PANEL": across}
 
 
-def group_amax(parts, index, ends, num_rows: int):
+def group_amax(parts, index, ends, num_rows: int, *, by_part: bool = False):
     """int32[G], the largest parts of rows in groups: of int32[_, parts of a row] at the index, None: as they are.
 
     Args:
       ends: int32[G], of the groups.
+      by_part: parts are int32[parts of a row, _].
       num_rows: of all groups and padding.
     """
     G, SPLITS = ends.shape[0], GROUP_SPLITS
@@ -565,7 +605,7 @@ def group_amax(parts, index, ends, num_rows: int):
         parts, index, ends,
         kernel=_group_amax_kernel, out_type=jax.ShapeDtypeStruct((G, SPLITS), jnp.int32),
         grid=(G * SPLITS,), num_warps=4,
-        M=num_rows, PARTS=parts.shape[-1], SPLITS=SPLITS, BLOCK=GROUP_ROWS,
+        M=num_rows, PARTS=parts.shape[0 if by_part else -1], SPLITS=SPLITS, BLOCK=GROUP_ROWS, BY_PART=by_part,
     )  # fmt: skip
     amax = _jax.match_varying((parts, amax))[1]
     # Halves, not a reduction, which would be a launch of its own before the one that makes scales of it.
@@ -697,12 +737,14 @@ def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
     leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
     shape = A, _, width = prod(leading), K, prod(N)
     (parts,) = scaled(x, None, shape, None, finds_amax=True)
-    multiplier, scale = tensor_scales(_amax_of_tensors(parts, leading, amax_axes), format)
+    found = _amax_of_tensors(parts, leading, amax_axes)[..., None]
     config = choose_square(Square(A, K, 1, width, 0, current_device()))
     if not config.transposed:
-        return (*scaled(x, multiplier, shape, format.dtype), scale) * (1 + dgrad)
-    wanted = dict(data=dgrad, amax=False, data_rows=True)
-    *data, transposed = _scaled(x, multiplier, shape, format.dtype, config, x.shape, wanted)
+        data, scale = scaled(x, None, shape, format.dtype, found=found)
+        return (data, scale.reshape(leading)) * (1 + dgrad)
+    wanted, given = dict(data=dgrad, amax=False, data_rows=True), (format.dtype, config, x.shape)
+    *data, transposed, scale = _scaled(x, None, shape, *given, wanted, found=found)
+    scale = scale.reshape(leading)
     # A bitcast, which the one before the GEMM undoes.
     transposed = jnp.swapaxes(transposed, 1, 2).reshape(x.shape)
     return transposed, scale, *((*data, scale) if dgrad else ())
