@@ -364,3 +364,22 @@ def test_without_a_gpu_the_device_is_an_h100(monkeypatch):
 
     jax.eval_shape(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(2))
     assert found == [False] and launcher.capability() == 90
+
+
+@pytest.mark.parametrize(
+    "widths, out, crosswise, gathers",
+    [
+        ((768, 1536), BF16, False, True),
+        ((768, 1552), BF16, False, False),
+        ((1536, 768), BF16, True, True),
+        ((1552, 768), BF16, True, False),
+        ((768, 512), F32, False, True),
+        ((512, 768), F32, True, False),  # its sums leave in another order
+    ],
+)
+def test_which_weight_gradients_read_tokens_in_place(widths, out, crosswise, gathers):
+    """By what was measured: the operand beside the tokens is narrow; and on Hopper alone."""
+    for device, runs in ((H100, gathers), (B200, False), (NO_NVRTC, False)):
+        gemm = quantized.Weights(2**17, widths, 64, out, device, 0)
+        config = quantized.choose_weights(gemm)
+        assert quantized.gathers_weights(gemm, config, crosswise=crosswise) == runs

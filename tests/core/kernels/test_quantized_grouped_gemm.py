@@ -132,7 +132,12 @@ def test_rows_where_their_tokens_are(which, shape, kind, out):
 
 
 # Columns of one operand that end within a tile of 128 and of 256, groups that begin at any row, and whole ones.
-WIDE_GROUPS = (700, 784, 272, 7, 41), (3000, 256, 512, 3, 24), (90, 128, 256, 2, 10)
+WIDE_GROUPS = (
+    (700, 784, 272, 7, 41),
+    (3000, 256, 512, 3, 24),
+    (90, 128, 256, 2, 10),
+    (300, 128, 1600, 3, 20),
+)
 OF_TOKENS = [
     (shape, moved, out)
     for shape in WIDE_GROUPS
