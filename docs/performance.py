@@ -185,9 +185,9 @@ Wide experts gain most: their GEMMs take most of the time, and 8-bit GEMMs are n
 of 512 and below) gain little: the work of quantizing a row grows with D + F, that of its GEMMs with D F. "In 6
 microbatches" weights are quantized once for six calls ({py:func}`expertmesh.flax_moe.quantize_weights`), as the
 trainer does with several microbatches; elsewhere in each call. `fp8_current` reads activations once more to find their
-largest value, and loses where experts and tokens are narrow. Tokens that are dispatched in 8 bits (`fp8_block`,
-`mxfp8`) take little more than half the time on NVLink. For your own shape run `python examples/fp8_for_your_shape.py
---help`: it times the block, its up projection and quantizing, by recipe.""",
+largest value; on one GPU its GEMMs read tokens in 8 bits where they are. Tokens that are dispatched in 8 bits
+(`fp8_block`, `mxfp8`) take little more than half the time on NVLink. For your own shape run
+`python examples/fp8_for_your_shape.py --help`: it times the block, its up projection and quantizing, by recipe.""",
     "performance_scale.png": """\
 The time grows linearly with tokens and with choices; 16 times the experts cost 8 %. Each of four GPUs keeps 80 % of one
 GPU's speed: the rest is the exchange, and the reduction of the weights' gradients.""",
