@@ -808,10 +808,10 @@ def test_quantize(monkeypatch, recipe, arch):
     if not blocks:
         many = sizes.update(shape=(1, 256))
         given = jax.ShapeDtypeStruct(many.shape, jnp.float32)
+        launches = _launches(monkeypatch, op, rows, many, None, None, **options)
+        assert len(launches) == 3, "the amax of rows, of groups, and both copies"
+        _check_launches(launches, arch)
         for source in rows, moved:
-            launches = _launches(monkeypatch, op, source, many, None, None, **options)
-            assert len(launches) == 3, "the amax of rows, of groups, and both copies"
-            _check_launches(launches, arch)
             launches = _launches(monkeypatch, op, source, many, given, None, **options)
             assert len(launches) == 2, "the amax of rows comes with the copies"
             _check_launches(launches, arch)

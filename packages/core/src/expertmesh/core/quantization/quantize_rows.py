@@ -459,9 +459,8 @@ def per_group(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
 
 
 def quantizes_moved(last: TensorFormat | None, rows: TensorFormat | None) -> bool:
-    """Whether rows that are `Moved` are quantized in these formats where their tokens are.
-
-    Without blocks the amax of a group is that of its tokens, each of which is read once for it.
+    """Whether rows that are `Moved` are quantized in these formats where their tokens are: without blocks by a given
+    multiplier, or as tokens, with one scale.
     """
     alone = last is None and quantizes_both_at_once(rows, rows)
     return per_group(last, rows) or quantizes_both_at_once(last, rows) or alone

@@ -16,6 +16,7 @@ from expertmesh.core.kernels.choice.quantize import Rows, choose_moved
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.triton import quantize
+from expertmesh.core.kernels.triton.gather_rows import gather
 from expertmesh.core.kernels.triton.quantize import (
     count_live,
     in_panels,
@@ -42,6 +43,8 @@ def grouped_quantize(
             return quantize.both(x, sizes, format, index)
         return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
     options = dict(format=format, twice=both, amax_axes=amax_axes, clear_padding=index is None)
+    if index is not None and multiplier is None:
+        x, index = gather(x, index[..., None]), None
     return by_group(x, sizes, multiplier, index=index, **options)
 
 
@@ -137,7 +140,8 @@ def _move_kernel(
 def by_group(
     x, sizes, multiplier, *, format, twice, amax_axes, index=None, parts=None, clear_padding=True
 ):
-    """The leaves for a scale per group, of the rows of `x` [1, rows, ...], or of those at the index, int32[1, C].
+    """The leaves for a scale per group, of the rows of `x` [1, rows, ...], or with a multiplier of those at the index,
+    int32[1, C].
 
     Args:
       sizes: int32[G].
@@ -149,9 +153,9 @@ def by_group(
     """
     C, ends = (x if index is None else index).shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
 
-    def found(parts, index):
+    def found(parts):
         """The amax of each group, int32[1, G]."""
-        amax = quantize.group_amax(parts[0], index, ends, C, by_part=by_part)[None]
+        amax = quantize.group_amax(parts[0], ends, by_part=by_part)[None]
         return jax.lax.pmax(amax, amax_axes) if amax_axes else amax
 
     shape, by_part = (1, C, x.size // x.shape[1]), parts is not None

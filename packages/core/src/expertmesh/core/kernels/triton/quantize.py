@@ -442,13 +442,11 @@ def _scaled_kernel(
 
 @triton.jit
 def _group_amax_kernel(
-    parts, index, ends, amax,
+    parts, ends, amax,
     M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BY_PART: tl.constexpr,
 ):  # fmt: skip
-    """amax[g, i]: the largest of parts [_, PARTS] in the rows of group g of M rows, BLOCK of them in SPLITS * BLOCK.
-
-    Rows are those at the index [M], none where it is negative, unless it is None. BY_PART: parts are [PARTS, M].
-    """
+    """amax[g, i]: the largest of parts [M, PARTS], or [PARTS, M] if BY_PART, in the rows of group g, BLOCK of them in
+    SPLITS * BLOCK."""
     group = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -457,9 +455,6 @@ def _group_amax_kernel(
     for first in tl.range(start + split * BLOCK, end, SPLITS * BLOCK):
         rows = first + tl.arange(0, BLOCK)
         live = rows < end
-        if index is not None:
-            rows = tl.load(index + rows, mask=live, other=-1)
-            live = live & (rows >= 0)
         at = rows.to(tl.int64) * (1 if BY_PART else PARTS)
         for part in tl.range(PARTS):
             here = parts + at + part.to(tl.int64) * (M if BY_PART else 1)
@@ -486,8 +481,7 @@ def quantize(x, multiplier, key, *, format, block, batch_dims, amax_axes=(), ori
     leading, inner = x.shape[:batch_dims], x.shape[batch_dims:]
     shape = (prod(leading), prod(inner[:-1]), prod(inner[-1:]))
 
-    def found(parts, index):
-        del index
+    def found(parts):
         return _amax_of_tensors(parts, leading, amax_axes)
 
     return by_tensor(x, multiplier, shape, found, format)
@@ -503,11 +497,10 @@ def by_tensor(
     Args:
       multiplier: None: of the amax.
       shape: (A, M, N) of what is quantized: `x`, or its rows at the index.
-      found: from int32[A, rows, parts of a row], and the index where the rows are those of `x`, to the amax of each
-        tensor or group.
+      found: from int32[A, rows, parts of a row] to the amax of each tensor or group.
       parts: what `found` is given, where what made the rows has found it.
       ends: int32[G] of the groups; None without.
-      index: int32[1, M], rows of `x` [1, rows, ...]; see `_scaled_kernel`.
+      index: int32[1, M], rows of `x` [1, rows, ...], with a multiplier; see `_scaled_kernel`.
       clear_padding: whether the data of padding rows, behind the last group, are zeros, or undefined.
     """
     options = dict(ends=ends, index=index, twice=twice, clear_padding=clear_padding)
@@ -515,13 +508,10 @@ def by_tensor(
         finds_amax = parts is None
         data, *more = scaled(x, multiplier, shape, format.dtype, finds_amax=finds_amax, **options)
         parts = more.pop(0) if finds_amax else parts
-        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts, None)), *more
+        return data, reciprocal(multiplier), numerics.from_magnitude(found(parts)), *more
     if parts is None:
-        # A row that is read at several places has one amax.
-        there = shape if index is None else (1, x.shape[1], shape[2])
-        ends_there = ends if index is None else None
-        (parts,) = scaled(x, None, there, None, ends=ends_there, finds_amax=True)
-    amax = found(parts, index)
+        (parts,) = scaled(x, None, shape, None, ends=ends, finds_amax=True)
+    amax = found(parts)
     if ends is not None:
         # A kernel would make a group's for each of its rows.
         multiplier, scale = tensor_scales(amax, format)
@@ -592,20 +582,20 @@ def panel_of(x, index, N: int, TN: int) -> dict:
     return {"PANEL": across}
 
 
-def group_amax(parts, index, ends, num_rows: int, *, by_part: bool = False):
-    """int32[G], the largest parts of rows in groups: of int32[_, parts of a row] at the index, None: as they are.
+def group_amax(parts, ends, *, by_part: bool = False):
+    """int32[G], the largest parts of rows in groups.
 
     Args:
+      parts: int32[rows, parts of a row], or int32[parts of a row, rows] if `by_part`.
       ends: int32[G], of the groups.
-      by_part: parts are int32[parts of a row, _].
-      num_rows: of all groups and padding.
     """
+    num_rows, num_parts = parts.shape[::-1] if by_part else parts.shape
     G, SPLITS = ends.shape[0], GROUP_SPLITS
     amax = launcher.triton_call(
-        parts, index, ends,
+        parts, ends,
         kernel=_group_amax_kernel, out_type=jax.ShapeDtypeStruct((G, SPLITS), jnp.int32),
         grid=(G * SPLITS,), num_warps=4,
-        M=num_rows, PARTS=parts.shape[0 if by_part else -1], SPLITS=SPLITS, BLOCK=GROUP_ROWS, BY_PART=by_part,
+        M=num_rows, PARTS=num_parts, SPLITS=SPLITS, BLOCK=GROUP_ROWS, BY_PART=by_part,
     )  # fmt: skip
     amax = _jax.match_varying((parts, amax))[1]
     # Halves, not a reduction, which would be a launch of its own before the one that makes scales of it.
