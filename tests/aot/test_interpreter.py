@@ -88,7 +88,13 @@ def test_products_of_gathered_rows(gpu):
 
 @pytest.mark.parametrize("gpu, count", [("sm_100", 13), ("sm_89 and not PTX and not 32-", 10)])
 def test_products_of_8_bits(gpu, count):
-    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], f"{gpu} and 300", count)
+    which = f"{gpu} and 300 and not gradient_of_tokens"
+    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], which, count)
+
+
+def test_weight_gradients_of_tokens():
+    which = "gradient_of_tokens and sm_89 and not PTX and 90 and float32"
+    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], which, 2)
 
 
 def test_products_of_8_bits_and_a_thin_operand():
