@@ -246,6 +246,21 @@ def test_what_is_kept_in_8_bits(name):
         assert len(activations) == (name == "tensor" or name != "copied" and not suffix)
 
 
+@pytest.mark.parametrize("name", ["tensor", "tensor, biases", "blocks", "mx"])
+def test_tokens_and_not_their_rows_are_kept(name):
+    """In 8 bits: the backward reads them where they are, or makes rows of them."""
+    config, params, x, _, idx, weights = setup(*CASES[name])
+    handle, (given, _) = prepare(jnp.asarray(idx), config.exchange(axis=())), given_for(config)
+
+    def pull(*operands):
+        return jax.vjp(lambda *of: run(config, handle, given, *of)[0], *operands)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(pull, params, x, weights))
+    narrow, rows = [leaf.shape for leaf in kept if leaf.dtype.itemsize == 1], handle.source.shape[1]
+    assert narrow.count((1, T, D)) == 1
+    assert not {(1, rows, D), (D, 1, rows)} & {*narrow}
+
+
 EXACT = Float8BlockScaling(), dict(activation=Activation(function="gelu_exact"))
 IN_BLOCKS = {
     name: case
