@@ -56,14 +56,14 @@ def quantize_tokens(x, row, group_sizes, *, format):
     """The leaves of what the reference of `quantization/quantize_moved.py` gives, for one participant."""
     (_, T, N), K = x.shape, row.shape[2]
     TN = launcher.divisor(N, 1024)
-    found = launcher.triton_call(
+    amaxes = launcher.triton_call(
         x, row,
         kernel=_token_amax_kernel, out_type=jax.ShapeDtypeStruct((TOKEN_SPLITS,), jnp.int32), num_warps=8,
         grid=(TOKEN_SPLITS,),
         T=T, N=N, K=K, K_POW2=triton.next_power_of_2(K), TM=TOKEN_TILE // TN, TN=TN,
     )  # fmt: skip
-    found = _jax.match_varying((x, found))[1]
-    options = dict(found=found[None], copies=group_sizes.shape[1])
+    amaxes = _jax.match_varying((x, amaxes))[1]
+    options = dict(amaxes=amaxes[None], copies=group_sizes.shape[1])
     data, scale = quantize.scaled(x, None, x.shape, format.dtype, **options)
     return data, scale[None]
 

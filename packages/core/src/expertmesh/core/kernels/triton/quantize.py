@@ -360,15 +360,15 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(found, a, SPLITS: tl.constexpr, LARGEST: tl.constexpr):
-    """(multiplier, scale), [1] each, of tensor a, whose amax is the largest of its parts, `found`, int32[_, SPLITS]."""
-    parts = tl.load(found + a * SPLITS + tl.arange(0, SPLITS)[None, :])
+def _scales_of(amaxes, a, SPLITS: tl.constexpr, LARGEST: tl.constexpr):
+    """(multiplier, scale), [1] each, of tensor a, whose amax is the largest of its `amaxes`, int32[_, SPLITS]."""
+    parts = tl.load(amaxes + a * SPLITS + tl.arange(0, SPLITS)[None, :])
     return block_scales(tl.max(parts, 1), "float32", LARGEST, 3.4028234663852886e38, 0)
 
 
 @triton.jit
 def _scaled_kernel(
-    x, index, multiplier, found, ends, data, amax, data_rows, scale,
+    x, index, multiplier, amaxes, ends, data, amax, data_rows, scale,
     M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, CLEARS: tl.constexpr,
     SPLITS: tl.constexpr, LARGEST: tl.constexpr, COPIES: tl.constexpr, COPIES_POW2: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PANEL: tl.constexpr,
@@ -377,7 +377,7 @@ def _scaled_kernel(
     as [A, N, M].
 
     The multiplier is [A], or with G groups of the rows of M (A = 1), which end at `ends`, [G]; padding rows count as
-    zeros, or, unless it CLEARS them, may be left as they are. Where it is None, it is made of `found`, int32[A,
+    zeros, or, unless it CLEARS them, may be left as they are. Where it is None, it is made of `amaxes`, int32[A,
     SPLITS], parts of the amax, and so is the scale, [A], or of one tensor [COPIES]. Rows are those of x at the index
     [M] (A = 1), zeros where it is negative, unless it is None. Without what is None.
 
@@ -394,7 +394,7 @@ def _scaled_kernel(
     m, n = in_panels(tile % TILES, M, N, TM, TN, PANEL)
     if scale is not None:
         if tile % TILES == TILES - 1:  # the first program of a tensor
-            _, of_a = _scales_of(found, a, SPLITS, LARGEST)
+            _, of_a = _scales_of(amaxes, a, SPLITS, LARGEST)
             copy = tl.arange(0, COPIES_POW2)
             tl.store(scale + a + copy, tl.sum(of_a, 0), mask=copy < COPIES)
     if not CLEARS:
@@ -422,7 +422,7 @@ def _scaled_kernel(
     wide = tl.load(x + from_at, mask=live, other=0).to(tl.float32)
     if WRITES:
         if multiplier is None:
-            factor, _ = _scales_of(found, a, SPLITS, LARGEST)
+            factor, _ = _scales_of(amaxes, a, SPLITS, LARGEST)
             factor = factor[:, None]
         elif G:
             factor = tl.load(multiplier + group_TM, mask=group_TM < G, other=0)[:, None]
@@ -517,24 +517,26 @@ def by_tensor(
         multiplier, scale = tensor_scales(amax, format)
         data, *again = scaled(x, multiplier, shape, format.dtype, **options)
         return data, scale, *again
-    data, *more = scaled(x, None, shape, format.dtype, found=amax[..., None], **options)
+    data, *more = scaled(x, None, shape, format.dtype, amaxes=amax[..., None], **options)
     return data, more.pop().reshape(amax.shape), *more
 
 
 def scaled(
     x, multiplier, shape, dtype, *,
-    found=None, copies=1, ends=None, index=None, finds_amax=False, twice=False, clear_padding=True,
+    amaxes=None, copies=1, ends=None, index=None, finds_amax=False, twice=False, clear_padding=True,
 ):  # fmt: skip
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them,
-    the scale), without what is not wanted (dtype=None). The scale is that of `found`, int32[..., parts] of tensors,
+    the scale), without what is not wanted (dtype=None). The scale is that of `amaxes`, int32[..., parts] of tensors,
     which takes the place of a multiplier; of one tensor so many `copies`."""
     _, M, N = shape
     config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
     like = x.shape if index is None else (1, M, *x.shape[2:])
     wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
-    options = dict(found=found, copies=copies, ends=ends, index=index, clear_padding=clear_padding)
+    options = dict(
+        amaxes=amaxes, copies=copies, ends=ends, index=index, clear_padding=clear_padding
+    )
     results = _scaled(x, multiplier, shape, dtype, config, like, wanted, **options)
-    results, scale = (results, ()) if found is None else (results[:-1], results[-1:])
+    results, scale = (results, ()) if amaxes is None else (results[:-1], results[-1:])
     if config.transposed:
         results = *results[:-1], results[-1][0].T.reshape(like)
     elif twice:
@@ -544,7 +546,7 @@ def scaled(
 
 def _scaled(
     x, multiplier, shape, dtype, config, like, wanted, *,
-    found=None, copies=1, ends=None, index=None, clear_padding=True,
+    amaxes=None, copies=1, ends=None, index=None, clear_padding=True,
 ):  # fmt: skip
     """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows, scale."""
     A, M, N = shape
@@ -558,15 +560,15 @@ def _scaled(
         "data_rows": ((A, N, M), dtype),
         "scale": ((A * copies,), jnp.float32),
     }
-    wanted = wanted | dict(scale=found is not None)
+    wanted = wanted | dict(scale=amaxes is not None)
     out = {name: jax.ShapeDtypeStruct(*types[name]) for name in types if wanted[name]}
     absent: dict[str, Any] = {name: None for name in types if name not in out}
     results = launcher.triton_call(
-        x, index, multiplier, found, ends,
+        x, index, multiplier, amaxes, ends,
         kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
         M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), CLEARS=clear_padding or not G,
-        SPLITS=1 if found is None else found.shape[-1], LARGEST=largest_bits(dtype),
+        SPLITS=1 if amaxes is None else amaxes.shape[-1], LARGEST=largest_bits(dtype),
         COPIES=copies, COPIES_POW2=triton.next_power_of_2(copies),
         **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
@@ -727,13 +729,13 @@ def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
     leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
     shape = A, _, width = prod(leading), K, prod(N)
     (parts,) = scaled(x, None, shape, None, finds_amax=True)
-    found = _amax_of_tensors(parts, leading, amax_axes)[..., None]
+    amaxes = _amax_of_tensors(parts, leading, amax_axes)[..., None]
     config = choose_square(Square(A, K, 1, width, 0, current_device()))
     if not config.transposed:
-        data, scale = scaled(x, None, shape, format.dtype, found=found)
+        data, scale = scaled(x, None, shape, format.dtype, amaxes=amaxes)
         return (data, scale.reshape(leading)) * (1 + dgrad)
     wanted, given = dict(data=dgrad, amax=False, data_rows=True), (format.dtype, config, x.shape)
-    *data, transposed, scale = _scaled(x, None, shape, *given, wanted, found=found)
+    *data, transposed, scale = _scaled(x, None, shape, *given, wanted, amaxes=amaxes)
     scale = scale.reshape(leading)
     # A bitcast, which the one before the GEMM undoes.
     transposed = jnp.swapaxes(transposed, 1, 2).reshape(x.shape)
