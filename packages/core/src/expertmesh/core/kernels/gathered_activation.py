@@ -12,7 +12,7 @@ from expertmesh.core.kernels.device import for_device
 from expertmesh.core.kernels.triton import activate_rows
 from expertmesh.core.ops.groups import selected
 from expertmesh.core.ops.row_map import holds_token
-from expertmesh.core.quantization.quantize_rows import Moved
+from expertmesh.core.quantization.quantize_rows import Moved, index_of, tokens_of
 
 
 def gathered_activation(lhs: Moved, rhs, group_sizes, weights, *, activation):
@@ -49,7 +49,7 @@ def dgrad_activation_grad(dy, rhs, h, weights, source, group_sizes, *, activatio
     """[1, C, D], or [1, T, D] at [1, C], x [G, F, D]; [1, C, 2, F], [1, C] -> [1, C, 2, F], [1, C], [1, C, F]."""
     gathers = isinstance(dy, Moved)
     # `source` has places of tokens, of which there are several; of rows side by side it says which hold one.
-    rows, index = (dy.base, dy.row_map.source_row) if gathers else (dy, source)
+    rows, index = tokens_of(dy), index_of(dy, source)
     (P, C), (G, F, D) = source.shape, rhs.shape
     projection = choice.Projection(
         rows=C, tokens=rows.shape[1], contraction=D, width=F, groups=G, dtype=h.dtype,

@@ -5,8 +5,6 @@ As `grouped_gemm.py`, whose dimension key this is; T tokens.
 
 from math import prod
 
-import jax.numpy as jnp
-
 from expertmesh.core.kernels import grouped_gemm
 from expertmesh.core.kernels.choice import grouped_gemm as choice
 from expertmesh.core.kernels.choice import thin_gemm
@@ -14,7 +12,6 @@ from expertmesh.core.kernels.cuda import grouped_gemm as cuda
 from expertmesh.core.kernels.device import current_device, for_device
 from expertmesh.core.kernels.low_rank import LowRank, of_operands
 from expertmesh.core.kernels.triton import gathered_gemm as triton
-from expertmesh.core.ops.gather_rows import exists
 from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize_rows import Moved
 
@@ -52,9 +49,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
         dy = _written(dy)
     gathers, moved = ("lhs", lhs) if isinstance(lhs, Moved) else ("dy", dy)
     a, b = (x.base if x is moved else x for x in (lhs, dy))
-    index = moved.row_map.source_row[0]
-    index = jnp.where(exists(index, moved.base.shape[1]), index, -1)
-    options = dict(config=config, out_dtype=out_dtype, index=index, gathers=gathers)
+    options = dict(config=config, out_dtype=out_dtype, index=moved.index[0], gathers=gathers)
     out = cuda.launch_weights(a[0], b.reshape(b.shape[1], N), group_sizes[0], **options)
     return out.reshape(-1, K, *dy.shape[2:])
 

@@ -21,7 +21,7 @@ from expertmesh.core.kernels.triton.grouped_quantize import by_group
 from expertmesh.core.ops.groups import selected
 from expertmesh.core.ops.row_map import holds_token
 from expertmesh.core.quantization.activate_quantize import Activated, ActivatedGrad
-from expertmesh.core.quantization.quantize_rows import Moved, tokens_of
+from expertmesh.core.quantization.quantize_rows import Moved, index_of, tokens_of
 
 # Both copies, of a scale per group.
 _BOTH: dict[str, Any] = dict(blocks=((), ()), directions=(0, 1))
@@ -48,8 +48,14 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
         activated = Activated(h, weights, source, activation)
         return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)
     weight = jnp.swapaxes(gemm.flat(rhs.data), 1, 2)
-    index = lhs.row_map.source_row if gathers else source
-    operands = rows.data[0], index[0], weight, weights[0], sizes, (rows.scale[0], rhs.scale)
+    operands = (
+        rows.data[0],
+        index_of(lhs, source)[0],
+        weight,
+        weights[0],
+        sizes,
+        (rows.scale[0], rhs.scale),
+    )
     options = dict(config=config, activation=activation, dtype=dtype, gathers=gathers)
     h, a, amax = tensor_scaled.launch_quantized(*operands, **options)
     return h[None], *_copies(a, amax, sizes, format)
@@ -69,8 +75,7 @@ def quantized_activation_grad(
         d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
         gradient = ActivatedGrad(h, weights, source, activation, d_out)
         return activate_quantize(gradient, group_sizes, None, None, format=format, **_BOTH)
-    index = dy.row_map.source_row if gathers else source
-    scales = rows.scale[0], rhs.scale
+    index, scales = index_of(dy, source), (rows.scale[0], rhs.scale)
     operands = rows.data[0], index[0], rhs.data, h[0], weights[0], sizes, scales
     options = dict(config=config, activation=activation, gathers=gathers)
     d_h, amax, dots = tensor_scaled.launch_grad(*operands, **options)
@@ -114,7 +119,7 @@ def _in_blocks(
         )
         return *kept, *made[:2]
     weight, weight_scale = (jnp.swapaxes(gemm.flat(x), 1, 2) for x in (rhs.data, rhs.scale))
-    shape, index = (1, C, F), lhs.row_map.source_row if gathers else source
+    shape, index = (1, C, F), index_of(lhs, source)
     types, of_h = copy_types(shape, format, transposed=True), (1, C, 2, F)
     if narrow:
         types = *result_types(of_h, (*of_h[:-1], F // format.block[1]), format), *types[:2]

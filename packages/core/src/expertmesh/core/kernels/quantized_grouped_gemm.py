@@ -20,7 +20,6 @@ from expertmesh.core.kernels.triton import packed_grouped_gemm as packed
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton import quantized_grouped_gemm as triton
 from expertmesh.core.kernels.triton.grouped_quantize import along_rows
-from expertmesh.core.ops.gather_rows import exists
 from expertmesh.core.ops.row_map import move_rows
 from expertmesh.core.quantization.quantize_rows import Moved, is_moved, tokens_of, with_rows
 
@@ -47,8 +46,8 @@ def rows_dgrad(dy, rhs, group_sizes, *low_rank, **options):
 def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     """The weight gradient: [1, C, K] x [1, C, *N] -> [G, K, *N].
 
-    Rows with a scale per group may be `Moved`, those of one operand: one kernel of Hopper's reads them where their
-    tokens are, for others they are written first.
+    Rows with a scale per group may be `Moved`: one kernel of Hopper's reads those of one operand where their tokens
+    are; else, and of both those of lhs, they are written first.
     """
     (_, C, K), N = lhs.shape, dy.shape[2:]
     along = _along(tokens_of(lhs))
@@ -125,9 +124,8 @@ def _rows(
 
 def _gathered(moved, other, group_sizes, **options):
     """The weight gradient of `Moved` rows and others."""
-    tokens, index = moved.base, moved.row_map.source_row
-    index = jnp.where(exists(index, tokens.shape[1]), index, -1)
-    operands = tokens.data, index, tokens.scale, flat(other.data), other.scale, group_sizes
+    tokens, other = moved.base, along_rows(other, group_sizes)
+    operands = tokens.data, moved.index, tokens.scale, flat(other.data), other.scale, group_sizes
     return cuda.launch_gathered_weights(*(x[0] for x in operands), **options)
 
 

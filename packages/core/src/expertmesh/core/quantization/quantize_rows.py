@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.core.ops.gather_rows import select_rows
+from expertmesh.core.ops.gather_rows import exists, select_rows
 from expertmesh.core.ops.groups import (
     cleared,
     each_participant,
@@ -270,6 +270,12 @@ class Moved(Rows):
     def dtype(self) -> Any:
         return self.base.dtype
 
+    @property
+    def index(self) -> jax.Array:
+        """int32[P, C], the token of each row; -1 where there is none, whatever the map says."""
+        index = self.row_map.source_row
+        return jnp.where(exists(index, self.base.shape[1]), index, -1)
+
     def per_leaf(self, of_data: tuple[Any, ...], of_groups: Any) -> tuple[tuple[Any, ...], ...]:
         # Only the rule has names for the tokens and for the places of one.
         s, j = ("s", "j") if of_groups == "g" else (of_groups, of_groups)
@@ -435,6 +441,12 @@ def written(x: Any) -> Any:
 def tokens_of(x: Any) -> Any:
     """What an operand is read from: the tokens of rows that are `Moved`."""
     return x.base if isinstance(x, Moved) else x
+
+
+def index_of(x: Any, source: jax.Array) -> jax.Array:
+    """int32[P, C], the row of `tokens_of(x)` that each row is; `source`: of rows that are not `Moved`, what a kernel
+    takes in its place, which says the same of those that hold no token."""
+    return x.row_map.source_row if isinstance(x, Moved) else source
 
 
 def with_rows(x: Any, move: Callable[[jax.Array], jax.Array]) -> Any:

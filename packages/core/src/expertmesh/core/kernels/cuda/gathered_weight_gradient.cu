@@ -14,16 +14,12 @@
 // What a stage holds: 256 columns of the other operand, then rows of 128 features.
 constexpr int OF_ROWS = TILE_N * BLOCK;
 static_assert(STAGE_BYTES == OF_ROWS + BLOCK * TILE_M, "as launched");
-constexpr int SHARE = TILE_N / 2;  // of the other operand, which a block loads for both
 constexpr int GATHERERS = 64;      // threads that copy: the last ones of the producer's
 constexpr int HALF_STEP = BLOCK / 2, WORDS = 4;  // of a slice's features, of a thread
 
 __device__ void multiply(float* d, const u32* tokens, u64 other, int accumulate);
 
 INSTRUCTION
-
-// Of a tile's first step: TMA begins with a multiple of 16 bytes in a line, and memory is read by 32.
-__device__ __forceinline__ int first_row(const Tiles& tiles) { return tiles.start / SLICE * SLICE; }
 
 __device__ __forceinline__ void load_tiles(const TensorMap* other, Tiles tiles, Ring ring) {
   const int rank = rank_in_cluster();

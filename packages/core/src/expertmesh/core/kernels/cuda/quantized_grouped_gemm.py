@@ -105,12 +105,11 @@ def launch_gathered_weights(
     config: Config, crosswise: bool, out_dtype,
 ):  # fmt: skip
     """Tokens [T, K] at the index, int32[C], and [C, N], with scales [G] of both -> [G, K, N], `crosswise` [G, N, K]."""
-    widths = tokens.shape[1], other.shape[1]
     types = tokens.dtype, other.dtype, out_dtype
     return weight_gradients.launch(
         tokens, index, token_scales, launcher.TensorMap.of(_transposed(other), (128, 128)), other_scales, group_sizes,
         source=gathered_weights_source(*types, config.tiles, crosswise=crosswise), name="gathered_gemm_weights",
-        config=config, widths=widths[::-1] if crosswise else widths, out_dtype=out_dtype, crosswise=crosswise,
+        config=config, widths=(tokens.shape[1], other.shape[1]), out_dtype=out_dtype, crosswise=crosswise,
     )  # fmt: skip
 
 

@@ -13,14 +13,10 @@
 // What a stage holds: both operands.
 constexpr int OF_LHS = TILE_N * BLOCK, STAGE_LOADS = OF_LHS + TILE_M * BLOCK;
 static_assert(STAGE_BYTES == STAGE_LOADS, "as launched");
-constexpr int SHARE = TILE_N / 2;  // of dy, which a block loads for both
 constexpr int CLEAN = 192;         // barriers of stages without rows of other groups
 constexpr int CLEANERS = 2;        // warps
 
 INSTRUCTION
-
-// Of a tile's first step: TMA begins with a multiple of 16 bytes in a line, and memory is read by 32.
-__device__ __forceinline__ int first_row(const Tiles& tiles) { return tiles.start / SLICE * SLICE; }
 
 __device__ __forceinline__ void load_tiles(const TensorMap* lhs, const TensorMap* dy, Tiles tiles, Ring ring) {
   const int rank = rank_in_cluster();

@@ -15,6 +15,7 @@ constexpr int BLOCK = 128;             // of 8 bits: rows of a step, and bytes o
 constexpr int TILE_M = 128, TILE_N = 256;  // columns of lhs and of dy in a block's tile
 constexpr int PART_M = 64, PART_N = 128;  // of a consumer's result
 constexpr int PARTS = 2;
+constexpr int SHARE = TILE_N / 2;      // of dy, which a block loads for both
 constexpr int SUMS = PART_M * PART_N / 128;  // of a thread in a part
 constexpr int SLICE = 32;              // of 8 bits: rows of one instruction
 static_assert(fit(THREADS, CONSUMERS), "consumers would wait forever for registers");
@@ -108,6 +109,9 @@ struct Tiles {
     n = column * TILE_N;
   }
 };
+
+// Of 8 bits, where a tile's first step begins: TMA begins with a multiple of 16 bytes in a line, and memory is read by 32.
+__device__ __forceinline__ int first_row(const Tiles& tiles) { return tiles.start / SLICE * SLICE; }
 
 // Zeros in those of the 16 bytes at `at` that come before `first` or from `end` on in their line, whatever they hold;
 // they begin with its `byte`.

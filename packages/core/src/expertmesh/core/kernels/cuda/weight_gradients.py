@@ -25,16 +25,17 @@ def launch(
     *operands, source: str, name: str, config: Config, widths: tuple[int, int], out_dtype,
     crosswise: bool = False,
 ):  # fmt: skip
-    """[G, *widths] by a kernel of weight gradients, which has the widths the other way round if it works `crosswise`.
+    """[G, *widths] by a kernel of weight gradients, whose result has them the other way round if it works `crosswise`.
 
     The last of its `operands` are the groups' sizes.
     """
     *others, group_sizes = operands
     G, out_dtype = group_sizes.shape[0], jnp.dtype(out_dtype)
+    made = widths[::-1] if crosswise else widths
     return cuda_call(
         *others, group_sizes.astype(jnp.int32),
-        source=source, name=name, scalars=(*(widths[::-1] if crosswise else widths), G),
-        out_type=jax.ShapeDtypeStruct((G, *widths), out_dtype),
+        source=source, name=name, scalars=(*widths, G),
+        out_type=jax.ShapeDtypeStruct((G, *made), out_dtype),
         out_block=(1, config.tiles.box, 128 // out_dtype.itemsize),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
     )  # fmt: skip

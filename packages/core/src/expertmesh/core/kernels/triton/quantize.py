@@ -359,11 +359,14 @@ def _groups_of(rows, ends, G: tl.constexpr, STEPS: tl.constexpr):
     return groups
 
 
+FLOAT32_LARGEST = tl.constexpr(numerics.largest("float32"))
+
+
 @triton.jit
 def _scales_of(amaxes, a, SPLITS: tl.constexpr, LARGEST: tl.constexpr):
     """(multiplier, scale), [1] each, of tensor a, whose amax is the largest of its `amaxes`, int32[_, SPLITS]."""
     parts = tl.load(amaxes + a * SPLITS + tl.arange(0, SPLITS)[None, :])
-    return block_scales(tl.max(parts, 1), "float32", LARGEST, 3.4028234663852886e38, 0)
+    return block_scales(tl.max(parts, 1), "float32", LARGEST, FLOAT32_LARGEST, 0)
 
 
 @triton.jit
