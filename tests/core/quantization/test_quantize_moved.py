@@ -84,7 +84,7 @@ def test_bits(format, dtype, fill):
 
 def test_tokens_without_rows_and_zeros():
     """No token has a row: the amax is 0; a token that is NaN makes the data NaN, and the scale 1."""
-    rows, token = rows_of()
+    rows, token = rows_of(fill=3e6)
     none = jax.tree.map(lambda x: jnp.full_like(x, -1), rows.row_map)
     q = quantize_moved(dataclasses.replace(rows, row_map=none), SIZES, FORMATS[0]).base
     zeros = dataclasses.replace(rows, base=jnp.zeros_like(rows.base))
