@@ -459,13 +459,13 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
     tiles = (choice.WEIGHTS_BLOCKS if blocks else choice.WEIGHTS_TENSORS).fit(groups, out)
-    text = kernels.weights_source(f"float8_{lhs}", f"float8_{dy}", out, tiles, blocks=blocks)
-    ptx, said = _assemble_cuda(text, tmp_path)
+    source_of = kernels.block_weights_source if blocks else kernels.weights_source
+    ptx, said = _assemble_cuda(source_of(f"float8_{lhs}", f"float8_{dy}", out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
-    instruction = f"m64n{128 if blocks else 256}k32.f32.{lhs[:4]}.{dy[:4]}"
-    # In a tile's first step and in the others: for blocks two products of four; else four, and one of a part of a step.
-    want = 16 if blocks else 10
-    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == want
+    # In a tile's first step and in the others two products of four.
+    instruction = f"m64n128k32.f32.{lhs[:4]}.{dy[:4]}"
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
+    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared") == (0 if blocks else 8)
 
 
 @pytest.mark.parametrize(
@@ -478,32 +478,35 @@ def test_quantized_weight_gradients_of_tokens_on_hopper(tokens, other, crosswise
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
     tiles = choice.WEIGHTS_TENSORS.fit(1024, out)
-    text = kernels.gathered_weights_source(tokens, other, out, tiles, crosswise=crosswise)
+    text = kernels.weights_source(tokens, other, out, tiles, gathers=True, crosswise=crosswise)
     # What the producer, and a consumer between tiles, keep of their loops.
-    ptx, said = _assemble_cuda(text, tmp_path, 16)
+    ptx, said = _assemble_cuda(text, tmp_path, 48 if out == "float32" else 16)
     assert "serialized" not in said, "every product waits for itself"
     kinds = ".".join(dtype.removeprefix("float8_").removesuffix("fn") for dtype in (tokens, other))
-    # In a tile's first step and in the others: four slices.
-    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n256k32.f32.{kinds}") == 8
+    # In a tile's first step and in the others: two products of four.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds}") == 16
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == 8
 
 
 # Blocks of 32 are widened to bfloat16 before 10.0.
 @pytest.mark.parametrize(
-    "along, arch",
-    [(along, arch) for along in (0, 128) for arch in (89, 100, 120)] + [(32, 100), (32, 120)],
+    "along, splits, arch",
+    [(along, False, arch) for along in (0, 128) for arch in (89, 100, 120)]
+    + [(0, True, arch) for arch in (89, 90, 120)]
+    + [(32, False, arch) for arch in (100, 120)],
 )
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 @pytest.mark.parametrize("which, rank", [*ROWS, ("weights", 0)])
-def test_quantized_grouped_gemm(which, rank, along, out, arch):
+def test_quantized_grouped_gemm(which, rank, along, splits, out, arch):
     """Blocks of 32 by the instruction that multiplies them by their scales; operands as they lie, e5m2 times e4m3."""
     from expertmesh.core.kernels.choice import quantized_grouped_gemm as choice
     from expertmesh.core.kernels.triton import quantized_grouped_gemm as kernels
 
     fit = choice.weight_tiles if which == "weights" else choice.rows_tiles
-    tiles = fit(along, 4096, jnp.float32 if out == "fp32" else jnp.bfloat16, _device(arch))
+    to = jnp.float32 if out == "fp32" else jnp.bfloat16
+    tiles = fit(128 if splits else along, 4096, to, _device(arch))
     scale = "*u8" if along == 32 else "*fp32"
-    constants = {"G": 32, "G_POW2": 32, "ALONG": along, "NUM_PROGRAMS": 148}
+    constants = {"G": 32, "G_POW2": 32, "ALONG": along, "NUM_PROGRAMS": 148, "SPLITS": splits}
     constants |= {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "LHS_FORMAT": "e5m2"}
     if which == "weights":
         blocks = (tiles.k, tiles.m), (tiles.k, tiles.n)
@@ -524,7 +527,7 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
             "GROUP_M": 8,
         }
         constants |= {"ACROSS": 128 if along == 128 else 1, "TRANSPOSED": transposed}
-        constants |= {"FLATTEN": tiles.flat and along != 128 and not rank}
+        constants |= {"FLATTEN": tiles.flat and along != 128 and not splits and not rank}
     (lhs,), (rhs,) = (
         _tiled(tiles, block, dtype=dtype)
         for dtype, block in zip(("fp8e5", "fp8e4nv"), blocks, strict=True)
@@ -538,7 +541,7 @@ def test_quantized_grouped_gemm(which, rank, along, out, arch):
     if arch == 100:
         kind = "mxf8f6f4.block_scale.block32" if along == 32 else "f8f6f4"
         assert f"kind::{kind}\n" in re.sub(r"(kind::\S+).*", r"\1", compiled.asm["ptx"])
-    else:
+    elif arch != 90:
         kind = "kind::mxf8f6f4.block_scale" if along == 32 else "m16n8k32.row.col.f32.e5m2.e4m3"
         assert kind in compiled.asm["ptx"]
 
@@ -552,6 +555,7 @@ def test_blocks_of_32_in_one_step(arch):
     sizes = {"C": 4096, "ZEROS_END": 0, "D": 128, "W": 4096, "G": 8, "G_POW2": 8}
     constants = sizes | {"ALONG": 32, "ACROSS": 1, "LHS_FORMAT": "e4m3", "RHS_FORMAT": "e4m3"}
     constants |= {"TRANSPOSED": False, "FLATTEN": tiles.flat, "GROUP_M": 8} | _term(0)[1]
+    constants |= {"SPLITS": False}
     lhs, rhs = _tiled(tiles, (tiles.m, tiles.k), (1, tiles.k, tiles.n), dtype="fp8e4nv")
     types = [lhs, "*u8", rhs, "*u8", "*i32", "*bf16"]
     _check(_compile(kernels._rows_kernel, types, tiles, constants, arch), arch)

@@ -119,7 +119,7 @@ def test_measured_quantized_grouped_gemms(case, num_rows, K, N, groups):
     else:
         gemm = quantized_rows(128, groups, H200, sizes=(num_rows, K, N))
         config, tiles = quantized.choose_rows(gemm), quantized.ROWS_BLOCKS
-    assert (config.kernel, config.tiles) == ("block_scaled", tiles)
+    assert (config.kernel, config.tiles) == ("split", tiles)
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -158,19 +158,22 @@ def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold():
     assert kernel(64, 8, device=B200) == kernel(64, 8, device=NO_NVRTC) == "triton"
 
 
-@pytest.mark.parametrize("along, kernel", [(0, "tensor_scaled"), (128, "block_scaled")])
-def test_quantized_gemms_take_the_kernel_that_has_room(along, kernel):
+@pytest.mark.parametrize("along, splits", [(0, False), (0, True), (128, True)])
+def test_quantized_gemms_take_the_kernel_that_has_room(along, splits):
+    kernel = "split" if splits else "tensor_scaled"
+
     def chosen(groups, device=H100):
-        return quantized.choose_rows(quantized_rows(along, groups, device)).kernel
+        gemm = dataclasses.replace(quantized_rows(along, groups, device), splits=splits)
+        return quantized.choose_rows(gemm).kernel
 
     def of_weights(groups, device=H100):
         return quantized.choose_weights(quantized_weights(along, groups, device))
 
-    assert chosen(8) == chosen(1024) == of_weights(8).kernel == kernel
+    assert chosen(8) == chosen(1024) == kernel and of_weights(8).kernel == "split"
     assert chosen(1025) == chosen(8, NO_NVRTC) == chosen(8, B200) == "triton"
     assert of_weights(8, NO_NVRTC).kernel == of_weights(8, B200).kernel == "triton"
     most, stages = (3904, 2) if along else (3136, 3)
-    assert (of_weights(most).kernel, of_weights(most).tiles.stages) == (kernel, stages)
+    assert (of_weights(most).kernel, of_weights(most).tiles.stages) == ("split", stages)
     assert of_weights(most + 1).kernel == "triton"
 
 
@@ -249,7 +252,7 @@ def test_a_weight_is_transposed_exactly_where_its_forward_reads_it_so(parts):
         reason = pair.rows_unsupported(x, w, w.shape[1:], BF16)
         B = math.prod(parts)
         gemm = quantized.Rows(8, K, B * N, E, jnp.dtype(E4M3), BF16, H100, 128)
-        read = reason is None and quantized.choose_rows(gemm).kernel == "block_scaled"
+        read = reason is None and quantized.choose_rows(gemm).kernel == "split"
         assert quantize.Square(E, K, B, N, 128, H100).transposed == read, (E, K, N)
         found.add(read)
     assert found == {True, False}
@@ -288,7 +291,7 @@ def fits(config, groups, out, itemsize):
         return
     less, more = tiles.registers
     assert 128 * (less + 2 * more) <= REGISTERS and less % 8 == more % 8 == 0
-    assert config.programs % 2 == 0 or config.kernel == "block_scaled", "clusters are of two"
+    assert config.programs % 2 == 0 or config.kernel == "split", "clusters are of two"
     if isinstance(tiles, plain.WeightTiles):
         assert tiles.stages >= tiles.min_stages
         taken = 1024 + tiles.stages_at(out) + tiles.stages * tiles.stage_bytes + 16 * groups
@@ -328,14 +331,16 @@ def test_every_kernel_can_be_chosen():
         weights = plain.Weights(num_rows, (K, 4096), groups, out, device)
         found["weights"].add(tiles_of(plain.choose_weights(weights)))
         for along in (0, 32, 128):
-            of_rows = quantized_rows(along, groups, device, out)
-            found["quantized rows"].add(quantized.choose_rows(of_rows).kernel)
+            for splits in (False, True):
+                of_rows = quantized_rows(along, groups, device, out)
+                chosen = quantized.choose_rows(dataclasses.replace(of_rows, splits=splits))
+                found["quantized rows"].add(chosen.kernel)
             of_weights = quantized_weights(along, groups, device, out)
             found["quantized weights"].add(quantized.choose_weights(of_weights).kernel)
     assert found["rows"] == {("triton", None), ("cuda", 1), ("cuda", 2)}
     assert found["weights"] == {("triton", None), ("cuda", 0), ("cuda", 1), ("cuda", 4)}
-    every = {"triton", "bfloat16", "tensor_scaled", "block_scaled"}
-    assert found["quantized rows"] == found["quantized weights"] == every
+    assert found["quantized weights"] == {"triton", "bfloat16", "split"}
+    assert found["quantized rows"] == {"triton", "bfloat16", "split", "tensor_scaled"}
 
 
 def tiles_of(config):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from core.kernels.quantized_operands import KINDS, paired, quantized
+from core.kernels.quantized_operands import KINDS, error_of, paired, quantized
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_low_rank_op,
     grouped_gemm_dgrad_op,
@@ -131,7 +131,7 @@ def test_moved_rows(which, rank):
 
 
 def _check_quantized(which, kind, shape, rank, dtype):
-    along, dtypes, error = KINDS[kind]
+    along, dtypes, _ = KINDS[kind]
     C, D, W, G, dead = shape
     rng, sizes = _groups(C, G, dead)
     live, forward = sizes.sum(), which == "forward"
@@ -159,7 +159,8 @@ def _check_quantized(which, kind, shape, rank, dtype):
     got = _run(which, *paired(operands, (of_rows, of_weight)), u, b)
     # Of float16 one kernel rounds the term to bfloat16.
     rounded = dtype == "float16" and along == 32
-    _check(got, product, _product(which, u[0], b, sizes), live, 4e-3 if rounded else error)
+    error = 4e-3 if rounded else error_of(kind, forward)
+    _check(got, product, _product(which, u[0], b, sizes), live, error)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from cases.marks import needs_triton
-from core.kernels.quantized_operands import E4M3, E5M2, KINDS, paired, quantized, run_twice
+from core.kernels.quantized_operands import (
+    E4M3,
+    E5M2,
+    KINDS,
+    error_of,
+    paired,
+    quantized,
+    run_twice,
+)
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
@@ -56,15 +64,17 @@ pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("capability
 
 @pytest.mark.parametrize(
     "which, kind, shape",
-    [("fprop", *case) for case in CASES] + [("dgrad", *case) for case in CASES if case[1] != FEW],
+    [("fprop", *case) for case in CASES]
+    + [("dgrad", *case) for case in CASES if case[1] != FEW]
+    + [("fprop, split", *case) for case in CASES if case[0] == "tensors"],
     ids=str,
 )
 def test_rows(which, kind, shape):
     C, K, N, G, dead = shape
-    along, dtypes, error = KINDS[kind]
+    along, dtypes, _ = KINDS[kind]
     rng = np.random.default_rng(C)
     sizes, starts = _sizes(rng, C, G, dead)
-    forward = which == "fprop"
+    forward, splits = which != "dgrad", "split" in which
     of_rows, of_weight = _blocks(along, forward)
     x, x_scale, x_wide = quantized(rng, (1, C, K if forward else N), of_rows, dtypes[0], (1, G))
     w, w_scale, w_wide = quantized(rng, (G, K, N), of_weight, dtypes[1], (G,))
@@ -84,10 +94,36 @@ def test_rows(which, kind, shape):
             sizes[None],
         ),
         blocks=(of_rows, of_weight),
+        splits=splits,
         clear_padding=True,
     )[0]
-    assert relative_error(got, want) < error
+    assert relative_error(got, want) < error_of(kind, forward and not splits)
     assert not got[live:].any()
+
+
+# A long contraction of numbers of one sign, of which the tensor cores lose the most.
+@pytest.mark.parametrize("along", [0, 128])
+@pytest.mark.parametrize("which", ["fprop, split", "dgrad", "wgrad"])
+def test_a_long_sum_loses_no_more_than_one_of_blocks(which, along):
+    C, K, N = (2048, 128, 128) if which == "wgrad" else (64, 2048, 128)
+    rng = np.random.default_rng(0)
+    row, down, square = ((1, 1, 128), (1, 128, 1), (1, 128, 128)) if along else ((), (), ())
+    first, second, blocks, product, op = {
+        "fprop, split": ((1, C, K), (1, K, N), (row, square), "crk,ckn->crn", grouped_gemm_op),
+        "dgrad": ((1, C, K), (1, N, K), (row, square), "crk,cnk->crn", grouped_gemm_dgrad_op),
+        "wgrad": ((1, C, K), (1, C, N), (down, down), "crk,crn->ckn", grouped_gemm_wgrad_op),
+    }[which]
+    operands, wide = [], []
+    for shape, block in zip((first, second), blocks, strict=True):
+        x = np.asarray(jnp.asarray(rng.uniform(0.5, 4, shape), jnp.float32).astype(E4M3))
+        of_groups = (1,) if shape is second and which != "wgrad" else (1, 1)
+        counts = [-(-n // b) for n, b in zip(shape, block, strict=True)] if along else of_groups
+        operands += [x, np.ones(counts, np.float32)]
+        wide.append(x.astype(np.float64))
+    options = dict(num_experts=1) if which == "wgrad" else {}
+    sizes, splits = np.array([[C]], np.int32), "split" in which and not along
+    got = run_twice(op, (*operands, sizes), blocks=blocks, splits=splits, **options)
+    assert relative_error(got, np.einsum(product, *wide)) < 1e-4
 
 
 TOKENS = [
@@ -187,7 +223,7 @@ def test_weight_gradient_of_tokens(shape, moved, out, multiple):
         if g == broken:
             assert np.isnan(got[g]).any()
         elif size:
-            assert relative_error(got[g], want) < (2e-3 if out == "float32" else 5e-3)
+            assert relative_error(got[g], want) < (2e-4 if out == "float32" else 5e-3)
         else:
             assert not got[g].any()
 
@@ -215,7 +251,8 @@ def test_padding_rows_that_are_not_cleared_change_no_other(kind):
 def test_rows_of_several_rounds_of_tiles(kind, G, out):
     """Each tile is multiplied by the scales of its own group, while the one before it is still stored."""
     C, K, N = 12000, 160, 784
-    _, dtypes, error = KINDS[kind]
+    _, dtypes, _ = KINDS[kind]
+    error = error_of(kind, True)
     rng = np.random.default_rng(G)
     sizes, starts = _sizes(rng, C, G, 60)
     x, x_scale, x_wide = quantized(rng, (1, C, K), (), dtypes[0], (1, G))

@@ -76,8 +76,12 @@ def test_the_fields_of_recipes():
             ("fp8_format", Format.HYBRID),
             ("amax_history_len", 1024),
             ("amax_compute_algo", "max"),
+            ("use_split_accumulator", False),
         ],
-        "Float8CurrentScaling": [("fp8_format", Format.HYBRID)],
+        "Float8CurrentScaling": [
+            ("fp8_format", Format.HYBRID),
+            ("use_split_accumulator", False),
+        ],
         "Float8BlockScaling": [
             ("fp8_format", Format.E4M3),
             ("power_2_scale", True),
@@ -108,6 +112,9 @@ def test_options_reach_the_formats():
     floored = Float8BlockScaling(amax_epsilon=0.5).formats()
     assert {f.amax_epsilon for f in vars(floored).values()} == {0.5}
     assert DelayedScaling(amax_history_len=1).amax_history_len == 1
+    for recipe in (DelayedScaling, Float8CurrentScaling):
+        assert recipe(use_split_accumulator=True).formats().x.use_split_accumulator
+        assert not recipe().formats().x.use_split_accumulator
 
 
 def test_one_copy_serves_both_gemms_where_formats_are_equal_and_of_tensors():
@@ -150,6 +157,13 @@ def q_params(power_2_scale=True, amax_epsilon=0.0):
     return {f"fp8_quant_{part}": params for part in ("fwd_inp", "fwd_weight", "bwd_grad")}
 
 
+ITS_GEMMS = {
+    f"fp8_gemm_{which}": types.SimpleNamespace(use_split_accumulator=which == "fprop")
+    for which in ("fprop", "dgrad", "wgrad")
+}
+E4M3_SPLIT = dict(fp8_format=Format.E4M3, use_split_accumulator=True)
+
+
 @pytest.mark.parametrize(
     "obj, want",
     [
@@ -161,8 +175,12 @@ def q_params(power_2_scale=True, amax_epsilon=0.0):
             theirs("Float8CurrentScaling", fp8_format=TheirFormat.HYBRID),
             Float8CurrentScaling(),
         ),
+        *(
+            (theirs(cls.__name__, **ITS_GEMMS), cls(**E4M3_SPLIT))
+            for cls in (DelayedScaling, Float8CurrentScaling)
+        ),
         (theirs("MXFP8BlockScaling", margin=0), MXFP8BlockScaling()),
-        (theirs("Float8BlockScaling"), Float8BlockScaling()),
+        (theirs("Float8BlockScaling", **ITS_GEMMS), Float8BlockScaling()),
         (
             theirs("NVFP4BlockScaling", disable_rht=True, nvfp4_4over6="none"),
             NVFP4BlockScaling(disable_rht=True),

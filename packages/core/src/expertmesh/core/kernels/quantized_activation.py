@@ -43,7 +43,7 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     rows, gathers = tokens_of(lhs), isinstance(lhs, Moved)
     projection = _projection((C, rows.shape[1]), K, F, G, activation, device)
     config = by_groups.choose_quantized(projection, dtype)
-    if config is None:
+    if config is None or rows.format.use_split_accumulator:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
         activated = Activated(h, weights, source, activation)
         return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)

@@ -70,11 +70,12 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
         total, options = _total(lhs, dy), dict(config=config, out_dtype=out_dtype)
         out = packed.launch_weights(x, x_scale, y, y_scale, total, group_sizes[0], **options)
         return out.reshape(-1, K, *N)
-    room = triton if config.kernel == "triton" else cuda
     operands = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
-    out = room.launch_weights(
-        *(x[0] for x in operands), config=config, along=along, out_dtype=out_dtype
-    )
+    options = dict(config=config, along=along, out_dtype=out_dtype)
+    if config.kernel == "triton":
+        options |= dict(splits=gemm.adds)
+    room = triton if config.kernel == "triton" else cuda
+    out = room.launch_weights(*(x[0] for x in operands), **options)
     return out.reshape(-1, K, *N)
 
 
@@ -87,7 +88,8 @@ def _rows(
     sizes, weight, weight_scale = group_sizes[0], flat(rhs.data), flat(rhs.scale)
     (_, C, *D), W, G = lhs.shape, weight.shape[1 if transposed else 2], sizes.shape[0]
     q = tokens_of(lhs)
-    gemm = choice.Rows(C, prod(D), W, G, q.data.dtype, out_dtype, device, _along(q))
+    splits = transposed or q.format.use_split_accumulator
+    gemm = choice.Rows(C, prod(D), W, G, q.data.dtype, out_dtype, device, _along(q), splits)
     config, options = (
         choice.choose_rows(gemm),
         dict(out_dtype=out_dtype, clear_padding=clear_padding),
@@ -109,6 +111,7 @@ def _rows(
     if config.kernel == "triton":
         operands = data, scale, weight, weight_scale, sizes
         options |= dict(block=rhs.block and (rhs.block[1], rhs.block[-1]), transposed=transposed)
+        options |= dict(splits=gemm.adds)
         return triton.launch_rows(*operands, **options)
     if not transposed:
         # A bitcast where the compiler is free to choose how the weight lies.

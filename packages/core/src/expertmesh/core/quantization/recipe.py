@@ -60,6 +60,8 @@ class TensorFormat:
       amax_epsilon: lower bound of the amax from which a "float32" or "power_of_2" block scale is computed.
       hadamard: whether blocks of 16 along the contraction are rotated first; both operands of a GEMM or none.
       stochastic: whether rounding is stochastic, by a key; 4 bits only.
+      use_split_accumulator: of x: whether the forward's GEMM adds products of 128 of its contraction in float32, not in
+        the tensor cores' accumulator; without blocks only. GEMMs of blocks always add so, and so do those of gradients.
 
     Raises:
       ValueError: an unknown dtype or kind of scale, or a combination that has no meaning: a tensor's scale that is not
@@ -72,6 +74,7 @@ class TensorFormat:
     amax_epsilon: float = 0.0
     hadamard: bool = False
     stochastic: bool = False
+    use_split_accumulator: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, rule: str, remedy: str) -> None:
@@ -103,6 +106,11 @@ class TensorFormat:
             0 <= self.amax_epsilon < float("inf"),
             "amax_epsilon must be finite and at least 0",
             "pass 0.0 for none",
+        )
+        require(
+            self.block is None or not self.use_split_accumulator,
+            "products of blocks are always added in float32",
+            "set use_split_accumulator=False",
         )
 
 
@@ -157,15 +165,21 @@ class Float8CurrentScaling(Recipe):
     """One scale per tensor (per group and expert in grouped ops), from its amax.
 
     In a block whose tokens are on one device, tokens that have a row are one tensor, and so are their cotangents.
+
+    Attributes:
+      fp8_format: of x and the weight, and of grad.
+      use_split_accumulator: of the forward, as in `TensorFormat`; Transformer Engine's `fp8_gemm_fprop` has it.
     """
 
     fp8_format: Format = Format.HYBRID
+    use_split_accumulator: bool = False
 
     def __post_init__(self) -> None:
         _check_format(self)
 
     def formats(self) -> LayerFormats:
         forward, backward = (TensorFormat(dtype=dtype) for dtype in self.fp8_format.value)
+        forward = dataclasses.replace(forward, use_split_accumulator=self.use_split_accumulator)
         return _by_role(forward, forward, backward)
 
 
@@ -181,6 +195,7 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    use_split_accumulator: bool = False
 
     def __post_init__(self) -> None:
         _check_format(self)
@@ -193,7 +208,8 @@ class DelayedScaling(Recipe):
         )
 
     def formats(self) -> LayerFormats:
-        return Float8CurrentScaling(fp8_format=self.fp8_format).formats()
+        options: dict[str, Any] = dict(use_split_accumulator=self.use_split_accumulator)
+        return Float8CurrentScaling(fp8_format=self.fp8_format, **options).formats()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,7 +375,7 @@ def _of_options(recipe: object = None, **options: Any) -> Recipe:
 
 
 # Options of Transformer Engine's recipes without a counterpart, and the value that means what is done here. Those of
-# attention, and those of a GEMM's accumulator, which the kernel chooses, are not looked at.
+# attention are not looked at, nor those of the accumulator of other GEMMs than per-tensor FP8's forward: it is split.
 _ONLY: Mapping[str, object] = {
     "scaling_factor_compute_algo": None,
     "reduce_amax": True,
@@ -388,6 +404,8 @@ def _translated(obj: Any, cls: type[Any]) -> Recipe:
     options = {name: getattr(obj, name) for name in names if hasattr(obj, name)}
     if "fp8_format" in options:
         options["fp8_format"] = Format[options["fp8_format"].name]
+    if "use_split_accumulator" in names and hasattr(obj, "fp8_gemm_fprop"):
+        options["use_split_accumulator"] = bool(obj.fp8_gemm_fprop.use_split_accumulator)
     if cls is Float8BlockScaling:
         options |= _block_options(obj, refuse)
     recipe: Recipe = cls(**options)

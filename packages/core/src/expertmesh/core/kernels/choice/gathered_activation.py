@@ -37,21 +37,29 @@ class Projection:
 class Tiles:
     """How a kernel runs: registers of the producer, of consumers, and of what comes behind; stages.
 
-    `later`: steps of the next tile after which the second part of the last one is handed over.
+    `later`: steps of the next tile after which the second part of the last one is handed over; None: there is room for
+    both parts, and products of 128 of the contraction are added in float32.
     """
 
     registers: tuple[int, int, int]
-    later: int
+    later: int | None
     stages: int = 4
+
+    @property
+    def splits(self) -> bool:
+        """Whether products of 128 of the contraction are added in float32."""
+        return self.later is None
 
     @property
     def max_groups(self) -> int:
         """So many ends of groups fit beside barriers, results on their way and stages."""
-        return (SHARED_BYTES - 2 * 1024 - 32 * 1024 - self.stages * 48 * 1024) // 4
+        rooms = 2 if self.splits else 1
+        return (SHARED_BYTES - 2 * 1024 - rooms * 32 * 1024 - self.stages * 48 * 1024) // 4
 
 
 TILES = Tiles(registers=(40, 200, 72), later=4)
 GRAD_TILES = Tiles(registers=(32, 184, 112), later=10)  # of the gradient
+GRAD_TILES_OF_8_BITS = Tiles(registers=(40, 176, 112), later=None, stages=3)
 
 
 # F from which it is faster than a GEMM of gathered rows and an activation, whatever the contraction. NVIDIA H100,
@@ -83,7 +91,7 @@ def choose_quantized(projection: Projection, dtype) -> Config | None:
 
 def choose_quantized_grad(projection: Projection, dtype) -> Config | None:
     """As `choose_grad`, of rows of 8 bits side by side, for h of `dtype`; None: two kernels."""
-    return _of_quantized(projection, dtype, GRAD_TILES, projection.width)
+    return _of_quantized(projection, dtype, GRAD_TILES_OF_8_BITS, projection.width)
 
 
 # NVIDIA H100, 2026-11-28: at 40960 x 768 (F 256 to 1024), 24576 x 1536 (256), 32768 x 4096 (512) the one kernel takes

@@ -75,7 +75,7 @@ class Square:
         forward = gemm.Rows(
             1, K, N, self.experts, jnp.float8_e4m3fn, jnp.bfloat16, self.device, self.block
         )
-        return gemm.choose_rows(forward).kernel in ("block_scaled", "tensor_scaled")
+        return gemm.choose_rows(forward).kernel in ("split", "tensor_scaled")
 
 
 @dataclasses.dataclass(frozen=True)

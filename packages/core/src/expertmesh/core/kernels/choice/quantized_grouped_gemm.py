@@ -1,9 +1,10 @@
 """Which kernel multiplies rows of 8 or 4 bits in groups, or contracts them. Dimension key as in
 `linear/grouped_gemm.py`.
 
-Hopper's kernels in CUDA C++ are "block_scaled", of blocks of 128, and "tensor_scaled", with one scale per group.
-"bfloat16" widens blocks of 32, exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for all other
-GPUs, which takes the others' place where these cannot run; "packed" is Triton's for blocks of 16, of 4 bits.
+Hopper's kernels in CUDA C++ are "split", whose products of 128 of the contraction are added in float32, and
+"tensor_scaled", of rows with one scale per group, whose products the tensor cores add. "bfloat16" widens blocks of 32,
+exactly, for what `choice/grouped_gemm.py` chooses; "triton" is the kernel for all other GPUs, which takes the others'
+place where these cannot run; "packed" is Triton's for blocks of 16, of 4 bits.
 """
 
 import dataclasses
@@ -21,9 +22,20 @@ NV_BLOCK = 16
 
 @dataclasses.dataclass(frozen=True)
 class Rows(plain.Rows):
-    """As of `choice/grouped_gemm.py`; `along`: the length of blocks along the contraction, 0 without blocks."""
+    """As of `choice/grouped_gemm.py`.
+
+    Attributes:
+      along: the length of blocks along the contraction, 0 without blocks.
+      splits: products of 128 of the contraction are added in float32; those of blocks always are.
+    """
 
     along: int
+    splits: bool = True
+
+    @property
+    def adds(self) -> bool:
+        """Whether a kernel in Triton adds them itself."""
+        return self.splits and adds_products(self.along, self.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +43,19 @@ class Weights(plain.Weights):
     """As of `choice/grouped_gemm.py`; `along`: the length of blocks along the rows, 0 without blocks."""
 
     along: int
+
+    @property
+    def adds(self) -> bool:
+        """As of `Rows`."""
+        return adds_products(self.along, self.device)
+
+
+def adds_products(along: int, device: Device) -> bool:
+    """Whether a kernel in Triton adds a step's products to its sums itself, without scales of blocks.
+
+    Tensor cores that read operands in shared memory and leave sums there, as of B200, add in float32.
+    """
+    return not along and not 100 <= device.capability < 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +94,12 @@ ROWS_BLOCKS = BlockTiles(stages=3, band=16, registers=(40, 232), rooms=2)
 WEIGHTS_BLOCKS = WeightTiles(
     stages=3, min_stages=2, stage_bytes=50 * 1024, staged=1024, handed=2, band=4, registers=(24, 240),
 )  # fmt: skip
+# NVIDIA H100, 2026-11-28: likewise.
 WEIGHTS_TENSORS = WeightTiles(
     stages=4, min_stages=3, stage_bytes=48 * 1024, staged=1024, handed=1, band=4, registers=(40, 232),
 )  # fmt: skip
-# Not measured: no such GPU was at hand. Blocks of 128 are scaled in registers, which hold less than a tile of TILES;
-# of rows, whose scales change along the contraction, half as much again.
+# Not measured: no such GPU was at hand. Products of 128 are scaled, or added, in registers, which hold less than a tile
+# of TILES; of rows, whose scales change along the contraction, half as much again.
 TILES = Tiles(m=128, n=256, k=128, warps=8, stages=4)
 TILES_OF_128 = dataclasses.replace(TILES, n=128)
 ROWS_OF_128 = dataclasses.replace(TILES_OF_128, m=64)
@@ -101,17 +127,18 @@ def choose_rows(gemm: Rows) -> Config:
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
     if not plain.fits_cuda(gemm):
-        tiles = rows_tiles(gemm.along, gemm.width, gemm.out_dtype, gemm.device)
+        along = BLOCK if gemm.adds else gemm.along
+        tiles = rows_tiles(along, gemm.width, gemm.out_dtype, gemm.device)
         return Config("triton", tiles, gemm.programs(tiles.mnk))
-    if not gemm.along:
+    if not gemm.along and not gemm.splits:
         return dataclasses.replace(plain.cuda_rows(gemm), kernel="tensor_scaled")
     cuda = ROWS_BLOCKS.fit(gemm.groups, gemm.out_dtype)
-    return Config("block_scaled", cuda, gemm.programs((128, 256, BLOCK)))
+    return Config("split", cuda, gemm.programs((128, 256, BLOCK)))
 
 
 def gathers(gemm: Rows, config: Config) -> bool:
     """Whether the kernel chosen finds rows by an index; results of float32 leave it no registers for that."""
-    return config.kernel == "block_scaled" and jnp.dtype(gemm.out_dtype).itemsize == 2
+    return config.kernel == "split" and jnp.dtype(gemm.out_dtype).itemsize == 2
 
 
 # Columns of the other operand up to which a weight gradient loses less, finding its rows, than their copy takes: its
@@ -124,7 +151,7 @@ def gathers_weights(gemm: Weights, config: Config, *, crosswise: bool) -> bool:
     """Whether the kernel chosen finds rows of lhs, or `crosswise` of dy, by an index, and gains by it."""
     fits = jnp.dtype(gemm.out_dtype).itemsize == 2 or not crosswise
     other = gemm.widths[0 if crosswise else 1]
-    return config.kernel == "tensor_scaled" and fits and other <= WIDTH_OF_OTHER
+    return config.kernel == "split" and not gemm.along and fits and other <= WIDTH_OF_OTHER
 
 
 def choose_weights(gemm: Weights) -> Config:
@@ -136,9 +163,9 @@ def choose_weights(gemm: Weights) -> Config:
         return Config("bfloat16")
     cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_TENSORS).fit(gemm.groups, gemm.out_dtype)
     if gemm.device.runs_cuda and cuda.stages >= cuda.min_stages:
-        kernel = "block_scaled" if gemm.along else "tensor_scaled"
-        return cuda.config(gemm, BLOCK, kernel)
-    tiles = weight_tiles(gemm.along, gemm.widths[1], gemm.out_dtype, gemm.device)
+        return cuda.config(gemm, BLOCK, "split")
+    along = BLOCK if gemm.adds else gemm.along
+    tiles = weight_tiles(along, gemm.widths[1], gemm.out_dtype, gemm.device)
     return Config("triton", tiles, gemm.programs(tiles.mnk))
 
 

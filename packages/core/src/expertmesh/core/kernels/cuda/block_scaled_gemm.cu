@@ -1,5 +1,6 @@
 // Grouped GEMM of 8-bit operands in blocks of 128, for Hopper: out[r] = sum over the blocks b of the contraction of
-// (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros in padding rows.
+// (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros in padding rows. Of
+// operands without BLOCKS the scales are row_scales[group of r] and weight_scales[group of r].
 //
 // Compiled at run time, without headers, after `hopper.cuh` and `block_scaled_rows.cuh`, whose macros it has.
 

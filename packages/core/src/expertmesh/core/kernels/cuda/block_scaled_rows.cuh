@@ -1,5 +1,6 @@
-// Rows of 8 bits times each group's weight for Hopper, in blocks of 128 of the contraction: what `block_scaled_gemm.cu`
-// and `block_scaled_activation.cu` share.
+// Rows of 8 bits times each group's weight for Hopper, whose products of 128 of the contraction are added in float32: what
+// `block_scaled_gemm.cu` and `block_scaled_activation.cu` share. Each product has scales of its own (BLOCKS), or all of a
+// group share one: the tensor cores alone would add them in about 14 bits.
 //
 // A block has tiles of 128 rows and of twice 128 columns, left and right, a step of 128 of the contraction at a time.
 // One producer warp loads; two consumer warpgroups multiply 64 rows each, 128 columns at a time, for products of more
@@ -17,7 +18,7 @@
 // `cp.async`, and leave their numbers in shared memory for the consumers, which read their scales.
 //
 // Compiled at run time, without headers, after `hopper.cuh` and before a kernel's own text. Macros that come before
-// both: WIDE (float32 results) or HALF (float16 ones), LOW_RANK (the rank of such a term, 0 without one), GATHERS,
+// both: WIDE (float32 results) or HALF (float16 ones), BLOCKS, LOW_RANK (the rank of such a term, 0 without one), GATHERS,
 // STAGES (of the pipeline), BAND (of tiles of rows that run together), ROOMS (parts of a consumer's results that are
 // staged at most), SCRATCH (bytes of shared memory for what comes behind the sums), REGISTERS_PRODUCER and
 // REGISTERS_CONSUMER. What stands alone on a line is replaced: INSTRUCTIONS (`multiply`, and with a term
@@ -123,11 +124,12 @@ __device__ __forceinline__ void load_weight(
 __device__ __forceinline__ int more_of(int n, int rows);
 
 // A tile's first stage says which tile it is: its first row, where the scales of its left columns (-1 for no tile, at
-// the end) and of its right columns are, and the word of the kernel.
+// the end) and of its right columns are, or its group, and the word of the kernel.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
 // What it says, of results with so many parts.
 __device__ __forceinline__ int4 note_of(const Tiles& tiles, Halves halves, int parts, int steps) {
+  if (!BLOCKS) return make_int4(tiles.row, tiles.group, tiles.group, more_of(tiles.n, tiles.end - tiles.row));
   const int first = tiles.group * parts;
   return make_int4(tiles.row, (first + halves.left) * steps, (first + halves.right) * steps,
                    more_of(tiles.n, tiles.end - tiles.row));
@@ -343,6 +345,7 @@ __device__ __forceinline__ void add_low_rank(float (&left)[SUMS], float (&right)
 }
 #endif
 
+#if BLOCKS
 // `x` of another lane.
 __device__ __forceinline__ float from_lane(float x, u32 lane) {
   float of_lane;
@@ -401,6 +404,28 @@ struct Scales {
     return make_float4(of_upper * left, of_lower * left, of_upper * right, of_lower * right);
   }
 };
+#else
+// The scale of a tile's group. A row without a token is zeros.
+struct Scales {
+  const float *rows, *weights;
+  int consumer, num_rows, steps;
+  float of_rows, of_weight;
+
+  // To the tile of this stage; whether there is one.
+  __device__ __forceinline__ bool move(const Ring& ring) {
+    const int group = __shfl_sync(~0u, get(which(ring)).y, 0);
+    if (group >= 0) of_rows = read_scale(rows + group), of_weight = read_scale(weights + group);
+    return group >= 0;
+  }
+
+  __device__ __forceinline__ void read(int) {}
+
+  __device__ __forceinline__ float4 of(u32) const {
+    const float factor = product_of_scales(of_rows, of_weight);
+    return make_float4(factor, factor, factor, factor);
+  }
+};
+#endif
 
 // `result.begin(ring)` may read what a tile's first stage says; `result.take(left, right)` takes a tile's sums and clears
 // them.

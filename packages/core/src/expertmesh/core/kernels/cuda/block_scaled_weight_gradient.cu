@@ -78,17 +78,6 @@ __device__ __forceinline__ void store(const Result& result, const float (&sums)[
   }
 }
 
-// The consumers multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction
-// of a product is under way.
-__device__ __forceinline__ void take_turn(int mine) { asm volatile("bar.sync %0, 256;" ::"r"(mine + 3) : "memory"); }
-
-__device__ __forceinline__ void let_turn(int mine) { asm volatile("bar.arrive %0, 256;" ::"r"(mine + 3) : "memory"); }
-
-__device__ __forceinline__ void end_turn(int consumer) {
-  wait_products<1>();
-  let_turn(1 - consumer);
-}
-
 // Begins a product of 64 columns of lhs and 128 of dy.
 __device__ __forceinline__ void begin(float (&product)[SUMS], u32 lhs, u32 dy) {
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);
@@ -180,7 +169,7 @@ __device__ __forceinline__ void multiply_tiles(Tiles tiles, Ring ring, const Res
   wait_for_stores();
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) quantized_grouped_gemm_weights(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) block_scaled_gemm_weights(
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap lhs_scales,
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap dy_scales, const int* sizes,
     int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {

@@ -7,6 +7,7 @@ from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.gathered_activation import (
     COLUMNS,
     GRAD_TILES,
+    GRAD_TILES_OF_8_BITS,
     LINE,
     TILES,
     Tiles,
@@ -112,14 +113,16 @@ def source(
 
 def grad_source(dtypes, dtype, *, activation, gathers: bool, places: tuple[int, ...] = ()) -> str:
     """That of `launch_grad`, as `source`."""
-    defined = _macros(dtype, activation, GRAD_TILES, places) | dict(GATHERS=int(gathers))
+    tiles = GRAD_TILES_OF_8_BITS if jnp.dtype(dtypes[0]).itemsize == 1 else GRAD_TILES
+    defined = _macros(dtype, activation, tiles, places) | dict(GATHERS=int(gathers))
     return _source("gathered_activation_grad.cu", dtypes, defined, "1, 1, 0, 0")
 
 
 def _macros(dtype, activation, tiles: Tiles, places: tuple[int, ...]) -> dict[str, object]:
     producer, consumer, last = tiles.registers
     defined = activation_macros(activation) | dict(
-        HALF=int(jnp.dtype(dtype) == jnp.float16), SHARED=SHARED_BYTES, STAGES=tiles.stages, LATER=tiles.later,
+        HALF=int(jnp.dtype(dtype) == jnp.float16), SHARED=SHARED_BYTES, STAGES=tiles.stages, LATER=tiles.later or 0,
+        SPLITS=int(tiles.splits),
         REGISTERS_PRODUCER=producer, REGISTERS_CONSUMER=consumer, REGISTERS_STORER=last,
     )  # fmt: skip
     return defined | ({"PLACES": ", ".join(map(str, places))} if places else {})
@@ -130,8 +133,9 @@ def _source(file: str, dtypes, defined: dict[str, object], flags: str) -> str:
     kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in dtypes)
     eight_bits = jnp.dtype(dtypes[0]).itemsize == 1
     depth, flags = (32, "1, 1") if eight_bits else (16, flags)
-    function, shape = "__device__ __forceinline__ void multiply", f"m64n128k{depth}.f32.{kinds}"
+    columns = 64 if defined["SPLITS"] else 128
+    function = "__device__ __forceinline__ void multiply"
     defined |= dict(EIGHT_BITS=int(eight_bits))
-    instruction = wgmma(function, shape, 64, flags)
+    instruction = wgmma(function, f"m64n{columns}k{depth}.f32.{kinds}", columns // 2, flags)
     files = "hopper.cuh", "gathered_rows.cuh", "activation.cuh", file
     return source_text(*files, defined=defined, INSTRUCTION=instruction)

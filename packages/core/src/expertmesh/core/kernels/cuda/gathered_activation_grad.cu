@@ -97,8 +97,9 @@ __device__ __forceinline__ void differentiate_tiles(
     place = more ? source_of() : -1, weight_of_mine = more ? weight_of() : 0;
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
-      wait_barrier(full, parity);
-      parity ^= 1;
+      const int room = ROOMS == 2 ? part : 0;
+      wait_barrier(full + 8 * room, parity);
+      if (room == ROOMS - 1) parity ^= 1;
 #pragma unroll 1
       for (int turn = 0; turn < TURNS; turn += AHEAD) {
         const bool last = turn == TURNS - AHEAD;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void differentiate_tiles(
 #pragma unroll
           for (int which = 0; which < 2; which++) {
             Ahead& x = ahead[2 * i + which];
-            const int4 d = get(from + (turn + i) * TURN * PITCH + which * BYTES);
+            const int4 d = get(from + room * ROOM + (turn + i) * TURN * PITCH + which * BYTES);
             int4 d_gate, d_up, value;
             differentiate(x.gate.x, x.up.x, d.x, weight, is_held, d_gate.x, d_up.x, value.x, dot);
             differentiate(x.gate.y, x.up.y, d.y, weight, is_held, d_gate.y, d_up.y, value.y, dot);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void differentiate_tiles(
         }
       }
       __syncwarp();
-      if (rows.lane == 0) arrive(empty);
+      if (rows.lane == 0) arrive(empty + 8 * room);
       offset += PART_BYTES;
     }
     if (rows.own() < count) {

@@ -8,9 +8,12 @@
 // leaves registers for the other until the next tile is under way. The fourth one works on them, while the tensor cores
 // go on.
 //
+// Products of 128 of the contraction may be added in float32 (SPLITS), 64 columns at a time: no more fit beside all sums.
+// There is then room for both parts of a tile, so that none waits in registers.
+//
 // Compiled at run time, without headers, after `hopper.cuh` and before a kernel's own text. Macros that come before
-// both: HALF, EIGHT_BITS (of an operand's numbers), GATHERS (rows are found by an index), SHARED (bytes), STAGES, and the
-// registers of each role. INSTRUCTION, which stands alone on a line, is replaced by `multiply`.
+// both: HALF, EIGHT_BITS (of an operand's numbers), SPLITS, GATHERS (rows are found by an index), SHARED (bytes), STAGES,
+// and the registers of each role. INSTRUCTION, which stands alone on a line, is replaced by `multiply`.
 
 constexpr int CONSUMERS = 2;             // warpgroups that multiply
 constexpr int THREADS = 256 + CONSUMERS * 128;
@@ -29,8 +32,9 @@ static_assert(REGISTERS * 128 <= 65536, "consumers would wait forever for regist
 
 // Shared memory, from its first multiple of 1024 bytes on: barriers and words, results on their way, stages for
 // operands; and at its end where each group ends.
-constexpr int STAGED_FULL = 128, STAGED_EMPTY = 136, WHICH = 512, NOTE = 640, STAGED = 1024;
-constexpr int STAGES_AT = STAGED + ROWS * PITCH;
+constexpr int ROOM = ROWS * PITCH, ROOMS = SPLITS ? 2 : 1;  // of a part; each has two barriers
+constexpr int STAGED_FULL = 128, STAGED_EMPTY = 144, WHICH = 512, NOTE = 640, STAGED = 1024;
+constexpr int STAGES_AT = STAGED + ROOMS * ROOM;
 constexpr int END = -1;  // as rows: there is no other tile
 
 // What each kernel says of a tile's 256 columns.
@@ -206,31 +210,55 @@ struct Scales {
 struct Handoff {
   u32 smem, to;
   u32 parity = 1;
+#if !SPLITS
   u32 later[SUMS / 4];  // the second part
   bool waiting = false;
+#endif
 
   __device__ __forceinline__ Handoff(u32 smem, int consumer) : smem(smem) {
     const int thread = threadIdx.x % 128, lane = thread % 32, row = consumer * PART + thread / 32 * 16 + lane % 16;
     to = smem + STAGED + row * PITCH + (lane / 16 ^ row % 8) * UNIT;
   }
 
-  __device__ __forceinline__ void wait() {
-    wait_barrier(smem + STAGED_EMPTY, parity);
-    parity ^= 1;
+  // For a room, of which the last one is followed by the first.
+  __device__ __forceinline__ void wait(int room = 0) {
+    wait_barrier(smem + STAGED_EMPTY + 8 * room, parity);
+    if (room == ROOMS - 1) parity ^= 1;
   }
 
-  __device__ __forceinline__ void pass() const {
+  __device__ __forceinline__ void pass(int room = 0) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(smem + STAGED_FULL);
+    if (threadIdx.x % 32 == 0) arrive(smem + STAGED_FULL + 8 * room);
+  }
+
+  static __device__ __forceinline__ u32 packed_of(const float (&d)[SUMS], int part, int i) {
+    const int first = pair_of(part, i);
+    return pack(d[first], d[first + 1]);
   }
 
   // Units of a row, swizzled by the row.
-  __device__ __forceinline__ void stage(const u32 (&packed)[SUMS / 4]) const {
+  __device__ __forceinline__ void stage(const u32 (&packed)[SUMS / 4], int room = 0) const {
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i += 4)
-      put_matrices(to ^ i / 2 * UNIT, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
+      put_matrices((to ^ i / 2 * UNIT) + room * ROOM, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
   }
 
+#if SPLITS
+  __device__ __forceinline__ void send_later() {}
+  __device__ __forceinline__ void end() {}
+
+  __device__ __forceinline__ void take(const float (&d)[SUMS], int4) {
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      u32 now[SUMS / 4];
+#pragma unroll
+      for (int i = 0; i < SUMS / 4; i++) now[i] = packed_of(d, part, i);
+      wait(part);
+      stage(now, part);
+      pass(part);
+    }
+  }
+#else
   __device__ __forceinline__ void send_later() {
     if (!waiting) return;
     wait();
@@ -242,10 +270,7 @@ struct Handoff {
   __device__ __forceinline__ void take(const float (&d)[SUMS], int4 tile) {
     u32 now[SUMS / 4];
 #pragma unroll
-    for (int i = 0; i < SUMS / 4; i++) {
-      const int first = pair_of(0, i), second = pair_of(1, i);
-      now[i] = pack(d[first], d[first + 1]), later[i] = pack(d[second], d[second + 1]);
-    }
+    for (int i = 0; i < SUMS / 4; i++) now[i] = packed_of(d, 0, i), later[i] = packed_of(d, 1, i);
     wait();
     if (threadIdx.x == 128) put(smem + NOTE, tile);
     stage(now);
@@ -259,7 +284,62 @@ struct Handoff {
     if (threadIdx.x == 128) put(smem + NOTE, make_int4(0, END, 0, 0));
     pass();
   }
+#endif
 };
+
+#if SPLITS
+constexpr int NARROW = 64, NARROW_SUMS = NARROW / 2;  // columns of a product, and of a thread
+
+// Adds the products of a step to the sums, and frees its stage.
+__device__ __forceinline__ void multiply_step(
+    float (&d)[SUMS], int step, u64 rows, bool holds_rows, const Ring& ring, Handoff&) {
+  if (step == 0) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) d[i] = 0;
+  }
+  if (holds_rows) {
+#pragma unroll
+    for (int first = 0; first < COLUMNS; first += NARROW) {
+      float product[NARROW_SUMS];
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int k = 0; k < LINE / 32; k++) {
+        const u64 columns = weight_at(ring.at(), first / (COLUMNS / 2), k) + first % (COLUMNS / 2) * LINE / 16;
+        multiply(product, rows + 2 * k, columns, k > 0);
+      }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      finish(product);
+#pragma unroll
+      for (int i = 0; i < NARROW_SUMS; i++) d[first / 2 + i] += product[i];
+    }
+  }
+  ring.release();
+}
+
+__device__ __forceinline__ void end_steps(float (&)[SUMS], const Ring&) {}
+#else
+// Begins the products of a step, and frees the stage before it.
+__device__ __forceinline__ void multiply_step(
+    float (&d)[SUMS], int step, u64 rows, bool holds_rows, const Ring& ring, Handoff& handoff) {
+  if (holds_rows) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < LINE / 32; k++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        multiply(d + half * (SUMS / 2), rows + 2 * k, weight_at(ring.at(), half, k), step + k > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  if (step == LATER) handoff.send_later();
+  wait_products<1>();
+  if (step > 0) ring.release_before();
+}
+
+__device__ __forceinline__ void end_steps(float (&d)[SUMS], const Ring& ring) {
+  finish(d);
+  ring.release_before();
+}
+#endif
 
 __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring ring, Scales scales) {
   float d[SUMS];
@@ -276,22 +356,10 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
       wait_barrier(ring.full(), ring.parity);
       if (GATHERS) fence_shared();  // rows were copied by threads
       const u64 rows = descriptor(ring.at() + OF_ROWS + consumer * PART * LINE);
-      if (holds_rows) {
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < LINE / 32; k++)
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-            multiply(d + half * (SUMS / 2), rows + 2 * k, weight_at(ring.at(), half, k), step + k > 0);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      }
-      if (step == LATER) handoff.send_later();
-      wait_products<1>();
-      if (step > 0) ring.release_before();
+      multiply_step(d, step, rows, holds_rows, ring, handoff);
       ring.next();
     }
-    finish(d);
-    ring.release_before();
+    end_steps(d, ring);
     scales.apply(d);
     handoff.send_later();
     handoff.take(d, tile);
@@ -303,8 +371,10 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
 __device__ __forceinline__ void begin(u32 smem, u32 ends, const TensorMap* weight, const int* sizes, int num_groups) {
   if (threadIdx.x == 32) {
     prefetch_descriptor(weight);
-    init_barrier(smem + STAGED_FULL, 4 * CONSUMERS);
-    init_barrier(smem + STAGED_EMPTY, 4);
+    for (int room = 0; room < ROOMS; room++) {
+      init_barrier(smem + STAGED_FULL + 8 * room, 4 * CONSUMERS);
+      init_barrier(smem + STAGED_EMPTY + 8 * room, 4);
+    }
     init_stages(smem, STAGES, 4 * CONSUMERS, GATHERS ? 128 + 1 : 1);
   }
   if (threadIdx.x < 32) find_ends(sizes, num_groups, ends);

@@ -209,10 +209,10 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
 
-// Until all products are complete: nothing reads their sums before.
-template <int SIZE>
+// Until all products are complete, but so many GROUPS of the last ones: nothing reads these sums before.
+template <int GROUPS = 0, int SIZE>
 __device__ __forceinline__ void finish(float (&sums)[SIZE]) {
-  wait_products<0>();
+  wait_products<GROUPS>();
 #pragma unroll
   for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }

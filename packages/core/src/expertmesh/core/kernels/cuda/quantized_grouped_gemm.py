@@ -4,10 +4,10 @@ Hopper's tensor cores take 8-bit operands whose contraction is contiguous: rows 
 the contraction and W the width of the result; for the weight gradient [W, C] of both operands, as `triton/quantize.py`
 leaves them. Dimension key as in `linear/grouped_gemm.py`.
 
-Rows of blocks, whose partial sums of 128 of the contraction have a scale for each row (`block_scaled_gemm.cu`); the
-weight gradients of blocks, whose partial sums have a scale for each number (`block_scaled_weight_gradient.cu`), and
-with a scale for each group (`tensor_scaled_weight_gradient.cu`, of tokens `gathered_weight_gradient.cu`). Rows of
-per-tensor FP8 are in `cuda/grouped_gemm.py`.
+Products of 128 of the contraction are added in float32. Those of rows have a scale for each row and block, or one for
+each group (`block_scaled_gemm.cu`); those of weight gradients have one for each number and block
+(`block_scaled_weight_gradient.cu`), or for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8
+whose sums the tensor cores add are in `cuda/grouped_gemm.py`.
 """
 
 import jax
@@ -29,7 +29,7 @@ def launch_rows(
     lhs, row_scales, rhs, weight_scales, group_sizes, *,
     config: Config, out_dtype, clear_padding: bool, low_rank: LowRank | None = None, index=None,
 ):  # fmt: skip
-    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128].
+    """Rows [C, D] with scales [C, D / 128] times weights [G, W, D] with scales [G, W / 128, D / 128]; or of both [G].
 
     `low_rank`, of a transposed weight, is added. With an index, int32[C], rows are those of `lhs` there, zeros where
     there is none; then no term is added.
@@ -38,7 +38,8 @@ def launch_rows(
     box, gathers = launcher.TensorMap.of, index is not None
     term = (low_rank.rank, low_rank.u.dtype.name) if low_rank else ()
     C, rows = (index.shape[0], (lhs, index)) if gathers else (T, (box(lhs, (128, BLOCK)),))
-    source = rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles, *term, gathers=gathers)
+    options = dict(gathers=gathers, blocks=row_scales.ndim > 1)
+    source = rows_source(lhs.dtype, rhs.dtype, out_dtype, config.tiles, *term, **options)
     return cuda_call(
         *rows, row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
         group_sizes.astype(jnp.int32), *low_rank_maps(low_rank, 128, 256),
@@ -51,16 +52,17 @@ def launch_rows(
 
 def rows_source(
     lhs_dtype, rhs_dtype, out_dtype, tiles: BlockTiles, rank: int = 0, term: str = "", *, gathers: bool = False,
+    blocks: bool = True,
 ) -> str:  # fmt: skip
-    """The kernel in CUDA C++ for rows of blocks of these types; `term`: the dtype of a term of this low rank.
+    """The kernel in CUDA C++ for rows of these types; `term`: the dtype of a term of this low rank.
 
-    `gathers`: rows are found by an index.
+    `gathers`: rows are found by an index; `blocks`: blocks have scales, else groups.
     """
     instructions = rows_product(lhs_dtype, rhs_dtype)
     if rank:
         instructions += low_rank_instructions(f"{_MULTIPLY}_low_rank", term, [128])
     files = "hopper.cuh", "block_scaled_rows.cuh", "block_scaled_gemm.cu"
-    defined = rows_macros(out_dtype, tiles, gathers=gathers, rank=rank)
+    defined = rows_macros(out_dtype, tiles, gathers=gathers, rank=rank, blocks=blocks)
     return source_text(*files, defined=defined, INSTRUCTIONS=instructions)
 
 
@@ -69,17 +71,18 @@ _MULTIPLY = "__device__ __forceinline__ void multiply"
 
 def rows_product(lhs_dtype, rhs_dtype) -> str:
     """What `block_scaled_rows.cuh` multiplies by."""
-    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
-    return wgmma(_MULTIPLY, f"m64n128k32.f32.{kinds}", 64, "1, 1")
+    return wgmma(_MULTIPLY, _instruction(lhs_dtype, rhs_dtype), 64, "1, 1")
 
 
-def rows_macros(out_dtype, tiles: BlockTiles, *, gathers: bool, rank: int = 0) -> dict[str, object]:
+def rows_macros(
+    out_dtype, tiles: BlockTiles, *, gathers: bool, rank: int = 0, blocks: bool = True
+) -> dict[str, object]:
     """What `block_scaled_rows.cuh` asks for."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
     return dict(
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
-        LOW_RANK=rank, GATHERS=int(gathers), STAGES=tiles.stages, BAND=tiles.band,
+        BLOCKS=int(blocks), LOW_RANK=rank, GATHERS=int(gathers), STAGES=tiles.stages, BAND=tiles.band,
         ROOMS=tiles.rooms_of(out_dtype), SCRATCH=tiles.scratch, SHARED=SHARED_BYTES,
         REGISTERS_PRODUCER=less, REGISTERS_CONSUMER=more,
     )  # fmt: skip
@@ -89,15 +92,19 @@ def launch_weights(
     lhs, lhs_scales, dy, dy_scales, group_sizes, *, config: Config, along: int, out_dtype
 ):
     """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
-    source = weights_source(lhs.dtype, dy.dtype, out_dtype, config.tiles, blocks=along > 0)
-    box = launcher.TensorMap.of
+    box, types = launcher.TensorMap.of, (lhs.dtype, dy.dtype, out_dtype)
     if along:
         lhs_scales, dy_scales = box(lhs_scales, (1, 128)), box(dy_scales, (1, 256))
+        source, name = block_weights_source(*types, config.tiles), "block_scaled_gemm_weights"
+    else:
+        source, name = weights_source(*types, config.tiles), _WEIGHTS
     return weight_gradients.launch(
         box(_transposed(lhs), (128, 128)), lhs_scales, box(_transposed(dy), (128, 128)), dy_scales, group_sizes,
-        source=source, name="quantized_grouped_gemm_weights", config=config,
-        widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
+        source=source, name=name, config=config, widths=(lhs.shape[1], dy.shape[1]), out_dtype=out_dtype,
     )  # fmt: skip
+
+
+_WEIGHTS = "tensor_scaled_gemm_weights"
 
 
 def launch_gathered_weights(
@@ -108,34 +115,32 @@ def launch_gathered_weights(
     types = tokens.dtype, other.dtype, out_dtype
     return weight_gradients.launch(
         tokens, index, token_scales, launcher.TensorMap.of(_transposed(other), (128, 128)), other_scales, group_sizes,
-        source=gathered_weights_source(*types, config.tiles, crosswise=crosswise), name="gathered_gemm_weights",
+        source=weights_source(*types, config.tiles, gathers=True, crosswise=crosswise), name=_WEIGHTS,
         config=config, widths=(tokens.shape[1], other.shape[1]), out_dtype=out_dtype, crosswise=crosswise,
     )  # fmt: skip
 
 
-def gathered_weights_source(
-    tokens_dtype, other_dtype, out_dtype, tiles: WeightTiles, *, crosswise: bool
-) -> str:
-    """The kernel of `launch_gathered_weights` in CUDA C++ for operands of these types."""
-    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (tokens_dtype, other_dtype))
-    instruction, more = f"m64n256k32.f32.{kinds}", dict(INTERLEAVED=1, CROSSWISE=int(crosswise))
-    multiply = wgmma(_MULTIPLY, instruction, 128, "1, 1", in_registers=True)
-    file = "gathered_weight_gradient.cu"
-    return weight_gradients.source(file, out_dtype, tiles, more, INSTRUCTION=multiply)
-
-
-def weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles, *, blocks: bool) -> str:
-    """A kernel in CUDA C++ for operands of these types, with scales of blocks or of groups."""
-    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, dy_dtype))
-    width = 128 if blocks else 256
-    multiply = wgmma(
-        "__device__ __forceinline__ void multiply",
-        f"m64n{width}k32.f32.{kinds}",
-        width // 2,
-        "1, 1",
-    )
-    file = "block_scaled_weight_gradient.cu" if blocks else "tensor_scaled_weight_gradient.cu"
+def block_weights_source(lhs_dtype, dy_dtype, out_dtype, tiles: WeightTiles) -> str:
+    """The kernel in CUDA C++ for weight gradients of these types, with scales of blocks."""
+    multiply = wgmma(_MULTIPLY, _instruction(lhs_dtype, dy_dtype), 64, "1, 1")
+    file = "block_scaled_weight_gradient.cu"
     return weight_gradients.source(file, out_dtype, tiles, INSTRUCTION=multiply)
+
+
+def weights_source(
+    lhs_dtype, other_dtype, out_dtype, tiles: WeightTiles, *, gathers: bool = False, crosswise: bool = False
+) -> str:  # fmt: skip
+    """With scales of groups; `gathers` and `crosswise`: as `launch_gathered_weights`."""
+    of_lhs = dict(GATHERS=int(gathers), INTERLEAVED=int(gathers), CROSSWISE=int(crosswise))
+    instruction = _instruction(lhs_dtype, other_dtype, 64)
+    multiply = wgmma(_MULTIPLY, instruction, 32, "1, 1", in_registers=True)
+    file = "tensor_scaled_weight_gradient.cu"
+    return weight_gradients.source(file, out_dtype, tiles, of_lhs, INSTRUCTION=multiply)
+
+
+def _instruction(lhs_dtype, rhs_dtype, width: int = 128) -> str:
+    kinds = ".".join(WGMMA_TYPES[jnp.dtype(dtype).name] for dtype in (lhs_dtype, rhs_dtype))
+    return f"m64n{width}k32.f32.{kinds}"
 
 
 def _transposed(x):

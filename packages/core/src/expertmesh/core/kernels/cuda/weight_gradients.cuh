@@ -113,16 +113,19 @@ struct Tiles {
 // Of 8 bits, where a tile's first step begins: TMA begins with a multiple of 16 bytes in a line, and memory is read by 32.
 __device__ __forceinline__ int first_row(const Tiles& tiles) { return tiles.start / SLICE * SLICE; }
 
+// A word's bytes from `first` on and before `end` of their line; it begins with its `byte`.
+__device__ __forceinline__ u32 live_bytes(int byte, int first, int end) {
+  const int before = min(max(first - byte, 0), 4), live = min(max(end - byte, 0), 4);
+  return (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
+}
+
 // Zeros in those of the 16 bytes at `at` that come before `first` or from `end` on in their line, whatever they hold;
 // they begin with its `byte`.
 __device__ __forceinline__ void clear_unit(u32 at, int byte, int first, int end) {
   int4 v = get(at);
   int* words = (int*)&v;
 #pragma unroll
-  for (int w = 0; w < 4; w++) {
-    const int before = min(max(first - byte - w * 4, 0), 4), live = min(max(end - byte - w * 4, 0), 4);
-    words[w] &= (u32)((1ull << 8 * live) - 1) & ~(u32)((1ull << 8 * before) - 1);
-  }
+  for (int w = 0; w < 4; w++) words[w] &= live_bytes(byte + w * 4, first, end);
   put(at, v);
 }
 
@@ -177,6 +180,17 @@ __device__ __forceinline__ void store_zeros(u8* out, u32 table, int live, int nu
     for (u64 at = (blockIdx.x * 32 + threadIdx.x % 32) * 16; at < bytes; at += gridDim.x * 32 * 16)
       store(group + at, make_int4(0, 0, 0, 0));
   }
+}
+
+// The consumers multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction
+// of a product is under way.
+__device__ __forceinline__ void take_turn(int mine) { asm volatile("bar.sync %0, 256;" ::"r"(mine + 3) : "memory"); }
+
+__device__ __forceinline__ void let_turn(int mine) { asm volatile("bar.arrive %0, 256;" ::"r"(mine + 3) : "memory"); }
+
+__device__ __forceinline__ void end_turn(int consumer) {
+  wait_products<1>();
+  let_turn(1 - consumer);
 }
 
 // A tile whose sums are complete.
@@ -319,8 +333,14 @@ struct Sender {
     if (tile.columns > PART_N) send_part<1>(sums, factor, tile);
   }
 
+  // The first 64 columns of a part leave with the others.
+  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) const {
+    if (quarter == 0) send_part<0>(sums, 1, tile);
+    if (quarter == 2) send_part<1>(sums, 1, tile);
+  }
+
   template <int PART>
-  __device__ __forceinline__ void send_part(const float* sums, float factor, const Tile& tile) {
+  __device__ __forceinline__ void send_part(const float* sums, float factor, const Tile& tile) const {
 #if OWN
 #pragma unroll
     for (int piece = PART * STRIPS; piece < (PART + 1) * STRIPS; piece++) {
@@ -338,13 +358,26 @@ struct Sender {
   int piece = PIECES;  // to send next
   u32 packed[PIECES * PACKED];
 
+  static __device__ __forceinline__ u32 packed_of(const float* sums, int i, float factor) {
+    const int first = CROSSWISE ? i / 2 * 4 + i % 2 : 2 * i, second = first + (CROSSWISE ? 2 : 1);
+    return pack(sums[first] * factor, sums[second] * factor);
+  }
+
   __device__ __forceinline__ void take(const float (&sums)[PARTS * SUMS], float factor, Tile tile) {
 #pragma unroll
-    for (int i = 0; i < PIECES * PACKED; i++) {
-      const int first = CROSSWISE ? i / 2 * 4 + i % 2 : 2 * i, second = first + (CROSSWISE ? 2 : 1);
-      packed[i] = pack(sums[first] * factor, sums[second] * factor);
-    }
+    for (int i = 0; i < PIECES * PACKED; i++) packed[i] = packed_of(sums, i, factor);
     to = tile, piece = 0;
+  }
+
+  // A quarter of them at once, where there are no registers in which a result could wait.
+  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) const {
+    static_assert(PIECES == 4);
+    u32 now[PACKED];
+#pragma unroll
+    for (int i = 0; i < PACKED; i++) now[i] = packed_of(sums, quarter * PACKED + i, 1);
+    const u32 staged = way.room(quarter);
+    stage_packed(staged, now);
+    way.leave(staged, quarter, tile);
   }
 
   __device__ __forceinline__ void send_piece() {

@@ -42,14 +42,19 @@ def _product(a, b):
 @triton.jit
 def _add_product(
     acc, a, a_scale, b, b_scale,
-    ALONG: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
+    ALONG: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """acc + a @ b: in blocks of 32 the scales are [BM, BK / 32] and [BN, BK / 32], in those of 128 [BM] and [BN]."""
+    """acc + a @ b: in blocks of 32 the scales are [BM, BK / 32] and [BN, BK / 32], in those of 128 [BM] and [BN].
+
+    SPLITS: acc is not the tensor cores' accumulator."""
     if ALONG == 32:
         return tl.dot_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, acc)
     elif ALONG == 128:
         # One scale after the other: their product may overflow.
         return acc + tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+    elif SPLITS:
+        # With this option, which is for Hopper, the compiler does not make one of sum and product.
+        return acc + tl.dot(a, b, max_num_imprecise_acc=a.shape[1])
     else:
         return tl.dot(a, b, acc)
 
@@ -60,7 +65,7 @@ def _rows_kernel(
     C: tl.constexpr, ZEROS_END: tl.constexpr, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr,
     R: tl.constexpr, BR: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[r] = lhs[r] @ rhs[group of r] (rhs [G, D, W], or [G, W, D] if TRANSPOSED) and `add_low_rank`'s; zeros in
     padding rows up to ZEROS_END.
@@ -88,7 +93,7 @@ def _rows_kernel(
                 lhs_scale, rhs_scale, group, some_rows, some_columns, k,
                 D, W, ALONG, ACROSS, TRANSPOSED, BK,
             )  # fmt: skip
-            acc = _add_product(acc, a, a_scale, w, w_scale, ALONG, LHS_FORMAT, RHS_FORMAT)
+            acc = _add_product(acc, a, a_scale, w, w_scale, ALONG, LHS_FORMAT, RHS_FORMAT, SPLITS)
         if ALONG == 0:
             acc *= _product(tl.load(lhs_scale + group), tl.load(rhs_scale + group))
         acc = add_low_rank(acc, u, b, rows, end, columns, group, R, W, TRANSPOSED, BR)
@@ -131,8 +136,8 @@ def _scales_of_step(
 def _weights_kernel(
     lhs_tiles, lhs_scale, dy_tiles, dy_scale, group_sizes, lhs, dy, out,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, G_POW2: tl.constexpr,
-    ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr, SPLITS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[g] = sum of lhs[r]^T dy[r] over the rows r of group g, with scales [C / ALONG, K or N], or [G] if ALONG is 0.
 
@@ -159,17 +164,17 @@ def _weights_kernel(
             b = matrix_tile(dy_tiles, row, tile_n * BN, end, N, BK, BN, "none")
             a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
             b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
-            acc = _add_product(acc, a, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
+            acc = _add_product(acc, a, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT, SPLITS)
         # Rows of other groups are not loaded: they may hold NaN.
         if (start > first) & (end > start):
             acc = _add_part(
                 acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, first, start, end,
-                K, N, ALONG, LHS_FORMAT, DY_FORMAT, BK,
+                K, N, ALONG, LHS_FORMAT, DY_FORMAT, SPLITS, BK,
             )  # fmt: skip
         if first + beyond * BK < end:
             acc = _add_part(
                 acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, first + beyond * BK, start, end,
-                K, N, ALONG, LHS_FORMAT, DY_FORMAT, BK,
+                K, N, ALONG, LHS_FORMAT, DY_FORMAT, SPLITS, BK,
             )  # fmt: skip
         if ALONG == 0:
             acc *= _product(tl.load(lhs_scale + group), tl.load(dy_scale + group))
@@ -182,7 +187,7 @@ def _weights_kernel(
 def _add_part(
     acc, lhs, lhs_scale, dy, dy_scale, columns_m, columns_n, row, start, end,
     K: tl.constexpr, N: tl.constexpr, ALONG: tl.constexpr, LHS_FORMAT: tl.constexpr, DY_FORMAT: tl.constexpr,
-    BK: tl.constexpr,
+    SPLITS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """acc + the product of those of BK rows from `row` on that lie in [start, end)."""
     rows = row + tl.arange(0, BK)
@@ -190,7 +195,7 @@ def _add_part(
     a, b = rows_of(lhs, rows, live, columns_m, K), rows_of(dy, rows, live, columns_n, N)
     a_scale = _scales_of_rows(lhs_scale, columns_m, row, start, end, K, ALONG, BK)
     b_scale = _scales_of_rows(dy_scale, columns_n, row, start, end, N, ALONG, BK)
-    return _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT)
+    return _add_product(acc, a.T, a_scale, b, b_scale, ALONG, LHS_FORMAT, DY_FORMAT, SPLITS)
 
 
 @triton.jit
@@ -220,10 +225,10 @@ def rows_warps(tiles: Tiles, low_rank) -> int:
 def launch_rows(
     lhs, lhs_scale, rhs, rhs_scale, group_sizes, *,
     config: Config, block: tuple[int, ...], out_dtype, transposed: bool, clear_padding: bool,
-    low_rank: LowRank | None = None,
+    low_rank: LowRank | None = None, splits: bool = False,
 ):  # fmt: skip
     """Rows [C, D] times weights [G, D, W], or [G, W, D] if `transposed`, in blocks of `block`, or without if (); to
-    which `low_rank`, of 16 bits, is added."""
+    which `low_rank`, of 16 bits, is added. `splits`: the tensor cores do not add products of steps."""
     (C, D), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     W = rhs.shape[1] if transposed else rhs.shape[2]
     along, across = (block[::-1] if transposed else block) or (0, 1)
@@ -237,15 +242,17 @@ def launch_rows(
         C=C, ZEROS_END=C * clear_padding, D=D, W=W, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along, ACROSS=across,
         LHS_FORMAT=FORMATS[lhs.dtype], RHS_FORMAT=FORMATS[rhs.dtype], TRANSPOSED=transposed,
         R=low_rank.rank if low_rank else 0, BR=RANK_STEP,
-        FLATTEN=tiles.flat and along != 128 and low_rank is None,
-        NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
+        FLATTEN=tiles.flat and along != 128 and not splits and low_rank is None,
+        NUM_PROGRAMS=config.programs, SPLITS=splits, BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group_m,
     )  # fmt: skip
 
 
 def launch_weights(
-    lhs, lhs_scale, dy, dy_scale, group_sizes, *, config: Config, along: int, out_dtype
-):
-    """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N]."""
+    lhs, lhs_scale, dy, dy_scale, group_sizes, *, config: Config, along: int, out_dtype, splits: bool = False,
+):  # fmt: skip
+    """[C, K] and [C, N], with scales of blocks of `along` rows, or of groups if it is 0 -> [G, K, N].
+
+    `splits`: as of `launch_rows`."""
     K, N, G, tiles = lhs.shape[1], dy.shape[1], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
         tiled(lhs, (tiles.k, tiles.m), tiles), scale_bytes(lhs_scale),
@@ -254,6 +261,6 @@ def launch_weights(
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,
         K=K, N=N, G=G, G_POW2=triton.next_power_of_2(G), ALONG=along,
-        LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype],
+        LHS_FORMAT=FORMATS[lhs.dtype], DY_FORMAT=FORMATS[dy.dtype], SPLITS=splits,
         NUM_PROGRAMS=config.programs, BM=tiles.m, BN=tiles.n, BK=tiles.k,
     )  # fmt: skip
