@@ -16,6 +16,7 @@ import expertmesh.core
 from aot.test_kernels import SHARED_LIMIT, _assemble, _stack_bytes
 from cases.marks import needs_triton
 from expertmesh.core import (
+    Float8CurrentScaling,
     NVFP4BlockScaling,
     RouterConfig,
     _jax,
@@ -117,12 +118,15 @@ def programs():
     yield adapted(None)
     yield adapted("fp8_block")
     yield block(NVFP4BlockScaling(disable_stochastic_rounding=True))
+    yield block(Float8CurrentScaling(use_split_accumulator=True))
     for recipe in ("fp8_current", "fp8_block", "mxfp8"):
         yield block(recipe)
         if recipe != "fp8_current":
             yield quantized(recipe)
     choices = (struct(T, K, dtype=dtype) for dtype in ("int32", "float32"))
     yield permuted, (struct(T, D), struct(E, D, F), *choices)
+    few = functools.partial(plan_permute, num_experts=E)
+    yield few, (struct(64, K, dtype="int32"),)
     yield (
         (lambda h: jax.vjp(lambda h: activate(h, "silu"), h)[1](h[:, :, 0])),
         (struct(1, T, 2, F),),

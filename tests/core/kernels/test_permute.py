@@ -13,6 +13,7 @@ from expertmesh.core.testing import relative_error
 PLANS = [
     (1, 5, 2, 3, 1, None),
     (2, 333, 3, 7, 4, None),
+    (1, 128, 8, 32, 8, None),
     (1, 1000, 8, 256, 16, None),
     (2, 777, 6, 64, 8, 2000),
     (1, 3000, 2, 500, 1, 7000),

@@ -1,7 +1,8 @@
 """Permutation on NVIDIA GPUs: rows move in the order of tokens, so that a token is read once and not once a row.
 
 The plan of rows is a stable counting sort: choices of each expert in each block, their sums over the blocks before, and
-the rank within the block. Integers only. Dimension key as in `ops/permute.py`; B blocks of choices.
+the rank within the block. Of few blocks one kernel does all three, each of its programs the first two. Integers only.
+Dimension key as in `ops/permute.py`; B blocks of choices.
 """
 
 import jax
@@ -85,16 +86,24 @@ def _unpermute_grad_kernel(
 
 
 @triton.jit
+def _count_of_block(
+    ids, p, block, M: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """[E_POW2]: choices of each expert in a block of BM."""
+    choice = block * BM + tl.arange(0, BM)
+    expert = tl.load(ids + p * M + choice, mask=choice < M, other=-1)
+    routed = (expert >= 0) & (expert < E)
+    return tl.histogram(tl.where(routed, expert, 0).to(tl.int32), E_POW2, mask=routed)
+
+
+@triton.jit
 def _count_kernel(
     ids, counts, M: tl.constexpr, B: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
     """counts[p, b, e]: choices of expert e in block b of BM."""
     block = tl.program_id(0)
     p = tl.program_id(1).to(tl.int64)
-    choice = block * BM + tl.arange(0, BM)
-    expert = tl.load(ids + p * M + choice, mask=choice < M, other=-1)
-    routed = (expert >= 0) & (expert < E)
-    count = tl.histogram(tl.where(routed, expert, 0).to(tl.int32), E_POW2, mask=routed)
+    count = _count_of_block(ids, p, block, M, E, E_POW2, BM)
     e = tl.arange(0, E_POW2)
     tl.store(counts + (p * B + block) * E + e, count, mask=e < E)
 
@@ -119,15 +128,27 @@ def _scan_kernel(
 
 @triton.jit
 def _place_kernel(
-    ids, rank, before, total, row, source, sizes,
+    ids, rank, before, total, row, source, sizes, tokens,
     M: tl.constexpr, B: tl.constexpr, E: tl.constexpr, E_POW2: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
     ALIGNMENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a block's choices; then, for the L experts of `rank`, what rows without a choice hold, and sizes."""
+    """The rows of a block's choices; then, for the L experts of `rank`, what rows without a choice hold, and sizes.
+
+    `tokens` is [P, E]. Without `before` and `total` each program counts for itself.
+    """
     program = tl.program_id(0)
     p = tl.program_id(1).to(tl.int64)
     e = tl.arange(0, E_POW2)
-    count_E = tl.load(total + p * E + e, mask=e < E, other=0)
+    if total is None:
+        before_E = tl.zeros((E_POW2,), tl.int32)
+        count_E = tl.zeros((E_POW2,), tl.int32)
+        for block in tl.static_range(B):
+            count = _count_of_block(ids, p, block, M, E, E_POW2, BM)
+            before_E += tl.where(block < program, count, 0)
+            count_E += count
+    else:
+        count_E = tl.load(total + p * E + e, mask=e < E, other=0)
+    tl.store(tokens + p * E + e, count_E, mask=(e < E) & (program == 0))
     size_E = (count_E + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     end_E = tl.cumsum(size_E, 0)
     if L < E:  # rows are numbered anew at each rank
@@ -149,7 +170,10 @@ def _place_kernel(
             # The choices lie along the lanes, so that no lane asks another.
             earlier = (others[:, None] == expert[None, :]) & (other[:, None] < choice[None, :])
             place += tl.sum(earlier.to(tl.int32), 0)
-        first = tl.load(before + (p * B + program) * E + expert)
+        if before is None:
+            first = tl.gather(before_E, expert, 0)
+        else:
+            first = tl.load(before + (p * B + program) * E + expert)
         n = tl.gather(offset_E, expert, 0) + first + place
         exists = routed & (n < N)
         tl.store(row + p * M + choice, tl.where(exists, n, -1), mask=choice < M)
@@ -175,6 +199,7 @@ SPREAD = Tiles(columns=4096, warps=4)
 GRAD = Tiles(columns=1024, warps=4)
 CLEAR = 64  # rows that a program looks at
 BLOCK = 256  # choices whose ranks a program counts
+FEW = 4  # blocks that each program counts for itself
 ROWS = 1024  # rows that a program marks as padding
 
 
@@ -230,22 +255,24 @@ def plan(topk_idx, rank, *, num_experts, num_rows, alignment, num_ranks):
     topk_idx = wide_ids(topk_idx)
     (P, T, K), E, N = topk_idx.shape, num_experts, num_rows
     M, B, L, E_POW2 = T * K, triton.cdiv(T * K, BLOCK), E // num_ranks, triton.next_power_of_2(E)
-    per_block = jax.ShapeDtypeStruct((P, B, E), jnp.int32)
-    counts = count(topk_idx.reshape(P, M), E, BLOCK)
-    before, tokens = launcher.triton_call(
-        counts,
-        kernel=_scan_kernel,
-        out_type=(per_block, jax.ShapeDtypeStruct((P, E), jnp.int32)),
-        grid=(triton.cdiv(E, 8), P), num_warps=8,
-        B=B, E=E, BB=min(1024, triton.next_power_of_2(B)), BE=8,
-    )  # fmt: skip
-    row, source, sizes = launcher.triton_call(
-        topk_idx, rank, before, tokens,
+    per_block, per_expert = (jax.ShapeDtypeStruct((P, *of, E), jnp.int32) for of in ((B,), ()))
+    before = total = None
+    if B > FEW:
+        before, total = launcher.triton_call(
+            count(topk_idx.reshape(P, M), E, BLOCK),
+            kernel=_scan_kernel,
+            out_type=(per_block, per_expert),
+            grid=(triton.cdiv(E, 8), P), num_warps=8,
+            B=B, E=E, BB=min(1024, triton.next_power_of_2(B)), BE=8,
+        )  # fmt: skip
+    row, source, sizes, tokens = launcher.triton_call(
+        topk_idx, rank, before, total,
         kernel=_place_kernel,
         out_type=(
             jax.ShapeDtypeStruct((P, T, K), jnp.int32),
             jax.ShapeDtypeStruct((P, N), jnp.int32),
             jax.ShapeDtypeStruct((P, L), jnp.int32),
+            per_expert,
         ),
         grid=(B + L + triton.cdiv(N, ROWS), P), num_warps=BLOCK // 128,
         M=M, B=B, E=E, E_POW2=E_POW2, L=L, N=N, ALIGNMENT=alignment, BM=BLOCK, BJ=32, BN=ROWS,
