@@ -98,9 +98,7 @@ def make_route(
     if capacity is None:
         capacity = worst_capacity(num_experts, top_k, num_tokens, size, alignment)
     _check_countable(size, capacity, num_tokens * top_k, num_experts, alignment)
-    ids_GK, stranger = _ids_of_group(
-        _known_ids(topk_idx_TK, num_experts), num_experts, axis, checksum
-    )
+    ids_GK, stranger = _ids_of_group(topk_idx_TK, num_experts, axis, checksum)
     plan = plan_rows(
         ids_GK,
         num_experts=num_experts,
@@ -109,10 +107,12 @@ def make_route(
         num_ranks=size,
         rank=rank,
     )
-    owner_GK = jax.lax.div(ids_GK, jnp.int32(num_experts // size))  # 0 of -1, which has no row
-    slot_GK = jnp.where(plan.row_TK < 0, -1, owner_GK * capacity + plan.row_TK)
+    slot_GK = row_GK = plan.row_TK
+    if size > 1:
+        owner_GK = jax.lax.div(ids_GK, jnp.int32(num_experts // size))  # 0 of -1, which has no row
+        slot_GK = jnp.where(plan.row_TK < 0, -1, owner_GK * capacity + plan.row_TK)
+        row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
     slot_TK = jax.lax.dynamic_slice_in_dim(slot_GK, rank * num_tokens, num_tokens)
-    row_GK = jnp.where(owner_GK == rank, plan.row_TK, -1)
     host_GK = _rows_of_host(slot_GK, capacity, axis) if two_level else None
     # Where nothing is exchanged, no choice has a row.
     num_dropped = jnp.where(stranger < 0, plan.num_dropped, jnp.int32(num_tokens * top_k))
@@ -121,17 +121,20 @@ def make_route(
 
 
 def _ids_of_group(
-    ids_TK: jax.Array, num_experts: int, axis: Axis, checksum: int
+    topk_idx_TK: jax.Array, num_experts: int, axis: Axis, checksum: int
 ) -> tuple[jax.Array, jax.Array]:
     """(ids_GK, stranger): the ids of all ranks, and the first rank that means another exchange, -1 for none.
+
+    Of several ranks -1 is the id of what is not routed.
 
     Ids travel with the checksum added, so that it costs no bytes. What is no id without this rank's own checksum is
     from a rank with another; a chance of (E + 1) in 2^CHECKSUM_BITS hides it. All ranks then see one, if perhaps not
     the same: ids are -1 in all, and nothing is exchanged.
     """
     size = group_size(axis)
-    if size == 1 or ids_TK.size == 0:
-        return all_gather(ids_TK, axis), vary_like((ids_TK,), jnp.int32(-1))
+    if size == 1 or topk_idx_TK.size == 0:
+        return all_gather(topk_idx_TK, axis), vary_like((topk_idx_TK,), jnp.int32(-1))
+    ids_TK = _known_ids(topk_idx_TK, num_experts)
     known_GK = all_gather(ids_TK + jnp.int32(checksum), axis) - jnp.int32(checksum)
     first_R = known_GK.reshape(size, -1)[:, 0]
     other_R = (first_R < -1) | (first_R >= num_experts)
