@@ -314,11 +314,13 @@ def test_activations_with_scales_per_group_on_hopper(function, dtype, gathers, t
     forward = kernels.source((E4M3, E4M3), dtype, **of, keeps_h=True, gathers=gathers)
     backward = kernels.grad_source((E5M2, E4M3), dtype, **of, gathers=gathers)
     # As of 16 bits a few words of a tile wait while it is worked on.
-    for text, kind, stack in (forward, "e4m3", 0), (backward, "e5m2", 16):
+    # Of all 256 columns, in products of 128, or of 64 that are added in float32.
+    products = (forward, "n128k32.f32.e4m3", 8, 0), (backward, "n64k32.f32.e5m2", 16, 24)
+    for text, kind, count, stack in products:
         ptx, said = _assemble_cuda(text, tmp_path, stack)
         assert "serialized" not in said, "every product waits for itself"
         assert ("cp.async.cg.shared.global" in ptx) == gathers, "rows side by side come by TMA"
-        assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kind}.e4m3") == 8
+        assert ptx.count(f"wgmma.mma_async.sync.aligned.m64{kind}.e4m3") == count
 
 
 @pytest.mark.parametrize("gathers", ["", "lhs", "dy"])
@@ -462,9 +464,9 @@ def test_quantized_weight_gradients_on_hopper(blocks, lhs, dy, out, groups, tmp_
     source_of = kernels.block_weights_source if blocks else kernels.weights_source
     ptx, said = _assemble_cuda(source_of(f"float8_{lhs}", f"float8_{dy}", out, tiles), tmp_path)
     assert "serialized" not in said, "every product waits for itself"
-    # In a tile's first step and in the others two products of four.
-    instruction = f"m64n128k32.f32.{lhs[:4]}.{dy[:4]}"
-    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == 16
+    # In a tile's first step and in the others: products of four, of 128 or of 64 columns of 256.
+    instruction = f"m64n{128 if blocks else 64}k32.f32.{lhs[:4]}.{dy[:4]}"
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.{instruction}") == (16 if blocks else 32)
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared") == (0 if blocks else 8)
 
 
@@ -480,11 +482,11 @@ def test_quantized_weight_gradients_of_tokens_on_hopper(tokens, other, crosswise
     tiles = choice.WEIGHTS_TENSORS.fit(1024, out)
     text = kernels.weights_source(tokens, other, out, tiles, gathers=True, crosswise=crosswise)
     # What the producer, and a consumer between tiles, keep of their loops.
-    ptx, said = _assemble_cuda(text, tmp_path, 48 if out == "float32" else 16)
+    ptx, said = _assemble_cuda(text, tmp_path, 16)
     assert "serialized" not in said, "every product waits for itself"
     kinds = ".".join(dtype.removeprefix("float8_").removesuffix("fn") for dtype in (tokens, other))
-    # In a tile's first step and in the others: two products of four.
-    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds}") == 16
+    # In a tile's first step and in the others: four products of four.
+    assert ptx.count(f"wgmma.mma_async.sync.aligned.m64n64k32.f32.{kinds}") == 32
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == 8
 
 

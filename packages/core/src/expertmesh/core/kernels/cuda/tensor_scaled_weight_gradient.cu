@@ -195,7 +195,7 @@ typedef float Products[2][NARROW_SUMS];
 template <bool FIRST>
 __device__ __forceinline__ void step(
     float (&sums)[PARTS * SUMS], Products& products, const Ring& ring, u32 lane, int first, int end, float factor,
-    const Sender<Done>& sender, const Done& done) {
+    Sender<Done>& sender, const Done& done) {
   wait_for_step(ring, first, end, sender.way.result);
   const u32 other = ring.at();
   u32 words[SLICES * WORDS];
@@ -221,7 +221,7 @@ __device__ __forceinline__ void step(
 }
 
 __device__ __forceinline__ void multiply_tiles(
-    const float* lhs_scale, const float* other_scale, Tiles tiles, Ring ring, const Sender<Done>& sender) {
+    const float* lhs_scale, const float* other_scale, Tiles tiles, Ring ring, Sender<Done>& sender) {
   float sums[PARTS * SUMS];
   Products products;
   const int consumer = sender.way.result.consumer;
@@ -280,7 +280,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    const Sender<Done> sender{{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}}};
+    Sender<Done> sender{{{consumer, smem + STAGED + consumer * STAGED_BYTES, &out}}};
     multiply_tiles(lhs_scale, other_scale, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 0}, sender);
   }
   __syncwarp();

@@ -334,13 +334,13 @@ struct Sender {
   }
 
   // The first 64 columns of a part leave with the others.
-  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) const {
+  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) {
     if (quarter == 0) send_part<0>(sums, 1, tile);
     if (quarter == 2) send_part<1>(sums, 1, tile);
   }
 
   template <int PART>
-  __device__ __forceinline__ void send_part(const float* sums, float factor, const Tile& tile) const {
+  __device__ __forceinline__ void send_part(const float* sums, float factor, const Tile& tile) {
 #if OWN
 #pragma unroll
     for (int piece = PART * STRIPS; piece < (PART + 1) * STRIPS; piece++) {
@@ -370,7 +370,7 @@ struct Sender {
   }
 
   // A quarter of them at once, where there are no registers in which a result could wait.
-  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) const {
+  __device__ __forceinline__ void send_columns(int quarter, const float (&sums)[PARTS * SUMS], const Tile& tile) {
     static_assert(PIECES == 4);
     u32 now[PACKED];
 #pragma unroll
