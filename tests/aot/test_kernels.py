@@ -362,14 +362,15 @@ OF_ROWS += [(out, True) for out in ("bfloat16", "float16")]
 )
 # The rows of the input gradient may be e5m2.
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-@pytest.mark.parametrize("groups", [32, 1024])
-def test_rows_of_blocks_on_hopper(rank, gathers, groups, lhs, rhs, out, tmp_path):
+@pytest.mark.parametrize("groups, blocks", [(32, True), (1024, True), (32, False)])
+def test_rows_of_split_sums_on_hopper(rank, gathers, groups, blocks, lhs, rhs, out, tmp_path):
+    """With scales of blocks, or of groups."""
     from expertmesh.core.kernels.choice.quantized_grouped_gemm import ROWS_BLOCKS
     from expertmesh.core.kernels.cuda import quantized_grouped_gemm as kernels
 
     tiles = ROWS_BLOCKS.fit(groups, out)
     term = (rank, "bfloat16") if rank else ()
-    source = kernels.rows_source(lhs, rhs, out, tiles, *term, gathers=gathers)
+    source = kernels.rows_source(lhs, rhs, out, tiles, *term, gathers=gathers, blocks=blocks)
     ptx, said = _assemble_cuda(source, tmp_path)
     assert "serialized" not in said, "every product waits for itself"
     # Two products of four in a step.
