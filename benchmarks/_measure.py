@@ -431,6 +431,11 @@ def measured(cases: Iterable[Case], pairs: int = PAIRS, length: float = BURST) -
         raise RuntimeError(f"{len(failed)} of {len(cases)} rows failed: {'; '.join(failed)}")
 
 
+def copy_of(num_bytes: int) -> tuple[Callable, tuple]:
+    """What copies, and its operands: so many bytes, half of them read and half written."""
+    return (lambda x: x + 1), (jnp.zeros(num_bytes // 4, jnp.bfloat16),)
+
+
 def copy_case(bench: str, case: str, function: Callable, operands: tuple, num_bytes: int) -> Case:
     """For what moves `num_bytes`, read and written, against a copy of as many bytes."""
 
@@ -440,7 +445,7 @@ def copy_case(bench: str, case: str, function: Callable, operands: tuple, num_by
 
     return Case(
         ours=(function, operands),
-        reference=(lambda x: x + 1, (jnp.zeros(num_bytes // 4, jnp.bfloat16),)),
+        reference=copy_of(num_bytes),
         seconds=(num_bytes / 4e12, num_bytes / 3e12),
         row=describe,
     )

@@ -336,6 +336,8 @@ def test_what_the_kernels_of_groups_take():
     for choose in chosen:
         assert choose(by_groups.Projection(**of), jnp.bfloat16) is not None
         assert choose(by_groups.Projection(**of), jnp.float32) is None
+        split = choose(by_groups.Projection(**of, splits=True), jnp.bfloat16)
+        assert (split is None) == (choose is by_groups.choose_quantized)
         for other in (
             dict(contraction=192),
             dict(function="gelu_exact"),

@@ -41,9 +41,10 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     (_, C, K), (G, _, _, F), sizes = lhs.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     dtype = jnp.dtype(lhs.dtype)
     rows, gathers = tokens_of(lhs), isinstance(lhs, Moved)
-    projection = _projection((C, rows.shape[1]), K, F, G, activation, device)
+    splits = rows.format.use_split_accumulator
+    projection = _projection((C, rows.shape[1]), K, F, G, activation, device, splits)
     config = by_groups.choose_quantized(projection, dtype)
-    if config is None or rows.format.use_split_accumulator:
+    if config is None:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
         activated = Activated(h, weights, source, activation)
         return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)
@@ -69,7 +70,7 @@ def quantized_activation_grad(
     twice, and [1, C]."""
     (_, C, D), (G, F, _), sizes = dy.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     rows, gathers = tokens_of(dy), isinstance(dy, Moved)
-    projection = _projection((C, rows.shape[1]), D, F, G, activation, device)
+    projection = _projection((C, rows.shape[1]), D, F, G, activation, device, True)
     config = by_groups.choose_quantized_grad(projection, h.dtype)
     if config is None:
         d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
@@ -83,11 +84,13 @@ def quantized_activation_grad(
     return *_copies(d_h, amax, sizes, format), d_weights
 
 
-def _projection(rows, contraction, width, groups, activation, device) -> by_groups.Projection:
+def _projection(
+    rows, contraction, width, groups, activation, device, splits
+) -> by_groups.Projection:
     """`rows`: how many there are, and of how many tokens."""
     return by_groups.Projection(
         rows=rows[0], tokens=rows[1], contraction=contraction, width=width, groups=groups, dtype=jnp.float8_e4m3fn,
-        function=activation.function, device=device,
+        function=activation.function, device=device, splits=splits,
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     operands = lhs.data, lhs.scale, flat(dy.data), flat(dy.scale), group_sizes
     options = dict(config=config, along=along, out_dtype=out_dtype)
     if config.kernel == "triton":
-        options |= dict(splits=gemm.adds)
+        options |= dict(splits=choice.adds_products(gemm))
     room = triton if config.kernel == "triton" else cuda
     out = room.launch_weights(*(x[0] for x in operands), **options)
     return out.reshape(-1, K, *N)
@@ -111,7 +111,7 @@ def _rows(
     if config.kernel == "triton":
         operands = data, scale, weight, weight_scale, sizes
         options |= dict(block=rhs.block and (rhs.block[1], rhs.block[-1]), transposed=transposed)
-        options |= dict(splits=gemm.adds)
+        options |= dict(splits=choice.adds_products(gemm))
         return triton.launch_rows(*operands, **options)
     if not transposed:
         # A bitcast where the compiler is free to choose how the weight lies.

@@ -20,7 +20,8 @@ FUNCTIONS = "silu", "quick_gelu", "gelu", "relu", "squared_relu"
 class Projection:
     """[tokens, contraction], of which there are rows in groups, x [groups, contraction, 2, width], then `function`.
 
-    `dtype`: of operands, of 16 bits, or of 8 with scales of groups.
+    `dtype`: of operands, of 16 bits, or of 8 with scales of groups; `splits`: products of 128 of the contraction are
+    to be added in float32.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class Projection:
     dtype: Any
     function: str
     device: Device
+    splits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ def _fits(p: Projection, tiles: Tiles, columns: int) -> bool:
     """Whether a kernel with these columns can take it."""
     return (
         p.device.runs_cuda
+        and tiles.splits >= p.splits
         and p.contraction * jnp.dtype(p.dtype).itemsize % LINE == 0
         and columns % COLUMNS == 0
         and p.groups <= tiles.max_groups

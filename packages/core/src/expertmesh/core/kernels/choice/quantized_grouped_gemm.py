@@ -8,6 +8,7 @@ place where these cannot run; "packed" is Triton's for blocks of 16, of 4 bits.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -32,30 +33,31 @@ class Rows(plain.Rows):
     along: int
     splits: bool = True
 
-    @property
-    def adds(self) -> bool:
-        """Whether a kernel in Triton adds them itself."""
-        return self.splits and adds_products(self.along, self.device)
-
 
 @dataclasses.dataclass(frozen=True)
 class Weights(plain.Weights):
-    """As of `choice/grouped_gemm.py`; `along`: the length of blocks along the rows, 0 without blocks."""
+    """As of `choice/grouped_gemm.py`.
+
+    Attributes:
+      along: the length of blocks along the rows, 0 without blocks.
+      splits: as of `Rows`.
+    """
 
     along: int
-
-    @property
-    def adds(self) -> bool:
-        """As of `Rows`."""
-        return adds_products(self.along, self.device)
+    splits: ClassVar[bool] = True
 
 
-def adds_products(along: int, device: Device) -> bool:
+def adds_products(gemm: Rows | Weights) -> bool:
     """Whether a kernel in Triton adds a step's products to its sums itself, without scales of blocks.
 
     Tensor cores that read operands in shared memory and leave sums there, as of B200, add in float32.
     """
-    return not along and not 100 <= device.capability < 120
+    return gemm.splits and not gemm.along and not 100 <= gemm.device.capability < 120
+
+
+def _along_of_tiles(gemm: Rows | Weights) -> int:
+    """Products that a kernel in Triton adds take the registers of those that it scales."""
+    return BLOCK if adds_products(gemm) else gemm.along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,7 @@ def choose_rows(gemm: Rows) -> Config:
     if gemm.along == MX_BLOCK and gemm.device.capability < 100:
         return Config("bfloat16")
     if not plain.fits_cuda(gemm):
-        along = BLOCK if gemm.adds else gemm.along
-        tiles = rows_tiles(along, gemm.width, gemm.out_dtype, gemm.device)
+        tiles = rows_tiles(_along_of_tiles(gemm), gemm.width, gemm.out_dtype, gemm.device)
         return Config("triton", tiles, gemm.programs(tiles.mnk))
     if not gemm.along and not gemm.splits:
         return dataclasses.replace(plain.cuda_rows(gemm), kernel="tensor_scaled")
@@ -164,8 +165,7 @@ def choose_weights(gemm: Weights) -> Config:
     cuda = (WEIGHTS_BLOCKS if gemm.along else WEIGHTS_TENSORS).fit(gemm.groups, gemm.out_dtype)
     if gemm.device.runs_cuda and cuda.stages >= cuda.min_stages:
         return cuda.config(gemm, BLOCK, "split")
-    along = BLOCK if gemm.adds else gemm.along
-    tiles = weight_tiles(along, gemm.widths[1], gemm.out_dtype, gemm.device)
+    tiles = weight_tiles(_along_of_tiles(gemm), gemm.widths[1], gemm.out_dtype, gemm.device)
     return Config("triton", tiles, gemm.programs(tiles.mnk))
 
 

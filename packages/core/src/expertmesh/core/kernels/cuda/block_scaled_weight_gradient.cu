@@ -78,6 +78,17 @@ __device__ __forceinline__ void store(const Result& result, const float (&sums)[
   }
 }
 
+// The consumers multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction
+// of a product is under way.
+__device__ __forceinline__ void take_turn(int mine) { asm volatile("bar.sync %0, 256;" ::"r"(mine + 3) : "memory"); }
+
+__device__ __forceinline__ void let_turn(int mine) { asm volatile("bar.arrive %0, 256;" ::"r"(mine + 3) : "memory"); }
+
+__device__ __forceinline__ void end_turn(int consumer) {
+  wait_products<1>();
+  let_turn(1 - consumer);
+}
+
 // Begins a product of 64 columns of lhs and 128 of dy.
 __device__ __forceinline__ void begin(float (&product)[SUMS], u32 lhs, u32 dy) {
   const u64 of_lhs = descriptor(lhs), of_dy = descriptor(dy);

@@ -182,17 +182,6 @@ __device__ __forceinline__ void store_zeros(u8* out, u32 table, int live, int nu
   }
 }
 
-// The consumers multiply in turn, else both would multiply, and then both add. A turn ends while the last instruction
-// of a product is under way.
-__device__ __forceinline__ void take_turn(int mine) { asm volatile("bar.sync %0, 256;" ::"r"(mine + 3) : "memory"); }
-
-__device__ __forceinline__ void let_turn(int mine) { asm volatile("bar.arrive %0, 256;" ::"r"(mine + 3) : "memory"); }
-
-__device__ __forceinline__ void end_turn(int consumer) {
-  wait_products<1>();
-  let_turn(1 - consumer);
-}
-
 // A tile whose sums are complete.
 struct Done {
   int group = -1, m, n;
