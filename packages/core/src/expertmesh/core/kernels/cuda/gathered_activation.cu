@@ -134,14 +134,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const Ring ring{smem, STAGES_AT, STAGE_BYTES, STAGES, role < 0};
   if (role < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
+    const Tiles tiles(ends, num_groups, width, APART);
 #if GATHERS
-    load_tiles(&weights, rows, index, num_tokens, steps, width, Tiles(ends, num_groups, width, APART), ring);
+    load_tiles(&weights, rows, index, num_tokens, scales, steps, width, tiles, ring);
 #else
-    if (threadIdx.x == 0) load_tiles(&weights, &rows, steps, width, Tiles(ends, num_groups, width, APART), ring);
+    if (threadIdx.x == 0) load_tiles(&weights, &rows, scales, steps, width, tiles, ring);
 #endif
   } else if (role < CONSUMERS) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
-    multiply_tiles(role, steps, ring, scales);
+    multiply_tiles(role, steps, ring);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_STORER));
     store_tiles(smem, routing_weights, index, num_tokens, width, Results{h, out, amax, num_rows});

@@ -99,6 +99,20 @@ struct Tiles {
   }
 };
 
+// Of each group of rows and of its weight, if they have 8 bits.
+struct Scales {
+  const float *lhs, *rhs;
+
+  __device__ __forceinline__ float2 read(int group) const {
+    return EIGHT_BITS ? make_float2(read_scale(lhs + group), read_scale(rhs + group)) : make_float2(1, 1);
+  }
+};
+
+// A tile as its first stage tells consumers: with what its products are multiplied by in place of its group.
+__device__ __forceinline__ int4 told(int4 tile, float2 scales) {
+  return make_int4(tile.x, tile.y, tile.z, __float_as_int(product_of_scales(scales.x, scales.y)));
+}
+
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 
 // Of 128 rows each of four warps has a quarter: those whose lines its lanes copy or store, eight lanes each.
@@ -115,8 +129,8 @@ struct RowOfLane {
 // All 128 threads: eight of them copy a row's line, sixteen rows at once, which have one place in the swizzle.
 // What it knows of a row of the next tile is read while it copies this one.
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* weight, const u8* tokens, const int* index, int num_tokens, int steps, int width, Tiles tiles,
-    Ring ring) {
+    const TensorMap* weight, const u8* tokens, const int* index, int num_tokens, Scales scales, int steps, int width,
+    Tiles tiles, Ring ring) {
   constexpr int TURNS = ROWS / 16;
   const RowOfLane rows;
   const int unit = threadIdx.x % 8, rank = rank_in_cluster();
@@ -128,10 +142,12 @@ __device__ __forceinline__ void load_tiles(
   };
   bool more = tiles.next();
   int place = place_of_own(more);
+  float2 scales_of_next = more ? scales.read(tiles.group) : make_float2(1, 1);
 #pragma unroll 1
   while (more) {
     const int4 note = make_int4(tiles.row, tiles.rows, tiles.column, tiles.group);
     const int now = place;
+    const float2 scales_now = scales_of_next;
     u32 from[TURNS], exists = 0;
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
@@ -141,12 +157,13 @@ __device__ __forceinline__ void load_tiles(
     }
     more = tiles.next();
     place = place_of_own(more);
+    if (more) scales_of_next = scales.read(tiles.group);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
       wait_barrier(ring.empty(), ring.parity);
       const u32 at = ring.at(), ready = ring.full();
       if (threadIdx.x == 0) {
-        if (step == 0) put(which(ring), note);
+        if (step == 0) put(which(ring), told(note, scales_now));
         expect_bytes(ready, OF_ROWS);
         load_weight(weight, at, ready, rank, width, note, step);
       }
@@ -168,16 +185,17 @@ __device__ __forceinline__ void load_tiles(
 
 // Of one thread. Rows lie side by side; what it loads beyond a group's end enters no result.
 __device__ __forceinline__ void load_tiles(
-    const TensorMap* weight, const TensorMap* rows, int steps, int width, Tiles tiles, Ring ring) {
+    const TensorMap* weight, const TensorMap* rows, Scales scales, int steps, int width, Tiles tiles, Ring ring) {
   const int rank = rank_in_cluster();
 #pragma unroll 1
   while (tiles.next()) {
     const int4 note = make_int4(tiles.row, tiles.rows, tiles.column, tiles.group);
+    const float2 scales_now = scales.read(tiles.group);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
       wait_barrier(ring.empty(), ring.parity);
       const u32 at = ring.at(), ready = ring.full();
-      if (step == 0) put(which(ring), note);
+      if (step == 0) put(which(ring), told(note, scales_now));
       expect_bytes(ready, STAGE_BYTES);
       load_weight(weight, at, ready, rank, width, note, step);
       load(rows, at + OF_ROWS, ready, step * STEP, note.x);
@@ -188,23 +206,6 @@ __device__ __forceinline__ void load_tiles(
   put(which(ring), make_int4(0, END, 0, 0));
   arrive(ring.full());
 }
-
-// Of each group of rows and of its weight, if they have 8 bits. They are read while a tile is multiplied.
-struct Scales {
-  const float *lhs, *rhs;
-  float of_lhs, of_rhs;
-
-  __device__ __forceinline__ void read(int group) {
-    if (EIGHT_BITS) of_lhs = read_scale(lhs + group), of_rhs = read_scale(rhs + group);
-  }
-
-  __device__ __forceinline__ void apply(float (&d)[SUMS]) const {
-    if (!EIGHT_BITS) return;
-    const float factor = product_of_scales(of_lhs, of_rhs);
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) d[i] *= factor;
-  }
-};
 
 // A consumer's results, rounded, on their way to the fourth warpgroup.
 struct Handoff {
@@ -292,7 +293,7 @@ constexpr int NARROW = 64, NARROW_SUMS = NARROW / 2;  // columns of a product, a
 
 // Adds the products of a step to the sums, and frees its stage.
 __device__ __forceinline__ void multiply_step(
-    float (&d)[SUMS], int step, u64 rows, bool holds_rows, const Ring& ring, Handoff&) {
+    float (&d)[SUMS], int step, u64 rows, bool holds_rows, float factor, const Ring& ring, Handoff&) {
   if (step == 0) {
 #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] = 0;
@@ -310,17 +311,17 @@ __device__ __forceinline__ void multiply_step(
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       finish(product);
 #pragma unroll
-      for (int i = 0; i < NARROW_SUMS; i++) d[first / 2 + i] += product[i];
+      for (int i = 0; i < NARROW_SUMS; i++) d[first / 2 + i] = fmaf(product[i], factor, d[first / 2 + i]);
     }
   }
   ring.release();
 }
 
-__device__ __forceinline__ void end_steps(float (&)[SUMS], const Ring&) {}
+__device__ __forceinline__ void end_steps(float (&)[SUMS], float, const Ring&) {}
 #else
 // Begins the products of a step, and frees the stage before it.
 __device__ __forceinline__ void multiply_step(
-    float (&d)[SUMS], int step, u64 rows, bool holds_rows, const Ring& ring, Handoff& handoff) {
+    float (&d)[SUMS], int step, u64 rows, bool holds_rows, float, const Ring& ring, Handoff& handoff) {
   if (holds_rows) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -335,13 +336,17 @@ __device__ __forceinline__ void multiply_step(
   if (step > 0) ring.release_before();
 }
 
-__device__ __forceinline__ void end_steps(float (&d)[SUMS], const Ring& ring) {
+__device__ __forceinline__ void end_steps(float (&d)[SUMS], float factor, const Ring& ring) {
   finish(d);
   ring.release_before();
+#if EIGHT_BITS
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) d[i] *= factor;
+#endif
 }
 #endif
 
-__device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring ring, Scales scales) {
+__device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring ring) {
   float d[SUMS];
   Handoff handoff(ring.smem, consumer);
 #pragma unroll 1
@@ -349,18 +354,17 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, Ring rin
     wait_barrier(ring.full(), ring.parity);
     const int4 tile = get(which(ring));
     if (tile.y == END) break;
-    scales.read(tile.w);
+    const float factor = __int_as_float(tile.w);
     const bool holds_rows = tile.y > consumer * PART;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
       wait_barrier(ring.full(), ring.parity);
       if (GATHERS) fence_shared();  // rows were copied by threads
       const u64 rows = descriptor(ring.at() + OF_ROWS + consumer * PART * LINE);
-      multiply_step(d, step, rows, holds_rows, ring, handoff);
+      multiply_step(d, step, rows, holds_rows, factor, ring, handoff);
       ring.next();
     }
-    end_steps(d, ring);
-    scales.apply(d);
+    end_steps(d, factor, ring);
     handoff.send_later();
     handoff.take(d, tile);
   }
