@@ -42,9 +42,13 @@ def against_native(rows: list[dict]) -> list[dict]:
 
 def both_passes(rows: list[dict]) -> list[dict]:
     """Those of them with a backward, on the most GPUs."""
-    found = [row for row in against_native(rows) if "backward" in row["case"]]
-    most = max((row["gpus"] for row in found), default=0)
-    return [row for row in found if row["gpus"] == most]
+    return on_most_gpus([row for row in against_native(rows) if "backward" in row["case"]])
+
+
+def on_most_gpus(rows: list[dict]) -> list[dict]:
+    """Those of the machine with the most of them."""
+    most = max((row["gpus"] for row in rows), default=0)
+    return [row for row in rows if row["gpus"] == most]
 
 
 def phases(rows: list[dict]) -> dict[tuple[str, str], dict[str, float]]:

@@ -123,20 +123,18 @@ def gemms(results: Results) -> dict[str, dict[str, Bars]]:
     return {which: dict(shapes) for which, shapes in found.items()}
 
 
-def exchanges(results: Results) -> dict[str, dict[str, float]]:
-    """{"dispatch" or "combine": {dtype: us}} of the largest exchange that was measured in both."""
-    found: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    for row in results.get("dispatch", []):
-        if match := EXCHANGE.match(row["case"]):
-            found[match[1]][match[2]] = row["value"]
-    return dict(found)
+def exchanges(results: Results) -> tuple[int, dict[tuple[str, str], float]]:
+    """The most GPUs, and {("dispatch" or "combine", dtype): us} of the largest exchange of them measured in both."""
+    rows = block.on_most_gpus(results.get("dispatch", []))
+    matches = [(row["value"], EXCHANGE.match(row["case"])) for row in rows]
+    found = {(match[1], match[2]): us for us, match in matches if match}
+    return (rows[0]["gpus"] if rows else 0), found
 
 
 def weak_scaling(results: Results) -> dict[int, float]:
     """{GPUs: the part of one GPU's speed that each of them keeps}, of the machine with the most of them."""
-    rows, found = results.get("moe_block", []), {}
-    most = max((row["gpus"] for row in rows), default=0)
-    for row in (row for row in rows if row["gpus"] == most):
+    found = {}
+    for row in block.on_most_gpus(results.get("moe_block", [])):
         if match := re.search(r"weak scaling, (\d+) GPUs", row["case"]):
             found[int(match[1])] = row["ratio"]
     return {1: 1.0} | found if found else {}
@@ -284,18 +282,15 @@ def draw_fp8(results: Results, path: pathlib.Path) -> None:
     speeds = fp8_speed(results.get("single_gpu_blocks", []))
     speeds = dict(sorted(speeds.items(), key=lambda item: max(item[1].values())))
     names = {"bfloat16": "16 bits", "float8": "8 bits and scales"}
-    sent = {
-        f"{what}, {names[dtype]}": {"nvlink": us}
-        for what, each in exchanges(results).items()
-        for dtype, us in each.items()
-    }
+    gpus, measured = exchanges(results)
+    sent = {f"{what}, {names[dtype]}": {"nvlink": us} for (what, dtype), us in measured.items()}
     figure, (above, below) = _stacked([speeds, sent])
     _bars(above, speeds, OF_BLOCKS, ".2f")
     _line_at_one(above)
     title = "times as fast as the bfloat16 block, forward and backward, 1 GPU"
     above.set_title(title, fontsize=9, loc="left")
     _bars(below, sent, {"nvlink": "#00735a"}, ".0f")
-    title = "us, 4 GPUs, 4096 tokens each x 7168, 8 of 256 experts"
+    title = f"us, {gpus} GPUs, 4096 tokens each x 7168, 8 of 256 experts"
     below.set_title(title, fontsize=9, loc="left")
     _legend(figure, {name: color for name, color in OF_BLOCKS.items() if name != "bfloat16"})
     _save(figure, path)

@@ -253,9 +253,11 @@ def test_figures_show_what_the_rows_say(block, figures):
             "fp8_current": {"ours": 1551, "dense": 1589.0},
         }
     }
-    assert figures.exchanges(results) == {
-        "dispatch": {"bfloat16": 507, "float8": 285},
-        "combine": {"bfloat16": 506},
+    few = results["dispatch"][0] | {"gpus": 2, "value": 231}
+    assert figures.exchanges({"dispatch": [*results["dispatch"], few]})[1] == {
+        ("dispatch", "bfloat16"): 507,
+        ("dispatch", "float8"): 285,
+        ("combine", "bfloat16"): 506,
     }
     assert figures.weak_scaling(results) == {1: 1.0, 4: 0.8}
     bars = block.phases(results["moe_block"])
