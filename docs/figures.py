@@ -165,7 +165,7 @@ def figures(results: Results) -> Iterator[Figure]:
             "performance_shapes.png",
             "Rates of the grouped GEMMs beside a dense GEMM of the same size, by shape",
             lambda path: draw_shapes(results, path),
-            grouped,
+            grouped + results.get("few_tokens", []),
         ),
         Figure(
             "What does FP8 bring?",
@@ -173,7 +173,7 @@ def figures(results: Results) -> Iterator[Figure]:
             "The block's speed in FP8 over bfloat16, by shape, and an exchange in 8 bits",
             lambda path: draw_fp8(results, path),
             [row for row in single if row["reference"].startswith("our bfloat16")]
-            + results.get("dispatch", []),
+            + block.on_most_gpus(results.get("dispatch", [])),
         ),
         Figure(
             "How does it scale?",

@@ -22,6 +22,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN = "<!-- docs/performance.py -->"
 README_CHART = "performance_beside.png"
 MEAN = re.compile(r"(\w+) (\w+), mean of (\d+) shapes$")
+FEW = re.compile(r"(\w+) forward, (\d+ x \d+, F \d+, .*), (\d+) of them chosen")
 BOTH_WAYS = re.compile(r"nvlink, both ways, (\d+) ranks, (\d+) tokens each x (\d+)$")
 
 
@@ -114,7 +115,17 @@ def beside(results: figures.Results) -> str:
     return "\n\n".join(table(results) for table in (of_plain_jax, of_sonic, of_gpus))
 
 
-def of_shapes(results: figures.Results) -> str:
+def of_few_tokens(results: figures.Results) -> str:
+    """The forward beside a copy of the chosen weights' bytes."""
+    rows = [
+        [*match.groups(), f"{row['value']:.0f}", f"{row['value'] * row['ratio']:.0f}"]
+        for row in results.get("few_tokens", [])
+        if (match := FEW.match(row["case"]))
+    ]
+    return lines(["dtype", "tokens and experts", "chosen", "forward, us", "copy, us"], rows)
+
+
+def of_means(results: figures.Results) -> str:
     """The means of the grouped GEMMs."""
     rows = []
     for file in ("grouped_gemm", "quantized_by_tensor", "quantized_grouped_gemm"):
@@ -124,6 +135,10 @@ def of_shapes(results: figures.Results) -> str:
                 name = figures.PASSES.get(which, which)
                 rows.append([recipe, name, f"{row['ratio']:.2f}", row["reference"], shapes])
     return lines(["format", "GEMM", "relative speed", "relative to", "shapes"], rows)
+
+
+def of_shapes(results: figures.Results) -> str:
+    return "\n\n".join(table(results) for table in (of_means, of_few_tokens))
 
 
 def of_exchange(results: figures.Results) -> str:
@@ -179,7 +194,9 @@ Transformer Engine's block; its last column is what that tutorial gives for four
     "performance_shapes.png": """\
 Rows, contraction and width of a GEMM, and its groups. Large groups reach the rate of a dense GEMM; the fewer rows a
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
-measured at the two shapes that have its bar.""",
+measured at the two shapes that have its bar. The block's forward of 16 tokens and more, as in generation, takes about
+as long as a copy of as many bytes as the chosen experts' weights have; that of one token is as long as nine launches:
+the last table (`benchmarks/few_tokens.py`).""",
     "performance_fp8.png": """\
 Wide experts gain most: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F
 of 512 and below) gain little: the work of quantizing a row grows with D + F, that of its GEMMs with D F. "In 6
