@@ -418,7 +418,7 @@ def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
 # What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
 PHASES = (
     (
-        r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows|^block_scaled_gemm",
+        r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows|^split_gemm",
         ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1"),
     ),
     (r"^_weights", ("GEMM 2", "GEMM 1")),

@@ -53,7 +53,7 @@ def source(
     """The kernel in CUDA C++ for rows and weights of these types, and h of `dtype`, quantized if it is `narrow`."""
     defined = rows_macros(dtype, tiles, gathers=gathers) | dict(NARROW=int(narrow))
     defined |= activation_macros(activation) | scale_macros(dtype, format)
-    files = "hopper.cuh", "block_scaled_rows.cuh", "activation.cuh", "scales.cuh"
+    files = "hopper.cuh", "split_rows.cuh", "activation.cuh", "scales.cuh"
     instructions = rows_product(lhs_dtype, rhs_dtype)
     file = "block_scaled_activation.cu"
     return source_text(*files, file, defined=defined, INSTRUCTIONS=instructions)

@@ -5,7 +5,7 @@ the contraction and W the width of the result; for the weight gradient [W, C] of
 leaves them. Dimension key as in `linear/grouped_gemm.py`.
 
 Products of 128 of the contraction are added in float32. Those of rows have a scale for each row and block, or one for
-each group (`block_scaled_gemm.cu`); those of weight gradients have one for each number and block
+each group (`split_gemm.cu`); those of weight gradients have one for each number and block
 (`block_scaled_weight_gradient.cu`), or for each group (`tensor_scaled_weight_gradient.cu`). Rows of per-tensor FP8
 whose sums the tensor cores add are in `cuda/grouped_gemm.py`.
 """
@@ -43,7 +43,7 @@ def launch_rows(
     return cuda_call(
         *rows, row_scales, box(rhs, (1, 256, BLOCK)), weight_scales,
         group_sizes.astype(jnp.int32), *low_rank_maps(low_rank, 128, 256),
-        source=source, name="block_scaled_gemm",
+        source=source, name="split_gemm",
         scalars=(*((T, D) if gathers else ()), C, C * clear_padding, -(-D // BLOCK), W, G),
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
         programs=config.programs, warps=12, shared=SHARED_BYTES,
@@ -61,7 +61,7 @@ def rows_source(
     instructions = rows_product(lhs_dtype, rhs_dtype)
     if rank:
         instructions += low_rank_instructions(f"{_MULTIPLY}_low_rank", term, [128])
-    files = "hopper.cuh", "block_scaled_rows.cuh", "block_scaled_gemm.cu"
+    files = "hopper.cuh", "split_rows.cuh", "split_gemm.cu"
     defined = rows_macros(out_dtype, tiles, gathers=gathers, rank=rank, blocks=blocks)
     return source_text(*files, defined=defined, INSTRUCTIONS=instructions)
 
@@ -70,14 +70,14 @@ _MULTIPLY = "__device__ __forceinline__ void multiply"
 
 
 def rows_product(lhs_dtype, rhs_dtype) -> str:
-    """What `block_scaled_rows.cuh` multiplies by."""
+    """What `split_rows.cuh` multiplies by."""
     return wgmma(_MULTIPLY, _instruction(lhs_dtype, rhs_dtype), 64, "1, 1")
 
 
 def rows_macros(
     out_dtype, tiles: BlockTiles, *, gathers: bool, rank: int = 0, blocks: bool = True
 ) -> dict[str, object]:
-    """What `block_scaled_rows.cuh` asks for."""
+    """What `split_rows.cuh` asks for."""
     out_dtype = jnp.dtype(out_dtype)
     less, more = tiles.registers
     return dict(

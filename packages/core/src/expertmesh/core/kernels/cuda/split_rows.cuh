@@ -1,5 +1,5 @@
 // Rows of 8 bits times each group's weight for Hopper, whose products of 128 of the contraction are added in float32: what
-// `block_scaled_gemm.cu` and `block_scaled_activation.cu` share. Each product has scales of its own (BLOCKS), or all of a
+// `split_gemm.cu` and `block_scaled_activation.cu` share. Each product has scales of its own (BLOCKS), or all of a
 // group share one: the tensor cores alone would add them in about 14 bits.
 //
 // A block has tiles of 128 rows and of twice 128 columns, left and right, a step of 128 of the contraction at a time.

@@ -2,7 +2,7 @@
 // (lhs[r, b] . rhs[group of r, :, b]) * row_scales[r, b] * weight_scales[group of r, :, b]; zeros in padding rows. Of
 // operands without BLOCKS the scales are row_scales[group of r] and weight_scales[group of r].
 //
-// Compiled at run time, without headers, after `hopper.cuh` and `block_scaled_rows.cuh`, whose macros it has.
+// Compiled at run time, without headers, after `hopper.cuh` and `split_rows.cuh`, whose macros it has.
 
 // The columns of a tile lie side by side. What lies beyond the width is not stored.
 __device__ __forceinline__ Halves halves_of(int n, int parts) { return {2 * n, min(2 * n + 1, parts - 1)}; }
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_zeros(int live, u8* out, int end, int widt
     ((uint4*)out)[i] = make_uint4(0, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) block_scaled_gemm(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) split_gemm(
 #if GATHERS
     const u8* tokens, const int* index, const float* row_scales,
 #else
