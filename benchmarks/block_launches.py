@@ -5,23 +5,16 @@ kernel of a step in order: its microseconds, the bytes of its operands and resul
 buffers are off then, as their kernels have no names of instructions.
 """
 
-import os
-import re
 from collections.abc import Iterator
 
 import jax
 
-from benchmarks import _measure, moe_block
+from benchmarks import _measure, _program, moe_block
 from benchmarks.single_gpu_blocks import RECIPES
-from expertmesh.core import hlo
 from expertmesh.flax_moe import moe
 from expertmesh.flax_moe.native import native_moe
 
-# A type in the text of a program, as bf16[8,16]; what an instruction is called, and what follows it.
-TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", re.M)
 OURS = "custom-call("
-NAMED = "--xla_gpu_enable_command_buffer="
 
 
 def step(block, shape: moe_block.Shape, arrays, recipe: str | None, which: str, transport: str):
@@ -55,36 +48,19 @@ def rows_of(shape: moe_block.Shape, mesh, transport: str, show: bool) -> Iterato
                 name, launches = "our bfloat16 block", len(found)
 
 
-def name_kernels() -> None:
-    """Before JAX finds the GPU: kernels of a trace name their instructions."""
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NAMED}"
-
-
 def listing(found: list[_measure.Kernel], program: str) -> str:
     """A line for each kernel that ran, and one for those of XLA together."""
-    text_of = dict(INSTRUCTION.findall(program))
+    text_of = _program.instructions(program)
     lines, alone = [], 0.0
     for kernel in found:
         text = text_of.get(kernel.instruction, "")
         by_xla = bool(text) and OURS not in text
         alone += kernel.microseconds * by_xla
-        size = f"{num_bytes(text, text_of) / 1e6:9.1f} MB" if text else " " * 12
+        size = f"{_program.num_bytes(text, text_of) / 1e6:9.1f} MB" if text else " " * 12
         name = f"{kernel.name} ({kernel.instruction or 'unknown'})"
         lines.append(f"{kernel.microseconds:9.1f} us {size} {'XLA' if by_xla else '   '} {name}")
     total = sum(kernel.microseconds for kernel in found)
     return "\n".join([*lines, f"{total:9.1f} us in all, {alone:.1f} of XLA's"])
-
-
-def num_bytes(text: str, text_of: dict[str, str]) -> int:
-    """Of an instruction's results and operands; a tuple counts as what it holds."""
-    result, _, rest = text.partition("(") if not text.startswith("(") else text.partition(") ")
-    operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
-    types = [result, *(_type_of(text_of.get(name, "")) for name in operands)]
-    return sum(hlo.num_bytes(shape) for each in types for shape in TYPE.findall(each))
-
-
-def _type_of(text: str) -> str:
-    return text.partition(") ")[0] if text.startswith("(") else text.partition(" ")[0]
 
 
 def main():
@@ -92,7 +68,7 @@ def main():
     parser.add_argument("--kernels", action="store_true", help="print each kernel of a step")
     options = parser.parse_args()
     if options.kernels:
-        name_kernels()
+        _program.name_kernels()
     on_gpu, alone = jax.default_backend() == "gpu", jax.device_count() == 1
     shape = moe_block.BLOCKS[0] if on_gpu else moe_block.SMALL
     transport = "auto" if alone or not on_gpu else "nvlink"

@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks import _measure
+from benchmarks import _measure, _program
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import _native
 from expertmesh.flax_moe import MoEConfig, init_params, moe, permute_experts, place_experts
@@ -415,30 +415,36 @@ def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
     yield _measure.time_row("moe_block", case, mine, reference, theirs, unit="ms")
 
 
-# What a kernel's name says of its phase; of several with one name the n-th of a pass is of the n-th phase.
+# What a kernel's name says of its phase, in the forward and in the backward.
 PHASES = (
-    (
-        r"^_rows_kernel|^_gathered_rows|^grouped_gemm_rows|^split_gemm",
-        ("GEMM 1", "GEMM 2", "GEMM 2", "GEMM 1"),
-    ),
-    (r"^_weights", ("GEMM 2", "GEMM 1")),
-    (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation",)),
-    (r"^_blocks_kernel|^_both_kernel|^_dequantize|^_requantize|^grouped_requantize", ("quantize",)),
+    (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation", "activation")),
+    (r"quantize|^_blocks_|^_both_|^_square_|^_scaled_|_amax_", ("quantize", "quantize")),
     (r"Dispatch|^_spread", ("dispatch", "combine")),
-    (r"Combine|^_gather", ("combine", "dispatch")),
-    (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices",)),
-    (r"^_choose|^_weigh|^_count|^_scan|^_place|nccl", ("route",)),
+    (r"Combine|^_gather_kernel|^_unpermute_grad", ("combine", "dispatch")),
+    (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices", "sums over devices")),
+    (r"^_(choose|probs|z|grad|count|scan|place|plan)_|^_choose|nccl", ("route", "route")),
+)
+# Those that are followed or fed by an activation have its time, too.
+GEMMS = re.compile(
+    r"gemm|^gathered_activation|^block_scaled_activation|^_(gathered_)?rows_|weights_"
 )
 
 
-def by_phase(kernels) -> collections.Counter:
-    """Microseconds of each phase; what has no name of its own is "other": XLA's fusions, the router's GEMMs."""
-    seen, total = collections.Counter(), collections.Counter()
-    for name, microseconds, _ in kernels:
-        pattern, names = next(((p, n) for p, n in PHASES if re.search(p, name)), ("", ("other",)))
-        total[names[min(seen[pattern], len(names) - 1)]] += microseconds
-        seen[pattern] += 1
-    return total
+def phase_of(kernel: _measure.Kernel, text: str, shape: Shape, experts: int) -> tuple[str, str]:
+    """(pass, phase) of a kernel, of which its instruction's text is known; of so many experts on a GPU.
+
+    A GEMM's weight, or its gradient, is as large as that of the up projection or of the down projection. What has no
+    name of its own is "other": XLA's fusions, the router's GEMMs.
+    """
+    backward = _program.is_backward(text)
+    which = "backward" if backward else "forward"
+    if GEMMS.search(kernel.name):
+        down = experts * shape.expert_width * shape.width
+        sizes = {math.prod(s) for s in _program.shapes(text) if len(s) > 2 and s[0] == experts}
+        number = [name for name, size in (("GEMM 1", 2 * down), ("GEMM 2", down)) if size in sizes]
+        return which, number[0] if number else "other"
+    names = next((names for pattern, names in PHASES if re.search(pattern, kernel.name)), None)
+    return which, names[backward] if names else "other"
 
 
 def rows_of_phases(
@@ -448,27 +454,29 @@ def rows_of_phases(
     turns: _measure.Turns | None = None,
     recipe: str | None = None,
 ):
-    """Each phase of the forward and of the backward, and its share of all kernels' time."""
+    """Each phase of the forward and of the backward in one step, and its share of all kernels' time."""
     arrays = operands(shape, mesh)
     config = shape.config(transport=transport, recipe=recipe)
-    calls = [
-        jax.jit(function).lower(*arrays).compile() for function in passes(moe, config).values()
-    ]
+    call = jax.jit(passes(moe, config)["forward and backward"]).lower(*arrays).compile()
+    text_of = _program.instructions(call.as_text())
+    experts = shape.experts // (mesh.shape["ep"] if mesh else 1)
+    phases: collections.Counter = collections.Counter()
     with turns.mine() if turns else contextlib.nullcontext():
-        forward, both = (by_phase(_measure.kernels(call, arrays)) for call in calls)
-    total = both.total()
-    for which, phases in (("forward", forward), ("backward", both - forward)):
-        for phase, microseconds in phases.items():
-            yield _measure.row(
-                bench="moe_block",
-                case=f"{recipe or 'bfloat16'} {phase}, {which}, {shape}, "
-                f"{dict(mesh.shape) if mesh else '1 device'}",
-                metric="time",
-                value=microseconds,
-                unit="us",
-                reference=f"all kernels of both passes, {total:.0f} us",
-                ratio=microseconds / total,
-            )
+        for kernel in _measure.kernels(call, arrays):
+            text = text_of.get(kernel.instruction, "")
+            phases[phase_of(kernel, text, shape, experts)] += kernel.microseconds
+    total = phases.total()
+    for (which, phase), microseconds in phases.items():
+        yield _measure.row(
+            bench="moe_block",
+            case=f"{recipe or 'bfloat16'} {phase}, {which}, {shape}, "
+            f"{dict(mesh.shape) if mesh else '1 device'}",
+            metric="time",
+            value=microseconds,
+            unit="us",
+            reference=f"all kernels of both passes, {total:.0f} us",
+            ratio=microseconds / total,
+        )
 
 
 # What is measured side by side: a name, the shape, its mesh (None: of all devices), and what measures it; the most
@@ -584,6 +592,8 @@ def main():
     # Ended from outside, it ends its lanes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all lanes were done"))
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
+    if options.phases or options.lane == "phases":
+        _program.name_kernels()
     _measure.write(options.json, _rows(options))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _measure, block_launches, moe_block, single_gpu_blocks
+from benchmarks import _measure, _program, block_launches, moe_block, single_gpu_blocks
 from benchmarks.single_gpu_blocks import BOTH
 from expertmesh.flax_moe import moe
 
@@ -35,7 +35,7 @@ def kind_of(name: str) -> str:
 def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str, tuple]:
     """kind -> (seconds, bytes) of a step."""
     step = block_launches.step(moe, shape, arrays, recipe, BOTH, "auto")
-    text_of = dict(block_launches.INSTRUCTION.findall(step.as_text()))
+    text_of = _program.instructions(step.as_text())
     traces = [_measure.kernels(step, arrays) for _ in range(WARM + TRACES)][WARM:]
     times = [collections.Counter() for _ in traces]
     for found, time in zip(traces, times, strict=True):
@@ -44,7 +44,7 @@ def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str
     size = collections.Counter()
     for kernel in traces[0]:
         text = text_of.get(kernel.instruction, "")
-        size[kind_of(kernel.name)] += block_launches.num_bytes(text, text_of)
+        size[kind_of(kernel.name)] += _program.num_bytes(text, text_of)
     return {
         kind: (statistics.median(time[kind] for time in times), size[kind])
         for kind in (*KINDS, REST)
@@ -76,7 +76,7 @@ def rows_of(shape: moe_block.Shape, rate: float) -> Iterator[dict]:
 
 def main():
     options = _measure.parser(__doc__).parse_args()
-    block_launches.name_kernels()
+    _program.name_kernels()
     shapes = SHAPES if jax.default_backend() == "gpu" else [moe_block.SMALL]
     rate = copy_rate()
     _measure.write(options.json, (row for shape in shapes for row in rows_of(shape, rate)))

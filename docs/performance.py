@@ -209,7 +209,9 @@ largest value; on one GPU its GEMMs read tokens in 8 bits where they are. Tokens
 The time grows linearly with tokens and with choices; 16 times the experts cost 8 %. Each of four GPUs keeps 80 % of one
 GPU's speed: the rest is the exchange, and the reduction of the weights' gradients.""",
     "performance_phases.png": """\
-GEMMs take two thirds of the time. "Sums over devices" is the reduce-scatter of the weights' gradients over fsdp.""",
+GEMMs take two thirds of the time. Those of the backward were told apart by their order, which the compiler may
+change: read GEMM 1 and GEMM 2 together there. "Sums over devices" is the reduce-scatter of the weights' gradients over
+fsdp.""",
 }
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks import _measure, moe_block
 
 from cases.scripts import load_script
 
@@ -64,3 +65,33 @@ def test_a_turn_says_for_how_long_it_has_lasted(tmp_path):
         os.utime(tmp_path / "held0", (0, 0))
         assert turn.seconds_held() > 1e6
     assert turn.seconds_held() == 0
+
+
+def weight_of(shape: str, scope: str) -> str:
+    """The text of an instruction that reads such a weight."""
+    kernel = f'custom-call(bf16[64,128]{{1,0}} %x, bf16[{shape}] %w), custom_call_target="launch"'
+    return f'bf16[64,256]{{1,0}} {kernel}, metadata={{op_name="jit(both)/{scope}/ffi_call"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "phase"),
+    [
+        ("grouped_gemm_rows", weight_of("4,128,512", "jvp(f)"), ("forward", "GEMM 1")),
+        # After the backward's have begun: their order says nothing.
+        ("grouped_gemm_rows", weight_of("4,256,128", "transpose(jvp(f))"), ("backward", "GEMM 2")),
+        ("tensor_scaled_gemm_weights", weight_of("4,128,2,256", "transpose(jvp(f))"), ("backward", "GEMM 1")),
+        ("_flat_weights_kernel", weight_of("4,256,128", "transpose(jvp(f))"), ("backward", "GEMM 2")),
+        ("gathered_activation", weight_of("4,512,128", "jvp(f)"), ("forward", "GEMM 1")),
+        # Of all experts: not a GPU's own.
+        ("nvjet_gemm", weight_of("8,128,512", "jvp(f)"), ("forward", "other")),
+        ("_spread_kernel", weight_of("1,64,128", "transpose(jvp(f))"), ("backward", "combine")),
+        ("Dispatch<2>", "", ("forward", "dispatch")),
+        ("grouped_requantize", "", ("forward", "quantize")),
+        ("ncclDevKernel_ReduceScatter", weight_of("8,128", "transpose(f)"), ("backward", "sums over devices")),
+        ("loop_add_fusion", weight_of("64,128", "transpose(f)"), ("backward", "other")),
+    ],
+)  # fmt: skip
+def test_phase_of_a_kernel(name, text, phase):
+    """By its name, whether its instruction belongs to a gradient, and which weight it reads or writes."""
+    shape = moe_block.Shape((64,), 128, 256, 8, 2)
+    assert moe_block.phase_of(_measure.Kernel(name, 1.0, "ffi_call.1"), text, shape, 4) == phase
