@@ -58,7 +58,7 @@ def test_a_tree_by_turns_with_itself(name, count, tmp_path):
 
 def test_a_turn_says_for_how_long_it_has_lasted(tmp_path):
     """So that a lane that waits in its turn for good can be ended."""
-    turn = load_script(ROOT / "benchmarks/_measure.py").Turns(tmp_path, 0, 1, until=0)
+    turn = _measure.Turns(tmp_path, 0, 1, until=0)
     assert turn.seconds_held() == 0
     with turn.mine():
         assert 0 <= turn.seconds_held() < 600
