@@ -194,9 +194,9 @@ Transformer Engine's block; its last column is what that tutorial gives for four
     "performance_shapes.png": """\
 Rows, contraction and width of a GEMM, and its groups. Large groups reach the rate of a dense GEMM; the fewer rows a
 group has, the more its weights' bytes count: 256 groups of 128 rows are at 0.6 of 32 groups of 1024. `fp8_block` was
-measured at the two shapes that have its bar. The block's forward of 16 tokens and more, as in generation, takes about
-as long as a copy of as many bytes as the chosen experts' weights have; that of one token is as long as nine launches:
-the last table (`benchmarks/few_tokens.py`).""",
+measured at the two shapes that have its bar. The last table (`benchmarks/few_tokens.py`) has the block's forward of few
+tokens, as in generation: of 16 and more it takes about as long as a copy of as many bytes as the chosen experts'
+weights have, of one it takes longer.""",
     "performance_fp8.png": """\
 Wide experts gain most: their GEMMs take most of the time, and 8-bit GEMMs are nearly twice as fast. Narrow experts (F
 of 512 and below) gain little: the work of quantizing a row grows with D + F, that of its GEMMs with D F. "In 6
