@@ -42,7 +42,7 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     dtype = jnp.dtype(lhs.dtype)
     rows, gathers = tokens_of(lhs), isinstance(lhs, Moved)
     splits = rows.format.use_split_accumulator
-    projection = _projection((C, rows.shape[1]), K, F, G, activation, device, splits)
+    projection = _projection((C, rows.shape[1]), K, F, G, activation, device, splits=splits)
     config = by_groups.choose_quantized(projection, dtype)
     if config is None:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
@@ -70,7 +70,7 @@ def quantized_activation_grad(
     twice, and [1, C]."""
     (_, C, D), (G, F, _), sizes = dy.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     rows, gathers = tokens_of(dy), isinstance(dy, Moved)
-    projection = _projection((C, rows.shape[1]), D, F, G, activation, device, True)
+    projection = _projection((C, rows.shape[1]), D, F, G, activation, device, splits=True)
     config = by_groups.choose_quantized_grad(projection, h.dtype)
     if config is None:
         d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
@@ -85,7 +85,7 @@ def quantized_activation_grad(
 
 
 def _projection(
-    rows, contraction, width, groups, activation, device, splits
+    rows, contraction, width, groups, activation, device, *, splits: bool
 ) -> by_groups.Projection:
     """`rows`: how many there are, and of how many tokens."""
     return by_groups.Projection(
