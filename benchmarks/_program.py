@@ -9,6 +9,9 @@ from expertmesh.core import hlo
 TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", re.M)
 BACKWARD = re.compile(r'op_name="[^"]*transpose\(')
+GEMM = re.compile(
+    r"gemm|nvjet|^gathered_activation|^block_scaled_activation|^_(gathered_)?rows_|weights_"
+)
 NAMED = "--xla_gpu_enable_command_buffer="
 
 
@@ -25,6 +28,11 @@ def instructions(program: str) -> dict[str, str]:
 def is_backward(text: str) -> bool:
     """Whether an instruction is part of a gradient."""
     return bool(BACKWARD.search(text))
+
+
+def is_gemm(name: str) -> bool:
+    """Whether a kernel of this name multiplies matrices; it may activate them, too."""
+    return bool(GEMM.search(name))
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:

@@ -415,36 +415,34 @@ def rows_of_rest(shape: Shape, pairs: int, recipe: str | None):
     yield _measure.time_row("moe_block", case, mine, reference, theirs, unit="ms")
 
 
-# What a kernel's name says of its phase, in the forward and in the backward.
-PHASES = (
-    (r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize", ("activation", "activation")),
-    (r"quantize|^_blocks_|^_both_|^_square_|^_scaled_|_amax_", ("quantize", "quantize")),
-    (r"Dispatch|^_spread", ("dispatch", "combine")),
-    (r"Combine|^_gather_kernel|^_unpermute_grad", ("combine", "dispatch")),
-    (r"nccl.*(AllReduce|ReduceScatter)", ("sums over devices", "sums over devices")),
-    (r"^_(choose|probs|z|grad|count|scan|place|plan)_|^_choose|nccl", ("route", "route")),
-)
-# Those that are followed or fed by an activation have its time, too.
-GEMMS = re.compile(
-    r"gemm|^gathered_activation|^block_scaled_activation|^_(gathered_)?rows_|weights_"
-)
+# What a kernel's name says of its phase in the forward, by the first that fits; the gradient of each exchange is the
+# other one.
+PHASES = {
+    "activation": r"^_activate_rows|^_gated_grad|^_kernel$|^activate_quantize",
+    "quantize": r"quantize|^_blocks_|^_both_|^_square_|^_scaled_|_amax_",
+    "dispatch": r"Dispatch|^_spread",
+    "combine": r"Combine|^_gather_kernel|^_unpermute_grad",
+    "sums over devices": r"nccl.*(AllReduce|ReduceScatter)",
+    "route": r"^_(choose|probs|z|grad|count|scan|place|plan)_|nccl",
+}
+REVERSED = {"dispatch": "combine", "combine": "dispatch"}
 
 
 def phase_of(kernel: _measure.Kernel, text: str, shape: Shape, experts: int) -> tuple[str, str]:
     """(pass, phase) of a kernel, of which its instruction's text is known; of so many experts on a GPU.
 
-    A GEMM's weight, or its gradient, is as large as that of the up projection or of the down projection. What has no
-    name of its own is "other": XLA's fusions, the router's GEMMs.
+    A GEMM has the time of an activation behind or before it, too; its weight, or that's gradient, is as large as that
+    of the up projection or of the down projection. What has no name of its own is "other": XLA's fusions, the router's
+    GEMMs.
     """
-    backward = _program.is_backward(text)
-    which = "backward" if backward else "forward"
-    if GEMMS.search(kernel.name):
+    which = "backward" if _program.is_backward(text) else "forward"
+    if _program.is_gemm(kernel.name):
         down = experts * shape.expert_width * shape.width
         sizes = {math.prod(s) for s in _program.shapes(text) if len(s) > 2 and s[0] == experts}
-        number = [name for name, size in (("GEMM 1", 2 * down), ("GEMM 2", down)) if size in sizes]
-        return which, number[0] if number else "other"
-    names = next((names for pattern, names in PHASES if re.search(pattern, kernel.name)), None)
-    return which, names[backward] if names else "other"
+        return which, "GEMM 1" if 2 * down in sizes else "GEMM 2" if down in sizes else "other"
+    found = (phase for phase, names in PHASES.items() if re.search(names, kernel.name))
+    phase = next(found, "other")
+    return which, REVERSED.get(phase, phase) if which == "backward" else phase
 
 
 def rows_of_phases(

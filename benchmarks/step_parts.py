@@ -19,17 +19,19 @@ from expertmesh.flax_moe import moe
 
 SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8)]
 TRACES, WARM = 5, 3
-# By the first that is part of a kernel's name.
-KINDS = {
-    "GEMMs": ("gemm", "gathered_activation", "block_scaled_activation", "nvjet", "gathered_rows"),
+# By the first that is part of the name of a kernel that is no GEMM.
+PARTS = {
     "quantization": ("quantize", "_square", "_blocks"),
     "moves of rows": ("_gather_kernel", "_copy_kernel"),
 }
-REST = "the rest"
+GEMMS, REST = "GEMMs", "the rest"
+KINDS = GEMMS, *PARTS, REST
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, parts in KINDS.items() if any(p in name for p in parts)), REST)
+    if _program.is_gemm(name):
+        return GEMMS
+    return next((kind for kind, parts in PARTS.items() if any(p in name for p in parts)), REST)
 
 
 def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str, tuple]:
@@ -45,10 +47,7 @@ def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str
     for kernel in traces[0]:
         text = text_of.get(kernel.instruction, "")
         size[kind_of(kernel.name)] += _program.num_bytes(text, text_of)
-    return {
-        kind: (statistics.median(time[kind] for time in times), size[kind])
-        for kind in (*KINDS, REST)
-    }
+    return {kind: (statistics.median(time[kind] for time in times), size[kind]) for kind in KINDS}
 
 
 def copy_rate() -> float:
@@ -68,7 +67,7 @@ def rows_of(shape: moe_block.Shape, rate: float) -> Iterator[dict]:
         for kind, (seconds, size) in kinds.items():
             case = f"{recipe or 'bfloat16'} {kind}, {BOTH}, {shape}, 1 device"
             reference = f"a copy of {size / 1e6:.0f} MB", size / rate
-            if recipe and kind in ("GEMMs", REST):
+            if recipe and kind in (GEMMS, REST):
                 reference = "bfloat16", found[None][kind][0]
             if seconds and (recipe or kind != REST):
                 yield _measure.time_row("step_parts", case, seconds, *reference)
