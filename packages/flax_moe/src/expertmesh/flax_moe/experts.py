@@ -368,7 +368,7 @@ def _placed(rows: jax.Array, handle: ep.Handle, of: _Options) -> Any:
 
 def _activates_at_once(params: Params, of: _Options) -> bool:
     """Whether one op projects rows, read where their tokens are, and activates them."""
-    return _is_plain_up(params) and _fuses(of)
+    return of.in_place and _is_plain_up(params) and _fuses(of)
 
 
 def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
@@ -392,8 +392,8 @@ def _is_plain_up(params: Params) -> bool:
 
 
 def _fuses(of: _Options) -> bool:
-    """Whether there are ops for GEMMs of such rows with the activation, or its gradient, behind them."""
-    return of.in_place and of.up.recipe is None and of.activation.gated
+    """Whether there are ops for GEMMs with the activation, or its gradient, behind them."""
+    return of.up.recipe is None and of.activation.gated
 
 
 class _Adapter(NamedTuple):

@@ -12,7 +12,8 @@ And the input gradient of the down projection, with the gradient of the activati
 
 and then `activate_rows_grad_op`, d_a being rounded before it, of rows that are `Moved` or not. Hopper has a kernel for
 each: the first stores h and never reads it, the second stores no d_a. Elsewhere the kernels of both ops run one after
-the other. They are for tokens that are all on one device: axes split participants and F alone.
+the other. K is whole. The first is for tokens that are all on one device: axes split participants and F. They split
+the experts of the second as those of a grouped GEMM.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
@@ -27,6 +28,7 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     plain_rows_unsupported,
+    plan_grouped,
 )
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activate_rows import (
@@ -165,6 +167,7 @@ dgrad_activation_grad_op = Op(
     roles="participants . ., experts tp fsdp, participants . . tp, participants ., participants ., participants . "
     "-> participants . . tp, participants ., participants . tp",
     parameter=1,
+    plan=partial(plan_grouped, features=("f",)),
     kernels=(
         Kernel.triton(
             "expertmesh.core.kernels.gathered_activation",

@@ -372,8 +372,8 @@ def expert_axes(
     return (), ()
 
 
-def plan_grouped(query: Query) -> Plan:
-    """The plan of a grouped op: participants and experts by `expert_axes`, the rest by the rule of the GEMMs."""
+def plan_grouped(query: Query, *, features: Sequence[str] = ("k", "n...")) -> Plan:
+    """The plan of a grouped op: participants and experts by `expert_axes`, `features` by the rule of the GEMMs."""
     rule, sizes = query.rule, factor_sizes(query.rule, query.shapes)
     num_experts = query.options.get("num_experts") or sizes["e"][0]
     p_axes, e_axes = expert_axes(
@@ -384,7 +384,7 @@ def plan_grouped(query: Query) -> Plan:
     )
     split = Split(query, sizes | {"e": [num_experts]})
     split.axes |= {"p": p_axes, "e": e_axes}
-    _split_features(query, split)
+    _split_features(query, split, query.rule.expand(features))
     of_sets = tuple(axis for axis in p_axes if axis not in e_axes)
     partial = [_summed_axes(query, split, names, of_sets) for names in rule.results]
     specs = tuple(map(split.spec, rule.operands))
@@ -410,10 +410,9 @@ def _summed_axes(
     return tuple(axis for name in summed for axis in split.axes.get(name, ()))
 
 
-def _split_features(query: Query, split: Split) -> None:
-    """Splits K and N: the parameter and the first operand lead, then wanted results, then the other operands."""
+def _split_features(query: Query, split: Split, free: frozenset[str]) -> None:
+    """Splits `free`: the parameter and the first operand lead, then wanted results, then the other operands."""
     rule = query.rule
-    free = rule.expand(("k", "n..."))
     if query.parameter is not None:
         lead_by_parameter(query, rule, split, query.parameter, free)
     split.add(rule.operands[0], query.operand_specs[0], free)
