@@ -81,11 +81,15 @@ def test_kernels_equal_float64_loops_and_repeat_bitwise(shape, dtype):
 @needs_triton
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("which", ["forward", "input gradient"])
-def test_results_of_16_bits_over_several_rounds_of_tiles(which, dtype):
-    """Some six tiles for each cluster of Hopper's kernel, and a few more, which are divided."""
+@pytest.mark.parametrize(
+    "rows, narrow, width, groups", [(5000, 520, 4104, 6), (9000, 72, 1032, 200)]
+)
+def test_results_of_16_bits_over_several_rounds_of_tiles(rows, narrow, width, groups, which, dtype):
+    """Some six tiles for each cluster of Hopper's kernel, and a few more, which are divided; of small groups nine, and
+    some, for which fewer clusters take ten."""
     wide = which == "forward"
-    K, N = (520, 4104) if wide else (4104, 520)
-    (lhs, dy, rhs), sizes = _operands(5000, K, N, 6, 100, dtype)
+    K, N = (narrow, width) if wide else (width, narrow)
+    (lhs, dy, rhs), sizes = _operands(rows, K, N, groups, 100, dtype)
     options = {"implementation": "triton", "out_dtype": jnp.dtype(dtype), "clear_padding": True}
     op, x = (grouped_gemm_op, lhs) if wide else (grouped_gemm_dgrad_op, dy)
     run = jax.jit(lambda *given: op(*given, **options)[0])

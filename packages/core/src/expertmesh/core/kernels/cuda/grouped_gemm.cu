@@ -60,7 +60,16 @@ struct Extent {
 };
 
 // Into how many parts of its rows each tile of a last round is divided: as many as there are clusters for.
-__device__ __forceinline__ int parts_of(int tiles, int most) { return min((int)gridDim.x / 2 / tiles, most); }
+__device__ __forceinline__ int parts_of(int tiles, int clusters, int most) { return min(clusters / tiles, most); }
+
+// How many clusters take so many tiles. Small groups wait for memory, which is left to the fewest clusters that need no
+// more rounds.
+__device__ __forceinline__ int clusters_for(int items) {
+  const int all = gridDim.x / 2;
+  if (BOXES == 1 || items <= all) return all;
+  const int rounds = (items + all - 1) / all;
+  return (items + rounds - 1) / rounds;
+}
 
 // Counts the tiles if none is higher than `height` grains, at TILES, and what they cost together, at COSTS. One warp.
 __device__ __forceinline__ void try_height(
@@ -74,7 +83,7 @@ __device__ __forceinline__ void try_height(
   grains = __reduce_add_sync(~0u, grains);
   const int clusters = gridDim.x / 2, items = tiles * num_columns, left = items % clusters;
   const float rows = (float)(grains * GRAIN) / max(tiles, 1);
-  const float cost = items / clusters * (rows + TILE_COST) + (left ? rows / parts_of(left, most_parts) + TILE_COST : 0);
+  const float cost = items / clusters * (rows + TILE_COST) + (left ? rows / parts_of(left, clusters, most_parts) + TILE_COST : 0);
   const int at = 4 * (MAX_ROWS / GRAIN - height);
   put_word(smem + COSTS + at, __float_as_int(cost));
   put_word(smem + TILES + at, tiles);
@@ -194,10 +203,12 @@ struct Operands {
 
 __device__ __forceinline__ void load_tiles(
     Operands operands, Operands low_rank, Cursor cursor, int items, int most_parts, Steps steps, Ring ring) {
-  const int rank = rank_in_cluster(), clusters = gridDim.x / 2;
+  const int rank = rank_in_cluster(), clusters = clusters_for(items);
+  int place = place_of_cluster();
+  if (place >= clusters) items = 0;
   // There and back, so that no cluster gets the higher tile of each round.
-  for (int first = 0, place = place_of_cluster(); first < items; first += clusters, place = clusters - 1 - place) {
-    const int parts = first + clusters > items ? parts_of(items - first, most_parts) : 1;
+  for (int first = 0; first < items; first += clusters, place = clusters - 1 - place) {
+    const int parts = first + clusters > items ? parts_of(items - first, clusters, most_parts) : 1;
     if (first + place / parts >= items) break;
     cursor.seek(first + place / parts);
     if (parts > 1 && !cursor.divide(place % parts, parts)) break;
