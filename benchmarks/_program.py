@@ -5,8 +5,7 @@ import re
 
 from expertmesh.core import hlo
 
-# A type in the text of a program, as bf16[8,16]; what an instruction is called, and what follows it.
-TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
+# What an instruction is called, and what follows it.
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", re.M)
 BACKWARD = re.compile(r'op_name="[^"]*transpose\(')
 GEMM = re.compile(
@@ -37,7 +36,7 @@ def is_gemm(name: str) -> bool:
 
 def shapes(text: str) -> list[tuple[int, ...]]:
     """Of all types in an instruction's text."""
-    found = (each.partition("[")[2].rstrip("]") for each in TYPE.findall(text))
+    found = (each.partition("[")[2].rstrip("]") for each in hlo.shapes(text))
     return [tuple(map(int, dims.split(","))) if dims else () for dims in found]
 
 
@@ -46,7 +45,7 @@ def num_bytes(text: str, text_of: dict[str, str]) -> int:
     result, _, rest = text.partition("(") if not text.startswith("(") else text.partition(") ")
     operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
     types = [result, *(_type_of(text_of.get(name, "")) for name in operands)]
-    return sum(hlo.num_bytes(shape) for each in types for shape in TYPE.findall(each))
+    return sum(hlo.num_bytes(shape) for each in types for shape in hlo.shapes(each))
 
 
 def _type_of(text: str) -> str:

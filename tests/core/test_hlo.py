@@ -93,3 +93,9 @@ def test_axes_of_groups():
 )
 def test_bytes_of_a_shape(shape, size):
     assert hlo.num_bytes(shape) == size
+
+
+def test_shapes():
+    """Scalars and tuples; no layout and no name."""
+    text = "(bf16[8,16]{1,0}, f8e4m3fn[2]{0}) fusion(%p.1, %x.3), calls=%sum, f32[] constant(0)"
+    assert hlo.shapes(text) == ("bf16[8,16]", "f8e4m3fn[2]", "f32[]")

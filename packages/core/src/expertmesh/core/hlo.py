@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Collective", "axes_of", "collectives", "count", "num_bytes"]
+__all__ = ["KINDS", "Collective", "axes_of", "collectives", "count", "num_bytes", "shapes"]
 
 KINDS = (
     "all-gather",
@@ -24,7 +24,7 @@ _INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 _COMMENT = re.compile(r"/\*.*?\*/")
-_SHAPE = re.compile(r"[a-z]\w*\[[\d,]*\]")
+_SHAPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
 _LITERAL = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"(?:\[(?P<shape>[\d,]+)\]<=)?\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
@@ -61,11 +61,10 @@ def collectives(hlo_text: str) -> list[Collective]:
     found = []
     for match in _INSTRUCTION.finditer(_COMMENT.sub("", hlo_text)):
         kind, rest = match["kind"], match["rest"]
-        shapes = _results(match["type"], kind) if match["start"] else match["type"]
+        types = _results(match["type"], kind) if match["start"] else match["type"]
         name = re.search(r'op_name="([^"]*)"', rest)
         groups = _groups(rest.split(", metadata=")[0])
-        shapes = tuple(_SHAPE.findall(shapes))
-        found.append(Collective(kind, shapes, groups, name[1] if name else ""))
+        found.append(Collective(kind, shapes(types), groups, name[1] if name else ""))
     return found
 
 
@@ -73,6 +72,11 @@ def count(hlo_text: str) -> dict[str, int]:
     """How many collectives there are of each kind that occurs."""
     kinds = sorted(collective.kind for collective in collectives(hlo_text))
     return {kind: len(list(same)) for kind, same in itertools.groupby(kinds)}
+
+
+def shapes(text: str) -> tuple[str, ...]:
+    """Those in HLO text, such as bf16[8,16], in its order; a tuple's are those it holds."""
+    return tuple(_SHAPE.findall(text))
 
 
 def num_bytes(shape: str) -> int:
