@@ -1,9 +1,10 @@
-"""This tree's kernels and another commit's, by turns in one process: `python -m benchmarks.turns COMMIT [NAME...]`.
+"""This tree's kernels and other commits', by turns in one process: `python -m benchmarks.turns COMMIT,... [NAME...]`.
 
-What `_measure.measured` would time in the benchmarks of both trees is paired by names of rows; `moe_block` stands for
+What `_measure.measured` would time in the benchmarks of all trees is compared by names of rows; `moe_block` stands for
 both passes of the block on one GPU, under each recipe of `single_gpu_blocks`. Programs run hot, each once untimed
 before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are apart says what a
-ratio is worth. Ratios are the other commit's time over ours.
+ratio is worth. Ratios are the other's time over ours. With `--peers` what a row is compared with in its benchmark, such
+as XLA's GEMM, takes turns, too: rows of one name and several references are then told apart.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import importlib
 import io
-import itertools
 import os
 import pathlib
 import random
@@ -39,17 +39,24 @@ NAMES = sorted(
     {BLOCK, *WITH_CASES}
     | {name for name, text in TEXT_OF.items() if any(f"{of}.main(" in text for of in WITH_CASES)}
 )
-PACKAGE, BENCHMARKS = "expertmesh_before", "benchmarks_before"  # the other commit's
 TEXTS = (".py", ".cc", ".h", ".cu", ".cuh")
 TURNS = 11
 
 
-class Pair(NamedTuple):
-    """A row's case in this tree and in the other."""
+class Tree(NamedTuple):
+    """What another commit's packages and benchmarks are called here."""
+
+    commit: str
+    package: str
+    benchmarks: str
+
+
+class Row(NamedTuple):
+    """A row's case in this tree, and in others by commit."""
 
     name: str
     ours: _measure.Case
-    theirs: _measure.Case
+    theirs: dict[str, _measure.Case]
 
 
 def tree_of(commit: str, folder: pathlib.Path) -> pathlib.Path:
@@ -63,30 +70,43 @@ def tree_of(commit: str, folder: pathlib.Path) -> pathlib.Path:
     return folder / "tree"
 
 
-def rename(tree: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies a tree's packages and benchmarks under names of their own, which Python finds from then on."""
-    for source in tree.glob("packages/*/src/expertmesh"):
-        shutil.copytree(source, folder / PACKAGE, dirs_exist_ok=True)
-    shutil.copytree(tree / "benchmarks", folder / BENCHMARKS)
-    for path in folder.glob("*_before/**/*"):
+def rename(source: pathlib.Path, commit: str, number: int, folder: pathlib.Path) -> Tree:
+    """Copies packages and benchmarks to a folder that Python searches, under names of their own."""
+    tree = Tree(commit, f"expertmesh_before_{number}", f"benchmarks_before_{number}")
+    for packages in source.glob("packages/*/src/expertmesh"):
+        shutil.copytree(packages, folder / tree.package, dirs_exist_ok=True)
+    shutil.copytree(source / "benchmarks", folder / tree.benchmarks)
+    for path in folder.glob(f"*_before_{number}/**/*"):
         if path.suffix in TEXTS:
-            text = path.read_text().replace("expertmesh", PACKAGE)
-            if BENCHMARKS in path.parts:
-                text = text.replace("benchmarks", BENCHMARKS)
+            text = path.read_text().replace("expertmesh", tree.package)
+            if tree.benchmarks in path.parts:
+                text = text.replace("benchmarks", tree.benchmarks)
             path.write_text(text)
-    sys.path.append(str(folder))
+    return tree
 
 
-def build(folder: pathlib.Path) -> None:
+def build(tree: Tree, folder: pathlib.Path) -> None:
     """The extensions of the renamed packages."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(folder)])}
-    for path in folder.glob(f"{PACKAGE}/*/_native/__main__.py"):
+    for path in folder.glob(f"{tree.package}/*/_native/__main__.py"):
         module = ".".join(path.parent.relative_to(folder).parts)
         subprocess.run([sys.executable, "-m", module], env=env, check=True)
 
 
-def cases_of(package: str, benchmark: str) -> dict[str, _measure.Case]:
-    """What a benchmark would time, by the names of its rows; the first of those of one name."""
+def trees_of(commits: Iterable[str], folder: pathlib.Path) -> list[Tree]:
+    """Those of all commits, ready to be imported."""
+    trees = []
+    for number, commit in enumerate(commits):
+        archived = folder / str(number)
+        archived.mkdir()
+        trees.append(rename(tree_of(commit, archived), commit, number, folder))
+        build(trees[-1], folder)
+    sys.path.append(str(folder))
+    return trees
+
+
+def cases_of(package: str, benchmark: str, peers: bool) -> dict[str, _measure.Case]:
+    """What a benchmark would time, by the names of its rows; the first of those of one name, or of one peer beside."""
     if benchmark == BLOCK:
         return dict(blocks_of(package))
     found: dict[str, _measure.Case] = {}
@@ -94,7 +114,9 @@ def cases_of(package: str, benchmark: str) -> dict[str, _measure.Case]:
 
     def keep(cases, **_):
         for case in cases:
-            found.setdefault(case.row(1.0, 1.0, 1.0)["case"], case)
+            row = case.row(1.0, 1.0, 1.0)
+            beside = f" beside {_peer_of(row)}" if peers else ""
+            found.setdefault(row["case"] + beside, case)
         return ()
 
     with (
@@ -121,67 +143,69 @@ def blocks_of(package: str) -> Iterator[tuple[str, _measure.Case]]:
             )
 
 
-def pairs(benchmark: str, match: str) -> Iterator[Pair]:
-    ours, theirs = (cases_of(package, benchmark) for package in ("benchmarks", BENCHMARKS))
+def _peer_of(row: dict) -> str:
+    """The reference without its figure."""
+    return row["reference"].rpartition(", ")[0]
+
+
+def in_all(benchmark: str, trees: list[Tree], options: argparse.Namespace) -> Iterator[Row]:
+    """The rows that every tree has."""
+    ours = cases_of("benchmarks", benchmark, options.peers)
+    theirs = {of.commit: cases_of(of.benchmarks, benchmark, options.peers) for of in trees}
     for name, case in ours.items():
-        if match in name and name in theirs:
-            yield Pair(name, case, theirs[name])
-    if alone := sorted(name for name in {*ours} ^ {*theirs} if match in name):
-        print(f"{benchmark}: in one tree alone: {', '.join(alone)}", flush=True)
+        if options.match in name and all(name in cases for cases in theirs.values()):
+            yield Row(name, case, {commit: cases[name] for commit, cases in theirs.items()})
+    for commit, cases in theirs.items():
+        if alone := sorted(name for name in {*ours} ^ {*cases} if options.match in name):
+            print(f"{benchmark}: of {commit} and ours in one alone: {', '.join(alone)}", flush=True)
 
 
-def row_of(benchmark: str, pair: Pair, commit: str) -> dict:
-    """Times a pair by turns."""
-    sides = {"ours": pair.ours.ours, "again": pair.ours.ours, "theirs": pair.theirs.ours}
-    seconds = pair.ours.seconds[0]
+def rows_of(benchmark: str, row: Row, peers: bool) -> Iterator[dict]:
+    """Times all sides of a row by turns: one row for each commit, and for the peer."""
+    others = {commit: case.ours for commit, case in row.theirs.items()}
+    if peers and row.ours.reference != row.ours.ours:
+        others[_peer_of(row.ours.row(1.0, 1.0, 1.0))] = row.ours.reference
+    sides = [row.ours.ours, row.ours.ours, *others.values()]
+    seconds = row.ours.seconds[0]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = pool.map(lambda side: _measure.hot(*side, seconds), sides.values())
-        programs = dict(zip(sides, made, strict=True))
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    order, rng = list(programs), random.Random(0)
+        programs = list(pool.map(lambda side: _measure.hot(*side, seconds), sides))
+    times: list[list[float]] = [[] for _ in programs]
+    order, rng = list(range(len(programs))), random.Random(0)
     for _ in range(TURNS):
         rng.shuffle(order)
-        for name in order:
-            programs[name]()
-            times[name].append(programs[name]())
-    ours, again, theirs = (statistics.median(times[name]) for name in sides)
-    return _measure.time_row(
-        "turns",
-        f"{benchmark}: {pair.name}",
-        ours,
-        commit,
-        theirs,
-        note=f"; ours once more {theirs / again:.3f}",
-    )
+        for number in order:
+            programs[number]()
+            times[number].append(programs[number]())
+    ours, again, *medians = map(statistics.median, times)
+    for name, theirs in zip(others, medians, strict=True):
+        note = f"; ours once more {theirs / again:.3f}"
+        yield _measure.time_row("turns", f"{benchmark}: {row.name}", ours, name, theirs, note=note)
 
 
-def rows(commit: str, names: Iterable[str], match: str, failed: list[str]) -> Iterator[dict]:
-    for name, pair in itertools.chain.from_iterable(
-        ((name, pair) for pair in pairs(name, match)) for name in names
-    ):
-        try:
-            yield row_of(name, pair, commit)
-        except Exception as error:
-            traceback.print_exception(error)
-            failed.append(f"{name}: {pair.name}")
+def rows(trees: list[Tree], options: argparse.Namespace, failed: list[str]) -> Iterator[dict]:
+    for name in options.names or NAMES:
+        for row in in_all(name, trees, options):
+            try:
+                yield from rows_of(name, row, options.peers)
+            except Exception as error:
+                traceback.print_exception(error)
+                failed.append(f"{name}: {row.name}")
 
 
 def compare() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("commit", help="of git, or a folder that has its files")
+    parser.add_argument("commits", metavar="COMMIT,...", help="of git, or folders of such files")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
     parser.add_argument("--match", default="", help="rows whose names have this alone")
+    parser.add_argument("--peers", action="store_true", help="with what rows are compared with")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if unknown := sorted({*options.names} - {*NAMES}):
         parser.error(f"no such benchmark has cases: {', '.join(unknown)}; there are {NAMES}")
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        rename(tree_of(options.commit, folder), folder)
-        build(folder)
-        found = rows(options.commit, options.names or NAMES, options.match, failed)
-        _measure.write(options.json, found)
+        trees = trees_of(options.commits.split(","), pathlib.Path(name))
+        _measure.write(options.json, rows(trees, options, failed))
     if failed:
         print(f"failed: {'; '.join(failed)}")
     return bool(failed)

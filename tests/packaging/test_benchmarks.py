@@ -46,12 +46,17 @@ def test_each_finds_what_it_imports():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "count"), [("group_bias", 1), ("moe_block", 3)])
-def test_a_tree_by_turns_with_itself(name, count, tmp_path):
-    done = python("-m", "benchmarks.turns", ".", name, "--json", str(tmp_path / "rows.json"))
+@pytest.mark.parametrize(
+    ("name", "others", "count"),
+    [("group_bias", [".,../" + ROOT.name, "--peers"], 3), ("moe_block", ["."], 3)],
+)
+def test_a_tree_by_turns_with_itself(name, others, count, tmp_path):
+    commits, *options = others
+    arguments = "-m", "benchmarks.turns", commits, name, *options
+    done = python(*arguments, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == count
+    assert len({(row["case"], row["reference"].partition(",")[0]) for row in rows}) == count
     for row in rows:
         assert row["case"].startswith(f"{name}: ") and "ours once more" in row["reference"]
 
