@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from expertmesh.core import MeshResource
 from expertmesh.core.linear.gemm import gemm_dgrad_op, gemm_op, gemm_wgrad_op
-from expertmesh.core.linear.grouped_gemm import expert_axes, grouped_gemm_op, grouped_gemm_wgrad_op
+from expertmesh.core.linear.grouped_gemm import grouped_gemm_op, grouped_gemm_wgrad_op
+from expertmesh.core.linear.grouped_plan import expert_axes
 from expertmesh.core.rule import Query, parse_rule, plan_by_rule, role_names
 from expertmesh.core.specs import local_shape, pad_spec, spec_axes
 

@@ -1,4 +1,4 @@
-"""GEMMs of rows on one device with a gated activation behind them, as one op each.
+"""GEMMs of rows with a gated activation behind them, as one op each.
 
 The up projection of rows that are read where their tokens are, and their activation:
 
@@ -28,8 +28,8 @@ from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     plain_rows_unsupported,
-    plan_grouped,
 )
+from expertmesh.core.linear.grouped_plan import plan_grouped
 from expertmesh.core.op import Kernel, Op
 from expertmesh.core.ops.activate_rows import (
     activate_rows_grad_reference,
