@@ -52,9 +52,20 @@ INSTRUCTION
 
 // Writes where each group ends to `ends`. One warp.
 __device__ __forceinline__ void find_ends(const int* sizes, int num_groups, u32 ends) {
-  scan_groups(sizes, num_groups, [=](int g, int size, int start) {
-    if (g < num_groups) put_word(ends + 4 * g, start + size);
-  });
+  const int lane = threadIdx.x % 32;
+  int start = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane;
+    int end = g < num_groups ? __ldg(sizes + g) : 0;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int before = __shfl_up_sync(~0u, end, i);
+      if (lane >= i) end += before;
+    }
+    end += start;
+    if (g < num_groups) put_word(ends + 4 * g, end);
+    start = __shfl_sync(~0u, end, 31);
+  }
 }
 
 // A block's tiles: first rows, how many, and the first column. Clusters take columns of the same rows, then rows of the

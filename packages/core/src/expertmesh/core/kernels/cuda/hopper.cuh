@@ -148,44 +148,22 @@ struct Divisor {
   }
 };
 
-// Of the lanes up to this one.
-__device__ __forceinline__ int sum_up_to(int x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const int before = __shfl_up_sync(~0u, x, i);
-    if (lane >= i) x += before;
-  }
-  return x;
-}
-
-// Calls `take(g, size, start)` for the groups in turn, in each lane for one of 32 that follow one another; of those that
-// there are not the size is 0. Returns where the last one ends. One warp.
-template <class Take>
-__device__ __forceinline__ int scan_groups(const int* sizes, int num_groups, Take take) {
-  constexpr int TOGETHER = 8;  // reads under way
-  const int lane = threadIdx.x % 32;
-  int start = 0;
-  for (int first = 0; first < num_groups; first += 32 * TOGETHER) {
-    const int mine = first + lane;
-    int size[TOGETHER];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++) size[i] = mine + 32 * i < num_groups ? __ldg(sizes + mine + 32 * i) : 0;
-#pragma unroll
-    for (int i = 0; i < TOGETHER && first + 32 * i < num_groups; i++) {
-      const int end = start + sum_up_to(size[i]);
-      take(mine + 32 * i, size[i], end - size[i]);
-      start = __shfl_sync(~0u, end, 31);
-    }
-  }
-  return start;
-}
-
 // Writes sizes and starts of the groups to `room`, 16 bytes each, and returns where the last one ends. One warp.
 __device__ __forceinline__ int read_sizes(const int* sizes, int num_groups, u32 room) {
-  return scan_groups(sizes, num_groups, [=](int g, int size, int start) {
-    if (g < num_groups) put(room + 16 * g, make_int4(size, start, 0, 0));
-  });
+  const int lane = threadIdx.x % 32;
+  int start = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
+    int end = size;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int before = __shfl_up_sync(~0u, end, i);
+      if (lane >= i) end += before;
+    }
+    if (g < num_groups) put(room + 16 * g, make_int4(size, start + end - size, 0, 0));
+    start += __shfl_sync(~0u, end, 31);
+  }
+  return start;
 }
 
 // The place of group g, whose number is `mine`, if larger ones come first; the numbers lie 16 bytes apart.

@@ -57,16 +57,29 @@ __device__ __forceinline__ int2 get_pair(u32 from) {
   return v;
 }
 
+// Of the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int before = __shfl_up_sync(~0u, x, i);
+    if (lane >= i) x += before;
+  }
+  return x;
+}
+
 // Writes to the table, 8 bytes each, of each group how many tiles of rows and how many rows come before it, and at last
 // those of all. One warp.
 __device__ __forceinline__ void count_tiles(const int* sizes, int num_groups, u32 table) {
-  int tiles = 0;
+  const int lane = threadIdx.x % 32;
+  int tiles = 0, rows = 0;
   put_pair(table, 0, 0);
-  scan_groups(sizes, num_groups, [&](int g, int size, int start) {
-    const int last_tile = tiles + sum_up_to((size + TILE_M - 1) / TILE_M);
-    if (g < num_groups) put_pair(table + 8 * (g + 1), last_tile, start + size);
-    tiles = __shfl_sync(~0u, last_tile, 31);
-  });
+  for (int first = 0; first < num_groups; first += 32) {
+    const int g = first + lane, size = g < num_groups ? __ldg(sizes + g) : 0;
+    const int last_tile = tiles + sum_up_to((size + TILE_M - 1) / TILE_M), end = rows + sum_up_to(size);
+    if (g < num_groups) put_pair(table + 8 * (g + 1), last_tile, end);
+    tiles = __shfl_sync(~0u, last_tile, 31), rows = __shfl_sync(~0u, end, 31);
+  }
 }
 
 // The tiles of a block, one after the other. All of a warp.
