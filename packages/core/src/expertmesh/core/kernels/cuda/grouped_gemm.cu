@@ -83,7 +83,8 @@ __device__ __forceinline__ void try_height(
   grains = __reduce_add_sync(~0u, grains);
   const int clusters = gridDim.x / 2, items = tiles * num_columns, left = items % clusters;
   const float rows = (float)(grains * GRAIN) / max(tiles, 1);
-  const float cost = items / clusters * (rows + TILE_COST) + (left ? rows / parts_of(left, clusters, most_parts) + TILE_COST : 0);
+  const float cost = items / clusters * (rows + TILE_COST) +
+                     (left ? rows / parts_of(left, clusters, most_parts) + TILE_COST : 0);
   const int at = 4 * (MAX_ROWS / GRAIN - height);
   put_word(smem + COSTS + at, __float_as_int(cost));
   put_word(smem + TILES + at, tiles);
