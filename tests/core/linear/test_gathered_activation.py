@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from core.ops.test_activate_rows import oracle as activations
 from expertmesh.core.hlo import axes_of, collectives
 from expertmesh.core.linear.gathered_activation import dgrad_activation_grad_op
 from expertmesh.core.ops.activation import Activation
@@ -28,21 +29,13 @@ def make():
     return dy, rhs, h, rng.normal(size=live.shape).astype(np.float32), source, sizes
 
 
-def oracle(dy, rhs, h, weights, source, sizes):
-    """d_h, d_weights and a, one row after the other in float64."""
-    d_h, d_weights, a = np.zeros(h.shape), np.zeros(weights.shape), np.zeros((*dy.shape[:2], F))
+def expected(dy, rhs, h, weights, source, sizes):
+    """d_h, d_weights and a: a row's product after the other in float64, then the oracle of activations."""
+    d = np.zeros((*dy.shape[:2], F))
     for p in range(PARTICIPANTS):
-        expert = p * GROUPS + np.repeat(np.arange(GROUPS), sizes[p])
-        for row, e in enumerate(expert):
-            if source[p, row] < 0:
-                continue
-            d = np.float64(rhs[e]) @ np.float64(dy[p, row])
-            gate, up = np.float64(h[p, row])
-            of_gate = 1 / (1 + np.exp(-gate))
-            w, value = weights[p, row], gate * of_gate
-            slope = of_gate * (1 + gate * (1 - of_gate))
-            d_h[p, row] = w * d * up * slope, w * d * value
-            d_weights[p, row], a[p, row] = d @ (value * up), w * value * up
+        for row, e in enumerate(p * GROUPS + np.repeat(np.arange(GROUPS), sizes[p])):
+            d[p, row] = np.float64(rhs[e]) @ np.float64(dy[p, row])
+    a, d_h, d_weights = activations(Activation(), h, d, weights, source, sizes)
     return d_h, d_weights, a
 
 
@@ -65,12 +58,9 @@ def test_on_shards_of_experts_and_features(kind):
         compiled = jax.jit(run).lower(*placed).compile()
         got = compiled(*placed)
     live = np.arange(ROWS) < operands[-1].sum(1)[:, None]
-    for x, want in zip(got, oracle(*operands), strict=True):
-        assert (
-            relative_error(np.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), x, 0), want)
-            < 1e-6
-        )
-    text = compiled.as_text()
-    (summed,) = collectives(text)
+    for x, want in zip(got, expected(*operands), strict=True):
+        of_groups = live.reshape(*live.shape, *[1] * (x.ndim - 2))
+        assert relative_error(np.where(of_groups, x, 0), want) < 1e-6
+    (summed,) = collectives(compiled.as_text())
     assert (summed.kind, summed.shapes) == ("all-reduce", (f"f32[1,{ROWS}]",))
     assert axes_of(summed.groups, axes) == ("tp",)
