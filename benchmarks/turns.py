@@ -96,7 +96,7 @@ def build(tree: Tree, folder: pathlib.Path) -> None:
 def trees_of(commits: Iterable[str], folder: pathlib.Path) -> list[Tree]:
     """Those of all commits, ready to be imported."""
     trees = []
-    for number, commit in enumerate(commits):
+    for number, commit in enumerate(dict.fromkeys(commits)):
         archived = folder / str(number)
         archived.mkdir()
         trees.append(rename(tree_of(commit, archived), commit, number, folder))
@@ -163,7 +163,7 @@ def in_all(benchmark: str, trees: list[Tree], options: argparse.Namespace) -> It
 def rows_of(benchmark: str, row: Row, peers: bool) -> Iterator[dict]:
     """Times all sides of a row by turns: one row for each commit, and for the peer."""
     others = {commit: case.ours for commit, case in row.theirs.items()}
-    if peers and row.ours.reference != row.ours.ours:
+    if peers and row.ours.reference is not row.ours.ours:
         others[_peer_of(row.ours.row(1.0, 1.0, 1.0))] = row.ours.reference
     sides = [row.ours.ours, row.ours.ours, *others.values()]
     seconds = row.ours.seconds[0]
