@@ -64,15 +64,16 @@ def test_a_program_carries_the_launch():
     """Names, numbers of buffers, strides in bytes, bits of scalars."""
     binary = launcher.Binary("kernel", b"machine code", 96, 4096, cluster=(2, 1, 1))
     x = jax.ShapeDtypeStruct((6, 128), jnp.bfloat16)
-    out = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    out, count = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def call(x, y):
         windows = launcher.TensorMap(y, y.dtype, (3, 4, 128), (128, 128, 1), (1, 4, 64))
         parameters = (
             x, None, windows, np.int32(-2), np.int64(-3), np.float32(1.5),
             launcher.Result(0), launcher.TensorMap.of(out, (2, 8), base=launcher.Result(0)),
+            launcher.Result(1, zeroed=True),
         )  # fmt: skip
-        return launcher.launch(binary, *parameters, out_type=out, grid=(5, 7))
+        return launcher.launch(binary, *parameters, out_type=(out, count), grid=(5, 7))
 
     text = jax.jit(call).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
     (shape,) = re.findall(r"shape = array<i64: ([^>]*)>|shape = dense<\[([^\]]*)\]>", text)
@@ -85,6 +86,7 @@ def test_a_program_carries_the_launch():
         *(2, -2), *(3, -3), *(2, bits),
         *(1, 2),
         *(4, 2, 7, 0, 2), *(4, 8), 32, *(2, 8),
+        *(5, 3),
     ]  # fmt: skip
     (image,) = re.findall(r'image = "([^"]*)"', text)
     assert HOST.unpack(image) == b"machine code"
@@ -223,6 +225,28 @@ class TestOnAGpu:
             y, firsts = run(jnp.full(1000, float(start)))
             np.testing.assert_array_equal(y, np.full(1000, start + 50.0))
             np.testing.assert_array_equal(firsts, start + np.arange(50.0))
+
+    def test_a_count_begins_with_zero_at_each_launch(self):
+        from expertmesh.core.kernels.cuda.cuda_call import cuda_call
+
+        source = (
+            'extern "C" __global__ void count(const float* x, int more, float* out, int* counted) {\n'
+            "  const int before = atomicAdd(counted, more);\n"
+            "  if (before == 31 * more) out[0] = x[0] + before;\n}\n"
+        )
+        out_type = jax.ShapeDtypeStruct((1,), jnp.float32)
+
+        def body(x, _):
+            x = cuda_call(
+                x, source=source, name="count", scalars=(2,), out_type=out_type, programs=1, warps=1,
+                shared=0, queue=True,
+            )  # fmt: skip
+            return x, x[0]
+
+        run = jax.jit(lambda x: jax.lax.scan(body, x, length=50))
+        for start in (0.0, 5.0):
+            _, counts = run(jnp.full(1, start))
+            np.testing.assert_array_equal(counts, start + 62.0 * np.arange(1, 51))
 
     def test_every_local_device(self):
         for device in jax.local_devices():

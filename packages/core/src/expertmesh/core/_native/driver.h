@@ -50,6 +50,7 @@ struct Driver {
   int (*LoadFunction)(Function);  // null before CUDA 12.4
   int (*Encode)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
                 int, int, int, int);
+  int (*Zero)(uint64_t, unsigned char, size_t, Stream);
   int (*Launch)(const Config*, Function, void**, void**);
   std::string problem;  // why it cannot be used, or empty
 
@@ -68,6 +69,7 @@ struct Driver {
     Find("cuKernelSetAttribute", SetAttribute);
     Find("cuKernelGetFunction", GetFunction);
     Find("cuTensorMapEncodeTiled", Encode);
+    Find("cuMemsetD8Async", Zero);
     Find("cuLaunchKernelEx", Launch);
     LoadFunction = reinterpret_cast<decltype(LoadFunction)>(dlsym(handle_, "cuFuncLoad"));
   }

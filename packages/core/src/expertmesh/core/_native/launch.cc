@@ -1,7 +1,7 @@
 // The module `_host`: XLA's custom call that launches one kernel, whose machine code is an attribute of the call.
 //
 //   initialize: loads the machine code, once for each device of the process
-//   execute:    makes TMA's descriptors of this call's buffers, and launches
+//   execute:    makes TMA's descriptors of this call's buffers, zeroes those that ask for it, and launches
 //
 // An execution allocates nothing and waits for nothing, so that it can be part of a command buffer. Kernels are known by
 // the digest of all that loading depends on; launcher.py makes both.
@@ -133,12 +133,18 @@ ffi::Error Fail(const Attributes& a, const std::string& what) {
                     "expertmesh: kernel " + std::string(a.name) + " cannot be launched: " + what);
 }
 
+struct Buffer {
+  void* data;
+  size_t bytes;
+};
+
 // What the kernel is called with. Kinds: 0 a null pointer; 1 a buffer, by its number among operands and results; 2 a
 // word of 32 bits and 3 one of 64, by value; 4 TMA's descriptor of a buffer: its number, element type, swizzle and rank,
-// then sizes, strides in bytes (of all dimensions but the last, first ones first) and the box.
+// then sizes, strides in bytes (of all dimensions but the last, first ones first) and the box; 5 a buffer as 1, of zeros
+// when the kernel begins.
 class Parameters {
  public:
-  Parameters(const std::vector<void*>& buffers, ffi::Span<const int64_t> coded) : buffers_(buffers), coded_(coded) {
+  Parameters(const std::vector<Buffer>& buffers, ffi::Span<const int64_t> coded) : buffers_(buffers), coded_(coded) {
     // No more than there are numbers; what a pointer shows must not move.
     words_.reserve(coded.size());
     maps_.reserve(coded.size() / 8 + 1);
@@ -146,6 +152,7 @@ class Parameters {
   }
 
   void** data() { return pointers_.data(); }
+  const std::vector<Buffer>& zeroed() const { return zeroed_; }
 
  private:
   static constexpr int kMaxRank = 5;
@@ -155,7 +162,7 @@ class Parameters {
     return coded_.begin()[at_++];
   }
 
-  void* Buffer() {
+  const Buffer& Numbered() {
     const int64_t number = Next();
     if (number < 0 || number >= static_cast<int64_t>(buffers_.size())) throw std::runtime_error("no such buffer");
     return buffers_[number];
@@ -166,19 +173,22 @@ class Parameters {
     pointers_.push_back(&words_.back());
   }
 
+  void Pointer(const Buffer& buffer) { Word(reinterpret_cast<uint64_t>(buffer.data)); }
+
   void Add(int64_t kind) {
     switch (kind) {
       case 0: return Word(0);
-      case 1: return Word(reinterpret_cast<uint64_t>(Buffer()));
+      case 1: return Pointer(Numbered());
       case 2:  // of a little-endian word the lower half comes first
       case 3: return Word(static_cast<uint64_t>(Next()));
       case 4: return Map();
+      case 5: zeroed_.push_back(Numbered()); return Pointer(zeroed_.back());
       default: throw std::runtime_error("unknown kind of parameter");
     }
   }
 
   void Map() {
-    void* base = Buffer();
+    void* base = Numbered().data;
     const int type = static_cast<int>(Next()), swizzle = static_cast<int>(Next());
     const int rank = static_cast<int>(Next());
     if (rank < 1 || rank > kMaxRank) throw std::runtime_error("a descriptor has 1 to 5 dimensions");
@@ -196,13 +206,16 @@ class Parameters {
     pointers_.push_back(&maps_.back());
   }
 
-  const std::vector<void*>& buffers_;
+  const std::vector<Buffer>& buffers_;
   ffi::Span<const int64_t> coded_;
   size_t at_ = 0;
   std::vector<uint64_t> words_;
   std::vector<TensorMap> maps_;
   std::vector<void*> pointers_;
+  std::vector<Buffer> zeroed_;
 };
+
+Buffer BufferOf(ffi::AnyBuffer buffer) { return {buffer.untyped_data(), buffer.size_bytes()}; }
 
 ffi::Error Initialize(int32_t device, Args, Rets, Attributes a) {
   if (device < 0) return ffi::Error::Success();  // XLA does not tell; it is loaded at the first launch
@@ -217,11 +230,15 @@ ffi::Error Initialize(int32_t device, Args, Rets, Attributes a) {
 ffi::Error Execute(Driver::Stream stream, int32_t device, Args args, Rets rets, Attributes a) {
   try {
     const Driver::Function function = FunctionOf(device, a);
-    std::vector<void*> buffers;
+    std::vector<Buffer> buffers;
     buffers.reserve(args.size() + rets.size());
-    for (size_t i = 0; i < args.size(); ++i) buffers.push_back(args.get<ffi::AnyBuffer>(i)->untyped_data());
-    for (size_t i = 0; i < rets.size(); ++i) buffers.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
+    for (size_t i = 0; i < args.size(); ++i) buffers.push_back(BufferOf(*args.get<ffi::AnyBuffer>(i)));
+    for (size_t i = 0; i < rets.size(); ++i) buffers.push_back(BufferOf(**rets.get<ffi::AnyBuffer>(i)));
     Parameters parameters(buffers, a.parameters);
+    for (const Buffer& buffer : parameters.zeroed()) {
+      const int error = Cuda().Zero(reinterpret_cast<uint64_t>(buffer.data), 0, buffer.bytes, stream);
+      if (error) return Fail(a, Cuda().Text(error));
+    }
     Driver::Attribute cluster{Driver::kClusterDimension, {}, {}};
     Driver::Config config{};
     for (int i = 0; i < 3; ++i) {

@@ -68,9 +68,15 @@ def _image(code: bytes) -> str:
 
 
 class Result(NamedTuple):
-    """The buffer of a result, as a parameter of the kernel: its number among the results."""
+    """The buffer of a result, as a parameter of the kernel.
+
+    Attributes:
+      number: among the results.
+      zeroed: it is zeros when the kernel begins.
+    """
 
     number: int
+    zeroed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +154,7 @@ def launch(binary: Binary, *parameters, out_type, grid: tuple[int, ...]):
 
 
 # As launch.cc reads them.
-_NULL, _POINTER, _WORD, _WIDE_WORD, _MAP = range(5)
+_NULL, _POINTER, _WORD, _WIDE_WORD, _MAP, _ZEROED = range(6)
 # CUtensorMapDataType; of 8 bits, bytes.
 _MAP_TYPES = {
     "float8_e4m3fn": 0, "float8_e5m2": 0, "int8": 0, "uint8": 0, "int32": 4, "float16": 6, "float32": 7, "bfloat16": 9,
@@ -177,7 +183,8 @@ def _coded(parameter, numbers: Iterator[int]) -> list[int]:
             _MAP, next(numbers), _MAP_TYPES[dtype.name], _SWIZZLES[parameter.swizzled], rank,
             *parameter.shape, *(stride * dtype.itemsize for stride in parameter.strides[:-1]), *parameter.box,
         ]  # fmt: skip
-    return [_POINTER, next(numbers)]
+    zeroed = isinstance(parameter, Result) and parameter.zeroed
+    return [_ZEROED if zeroed else _POINTER, next(numbers)]
 
 
 @functools.cache

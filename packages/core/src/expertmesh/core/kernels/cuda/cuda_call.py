@@ -28,7 +28,7 @@ def nvrtc() -> str | None:
 
 def cuda_call(
     *operands, source: str, name: str, scalars, out_type, programs: int, warps: int, shared: int,
-    out_block: tuple[int, ...] | None = None,
+    out_block: tuple[int, ...] | None = None, queue: bool = False,
 ):  # fmt: skip
     """Launches `programs` blocks of the kernel `name` on a GPU of compute capability 9.0.
 
@@ -38,6 +38,7 @@ def cuda_call(
       out_type: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       shared: bytes of dynamic shared memory.
       out_block: of the TMA descriptor of its one result, which the kernel takes after the pointer.
+      queue: the kernel's last parameter is a pointer to an int32 that is 0 when it begins.
 
     Returns:
       The result, or a tuple of results.
@@ -45,12 +46,17 @@ def cuda_call(
     Raises:
       KernelError: NVRTC cannot compile it; or as `launcher.launch`.
     """
-    results: list = [launcher.Result(i) for i in range(len(jax.tree.leaves(out_type)))]
+    types = jax.tree.leaves(out_type)
+    results: list = [launcher.Result(i) for i in range(len(types))]
     if out_block:
         results += [launcher.TensorMap.of(out_type, out_block, base=results[0])]
+    if queue:
+        results += [launcher.Result(len(types), zeroed=True)]
+        types += [jax.ShapeDtypeStruct((1,), np.int32)]
     binary = launcher.Binary(name, compile_cuda(source), 32 * warps, shared)
     parameters = *operands, *map(np.int32, scalars), *results
-    return launcher.launch(binary, *parameters, out_type=out_type, grid=(programs,))
+    made = launcher.launch(binary, *parameters, out_type=tuple(types), grid=(programs,))
+    return jax.tree.unflatten(jax.tree.structure(out_type), made[:-1] if queue else made)
 
 
 def source_text(*files: str, defined: dict[str, object], **lines: str) -> str:
