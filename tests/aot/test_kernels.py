@@ -333,7 +333,9 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_pa
     from expertmesh.core.kernels.device import Device
 
     wide = out == "float32"
-    tiles = choice.choose_weights(choice.Weights(rows, (256, 256), groups, out, Device())).tiles
+    gemm = choice.Weights(rows, (256, 256), groups, out, Device())
+    tiles = choice.choose_weights(gemm, gathers=bool(gathers)).tiles
+    assert tiles.queued == (rows < 192 * groups and not wide and not gathers)
     assert tiles.stages >= tiles.min_stages
     text = kernels.weights_source(operands, out, tiles, gathers)
     ptx, said = _assemble_cuda(text, tmp_path)
@@ -341,6 +343,7 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers, tmp_pa
     # Eight rows at once, of 128 columns of lhs or of 256 of dy.
     copies = {"": 0, "lhs": 8 * 2, "dy": 8 * 4}[gathers]
     assert ptx.count("cp.async.cg.shared.global") == copies
+    assert ("st.async" in ptx) == tiles.queued, "numbers of tiles"
     # Strips of each warp, which need not wait for the last ones.
     waits = 3 if wide else 0
     assert f"cp.async.bulk.wait_group.read {waits};" in ptx

@@ -41,7 +41,7 @@ def weights(lhs, dy, group_sizes, *, num_experts, out_dtype, device):
     """
     (_, C, K), N = lhs.shape, prod(dy.shape[2:])
     gemm = choice.Weights(C, (K, N), num_experts, out_dtype, device)
-    config = choice.choose_weights(gemm)
+    config = choice.choose_weights(gemm, gathers=True)
     if config.kernel != "cuda":
         options = dict(num_experts=num_experts, out_dtype=out_dtype)
         return grouped_gemm.weights(_written(lhs), _written(dy), group_sizes, **options)

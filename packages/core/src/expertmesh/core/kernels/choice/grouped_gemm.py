@@ -98,7 +98,23 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTiles:
+class ClusterTiles:
+    """What kernels in CUDA C++ have in common that run in clusters of two.
+
+    Attributes:
+      queued: clusters take their tiles from one queue, so that what they share is in L2 when all read it.
+    """
+
+    queued: bool = dataclasses.field(default=False, kw_only=True)
+
+    def programs(self, gemm: Rows | Weights, tiles: tuple[int, int, int]) -> int:
+        """Of a launch with such tiles. A program that begins late leaves others more of a queue."""
+        all_programs = gemm.device.multiprocessors if self.queued else gemm.programs(tiles)
+        return all_programs // 2 * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles(ClusterTiles):
     """How the kernel of rows in CUDA C++ runs.
 
     Attributes:
@@ -122,7 +138,7 @@ class RowTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTiles:
+class WeightTiles(ClusterTiles):
     """How a kernel of weight gradients in CUDA C++ runs.
 
     Attributes:
@@ -171,7 +187,7 @@ class WeightTiles:
 
     def config(self, gemm: Weights, step: int, kernel: str = "cuda") -> Config:
         """The launch of a kernel of `step` rows a step, in clusters of two."""
-        return Config(kernel, self, gemm.programs((128, 256, step)) // 2 * 2)
+        return Config(kernel, self, self.programs(gemm, (128, 256, step)))
 
 
 STRIP = 64 * 128  # bytes that a consumer stages, of a result
@@ -179,7 +195,9 @@ STRIP = 64 * 128  # bytes that a consumer stages, of a result
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
 )
-SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32)
+SMALL_GROUPS_HOPPER = dataclasses.replace(
+    ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32, queued=True
+)
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/kernels.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
@@ -198,7 +216,9 @@ WEIGHTS_HOPPER = WeightTiles(
 WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
 # Where groups are small, what matters is how results get to memory: on an H100, 2026-11-26, a strip at a time and by
 # bands as others, 3755 us where four strips and no bands took 4230.
-WEIGHTS_HOPPER_SMALL = dataclasses.replace(WEIGHTS_HOPPER, strips=1, passing=False, keeping=False)
+WEIGHTS_HOPPER_SMALL = dataclasses.replace(
+    WEIGHTS_HOPPER, strips=1, passing=False, keeping=False, queued=True
+)
 # The table of many groups leaves a strip, or three stages: gathered rows then take 1.04 to 1.09 of the time. NVIDIA
 # H100, 2026-11-27.
 WEIGHTS_HOPPER_MANY = dataclasses.replace(WEIGHTS_HOPPER, strips=1)
@@ -224,9 +244,10 @@ def choose_gathered(gemm: Rows) -> Config:
     return triton_rows(gemm, GATHERED)
 
 
-def choose_weights(gemm: Weights) -> Config:
-    """The weight gradient."""
+def choose_weights(gemm: Weights, *, gathers: bool = False) -> Config:
+    """The weight gradient. `gathers`: rows are found by an index, which takes the warp that would fill a queue."""
     cuda = _hopper_weights(gemm)
+    cuda = dataclasses.replace(cuda, queued=cuda.queued and not gathers)
     # The windows of rows that are loaded need as many rows as a step.
     counts = STEP <= gemm.rows < MAX_GROUP
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
@@ -259,7 +280,7 @@ def cuda_rows(gemm: Rows) -> Config:
     """The kernel of rows in CUDA C++, in clusters of two."""
     small = gemm.rows <= gemm.groups * SMALL_GROUPS_HOPPER.rows[1]
     tiles = SMALL_GROUPS_HOPPER if small else ROWS_HOPPER
-    programs = gemm.programs((128, 256, 128 // jnp.dtype(gemm.dtype).itemsize)) // 2 * 2
+    programs = tiles.programs(gemm, (128, 256, 128 // jnp.dtype(gemm.dtype).itemsize))
     return Config("cuda", tiles, programs, turns=programs > gemm.device.multiprocessors)
 
 

@@ -66,9 +66,15 @@ __device__ __forceinline__ int parts_of(int tiles, int clusters, int most) { ret
 // more rounds.
 __device__ __forceinline__ int clusters_for(int items) {
   const int all = gridDim.x / 2;
-  if (BOXES == 1 || items <= all) return all;
+  if (!QUEUED || items <= all) return all;
   const int rounds = (items + all - 1) / all;
   return (items + rounds - 1) / rounds;
+}
+
+// How many numbers so many tiles have: those of the last round one for each part.
+__device__ __forceinline__ int numbers_of(int items, int clusters, int most_parts) {
+  const int left = items % clusters;
+  return left ? items - left + left * parts_of(left, clusters, most_parts) : items;
 }
 
 // Counts the tiles if none is higher than `height` grains, at TILES, and what they cost together, at COSTS. One warp.
@@ -205,14 +211,12 @@ struct Operands {
 __device__ __forceinline__ void load_tiles(
     Operands operands, Operands low_rank, Cursor cursor, int items, int most_parts, Steps steps, Ring ring) {
   const int rank = rank_in_cluster(), clusters = clusters_for(items);
-  int place = place_of_cluster();
-  if (place >= clusters) items = 0;
-  // There and back, so that no cluster gets the higher tile of each round.
-  for (int first = 0; first < items; first += clusters, place = clusters - 1 - place) {
-    const int parts = first + clusters > items ? parts_of(items - first, clusters, most_parts) : 1;
-    if (first + place / parts >= items) break;
-    cursor.seek(first + place / parts);
-    if (parts > 1 && !cursor.divide(place % parts, parts)) break;
+  Turns turns(ring.smem);
+  for (Turn turn = turns.take(clusters); turn.first < items; turn = turns.take(clusters)) {
+    const int left = items - turn.first, parts = left < clusters ? parts_of(left, clusters, most_parts) : 1;
+    if (turn.place / parts >= left) break;
+    cursor.seek(turn.first + turn.place / parts);
+    if (parts > 1 && !cursor.divide(turn.place % parts, parts)) continue;
     const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
     const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
     for (int step = 0; step < steps.all(); step++) {
@@ -439,11 +443,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #if LOW_RANK
     const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b, int more_steps,
 #endif
-    int zeros_end, int own_steps, int width, int num_groups, int most_parts, u8* out) {
+    int zeros_end, int own_steps, int width, int num_groups, int most_parts, u8* out
+#if QUEUED
+    , int* next_number
+#endif
+    ) {
   const auto [smem, table] = Memory(num_groups);
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
+#if QUEUED
+    Queue{smem}.init();
+#endif
     init_stages(smem, MAX_STAGES, 4 * CONSUMERS);
   }
   const int num_columns = (width + 2 * COLUMNS - 1) / (2 * COLUMNS);
@@ -463,6 +474,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0)
       load_tiles({&lhs, &rhs}, low_rank, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
+#if QUEUED
+    if (threadIdx.x == 64 && rank_in_cluster() == 0) {
+      const int items = tiles.y * num_columns, clusters = clusters_for(items);
+      Queue{smem}.fill(next_number, clusters, numbers_of(items, clusters, most_parts));
+    }
+#endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS_CONSUMER));
 #if SCALED

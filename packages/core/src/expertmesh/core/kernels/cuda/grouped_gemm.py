@@ -38,7 +38,8 @@ def launch_rows(
     line = 128 // lhs.dtype.itemsize
     # Programs that take turns fill each other's last rounds, and lie where there is room.
     parts = 1 if config.turns else tiles.parts
-    places = () if config.turns else cluster_order(config.programs, SHARED_BYTES)
+    moves = config.turns or tiles.queued
+    places = () if moves else cluster_order(config.programs, SHARED_BYTES)
     dtypes, term = (lhs.dtype, rhs.dtype), low_rank.u.dtype.name if low_rank else ""
     more = (np.int32(-(-low_rank.rank // 64)),) if low_rank else ()
     return cuda_call(
@@ -47,7 +48,7 @@ def launch_rows(
         source=rows_source(dtypes, out_dtype, transposed, tiles, places, term), name="grouped_gemm_rows",
         scalars=(C * clear_padding, -(-K // line), N, G, parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
-        programs=config.programs, warps=12, shared=SHARED_BYTES,
+        programs=config.programs, warps=12, shared=SHARED_BYTES, queue=tiles.queued,
     )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def rows_source(
         SCALED=int(scaled), LOW_RANK=int(bool(term)), TRANSPOSED=int(transposed),
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
-        BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES,
+        BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES, QUEUED=int(tiles.queued),
         REGISTERS_PRODUCER=tiles.registers[0], REGISTERS_CONSUMER=tiles.registers[1],
     )  # fmt: skip
     if places:

@@ -22,6 +22,7 @@ constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
 constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
 static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL, "as launched");
 constexpr bool GATHERS_LHS = GATHERS == 1, GATHERS_DY = GATHERS == 2;
+static_assert(!(GATHERS && QUEUED), "no warp is left that fills the queue");
 constexpr int GATHERERS = GATHERS ? 64 : 0;  // threads that copy: the last ones of the producer's
 
 template <int WIDTH>
@@ -69,27 +70,39 @@ struct CutTiles : Tiles {
   int columns;
   bool beside;
 
-  __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N)
-      : CutTiles(table, live, K, N, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N) {}
-  __device__ __forceinline__ CutTiles(u32 table, int live, int K, int N, int num_m, int num_n)
-      : Tiles(table, num_m, num_n, live, num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0)), width(N) {}
+  __device__ __forceinline__ CutTiles(u32 smem, u32 table, int live, int K, int N)
+      : CutTiles(smem, table, live, K, N, (K + TILE_M - 1) / (2 * TILE_M), (N + TILE_N - 1) / TILE_N) {}
+  __device__ __forceinline__ CutTiles(u32 smem, u32 table, int live, int K, int N, int num_m, int num_n)
+      : Tiles(smem, table, num_m, num_n, live, num_m * num_n + (num_m * 2 * TILE_M < K ? (num_n + 1) / 2 : 0)),
+        width(N) {}
+
+  // 1 if tiles of the round of this first number are halved, else 0.
+  __device__ __forceinline__ int halved_from(int first) const { return 2 * (items - first) <= (int)(gridDim.x / 2); }
+
+  // How many numbers there are.
+  __device__ __forceinline__ int numbers() const {
+    const int clusters = gridDim.x / 2, first = items / clusters * clusters;
+    return first + ((items - first) << halved_from(first));
+  }
 
   __device__ __forceinline__ bool next() {
-    const int clusters = gridDim.x / 2, halved = 2 * (items - first) <= clusters;
-    const int item = first + (place >> halved), half = place & halved;
-    if (item >= items) return false;
-    first += clusters, place = clusters - 1 - place;
-    const int within = begin(item), left = within - num_m * num_n;
-    beside = left >= 0;
-    if (beside)
-      m = num_m * 2 * TILE_M, n = left * 2 * TILE_N;
-    else
-      locate(within);
-    n += half * PART_N;
-    const bool more = n < width;  // in both blocks, or in the first one
-    if (beside) n += rank_in_cluster() * TILE_N;
-    columns = halved || width - n <= PART_N ? PART_N : TILE_N;
-    return more;
+    while (true) {
+      const Turn turn = turns.take(gridDim.x / 2);
+      const int halved = halved_from(turn.first);
+      const int item = turn.first + (turn.place >> halved), half = turn.place & halved;
+      if (item >= items) return false;
+      const int within = begin(item), left = within - num_m * num_n;
+      beside = left >= 0;
+      if (beside)
+        m = num_m * 2 * TILE_M, n = left * 2 * TILE_N;
+      else
+        locate(within);
+      n += half * PART_N;
+      const bool more = n < width;  // in both blocks, or in the first one
+      if (beside) n += rank_in_cluster() * TILE_N;
+      columns = halved || width - n <= PART_N ? PART_N : TILE_N;
+      if (more || !QUEUED) return more;  // without a queue an empty half is a cluster's last tile
+    }
   }
 };
 
@@ -256,7 +269,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #else
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy,
 #endif
-    const int* sizes, int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out) {
+    const int* sizes, int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out
+#if QUEUED
+    , int* next_number
+#endif
+    ) {
 #if GATHERS
   const TensorMap& dy = lhs;
 #endif
@@ -264,15 +281,21 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
+#if QUEUED
+    Queue{smem}.init();
+#endif
     init_stages(smem, STAGES, 4 * CONSUMERS, 1 + GATHERERS);
   }
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
-  const CutTiles tiles(table, live, K, N);
+  const CutTiles tiles(smem, table, live, K, N);
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
     if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
+#if QUEUED
+    if (threadIdx.x == 64 && rank_in_cluster() == 0) Queue{smem}.fill(next_number, gridDim.x / 2, tiles.numbers());
+#endif
 #if GATHERS
     if (threadIdx.x >= 128 - GATHERERS)
       gather_tiles(gathered, index, GATHERS_LHS ? K : N, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});

@@ -217,6 +217,91 @@ __device__ __forceinline__ void finish(float (&sums)[SIZE]) {
   for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+#ifndef QUEUED
+#define QUEUED 0
+#endif
+// Numbers of tiles on their way to the threads that load: one thread of a cluster takes the next one of all clusters
+// while the tile before is loaded. Where memory is what they wait for, clusters that take turns instead drift apart, and
+// what they share has then left L2.
+struct Queue {
+  static constexpr int AT = 768, FILLED = AT + 8, TAKEN = FILLED + 16;  // two words, and the barriers of each
+  u32 smem;
+  u32 turn = 0;
+
+  // One thread of a block.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < 2; i++) {
+      init_barrier(smem + FILLED + 8 * i, 1);
+      init_barrier(smem + TAKEN + 8 * i, 2);  // by the thread of each block that loads
+    }
+  }
+
+  // Of the first block one thread sends the numbers of its cluster to both, until one is `end` or more. `next`: how many
+  // numbers so many `clusters` have taken besides their first ones, which are their places; others have none.
+  __device__ __forceinline__ void fill(int* next, int clusters, int end) {
+    int number = place_of_cluster();
+    if (number >= clusters) number = end;
+    while (true) {
+      wait_barrier(smem + TAKEN + 8 * (turn % 2), turn / 2 % 2 ^ 1);
+      for (int rank = 0; rank < 2; rank++) send(number, rank);
+      turn++;
+      if (number >= end) break;
+      asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(next) : "memory");
+      number += clusters;
+    }
+  }
+
+  // The thread that loads.
+  __device__ __forceinline__ int take() {
+    const u32 slot = turn % 2;
+    expect_bytes(smem + FILLED + 8 * slot, 4);
+    wait_barrier(smem + FILLED + 8 * slot, turn / 2 % 2);
+    const int number = get_word(smem + AT + 4 * slot);
+    if (number >= 0) arrive_at(smem + TAKEN + 8 * slot, 0);  // it always is, but so the number was read before
+    turn++;
+    return number;
+  }
+
+ private:
+  __device__ __forceinline__ void send(int number, u32 rank) const {
+    asm volatile(
+        "{\n.reg .b32 word, filled;\nmapa.shared::cluster.u32 word, %0, %2;\nmapa.shared::cluster.u32 filled, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [word], %3, [filled];\n}"
+        ::"r"(smem + AT + 4 * (turn % 2)), "r"(smem + FILLED + 8 * (turn % 2)), "r"(rank), "r"(number) : "memory");
+  }
+};
+
+// A number as a round, by its first number, and a place in it.
+struct Turn {
+  int first, place;
+
+  __device__ __forceinline__ int number() const { return first + place; }
+};
+
+// The numbers that one of so many `clusters` works on. From a queue; or one of each round, there and back, so that no
+// cluster gets the larger tile of each.
+struct Turns {
+#if QUEUED
+  Queue queue;
+
+  __device__ __forceinline__ explicit Turns(u32 smem) : queue{smem} {}
+  __device__ __forceinline__ Turn take(int clusters) {
+    Turn turn;
+    turn.first = Divisor{clusters}.divide(queue.take(), turn.place) * clusters;
+    return turn;
+  }
+#else
+  int first = 0, place = place_of_cluster();
+
+  __device__ __forceinline__ explicit Turns(u32) {}
+  __device__ __forceinline__ Turn take(int clusters) {
+    const Turn turn{first, place};
+    first += clusters, place = clusters - 1 - place;
+    return turn;
+  }
+#endif
+};
+
 // A block's shared memory: from its first multiple of 1024 bytes on, for swizzles repeat so; and the table of groups at
 // its end, 16 bytes each.
 struct Memory {

@@ -267,7 +267,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int live = order(sizes, num_groups, smem, table);
   cluster_sync();
   const int num_m = (K + 2 * TILE_M - 1) / (2 * TILE_M), num_n = (N + TILE_N - 1) / TILE_N;
-  const Tiles tiles(table, num_m, num_n, live);
+  const Tiles tiles(smem, table, num_m, num_n, live);
   if (consumer < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     const Ring ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1};

@@ -70,24 +70,23 @@ __device__ __forceinline__ int order(const int* sizes, int num_groups, u32 smem,
   return get_word(smem + LIVE);
 }
 
-// The tiles of a cluster, one after the other: there and back, so that no cluster gets the larger group of each round.
+// The tiles of a cluster, one after the other.
 struct Tiles {
   u32 table;
   int num_m, num_n, items;  // num_m: of both blocks
   Divisor each, band;       // tiles of a group, and of a band
-  int first = 0, place = place_of_cluster();
+  Turns turns;
   int start, end, group, m, n;
 
   // Of `live` groups that have so many each.
-  __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live, int each)
-      : table(table), num_m(num_m), num_n(num_n), items(live * each), each{each}, band{BAND * num_n} {}
-  __device__ __forceinline__ Tiles(u32 table, int num_m, int num_n, int live)
-      : Tiles(table, num_m, num_n, live, num_m * num_n) {}
+  __device__ __forceinline__ Tiles(u32 smem, u32 table, int num_m, int num_n, int live, int each)
+      : table(table), num_m(num_m), num_n(num_n), items(live * each), each{each}, band{BAND * num_n}, turns(smem) {}
+  __device__ __forceinline__ Tiles(u32 smem, u32 table, int num_m, int num_n, int live)
+      : Tiles(smem, table, num_m, num_n, live, num_m * num_n) {}
 
   __device__ __forceinline__ bool next() {
-    const int clusters = gridDim.x / 2, item = first + place;
+    const int item = turns.take(gridDim.x / 2).number();
     if (item >= items) return false;
-    first += clusters, place = clusters - 1 - place;
     locate(begin(item));
     return true;
   }
