@@ -59,7 +59,8 @@ struct Extent {
       : grains((size + GRAIN - 1) / GRAIN), tiles((grains + height - 1) / height) {}
 };
 
-// Into how many parts of its rows each tile of a last round is divided: as many as there are clusters for.
+// Into how many parts each tile of a last round is divided: as many as there are clusters for. Parts have rows of their
+// own; of small groups columns of their own, each consumer one box of them, since weights are what takes time.
 __device__ __forceinline__ int parts_of(int tiles, int clusters, int most) { return min(clusters / tiles, most); }
 
 // How many clusters take so many tiles. Small groups wait for memory, which is left to the fewest clusters that need no
@@ -169,9 +170,13 @@ struct Cursor {
 };
 
 // A tile's first stage says which tile it is: row, rows (and above them the group, if it has scales), end of the group,
-// column; no rows are the end.
+// column (and above it, whether there is one box alone); no rows are the end.
 __device__ __forceinline__ u32 which(const Ring& ring) { return ring.smem + WHICH + 16 * ring.stage; }
 constexpr int ABOVE = 16;  // bits
+constexpr int ALONE = 1 << 30;
+
+__device__ __forceinline__ bool is_alone(int4 tile) { return BOXES == 2 && tile.w & ALONE; }
+__device__ __forceinline__ int column_of(int4 tile) { return BOXES == 2 ? tile.w & ~ALONE : tile.w; }
 
 // The scales of a tile's group.
 struct Scales {
@@ -216,9 +221,11 @@ __device__ __forceinline__ void load_tiles(
     const int left = items - turn.first, parts = left < clusters ? parts_of(left, clusters, most_parts) : 1;
     if (turn.place / parts >= left) break;
     cursor.seek(turn.first + turn.place / parts);
-    if (parts > 1 && !cursor.divide(turn.place % parts, parts)) continue;
-    const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS;
-    const int column = (cursor.column * 2 + rank) * COLUMNS, group = cursor.group;
+    const bool alone = BOXES == 2 && parts > 1;
+    if (!alone && parts > 1 && !cursor.divide(turn.place % parts, parts)) continue;
+    const int boxes = (cursor.rows + BOX_ROWS - 1) / BOX_ROWS, columns = alone ? NEXT : COLUMNS;
+    const int column = (cursor.column * 2 + rank) * COLUMNS + (alone ? turn.place % parts * NEXT : 0);
+    const int group = cursor.group;
     for (int step = 0; step < steps.all(); step++) {
       const u32 weight = ring.at(), rows = weight + COLUMNS * LINE, ready = ring.full();
       const bool low = LOW_RANK && step >= steps.own;
@@ -227,11 +234,13 @@ __device__ __forceinline__ void load_tiles(
       wait_barrier(ring.empty(), ring.parity);
       if (step == 0)
         put(which(ring), make_int4(cursor.row, SCALED ? cursor.rows | group << ABOVE : cursor.rows,
-                                   cursor.start + cursor.size, column));
-      expect_bytes(ready, (COLUMNS + boxes * BOX_ROWS) * LINE);
+                                   cursor.start + cursor.size, alone ? column | ALONE : column));
+      expect_bytes(ready, (columns + boxes * BOX_ROWS) * LINE);
 #pragma unroll
       for (int i = 0; i < COLUMNS; i += BOX)
-        if (TRANSPOSED)
+        if (i >= columns)
+          break;
+        else if (TRANSPOSED)
           load(rhs, weight + i * LINE, ready, k, column + i, group);
         else
           load(rhs, weight + i * LINE, ready, column + i, k, group);
@@ -262,7 +271,8 @@ struct Result {
 
   // There are no registers in which it could wait.
   __device__ __forceinline__ void take(const float (&d)[SUMS]) {
-    const int row = tile.x, rows = tile.y, end = tile.z, column = tile.w;
+    const int row = tile.x, rows = tile.y, end = tile.z, column = column_of(tile);
+    const int end_column = is_alone(tile) ? min(column + NEXT, width) : width;
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int mine = column + consumer * BOX + thread / 32 * 16 + lane / 4;
     const int line = row + lane % 4 * 2;
@@ -270,7 +280,7 @@ struct Result {
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
       const int first = i % (MAX_ROWS / 2) / 4 * 8, r = first + i % 2, c = i / (MAX_ROWS / 2) * NEXT + i % 4 / 2 * 8;
-      if (line + r < end && first < rows && mine + c < width) to[(u64)r * width + c] = d[i];
+      if (line + r < end && first < rows && mine + c < end_column) to[(u64)r * width + c] = d[i];
     }
   }
 #else
@@ -295,10 +305,10 @@ struct Result {
   __device__ __forceinline__ void begin(int4 tile) {
     send_rest();
     const int row = tile.x, rows = min(tile.y, tile.z - row);
-    const int line = threadIdx.x % 128 / 8, mine = tile.w + consumer * BOX + threadIdx.x % 8 * 8;
+    const int line = threadIdx.x % 128 / 8, mine = column_of(tile) + consumer * BOX + threadIdx.x % 8 * 8;
     pieces = (rows + PIECE - 1) / PIECE, piece = 0;
     live = mine < width ? max(rows - line, 0) : 0;
-    if (BOXES == 2 && mine + NEXT < width) live |= max(rows - line, 0) << 16;
+    if (BOXES == 2 && !is_alone(tile) && mine + NEXT < width) live |= max(rows - line, 0) << 16;
     at = ((u64)(row + line) * width + mine) / 8;
     asm volatile("" : "+r"(at), "+r"(live));  // now, not when the tensor cores wait
   }
