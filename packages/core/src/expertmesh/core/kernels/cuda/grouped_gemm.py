@@ -36,10 +36,10 @@ def launch_rows(
     (C, K), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     N = rhs.shape[1] if transposed else rhs.shape[2]
     line = 128 // lhs.dtype.itemsize
-    # Programs that take turns fill each other's last rounds, and lie where there is room.
+    # Programs that take turns fill each other's last rounds, and lie where there is room, as tiles of a queue do.
     parts = 1 if config.turns else tiles.parts
-    moves = config.turns or tiles.queued
-    places = () if moves else cluster_order(config.programs, SHARED_BYTES)
+    placed = not (config.turns or tiles.queued)
+    places = cluster_order(config.programs, SHARED_BYTES) if placed else ()
     dtypes, term = (lhs.dtype, rhs.dtype), low_rank.u.dtype.name if low_rank else ""
     more = (np.int32(-(-low_rank.rank // 64)),) if low_rank else ()
     return cuda_call(
