@@ -124,7 +124,8 @@ class RowTiles(ClusterTiles):
       band: tiles of rows that run together.
       box: rows of one TMA load.
       registers: of the producer, and of consumers.
-      parts: of a tile of the last round, unless programs take turns, which fill each other's last rounds.
+      parts: of a tile of the last round, unless programs take turns, which fill each other's last rounds. Two at most
+        where there are two boxes: each part has one.
     """
 
     boxes: int
@@ -214,8 +215,7 @@ WEIGHTS_HOPPER = WeightTiles(
 )  # fmt: skip
 # Float32 results wait in no registers: each warp sends its own.
 WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
-# Where groups are small, what matters is how results get to memory: on an H100, 2026-11-26, a strip at a time and by
-# bands as others, 3755 us where four strips and no bands took 4230.
+# Where groups are small, memory is what takes time. NVIDIA H200, 2026-11-29: likewise.
 WEIGHTS_HOPPER_SMALL = dataclasses.replace(
     WEIGHTS_HOPPER, strips=1, passing=False, keeping=False, queued=True
 )
@@ -246,8 +246,7 @@ def choose_gathered(gemm: Rows) -> Config:
 
 def choose_weights(gemm: Weights, *, gathers: bool = False) -> Config:
     """The weight gradient. `gathers`: rows are found by an index, which takes the warp that would fill a queue."""
-    cuda = _hopper_weights(gemm)
-    cuda = dataclasses.replace(cuda, queued=cuda.queued and not gathers)
+    cuda = _hopper_weights(gemm, gathers)
     # The windows of rows that are loaded need as many rows as a step.
     counts = STEP <= gemm.rows < MAX_GROUP
     if gemm.device.runs_cuda and counts and cuda.stages >= cuda.min_stages:
@@ -258,12 +257,12 @@ def choose_weights(gemm: Weights, *, gathers: bool = False) -> Config:
     return Config("triton", tiles.fit(gemm.widths[1], gemm.out_dtype), gemm.device.programs())
 
 
-def _hopper_weights(gemm: Weights) -> WeightTiles:
+def _hopper_weights(gemm: Weights, gathers: bool) -> WeightTiles:
     tiles = WEIGHTS_HOPPER
     if jnp.dtype(gemm.out_dtype).itemsize == 4:
         tiles = WEIGHTS_HOPPER_WIDE
     elif gemm.rows <= SMALL_GROUP * gemm.groups:
-        tiles = WEIGHTS_HOPPER_SMALL
+        tiles = dataclasses.replace(WEIGHTS_HOPPER_SMALL, queued=not gathers)
     elif tiles.fit(gemm.groups, gemm.out_dtype) != tiles:
         tiles = WEIGHTS_HOPPER_MANY
     return tiles.fit(gemm.groups, gemm.out_dtype)
