@@ -17,7 +17,7 @@
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),
 // LOW_RANK (there is such a term), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
 // consumer), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes),
-// REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES. What stands alone on a line is replaced: INSTRUCTIONS
+// REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and QUEUED. What stands alone on a line is replaced: INSTRUCTIONS
 // (`multiply`, and of scaled rows with a term `multiply_low_rank`, for each height) and CASES.
 
 constexpr int CONSUMERS = 2;          // warpgroups that multiply

@@ -1,7 +1,8 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
 // Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_PRODUCER,
-// REGISTERS_CONSUMER and perhaps PLACES and KEEPING (shared operands leave L2 last) are this one's too.
+// REGISTERS_CONSUMER and perhaps PLACES, KEEPING (shared operands leave L2 last) and QUEUED (tiles come from a queue) are
+// this one's too.
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
