@@ -100,13 +100,13 @@ def test_the_same_in_the_next_process(monkeypatch, tmp_path):
     assert sorted(again) == sorted(first) and len(measured) == 4, "a damaged file is an order"
 
 
-def test_kernels(tmp_path):
+def test_kernels():
     from expertmesh.core.kernels.cuda import cluster_order, grouped_gemm
 
-    ptx, _ = _assemble_cuda(cluster_order.source(), tmp_path)
+    ptx, _ = _assemble_cuda(cluster_order.source())
     assert "atom.global.or.b32" in ptx
     text = grouped_gemm.rows_source(
         ("bfloat16",) * 2, "bfloat16", True, places=tuple(range(65, -1, -1))
     )
-    ptx, _ = _assemble_cuda(text, tmp_path)
+    ptx, _ = _assemble_cuda(text)
     assert "ld.const" in ptx, "the places of clusters are not read"

@@ -107,7 +107,7 @@ def test_peers_are_asked_on_the_device_below_nccl_2_29(headers):
 def test_a_program_is_compiled_once_for_a_compiler_and_a_gpu(headers, monkeypatch, tmp_path):
     made = []
 
-    def compile_program(source, *options, headers, kernels, form):
+    def compile_program(source, *options, headers, kernels):
         made.append(options)
         return nvrtc.Compiled(b"code\n\0more", ("_Z1f", "_Z1g"))
 

@@ -14,11 +14,12 @@ __all__ = ["Compiled", "compile_program", "library", "version"]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Machine code or PTX, its names of the kernels that were asked for, in their order, and what NVRTC said."""
+    """Machine code, its names of the kernels that were asked for, in their order, what NVRTC said, and the PTX."""
 
     code: bytes
     names: tuple[str, ...]
     log: str = ""
+    ptx: str = ""
 
 
 @functools.cache  # each choice of a kernel asks
@@ -43,15 +44,13 @@ def compile_program(
     *options: str,
     headers: Mapping[str, str] | None = None,
     kernels: Sequence[str] = (),
-    form: str = "PTX",
 ) -> Compiled:
     """Compiles CUDA C++.
 
     Args:
-      options: NVRTC's, such as "-arch=sm_90a".
+      options: NVRTC's, among them an architecture "-arch=sm_...".
       headers: what a program includes, by name, before folders are searched.
       kernels: C++ names of kernels, such as "f<float>", whose templates are made then.
-      form: "PTX", or "CUBIN": machine code, of an architecture "sm_...".
 
     Raises:
       RuntimeError: the program does not compile; with NVRTC's log.
@@ -65,6 +64,9 @@ def compile_program(
         buffer = ctypes.create_string_buffer(size.value)
         getattr(nvrtc, f"nvrtcGet{of}")(program, buffer)
         return buffer.raw
+
+    def text(of: str) -> str:
+        return output(of).rstrip(b"\0").decode()
 
     def name(kernel: str) -> str:
         lowered = ctypes.c_char_p()
@@ -85,10 +87,10 @@ def compile_program(
         for kernel in kernels:
             nvrtc.nvrtcAddNameExpression(program, kernel.encode())
         failed = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
-        log = output("ProgramLog").rstrip(b"\0").decode()
+        log = text("ProgramLog")
         if failed:
             raise RuntimeError(f"NVRTC {version()} cannot compile a kernel of expertmesh: {log}")
-        return Compiled(output(form), tuple(map(name, kernels)), log)
+        return Compiled(output("CUBIN"), tuple(map(name, kernels)), log, text("PTX"))
 
 
 def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:

@@ -69,7 +69,6 @@ class Program:
             *self.options,
             headers=dict(self.headers),
             kernels=self.kernels,
-            form="CUBIN",
         )
 
 

@@ -124,8 +124,6 @@ def compile_cuda(source: str) -> bytes:
     options = "-arch=sm_90a", "-std=c++17"
     try:
         key = f"{compiler.version()} {options} {source}"
-        return disk_cache.kept(
-            key, lambda: compiler.compile_program(source, *options, form="CUBIN").code
-        )
+        return disk_cache.kept(key, lambda: compiler.compile_program(source, *options).code)
     except RuntimeError as error:
         raise KernelError(str(error)) from error
