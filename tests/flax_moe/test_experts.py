@@ -56,6 +56,7 @@ CASES = {
     "mx": (MXFP8BlockScaling(), {}),
     "mx, biases": (MXFP8BlockScaling(), dict(use_bias=True, activation=PLAIN)),
     "sent, blocks": (Float8BlockScaling(), dict(quantize_backward_combine=True, use_bias=True)),
+    "sent, blocks, gate alone": (Float8BlockScaling(), dict(quantize_backward_combine=True)),
     "sent, mx": (MXFP8BlockScaling(), dict(quantize_backward_combine=True)),
     "copied, 8 bits": (None, dict(expert_dim=136) | CLAMPED | KEPT),
     "in place, biases, 8 bits": (None, dict(use_bias=True, activation=PLAIN) | KEPT),
@@ -271,8 +272,7 @@ IN_BLOCKS = {
 
 @pytest.mark.parametrize("name", [*IN_BLOCKS, "exact"])
 def test_which_activation_is_quantized_where_it_is_made(name, monkeypatch):
-    """Of tokens read in place, with a gate and without biases, for a backward; of what kernels have no function for
-    not."""
+    """With a gate and without biases, for a backward; of what kernels have no function for not."""
     config, params, x, _, idx, weights = setup(*IN_BLOCKS.get(name, EXACT))
     handle, made = prepare(jnp.asarray(idx), config.exchange(axis=())), []
     original = experts.quantized_activation
@@ -291,7 +291,7 @@ def test_which_activation_is_quantized_where_it_is_made(name, monkeypatch):
     jax.eval_shape(value, params, x, weights)
     assert not made, "nothing reads rows along their length"
     jax.eval_shape(lambda *operands: jax.vjp(value, *operands)[0], params, x, weights)
-    assert len(made) == (name == "blocks")
+    assert len(made) == (name in ("blocks", "sent, blocks, gate alone"))
 
 
 def test_cotangents_of_rows_that_are_written(monkeypatch):

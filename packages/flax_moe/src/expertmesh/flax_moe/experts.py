@@ -372,15 +372,15 @@ def _activates_at_once(params: Params, of: _Options) -> bool:
 
 
 def _quantizes_at_once(params: Params, x: Any, of: _Options) -> bool:
-    """Whether one op projects x, rows whose tokens are here, activates them and quantizes them in both directions."""
-    if of.down.recipe is None or of.down.delayed or not of.in_place or not _is_plain_up(params):
+    """Whether one op projects x, activates it and quantizes it in both directions."""
+    if of.down.recipe is None or of.down.delayed or not _is_plain_up(params):
         return False
     return quantizes_activation(x, of.activation, _formats_of_a(of.down))
 
 
 def _quantizes_grad_at_once(of_y: Copies, h: Any, of: _Options) -> bool:
     """Whether one op makes the gradient of the activation, and quantizes it in both directions."""
-    if of.up.recipe is None or not of.in_place:
+    if of.up.recipe is None:
         return False
     formats = of.up.formats.grad_dgrad, of.up.formats.grad_wgrad
     return quantizes_activation_grad(of_y.along_features, h, of.activation, formats)

@@ -27,17 +27,19 @@ from expertmesh.core.quantization.quantize_rows import Moved, index_of, tokens_o
 _BOTH: dict[str, Any] = dict(blocks=((), ()), directions=(0, 1))
 
 
-def quantized_activation(lhs, rhs, group_sizes, weights, source, *, format, narrow, **options):
+def quantized_activation(
+    lhs, rhs, group_sizes, weights, source, *, format, narrow, amax_axes=(), **options
+):
     """[1, C, K], or [1, T, K] `Moved` there, x [G, K, 2, F], times [1, C] -> [1, C, 2, F], and data and scales of
     [1, C, F], twice; if it is `narrow`, data and scales of h, and once those of [1, C, F]."""
     operands, options = (lhs, rhs, group_sizes, weights, source), options | dict(format=format)
     if format.block is None:
-        return _by_group(*operands, **options)
+        return _by_group(*operands, **options, amax_axes=amax_axes)
     return _in_blocks(*operands, **options, narrow=narrow)
 
 
 @for_device
-def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, device):
+def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, amax_axes, device):
     (_, C, K), (G, _, _, F), sizes = lhs.shape, rhs.shape, group_sizes[0].astype(jnp.int32)
     dtype = jnp.dtype(lhs.dtype)
     rows, gathers = tokens_of(lhs), isinstance(lhs, Moved)
@@ -46,8 +48,9 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     config = by_groups.choose_quantized(projection, dtype)
     if config is None:
         h = gemm.rows(lhs, rhs, group_sizes, out_dtype=dtype)
-        activated = Activated(h, weights, source, activation)
-        return h, *activate_quantize(activated, group_sizes, None, None, format=format, **_BOTH)
+        activated, options = Activated(h, weights, source, activation), dict(format=format, **_BOTH)
+        made = activate_quantize(activated, group_sizes, None, None, **options, amax_axes=amax_axes)
+        return h, *made
     weight = jnp.swapaxes(gemm.flat(rhs.data), 1, 2)
     operands = (
         rows.data[0],
@@ -59,12 +62,12 @@ def _by_group(lhs, rhs, group_sizes, weights, source, *, activation, format, dev
     )
     options = dict(config=config, activation=activation, dtype=dtype, gathers=gathers)
     h, a, amax = tensor_scaled.launch_quantized(*operands, **options)
-    return h[None], *_copies(a, amax, sizes, format)
+    return h[None], *_copies(a, amax, sizes, format, amax_axes)
 
 
 @for_device
 def quantized_activation_grad(
-    dy, rhs, h, weights, source, group_sizes, *, activation, format, device
+    dy, rhs, h, weights, source, group_sizes, *, activation, format, amax_axes=(), device
 ):  # fmt: skip
     """[1, C, D], or [1, T, D] `Moved` there, x [G, F, D]; [1, C, 2, F], [1, C] -> data and scales of [1, C, 2, F],
     twice, and [1, C]."""
@@ -75,13 +78,14 @@ def quantized_activation_grad(
     if config is None:
         d_out = gemm.rows_dgrad(dy, rhs, group_sizes, out_dtype=h.dtype)
         gradient = ActivatedGrad(h, weights, source, activation, d_out)
-        return activate_quantize(gradient, group_sizes, None, None, format=format, **_BOTH)
+        options = dict(format=format, amax_axes=amax_axes, **_BOTH)
+        return activate_quantize(gradient, group_sizes, None, None, **options)
     index, scales = index_of(dy, source), (rows.scale[0], rhs.scale)
     operands = rows.data[0], index[0], rhs.data, h[0], weights[0], sizes, scales
     options = dict(config=config, activation=activation, gathers=gathers)
     d_h, amax, dots = tensor_scaled.launch_grad(*operands, **options)
     d_weights = selected(holds_token(source), dots.sum(0)[None])
-    return *_copies(d_h, amax, sizes, format), d_weights
+    return *_copies(d_h, amax, sizes, format, amax_axes), d_weights
 
 
 def _projection(
@@ -94,9 +98,11 @@ def _projection(
     )  # fmt: skip
 
 
-def _copies(x, amax, sizes, format):
+def _copies(x, amax, sizes, format, amax_axes):
     """Data and scales of both copies of [C, ...], of which each tile's amax [_, C] is known."""
-    options = dict(format=format, twice=True, amax_axes=(), parts=amax[None], clear_padding=False)
+    options = dict(
+        format=format, twice=True, amax_axes=amax_axes, parts=amax[None], clear_padding=False
+    )
     return by_group(x[None], sizes, None, **options)
 
 

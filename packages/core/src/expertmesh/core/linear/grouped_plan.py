@@ -50,7 +50,7 @@ def plan_grouped(query: Query, *, features: Sequence[str] = ("k", "n...")) -> Pl
     rule, sizes = query.rule, factor_sizes(query.rule, query.shapes)
     num_experts = query.options.get("num_experts") or sizes["e"][0]
     p_axes, e_axes = expert_axes(
-        entry_axes(query.operand_specs[0][0]),
+        _participant_axes(query),
         query.shapes[0][0],
         num_experts // max(sizes["g"][0], 1),
         query.mesh_shape,
@@ -71,6 +71,13 @@ def plan_grouped(query: Query, *, features: Sequence[str] = ("k", "n...")) -> Pl
         options=local,
         idle_axes=_idle_axes(query, rule, specs, p_axes),
     )
+
+
+def _participant_axes(query: Query) -> tuple[str, ...]:
+    """Those of the first operand whose participants are sharded: of rows `Moved` here the tokens may not be."""
+    terms = zip(query.rule.operands, query.operand_specs, strict=True)
+    axes = (entry_axes(spec[0]) for names, spec in terms if names[:1] == ("p",))
+    return next(filter(None, axes), ())
 
 
 def _summed_axes(

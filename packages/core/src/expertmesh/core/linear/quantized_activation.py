@@ -1,4 +1,4 @@
-"""GEMMs of quantized rows on one device, the activation behind them, and the quantization of that, as one op each.
+"""GEMMs of quantized rows, the activation behind them, and the quantization of that, as one op each.
 
 The up projection, and its activation:
 
@@ -18,24 +18,29 @@ The input gradient of the down projection, with the gradient of the activation b
     q         = grouped_quantize(d_h, ...) along the features and along the rows
 
 as `grouped_gemm_dgrad_op` and `ActivatedGrad` rows have them, d_a being rounded before it. One kernel stores d_h, with
-each row's amax, and no d_a. Elsewhere the kernels of both run one after the other. The ops are for tokens that are all
-on one device: axes split participants alone.
+each row's amax, and no d_a. Elsewhere the kernels of both run one after the other.
+
+K is whole. Axes split experts as those of a grouped GEMM, and F, in whole blocks of a; a scale per group is of the amax
+of all its parts, which are reduced over the axes of F, as the gradient of the weights is.
 
 Dimension key: P participants, C rows per participant, T tokens, K contraction, F expert width, E experts, G groups per
 participant. Padding rows are undefined (`ops/groups.py`).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
     grouped_gemm_op,
     quantized_rows_unsupported,
 )
-from expertmesh.core.op import Kernel, Op
+from expertmesh.core.linear.grouped_plan import plan_grouped
+from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.ops.activation import Activation, function_unsupported
 from expertmesh.core.quantization.activate_quantize import (
     Activated,
@@ -43,7 +48,7 @@ from expertmesh.core.quantization.activate_quantize import (
     activate_quantize_unsupported,
     in_blocks_unsupported,
 )
-from expertmesh.core.quantization.quantize import block_shape
+from expertmesh.core.quantization.quantize import block_shape, check_blocks
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
     Formats,
@@ -57,6 +62,7 @@ from expertmesh.core.quantization.quantize_rows import (
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.core.specs import entry_axes
 
 __all__ = [
     "quantized_activation",
@@ -99,6 +105,9 @@ def quantized_activation(
       QuantizedArrays of a [P, C, F], zeros in a row without a token, whatever its weight, or one and None. The last
       rows of a block along the rows, behind the last group, count as rows without a token.
 
+    Raises:
+      ValueError: mesh axes of F cut a block of the format.
+
     Has no derivative: it is a part of rules that have.
     """
     options: dict[str, Any] = dict(activation=activation, format=format, narrow=narrow)
@@ -128,6 +137,9 @@ def quantized_activation_grad(
 
     Returns:
       Copies of [P, C, 2, F], and float32[P, C]; zeros in a row without a token, whatever it and its weight hold.
+
+    Raises:
+      ValueError: mesh axes of F cut a block of the format.
 
     Has no derivative: it is a part of rules that have.
     """
@@ -189,6 +201,25 @@ def _shape_of_a(weights: jax.Array, rhs: QuantizedArray) -> tuple[int, ...]:
     return (*weights.shape, rhs.shape[-1])
 
 
+def _plan(query: Query) -> Plan:
+    """That of a grouped op that splits F, too, between blocks; scales of groups are of the amax of all parts of F."""
+    plan = plan_grouped(query, features=("f",))
+    assert query.parameter is not None
+    shape, names = query.shapes[query.parameter], query.rule.operands[query.parameter]
+    entries, block = tuple(plan.operand_specs[query.parameter]), query.options["format"].block
+    blocks = [block[1] if block and name == "f" else 1 for name in names]
+    check_blocks("quantized_activation", shape, blocks, entries, query.mesh_shape)
+    of_groups = [names == ("p", "g") for names in query.rule.results]
+    specs = zip(of_groups, plan.result_specs, strict=True)
+    summed = zip(of_groups, plan.summed_axes, strict=True)
+    return dataclasses.replace(
+        plan,
+        result_specs=tuple(PartitionSpec(spec[0], None) if of else spec for of, spec in specs),
+        summed_axes=tuple(() if of else axes for of, axes in summed),
+        options={"amax_axes": entry_axes(entries[names.index("f")])},
+    )
+
+
 def _reference(
     lhs: QuantizedArray | Moved,
     rhs: QuantizedArray,
@@ -199,6 +230,7 @@ def _reference(
     activation: Activation,
     format: TensorFormat,
     narrow: bool,
+    amax_axes: tuple[str, ...] = (),
 ) -> _Both:
     h = grouped_gemm_op.reference(lhs, rhs, group_sizes, out_dtype=jnp.dtype(lhs.dtype))
     copies = reference(
@@ -209,6 +241,7 @@ def _reference(
         format=format,
         blocks=_blocks(_shape_of_a(weights, rhs), format),
         directions=(0,) if narrow else (0, 1),
+        amax_axes=amax_axes,
     )
     if not narrow:
         return h, copies.along_features, copies.along_rows
@@ -254,10 +287,10 @@ def _unsupported(
     *,
     activation: Activation,
     format: TensorFormat,
-    narrow: bool,
+    **options: Any,
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
-    del narrow
+    del options
     h, blocks = _h_like(lhs, rhs, weights), _blocks(_shape_of_a(weights, rhs), format)
     activated = Activated(h, weights, source, activation)
     return quantized_rows_unsupported(
@@ -269,10 +302,11 @@ quantized_activation_op = Op(
     "quantized_activation",
     _reference,
     "p c k, e k two... f, p g, p c, p c -> p c two... f, p c f, p c f",
-    whole=("c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
-    roles="participants . ., experts fsdp . ., participants ., participants ., participants . "
-    "-> participants . . ., participants . ., participants . .",
+    whole=("c", "e", "k", "two...", "g", "s", "j"),  # the last two: of `Moved`
+    roles="participants . ., experts fsdp . tp, participants ., participants ., participants . "
+    "-> participants . . tp, participants . tp, participants . tp",
     parameter=1,
+    plan=_plan,
     kernels=(
         Kernel.triton(
             "expertmesh.core.kernels.quantized_activation", "quantized_activation", _unsupported
@@ -292,11 +326,12 @@ def _grad_reference(
     *,
     activation: Activation,
     format: TensorFormat,
+    amax_axes: tuple[str, ...] = (),
 ) -> tuple[Any, Any, Any]:
     d_a = grouped_gemm_dgrad_op.reference(dy, rhs, group_sizes, out_dtype=h.dtype)
     gradient = ActivatedGrad(h, weights, source, activation, d_a)
     options: dict[str, Any] = dict(format=format, blocks=((), ()), directions=(0, 1))
-    copies = reference(gradient, group_sizes, None, None, **options)
+    copies = reference(gradient, group_sizes, None, None, **options, amax_axes=amax_axes)
     return copies.along_features, copies.along_rows, copies.d_weights
 
 
@@ -325,10 +360,10 @@ def _grad_unsupported(
     group_sizes: jax.Array,
     *,
     activation: Activation,
-    format: TensorFormat,
+    **options: Any,
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
-    del format
+    del options
     gradient = Activated(h, weights, source, activation)
     return quantized_rows_unsupported(
         tokens_of(dy), rhs, group_sizes, out_dtype=h.dtype
@@ -339,10 +374,12 @@ quantized_activation_grad_op = Op(
     "quantized_activation_grad",
     _grad_reference,
     "p c k, e f k, p c two... f, p c, p c, p g -> p c two... f, p c two... f, p c",
-    whole=("c", "e", "k", "two...", "f", "g", "s", "j"),  # the last two: of `Moved`
-    roles="participants . ., experts . fsdp, participants . . ., participants ., participants ., participants . "
-    "-> participants . . ., participants . . ., participants .",
+    whole=("c", "e", "k", "two...", "g", "s", "j"),  # the last two: of `Moved`
+    summed=("f",),
+    roles="participants . ., experts tp fsdp, participants . . tp, participants ., participants ., participants . "
+    "-> participants . . tp, participants . . tp, participants .",
     parameter=1,
+    plan=_plan,
     kernels=(
         Kernel.triton(
             "expertmesh.core.kernels.quantized_activation",
