@@ -74,10 +74,11 @@ def variants(cell: dict) -> Iterator[dict]:
     for values in itertools.product(*(VERSIONS[name] for name in cell["versions"])):
         chosen = dict(zip(cell["versions"], values, strict=True))
         newest = all(value == VERSIONS[name][-1] for name, value in chosen.items())
-        variant = cell | chosen | {"newest": bool(chosen) and newest}
+        variant = cell | chosen | {"local": newest and cell["name"] in MATRIX["local"]["names"]}
         variant["name"] += suffix(variant)
-        if "package" in cell and "jax" in others(variant):
-            variant["select"] += f" and ({MATRIX['select']['other_jax']})"
+        if "jax" in others(variant):
+            of_versions = MATRIX["select"]["other_jax"]
+            variant["select"] = f"({variant['select']}) and ({of_versions})"
         yield variant
 
 
@@ -96,12 +97,6 @@ def jobs(cell: dict) -> list[dict]:
     if len(sizes) < 2:
         return [cell | {"job": cell["name"], "gpus": sum(sizes)}]
     return [cell | {"job": f"{cell['name']}-{size}-gpus", "gpus": size} for size in sizes]
-
-
-def is_local(cell: dict) -> bool:
-    """Whether .ci/run adds the cell to `make test`."""
-    rule = MATRIX["local"]
-    return cell["name"] in rule["names"] or rule["cells"].items() <= cell.items()
 
 
 def run(cell: dict, extra: list[str]) -> dict:
@@ -161,6 +156,7 @@ def command(cell: dict, python: str) -> int:
 
 def pytest(cell: dict, python: str, extra: list[str]) -> dict:
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
+    folders += [f"--ignore=tests/{name}" for name in cell.get("ignored", [])]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
     by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
     parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", *by]
@@ -268,7 +264,7 @@ def main() -> int:
     if options.verb == "list":
         chosen = [c for c in every.values() if options.platform in (None, c["platform"])]
         chosen = [c for c in chosen if options.workflow in (None, c["workflow"])]
-        chosen = [c for c in chosen if is_local(c) or not options.local]
+        chosen = [c for c in chosen if c["local"] or not options.local]
         print(
             json.dumps({"include": [job for c in chosen for job in jobs(c)]})
             if options.json

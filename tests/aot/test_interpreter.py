@@ -1,6 +1,7 @@
 """Bodies of Triton kernels on a CPU, by Triton's interpreter: the tests of few rows that a GPU runs.
 
-Not Hopper's products, which are CUDA C++, nor what writes 8 bits by machine instructions.
+Not Hopper's products, which are CUDA C++, nor what writes 8 bits by machine instructions. The interpreter is slow: of
+long products a few cases are always run, all of them with `-m full`.
 """
 
 import os
@@ -16,6 +17,12 @@ from cases.marks import needs_triton
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.aot, needs_triton]
+
+
+def some_or_all(some: tuple[str, int], every: tuple[str, int]):
+    """Parameters: which cases and how many, some always, all of them where all is asked for."""
+    cases = pytest.param(*some, id="some"), pytest.param(*every, id="all", marks=pytest.mark.full)
+    return pytest.mark.parametrize("which, count", cases)
 
 
 def interpret(tests: list[str], which: str, count: int, *options: str):
@@ -49,17 +56,25 @@ def test_terms_of_low_rank():
     interpret(["tests/core/kernels/test_low_rank.py"], which, 12)
 
 
-def test_weights_in_square_blocks():
-    interpret(["tests/core/kernels/test_quantize.py"], "weights_in_square_blocks", 72)
+SQUARE = "weights_in_square_blocks"
 
 
-def test_plan_of_copies():
-    interpret(["tests/ep/test_copy_plan.py"], "5-3-1-0 or 3-1-5-40", 2)
+@some_or_all((f"{SQUARE} and bfloat16-True", 12), (SQUARE, 72))
+def test_weights_in_square_blocks(which, count):
+    interpret(["tests/core/kernels/test_quantize.py"], which, count)
 
 
-def test_rows_of_tokens_without_blocks():
-    which = "rows_of_tokens_without_blocks"
-    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, 8)
+@some_or_all(("3-1-5-40", 1), ("5-3-1-0 or 3-1-5-40", 2))
+def test_plan_of_copies(which, count):
+    interpret(["tests/ep/test_copy_plan.py"], which, count)
+
+
+WITHOUT_BLOCKS = "rows_of_tokens_without_blocks"
+
+
+@some_or_all((f"{WITHOUT_BLOCKS} and (True-2-True or False-1-False)", 2), (WITHOUT_BLOCKS, 8))
+def test_rows_of_tokens_without_blocks(which, count):
+    interpret(["tests/core/kernels/test_grouped_quantize.py"], which, count)
 
 
 def test_kernels_that_take_the_place_of_refused_ones():
@@ -86,10 +101,17 @@ def test_products_of_gathered_rows(gpu):
     interpret(["tests/core/kernels/test_gathered_gemm.py"], which, 1)
 
 
-@pytest.mark.parametrize("gpu, count", [("sm_100", 20), ("sm_89 and not PTX and not 32-", 17)])
+@pytest.mark.parametrize("gpu, count", [("sm_100", 10), ("sm_89 and not PTX and not 32-", 7)])
 def test_products_of_8_bits(gpu, count):
-    which = f"{gpu} and (300 or long_sum) and not gradient_of_tokens"
+    which = f"{gpu} and 300 and not tokens"
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], which, count)
+
+
+@pytest.mark.full
+@OF_16_BITS
+def test_products_of_8_bits_that_are_long_or_of_tokens(gpu):
+    which = f"{gpu} and (300 and tokens or long_sum) and not gradient_of_tokens"
+    interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], which, 10)
 
 
 def test_weight_gradients_of_tokens():
@@ -97,14 +119,16 @@ def test_weight_gradients_of_tokens():
     interpret(["tests/core/kernels/test_quantized_grouped_gemm.py"], which, 2)
 
 
-def test_products_of_8_bits_and_a_thin_operand():
-    interpret(["tests/core/kernels/test_mixed_grouped_gemm.py"], "sm_100 and not 3000", 8)
+@some_or_all(("sm_100 and 90 and not 3000", 2), ("sm_100 and not 3000", 8))
+def test_products_of_8_bits_and_a_thin_operand(which, count):
+    interpret(["tests/core/kernels/test_mixed_grouped_gemm.py"], which, count)
 
 
 def test_two_cotangents_of_one_read():
     interpret(["tests/core/kernels/test_grouped_cotangents.py"], "sm_100 and not 3000", 8)
 
 
+@pytest.mark.full
 def test_a_block_with_adapters():
     interpret(["tests/flax_moe/test_lora.py"], "on_a_gpu and 384", 2, OPTION, "sm_100")
 
