@@ -185,6 +185,8 @@ def test_quantized(mode):
     assert SCATTERED <= over_fsdp <= SCATTERED | weights
     assert {key[2].partition("[")[0] for key in over_fsdp - SCATTERED} == {"f8e4m3fn", "f32"}
     assert moved - over_fsdp == ROUTING | EXCHANGE["all_to_all"] | {dispatched}
+    # One kernel projects the rows that arrive, activates them and quantizes them.
+    assert program.as_text().count('name = "block_scaled_activation"') == 1
 
 
 def test_spare_experts(mode):
