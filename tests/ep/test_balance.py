@@ -23,6 +23,8 @@ from expertmesh.ep import (
 )
 from expertmesh.ep.testing import WORKLOADS, make_choices
 
+pytestmark = pytest.mark.default_jax
+
 R, E, K, T, S = 8, 32, 4, 64, 2
 EACH = E // R
 CONFIG = EpConfig(num_experts=E, axis="ep", alignment=8)

@@ -200,6 +200,7 @@ def given_for(config):
     return Quantization(state=state), dict.fromkeys(multipliers, (4.0, 4.0))
 
 
+@pytest.mark.default_jax
 @covering("name", CASES, covers=ALWAYS)
 def test_value_and_gradients(name):
     """A choice without an expert, a weight of 0, an expert without rows, NaN in padding rows."""

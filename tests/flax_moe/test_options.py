@@ -44,6 +44,8 @@ from flax_moe.moe_oracle import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.default_jax
+
 
 @pytest.mark.parametrize(
     "kind, tokens",

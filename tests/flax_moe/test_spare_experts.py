@@ -30,6 +30,8 @@ from flax_moe.moe_oracle import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.default_jax
+
 BIAS = np.array([0.9, 0.45, 0, 0, 0, 0, 0, 0], np.float32)
 SKEWED = partial(moe, expert_bias=BIAS)
 # With several EP groups each one's counts are others than their sum's.

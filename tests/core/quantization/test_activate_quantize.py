@@ -31,6 +31,8 @@ from expertmesh.core.quantization.activate_quantize import (
 )
 from expertmesh.core.testing import relative_error
 
+pytestmark = pytest.mark.default_jax
+
 GPT_OSS = Activation(function="quick_gelu", limit=7.0, up_offset=1.0)
 MX = MXFP8BlockScaling().formats().x
 BLOCK = Float8BlockScaling().formats().x
