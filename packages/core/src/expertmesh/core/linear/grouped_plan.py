@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.op import Plan, Query
+from expertmesh.core.quantization.quantize import are_scales_of_groups
 from expertmesh.core.rule import (
     Rule,
     Split,
@@ -81,9 +82,11 @@ def _participant_axes(query: Query) -> tuple[str, ...]:
 
 
 def _summed_axes(
-    query: Query, split: Split, names: Sequence[str], of_sets: tuple[str, ...]
+    query: Query, split: Split, names: tuple[str, ...], of_sets: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The axes over which a result's parts are added; `of_sets`: those of participants with the same weights."""
+    if are_scales_of_groups(names):
+        return ()
     if "p" not in names:
         return of_sets
     summed = sorted(query.summed - set(names))

@@ -32,7 +32,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from expertmesh.core.linear.grouped_gemm import (
     grouped_gemm_dgrad_op,
@@ -138,9 +137,6 @@ def quantized_activation_grad(
     Returns:
       Copies of [P, C, 2, F], and float32[P, C]; zeros in a row without a token, whatever it and its weight hold.
 
-    Raises:
-      ValueError: mesh axes of F cut a block of the format.
-
     Has no derivative: it is a part of rules that have.
     """
     operands, options = (dy, rhs, h, weights, source, group_sizes), dict(activation=activation)
@@ -202,22 +198,14 @@ def _shape_of_a(weights: jax.Array, rhs: QuantizedArray) -> tuple[int, ...]:
 
 
 def _plan(query: Query) -> Plan:
-    """That of a grouped op that splits F, too, between blocks; scales of groups are of the amax of all parts of F."""
+    """That of a grouped op that splits F, too, between blocks; the op reduces the amax of groups over the parts."""
     plan = plan_grouped(query, features=("f",))
     assert query.parameter is not None
     shape, names = query.shapes[query.parameter], query.rule.operands[query.parameter]
     entries, block = tuple(plan.operand_specs[query.parameter]), query.options["format"].block
     blocks = [block[1] if block and name == "f" else 1 for name in names]
     check_blocks("quantized_activation", shape, blocks, entries, query.mesh_shape)
-    of_groups = [names == ("p", "g") for names in query.rule.results]
-    specs = zip(of_groups, plan.result_specs, strict=True)
-    summed = zip(of_groups, plan.summed_axes, strict=True)
-    return dataclasses.replace(
-        plan,
-        result_specs=tuple(PartitionSpec(spec[0], None) if of else spec for of, spec in specs),
-        summed_axes=tuple(() if of else axes for of, axes in summed),
-        options={"amax_axes": entry_axes(entries[names.index("f")])},
-    )
+    return dataclasses.replace(plan, options={"amax_axes": entry_axes(entries[names.index("f")])})
 
 
 def _reference(

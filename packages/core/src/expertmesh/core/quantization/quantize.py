@@ -272,6 +272,11 @@ def check_blocks(
             )
 
 
+def are_scales_of_groups(names: tuple[str, ...]) -> bool:
+    """Whether a result has this term for scales of groups: they are of the amax of all shards, and no sums."""
+    return names == ("p", "g")
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
     """The layout of the first operand, for everything; its amax is that of all its shards."""
@@ -291,9 +296,8 @@ class BlockPlan:
         plan = plan_by_rule(query, query.rule, query.whole, query.summed)
         if "format" not in options:
             return plan
-        # Scales of groups are of the amax of all shards, and no sums.
         sums = zip(query.rule.results, plan.summed_axes, strict=True)
-        summed_axes = tuple(() if names == ("p", "g") else axes for names, axes in sums)
+        summed_axes = tuple(() if are_scales_of_groups(names) else axes for names, axes in sums)
         spec = plan.operand_specs[0]
         used = {*spec_axes(spec), *(query.resource.all_axes() if query.resource else ())}
         gathered = (a for name, entry in entries if name in query.whole for a in entry_axes(entry))
