@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from core import quantize_oracle
+from core.ops.test_activate_rows import oracle as activations
 from expertmesh.core import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -21,7 +23,6 @@ from expertmesh.core.linear.quantized_activation import (
 )
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.testing import magnitudes, relative_error
-from flax_moe.quantized_oracle import rounded
 
 GROUPS, ROWS, K, F = 3, 512, 256, 256
 SIZES = np.array([[128, 0, 256], [256, 128, 0]], np.int32)
@@ -57,9 +58,15 @@ def numbers(q):
     return np.asarray(dequantize(q), np.float64)
 
 
-def silu_and_slope(gate):
-    of_gate = (1 + np.tanh(gate / 2)) / 2
-    return gate * of_gate, of_gate * (1 + gate * (1 - of_gate))
+def rounded(x, format, axis):
+    """Numbers of a group as its 8 bits and scales, in blocks along the axis, say they are."""
+    block = (
+        tuple(format.block[1] if d == axis % x.ndim else 1 for d in range(x.ndim))
+        if format.block
+        else ()
+    )
+    q = quantize_oracle.quantize(x.astype(np.float32), format, block)
+    return quantize_oracle.dequantize(q, block)
 
 
 def run(mesh, function, operands, specs):
@@ -110,11 +117,10 @@ def test_projection_on_shards_of_experts_and_features(recipe, kind):
     of_h, of_a, of_rows = np.zeros(h.shape), np.zeros(a.shape), np.zeros(a.shape)
     for p, e, rows in each_group():
         of_h[p, rows] = np.einsum("rk,kif->rif", x[p, rows], w[e])
-        gate, up = np.moveaxis(of_h[p, rows], 1, 0)
-        value = weights[p, rows, None] * silu_and_slope(gate)[0] * up
-        value = np.where(source[p, rows, None] < 0, 0, value)
-        of_a[p, rows] = rounded(value, format, 1)
-        of_rows[p, rows] = rounded(value, format, 0, 1)
+    value, *_ = activations(Activation(), of_h, np.zeros(a.shape), weights, source, SIZES)
+    for p, _, rows in each_group():
+        of_a[p, rows] = rounded(value[p, rows], format, -1)
+        of_rows[p, rows] = rounded(value[p, rows], format, 0)
     for got, want in ((h, of_h), (numbers(a), of_a), (numbers(a_rows), of_rows)):
         close(got, want, live)
     assert moved == ([] if format.block else [AMAX])
@@ -139,14 +145,12 @@ def test_gradient_on_shards_of_experts_and_features(kind):
     specs = P("ep"), P("ep", "tp"), P("ep", None, None, "tp"), P("ep"), P("ep"), P("ep")
     (d_h, d_h_rows, _, d_weights), moved = run(on(kind), gradient, operands, specs)
     dy, w = numbers(of_dy), numbers(rhs)
-    of_h, of_weights = np.zeros(h.shape), np.zeros(weights.shape)
+    d_a, of_h = np.zeros((*weights.shape, F)), np.zeros(h.shape)
     for p, e, rows in each_group():
-        d_a = np.where(source[p, rows, None] < 0, 0, dy[p, rows] @ w[e].T)
-        gate, up = np.moveaxis(np.float64(h[p, rows]), 1, 0)
-        value, slope = silu_and_slope(gate)
-        of_weights[p, rows] = np.sum(d_a * value * up, axis=-1)
-        both = weights[p, rows, None, None] * np.stack([d_a * up * slope, d_a * value], 1)
-        of_h[p, rows] = rounded(both, format, 2)
+        d_a[p, rows] = dy[p, rows] @ w[e].T
+    _, value, of_weights = activations(Activation(), h, d_a, weights, source, SIZES)
+    for p, _, rows in each_group():
+        of_h[p, rows] = rounded(value[p, rows], format, -1)
     for got, want in ((numbers(d_h), of_h), (numbers(d_h_rows), of_h), (d_weights, of_weights)):
         close(got, want, live)
     assert moved == [("all-reduce", (f"f32[1,{ROWS}]",), ("tp",)), AMAX]
