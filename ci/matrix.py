@@ -45,12 +45,19 @@ print(json.dumps({"versions": versions, "platform": devices[0].platform, "device
 
 
 def cells() -> dict[str, dict]:
-    """Every cell by name: the product of the axes, then the ones with a name of their own."""
+    """Every cell by name: the product of the axes, then the ones with a name of their own, which have the tests of all
+    packages if they name none and no command."""
     cells = [package_cell(*values) for values in itertools.product(*MATRIX["axes"].values())]
     for name, cell in MATRIX["cells"].items():
         like = MATRIX["cells"][cell["like"]] if "like" in cell else {}
-        cells.append({"name": name, "platform": "cpu", "versions": []} | like | cell)
+        cell = {"name": name, "platform": "cpu", "versions": []} | like | cell
+        cells.append(cell if {"tests", "command"} & cell.keys() else of_all_packages(cell))
     return {variant["name"]: variant for cell in cells for variant in variants(cell)}
+
+
+def of_all_packages(cell: dict) -> dict:
+    tests = [*itertools.chain(*MATRIX["tests"].values())]
+    return {"tests": tests, "select": MATRIX["select"][cell["platform"]]} | cell
 
 
 def package_cell(package: str, processes: str, platform: str) -> dict:
@@ -156,7 +163,6 @@ def command(cell: dict, python: str) -> int:
 
 def pytest(cell: dict, python: str, extra: list[str]) -> dict:
     folders = [f"tests/{name}" for name in cell["tests"] if (ROOT / "tests" / name).is_dir()]
-    folders += [f"--ignore=tests/{name}" for name in cell.get("ignored", [])]
     # Tests share the GPUs of one machine, and its cores are spread over them otherwise.
     by = ["--dist", cell.get("dist", "loadfile"), "--no-loadscope-reorder"]
     parallel = [] if cell["platform"] == "gpu" else ["-n", "auto", *by]
