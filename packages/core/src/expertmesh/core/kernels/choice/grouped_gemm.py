@@ -137,6 +137,11 @@ class RowTiles(ClusterTiles):
     registers: tuple[int, int]
     parts: int = 2
 
+    @property
+    def columns(self) -> int:
+        """Of a cluster's tile: each of two blocks has two consumers."""
+        return 4 * 64 * self.boxes
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightTiles(ClusterTiles):
@@ -277,10 +282,18 @@ def fits_cuda(gemm: Rows) -> bool:
 
 def cuda_rows(gemm: Rows) -> Config:
     """The kernel of rows in CUDA C++, in clusters of two."""
-    small = gemm.rows <= gemm.groups * SMALL_GROUPS_HOPPER.rows[1]
-    tiles = SMALL_GROUPS_HOPPER if small else ROWS_HOPPER
+    tiles = ROWS_HOPPER
+    if gemm.rows <= gemm.groups * SMALL_GROUPS_HOPPER.rows[1]:
+        tiles = dataclasses.replace(SMALL_GROUPS_HOPPER, queued=_outnumbers_clusters(gemm))
     programs = tiles.programs(gemm, (128, 256, 128 // jnp.dtype(gemm.dtype).itemsize))
     return Config("cuda", tiles, programs, turns=programs > gemm.device.multiprocessors)
+
+
+def _outnumbers_clusters(gemm: Rows) -> bool:
+    """Whether some sizes of groups have more tiles of small groups than clusters run at once."""
+    height, width = SMALL_GROUPS_HOPPER.rows[1], SMALL_GROUPS_HOPPER.columns
+    tiles = min(gemm.groups, gemm.rows) + gemm.rows // height
+    return tiles * -(-gemm.width // width) > gemm.device.multiprocessors // 2
 
 
 def triton_rows(gemm: Rows, tiles: Tiles = ROWS) -> Config:
