@@ -1,6 +1,7 @@
 """Quantization of experts' weights by each recipe, against a copy of the bytes that it must read and write.
 
-A scale per expert is made of its amax, so that the weights are read twice: these bytes count.
+A scale per expert is made of its amax, so that the weights are read twice: these bytes count. For both GEMMs each
+writes the copy that it reads, where one cannot serve both.
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.grouped_gemm import on_gpu
 from benchmarks.grouped_quantize import RECIPES
-from expertmesh.core import quantize
+from expertmesh.core import quantize, quantize_weight
 
 # experts, contraction, width
 GPU = {"dsv3 w2": (32, 2048, 7168)}
@@ -28,6 +29,13 @@ def cases_of(name, shape, dtype):
         case = f"{jnp.dtype(dtype).name} {recipe} {name} {'x'.join(map(str, shape))}"
         moved = (2 if format.block is None else 1) * w.nbytes + w.size
         yield _measure.copy_case("quantize", case, function, (w,), moved)
+
+        def copies(w, value=value):
+            made = quantize_weight(w, value, batch_dims=1)
+            return [(q.data, q.scale) for q in (made.forward, made.dgrad) if q is not None]
+
+        moved += w.size * (len(jax.eval_shape(copies, w)) - 1)
+        yield _measure.copy_case("quantize", f"{case}, for both GEMMs", copies, (w,), moved)
 
 
 def main():

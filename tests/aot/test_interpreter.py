@@ -56,12 +56,8 @@ def test_terms_of_low_rank():
     interpret(["tests/core/kernels/test_low_rank.py"], which, 12)
 
 
-SQUARE = "weights_in_square_blocks"
-
-
-@some_or_all((f"{SQUARE} and bfloat16-True", 12), (SQUARE, 72))
-def test_weights_in_square_blocks(which, count):
-    interpret(["tests/core/kernels/test_quantize.py"], which, count)
+def test_weights_with_a_scale_per_matrix():
+    interpret(["tests/core/kernels/test_quantize.py"], "weights_with_a_scale_per_matrix", 2)
 
 
 @some_or_all(("3-1-5-40", 1), ("5-3-1-0 or 3-1-5-40", 2))

@@ -749,7 +749,9 @@ def test_activate_quantize_on_hopper(function, limit, recipe, dtype):
     act, format = activation.Activation(function=function, limit=limit), recipe.formats().x
     if function == "gelu":
         format = dataclasses.replace(format, dtype="float8_e5m2")
-    config = choose_activation(Activated(4096, 1536, dtype, format.block[1], Device()))
+    rows = 65536 if function == "silu" else 4096  # which have a queue
+    config = choose_activation(Activated(rows, 1536, dtype, format.block[1], Device()))
+    assert config.queued == (function == "silu")
     kinds = (None, format) if function == "silu" else (None,)
     for gradient, weighted, kept in itertools.product((False, True), (False, True), kinds):
         if gradient and weighted and limit == 7 and dtype == "float16":
@@ -858,31 +860,37 @@ def test_quantize(monkeypatch, recipe, arch):
         _check_launches(launches, arch)
 
 
-@pytest.mark.parametrize("dgrad", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("power_2_scale", [True, False])
-@pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
-def test_weights_in_square_blocks(monkeypatch, arch, power_2_scale, dtype, dgrad):
-    """Hopper's, in two orders, and on other GPUs."""
-    from expertmesh.core.kernels.device import Device
-    from expertmesh.core.kernels.triton import quantize as kernels
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS_OF_8_BITS if arch != 90])
+def test_weights_in_square_blocks(monkeypatch, arch, power_2_scale, dtype):
+    """One copy for both GEMMs; Hopper's kernel writes two."""
+    from expertmesh.core.kernels import device
 
-    monkeypatch.setattr(kernels, "current_device", lambda: Device(capability=arch))
+    monkeypatch.setattr(device, "current_device", lambda: device.Device(capability=arch))
     weight = jax.ShapeDtypeStruct((8, 1504, 2, 1408), dtype)
     format = Float8BlockScaling(power_2_scale=power_2_scale).formats().weight
     block = quantize.block_shape("test", weight.shape, format, 1, 3, 1)
-    options = dict(format=format, block=block, batch_dims=1, dgrad=dgrad)
+    options = dict(format=format, block=block, batch_dims=1, dgrad=True)
     launches = _launches(monkeypatch, quantize._quantize_square_op, weight, **options)
-    ((kernel, *_),) = launches
-    assert (kernel is kernels._square_kernel) == (arch == 90)
+    assert len(launches) == 1
     _check_launches(launches, arch)
-    if arch == 90:
-        compiled = _assemble(*launches[0][:4], 3, arch)
-        # A thread has 64 numbers, and writes 16 bytes at once; each copy has conversions of its own, of two numbers.
-        stores = re.findall(r"st\.global\S*\.(v\d\.b\d+)", compiled.asm["ptx"])
-        assert stores == ["v4.b32"] * 4 * (1 + dgrad)
-        conversions = re.findall(r"cvt\.\S*e4m3x2\.f32", compiled.asm["ptx"])
-        assert len(conversions) == 32 * (1 + dgrad)
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("power_2_scale", [True, False])
+def test_weights_in_square_blocks_on_hopper(power_2_scale, dtype, both):
+    from expertmesh.core.kernels.choice.quantize import Square, choose_square
+    from expertmesh.core.kernels.cuda import quantize_square as kernels
+    from expertmesh.core.kernels.device import Device
+
+    format = Float8BlockScaling(power_2_scale=power_2_scale).formats().weight
+    config = choose_square(Square(8, 1504, 2, 1408, 128, Device()))
+    ptx, _ = _assemble_cuda(kernels.source(dtype, config=config, format=format, both=both).text)
+    # A thread has 64 numbers; each copy has conversions of its own, of two numbers.
+    assert len(re.findall(r"cvt\.\S*e4m3x2\.f32", ptx)) == 32 * (1 + both)
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == (16 if dtype == "float32" else 8)
 
 
 @pytest.mark.parametrize("dgrad", [True, False])

@@ -15,6 +15,7 @@ from core.kernels.test_quantize import (
     without_padding,
 )
 from expertmesh.core import Activation, activate, dequantize, grouped_quantize
+from expertmesh.core.kernels.choice import quantize as choice
 from expertmesh.core.ops.activation import IN_KERNELS
 from expertmesh.core.quantization.activate_quantize import (
     Activated,
@@ -102,6 +103,28 @@ def test_swiglu_but_for_its_last_bit(which, rows, width, dtype, weighted):
     sizes = jnp.asarray([[64, 0, 56]], jnp.int32)
     of = routing(rows) if weighted else None
     compare(*both(jnp.asarray(h), sizes, FORMATS[which][0], "silu", of))
+
+
+@pytest.mark.parametrize("which, rows, width", [("block", 384, 16520), ("mx", 384, 16512)])
+def test_tiles_from_a_queue(which, rows, width, monkeypatch):
+    """Of programs that have more than their first two: the bits of those without a queue."""
+    format, of = FORMATS[which][0], routing(rows)
+    rng, sizes = np.random.default_rng(6), jnp.asarray([[200, 0, 175]], jnp.int32)
+    h, d = (rng.normal(size=(1, rows, *n, width)).astype(np.float32) for n in ((2,), ()))
+    h, d = jnp.asarray(h, jnp.bfloat16), jnp.asarray(d, jnp.bfloat16)
+
+    def made(h, d):
+        a = activate_quantize(h, sizes, (format, format), "silu", **of)
+        grad = activate_grad_quantize(h, d, sizes, (format, format), "silu", **of)
+        return of_groups(a, sizes), of_groups(grad, sizes), grad.d_weights[:, :375]
+
+    found = []
+    for tiles in (1, 10**9):
+        monkeypatch.setattr(choice, "LONG_QUEUE", tiles)
+        jax.clear_caches()
+        found.append(jax.tree.leaves(run_twice(lambda h, d: made(h, d), h, d)))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(codes(x), codes(y))
 
 
 OTHERS = [name for name in IN_KERNELS if name not in ("silu", "gelu_exact")]

@@ -146,6 +146,9 @@ def test_rows_in_cuda_are_for_hopper_and_short_contractions():
     assert kernel(*short, device=B200) == kernel(*short, device=NO_NVRTC) == "triton"
     small, large = (plain.choose_rows(rows(n, 4096, 4096)).tiles for n in (1024, 1025))
     assert (small, large) == (plain.SMALL_GROUPS_HOPPER, plain.ROWS_HOPPER)
+    # Eight rows are at most eight tiles of rows, and 132 multiprocessors 66 clusters.
+    queued = [plain.choose_rows(rows(8, 4096, N)).tiles.queued for N in (4096, 4097)]
+    assert queued == [False, True]
 
 
 def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold():
@@ -235,6 +238,20 @@ def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
     # With a scale per matrix, which has no parts.
     assert transposed(B=1, block=0) and not transposed(B=1, block=0, device=B200)
     assert not transposed(B=1, block=0, E=1025) and not transposed(B=1, N=1500, block=0)
+
+
+def test_long_activations_have_a_queue():
+    """Of at least eight tiles of 128 x 128, or of 32 x 128, for each program."""
+
+    def chosen(C, F, block=128, device=H100, dtype=BF16):
+        return quantize.choose_activation(quantize.Activated(C, F, dtype, block, device))
+
+    assert chosen(1056 * 128, 128).queued and not chosen(1055 * 128, 128).queued
+    assert chosen(1056 * 128 - 16, 4096, 32).queued and not chosen(4096, 128, 32).queued
+    among = dataclasses.replace(H100, alone=False)
+    assert chosen(65536, 8192, device=among).programs == 132
+    assert not chosen(65536, 8192, device=B200).queued
+    assert not chosen(65536, 8192, dtype=jnp.dtype("float32")).queued
 
 
 @pytest.mark.parametrize("parts", [(), (1,), (2,), (1, 2)])

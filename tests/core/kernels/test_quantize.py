@@ -84,27 +84,38 @@ def test_quantize(which, dtype):
     check(q, oracle.quantize(x, format, q.block), format)
 
 
+SQUARE, MATRIX = FORMATS["square"][0], FORMATS["current"][0]
+
+
 @pytest.mark.parametrize("dgrad", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 # The last dimension is a multiple of a block where one lies between: only then the GEMM has a kernel.
 @pytest.mark.parametrize(
     "shape, batch_dims", [((2, 160, 2, 256), 1), ((3, 272, 208), 1), ((144, 80), 0)]
 )
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("which", ["square", "current"])
-def test_weights_in_square_blocks(which, transposed, shape, batch_dims, dtype, dgrad, monkeypatch):
-    """As the forward and as the input gradient reads them: what `quantize` gives, in memory in two orders or in one.
+@pytest.mark.parametrize("format", [SQUARE, EXACT.weight, MATRIX], ids=str)
+def test_weights_for_both_gemms(format, shape, batch_dims, dtype, dgrad):
+    """What `quantize` gives, in partial blocks and with a scale per matrix; on Hopper in two orders in memory."""
+    special = dict(special="") if format is MATRIX else {}
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
+    compare_weights(format, x, batch_dims, dgrad)
 
-    Partial blocks, and a scale per matrix. Also by Triton's interpreter, which rounds to 8 bits in a way of its own.
-    """
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_weights_with_a_scale_per_matrix(transposed, monkeypatch):
+    """Also by Triton's interpreter, which rounds to 8 bits in a way of its own."""
     from expertmesh.core.kernels.triton import quantize as kernels
 
-    square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
     config = choice.Config("triton", choice.BOTH, transposed)
     monkeypatch.setattr(kernels, "choose_square", lambda weights: config)
     jax.clear_caches()
-    format, special = FORMATS[which][0], dict(special="") if which == "current" else {}
-    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
+    dtype = np.dtype(jnp.dtype("bfloat16"))
+    x = oracle.wild_numbers(np.random.default_rng(3), (2, 160, 2, 256), dtype, special="")
+    compare_weights(MATRIX, x, 1, dgrad=True)
+
+
+def compare_weights(format, x, batch_dims, dgrad):
+    square = dict(axis=batch_dims, across=x.ndim - 1, batch_dims=batch_dims)
     run = partial(quantize_square, format=format, dgrad=dgrad, **square)
     copies = run_twice(lambda x: run(x), jnp.asarray(x))
     want = quantize(jnp.asarray(x), format, **square)

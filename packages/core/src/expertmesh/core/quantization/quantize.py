@@ -385,7 +385,9 @@ _quantize_square_op = Op(
     roles="experts fsdp -> experts fsdp, experts fsdp",
     plan=BlockPlan("quantize"),
     kernels=(
-        Kernel.triton("expertmesh.core.kernels.triton.quantize", "square", _square_unsupported),
+        Kernel.triton(
+            "expertmesh.core.kernels.quantize_square", "quantize_square", _square_unsupported
+        ),
     ),
     results_like=_squares_like,
 )

@@ -86,7 +86,8 @@ class Config:
       kernel: "triton" or "cuda".
       tiles: the kernel's.
       transposed: the copy along the rows is [columns, rows]; of weights, see `Square`.
-      programs: of a kernel in CUDA C++.
+      programs: of a kernel in CUDA C++; 0: one for each tile.
+      queued: programs take their tiles from one queue.
       registers: of a thread of a kernel in Triton, at most; None: as the compiler decides.
     """
 
@@ -95,6 +96,7 @@ class Config:
     transposed: bool
     programs: int = 0
     registers: int | None = None
+    queued: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,9 @@ ACTIVATION_HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 REQUANTIZE = RequantizeTiles(columns=128, warps=4)
 REQUANTIZE_SMALL = RequantizeTiles(columns=128, warps=2)
 REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
+SQUARE_HOPPER = HopperTiles(warps=8, programs=2)
+# Tiles of a program, from which on a queue saves more than it costs to clear its number. NVIDIA H200, 2026-11-29.
+LONG_QUEUE = 8
 # NVIDIA H100, 2026-11-25: of tokens that several rows are, what stays in each half of L2 beside what is written.
 KEPT_BYTES = 12 * 2**20
 
@@ -183,6 +188,8 @@ def choose_moved(rows: Rows) -> Config:
 
 def choose_square(weights: Square) -> Config:
     """In square blocks, as the forward and the input gradient read them."""
+    if weights.transposed and weights.block:
+        return Config("cuda", SQUARE_HOPPER, transposed=True)
     return Config("triton", BOTH, weights.transposed)
 
 
@@ -190,7 +197,8 @@ def choose_activation(rows: Activated) -> Config:
     """An activation, or its gradient, in both directions."""
     gradient, small = rows.grad_dtype is not None, rows.block <= 32
     if rows.fits_cuda and rows.grad_dtype in (None, rows.dtype):
-        return _cuda(rows, ACTIVATION_HOPPER_SMALL if small else ACTIVATION_HOPPER)
+        hopper = ACTIVATION_HOPPER_SMALL if small else ACTIVATION_HOPPER
+        return _queued(rows, hopper) or _cuda(rows, hopper)
     large, less = (GRADIENT, GRADIENT_SMALL) if gradient else (ACTIVATION, ACTIVATION_SMALL)
     tiles = less if small else large
     # Elsewhere, and of float32, the compiler decides.
@@ -217,3 +225,13 @@ def _cuda(rows: Rows, tiles: HopperTiles) -> Config:
     steps = num_steps((128, 128, 1), rows.rows, rows.columns, 4)
     programs = rows.device.programs(steps) * tiles.programs
     return Config("cuda", tiles, rows.transposed, programs)
+
+
+def _queued(rows: Rows, tiles: HopperTiles) -> Config | None:
+    """As `_cuda`, with a queue; None where there are few tiles."""
+    # A program that begins late leaves others more.
+    programs = rows.device.multiprocessors * tiles.programs
+    num_tiles = -(-rows.rows // rows.block) * -(-rows.columns // 128)
+    if num_tiles < LONG_QUEUE * programs:
+        return None
+    return Config("cuda", tiles, rows.transposed, programs, queued=True)

@@ -120,12 +120,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #if GRADIENT && WEIGHTED
     , float* d_weights
 #endif
+#if QUEUED
+    , int* next_number
+#endif
     ) {
 #if !GRADIENT
   const u8* d = h;
 #endif
 #if !WEIGHTED
   const int* source = sizes;
+#endif
+#if !QUEUED
+  int* next_number = nullptr;
 #endif
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
@@ -137,14 +143,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     for (int i = 0; i < ROWS; i++) first.read(i, smem + threadIdx.x * 16 + i * READ);
     held = first.held;
   }
+  Turns turns;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  while (turns.here < tiles) {
+    const int tile = turns.here, asked = turns.ask(next_number);
     const int thread = anew(threadIdx.x), width = anew(all_columns);
     const int across = (width + COLUMNS - 1) / COLUMNS, blocks = (width + BLOCK - 1) / BLOCK;
     const u32 mine = smem + thread * 16;
     const int in_row = thread % 16, peer = thread % PEERS;
 
-    const Reader next(Place(tile + gridDim.x, width, num_live), h, d, source, width);
+    const Reader next(Place(turns.next, width, num_live), h, d, source, width);
     float weight[ROWS];
     Kept of_h[ROWS][2];
 #pragma unroll
@@ -218,7 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     put_largest(of_columns, thread, smem);
     __syncthreads();
     scale_columns(thread, smem, here.block, first_column, width, scale_rows);
+    turns.tell(asked, smem);
     __syncthreads();
+    turns.go_on(asked, smem);
     const int inside = here.column < width ? num_rows - here.row : 0;
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {

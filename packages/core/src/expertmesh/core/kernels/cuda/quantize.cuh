@@ -1,6 +1,6 @@
 // What kernels share that quantize numbers of 16 bits in blocks along their rows, and perhaps their columns, on Hopper.
 //
-// A program takes tiles of BLOCK rows and 128 columns one after the other. A thread has eights of columns of ROWS rows.
+// A program takes tiles of BLOCK rows and 128 columns one after the other, or has one. A thread has eights of columns of ROWS rows.
 // What it reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the
 // numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along
 // the rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
@@ -8,8 +8,9 @@
 // Compiled at run time, without headers, after `scales.cuh` and before a kernel's own text. Macros that come before
 // both, besides those of `scales.cuh`: BLOCK, WARPS, PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in
 // a tile, side by side), EIGHTS (of a thread's columns), APART (columns from one of these to the next), ROW_BYTES (bytes
-// that a thread reads of a row), DEFERS (a tile is stored during the next one), SHARED (bytes) and TRANSPOSED (the copy
-// along the rows lies with its rows contiguous). There may be a PANEL, of rows that are read at an index.
+// that a thread reads of a row), DEFERS (a tile is stored during the next one), SHARED (bytes), TRANSPOSED (the copy
+// along the rows lies with its rows contiguous) and QUEUED (programs take their tiles from one queue). There may be a
+// PANEL, of rows that are read at an index.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int COLUMNS = 128;                       // of a tile
@@ -29,7 +30,8 @@ constexpr int ROOM = MULTIPLIERS + HALVES * COLUMNS / 32 * (128 + GAP);
 constexpr int ROOM_BYTES = COLUMNS * BLOCK;
 constexpr int LARGEST_BYTES = WARPS * HALVES * COLUMNS * 2;
 constexpr int LARGEST_OF_WARPS = DEFERS ? ROOM + ROOM_BYTES : ROOM;
-static_assert(LARGEST_OF_WARPS + (TRANSPOSED && !DEFERS ? ROOM_BYTES : LARGEST_BYTES) == SHARED, "as launched");
+constexpr int NUMBER = LARGEST_OF_WARPS + (TRANSPOSED && !DEFERS ? ROOM_BYTES : LARGEST_BYTES);
+static_assert(NUMBER + 16 * QUEUED == SHARED, "as launched");
 
 // 16 bytes, or zeros, for which nothing is read.
 __device__ __forceinline__ void copy(u32 to, const u8* from, bool wanted) {
@@ -64,6 +66,28 @@ struct Place {
     row = block * BLOCK + thread / IN_ROW * ROWS;
     column = in_row * COLUMNS + thread % IN_ROW * STEP;
     live = column < width ? num_live - row : 0;
+  }
+};
+
+// A program's tile, and its next one. From a queue, tiles that run at one time lie beside each other in memory, though
+// some programs are faster. The first two of each need no queue.
+struct Turns {
+  int here = blockIdx.x, next = here + gridDim.x;
+
+  // The number of the tile after the next one, which thread 0 waits for when it tells.
+  __device__ __forceinline__ int ask(int* next_number) const {
+    return QUEUED && threadIdx.x == 0 ? atomicAdd(next_number, 1) + 2 * gridDim.x : next + gridDim.x;
+  }
+
+  // Between two barriers.
+  __device__ __forceinline__ void tell(int asked, u32 smem) const {
+    if (QUEUED && threadIdx.x == 0) put_word(smem + NUMBER, asked);
+  }
+
+  // After those, and before the next ones.
+  __device__ __forceinline__ void go_on(int asked, u32 smem) {
+    here = next;
+    next = QUEUED ? get_word(smem + NUMBER) : asked;
   }
 };
 

@@ -24,10 +24,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The text of a kernel, and its bytes of shared memory."""
+    """The text of a kernel, its bytes of shared memory, and whether its programs have a queue."""
 
     text: str
     shared: int
+    queued: bool
 
 
 def source(*files: str, dtype, config: Config, format, layout: Layout, **defined) -> Source:
@@ -38,12 +39,15 @@ def source(*files: str, dtype, config: Config, format, layout: Layout, **defined
     multipliers = layout.halves * COLUMNS // 32 * (128 + 16 * (layout.eights > 1))
     room, largest = block * COLUMNS * config.transposed, tiles.warps * layout.halves * COLUMNS * 2
     shared = read + multipliers + (room + largest if layout.defers else room or largest)
+    shared += 16 * config.queued
     defined |= {name.upper(): int(value) for name, value in dataclasses.asdict(layout).items()}
     defined |= scale_macros(dtype, format) | dict(
         BLOCK=block, WARPS=tiles.warps, PER_SM=tiles.programs, SHARED=shared,
         HALF=int(jnp.dtype(dtype) == jnp.float16), TRANSPOSED=int(config.transposed),
+        QUEUED=int(config.queued),
     )  # fmt: skip
-    return Source(source_text("scales.cuh", "quantize.cuh", *files, defined=defined), shared)
+    text = source_text("scales.cuh", "quantize.cuh", *files, defined=defined)
+    return Source(text, shared, config.queued)
 
 
 def scale_macros(dtype, format) -> dict[str, object]:
@@ -65,4 +69,5 @@ def launch(*operands, source: Source, name: str, config: Config, rows: int, colu
     return cuda_call(
         *operands, source=source.text, name=name, scalars=(rows, columns, operands[-1].shape[0]),
         out_type=out_type, programs=config.programs, warps=config.tiles.warps, shared=source.shared,
+        queue=source.queued,
     )  # fmt: skip

@@ -302,29 +302,6 @@ def _converted_again(wide, dtype: tl.constexpr):
 
 
 @triton.jit
-def _square_kernel(
-    x, data, scale, data_rows, scale_rows,
-    M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
-):  # fmt: skip
-    """[A, M, B, N] in blocks of BLOCK x BLOCK, and the same data and scales as [A, B, N, M].
-
-    Without the first where `data` and `scale` are None.
-    """
-    a, m, i, n, rows, inside, at = _tile(M, B, N, TM, TN)
-    wide = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-    dtype: tl.constexpr = data_rows.dtype.element_ty
-    scaled, stored = _scaled_tile(wide, BLOCK, BLOCK, SCALE, LARGEST, LIMIT, FLOOR)
-    if data is not None:
-        tl.store(data + at, rounded(scaled, dtype), mask=inside)
-        store_scale(scale, stored, a, m, i, n, M, B, N, BLOCK, BLOCK)
-    again = _converted_again(scaled, dtype)
-    matrix = a.to(tl.int64) * B + i
-    store_along_rows(data_rows + matrix * (M * N), again, at, inside, m, n, N, M, True)
-    store_scale(scale_rows, tl.trans(stored), matrix, n, 0, m, N, 1, M, BLOCK, BLOCK)
-
-
-@triton.jit
 def _dequantize_kernel(
     data, scale, out,
     M: tl.constexpr, B: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -696,39 +673,8 @@ def both(x, sizes, format, index=None):
     return out[0], stored_scale(scale, format), along_rows, stored_scale(out[3], format)
 
 
-def square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin=()):
-    """The leaves of what the reference of `quantize_square` gives."""
-    del origin
-    if not block:
-        return _matrices(x, format, batch_dims, amax_axes, dgrad)
-    (A, M, B, N), (BLOCK, _) = view(x.shape, block)
-    config = choose_square(Square(A, M, B, N, BLOCK, current_device()))
-    if not config.transposed:
-        return blocks(x, None, format, block) * (1 + dgrad)
-    tiles, counts = config.tiles, tuple(-(-n // b) for n, b in zip(x.shape, block, strict=True))
-    TM = tiles.elements // tiles.columns
-    out = {}
-    if dgrad:
-        out["data"], out["scale"] = result_types(x.shape, counts, format)
-    of_scales = (A, B * triton.cdiv(N, BLOCK), triton.cdiv(M, BLOCK))
-    out["data_rows"], out["scale_rows"] = result_types((A, B * N, M), of_scales, format)
-    absent: dict[str, Any] = {} if dgrad else {"data": None, "scale": None}
-    results = launcher.triton_call(
-        x,
-        kernel=_square_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
-        grid=(A * triton.cdiv(M, TM) * B * triton.cdiv(N, tiles.columns),),
-        M=M, B=B, N=N, BLOCK=BLOCK, TM=TM, TN=tiles.columns, **absent, **scaling(x.dtype, format),
-    )  # fmt: skip
-    *first, data, scale = (
-        stored_scale(part, format) if number % 2 else part for number, part in enumerate(results)
-    )
-    # Bitcasts, which the one before the GEMM undoes.
-    data, scale = jnp.swapaxes(data, 1, 2), jnp.swapaxes(scale, 1, 2)
-    return data.reshape(x.shape), scale.reshape(counts), *first
-
-
-def _matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
-    """`square` with a scale per matrix: its amax is found once, and each order written by the same pass."""
+def matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
+    """Weights with a scale per matrix: its amax is found once, and each order written by the same pass."""
     leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
     shape = A, _, width = prod(leading), K, prod(N)
     (parts,) = scaled(x, None, shape, None, finds_amax=True)
