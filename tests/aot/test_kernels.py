@@ -764,6 +764,21 @@ def test_activate_quantize_on_hopper(function, limit, recipe, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("power_2_scale", [True, False])
+@pytest.mark.parametrize("num_rows", [4096, 65536])
+def test_quantize_both_on_hopper(num_rows, power_2_scale, dtype):
+    from expertmesh.core.kernels.choice.quantize import Rows, choose_both
+    from expertmesh.core.kernels.cuda import quantize_both as kernels
+    from expertmesh.core.kernels.device import Device
+
+    format = Float8BlockScaling(power_2_scale=power_2_scale).formats().x
+    config = choose_both(Rows(num_rows, 2048, dtype, 128, Device()))
+    assert config.queued == (num_rows == 65536)
+    for panel in (0, 1, 4):
+        _assemble_cuda(kernels.source(dtype, config=config, format=format, panel=panel).text)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("power_2_scale", [True, False])
 def test_grouped_requantize_on_hopper(power_2_scale, dtype):
     from expertmesh.core.kernels.choice.quantize import Rows, choose_requantize
     from expertmesh.core.kernels.cuda import grouped_requantize as kernels
@@ -795,6 +810,10 @@ def _rows_for_the_gradient() -> Op:
 @pytest.mark.parametrize("arch", ARCHS_OF_8_BITS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_quantize(monkeypatch, recipe, arch):
+    """By Triton's kernels, on Hopper, too."""
+    from expertmesh.core.kernels import device
+
+    monkeypatch.setattr(device, "nvrtc", lambda: None)
     formats: LayerFormats = recipe.formats()
     x = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.float32)

@@ -10,6 +10,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, check, codes, pytestmark, run_twice  # noqa: F401
 from expertmesh.core import grouped_quantize
+from expertmesh.core.kernels.choice import quantize as choice
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import (
     Moved,
@@ -68,16 +69,32 @@ def test_both_ways(which, shape):
         np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
 
 
+def test_both_ways_from_a_queue(monkeypatch):
+    """Of programs that have more than their first two tiles."""
+    monkeypatch.setattr(choice, "LONG_QUEUE", 1)
+    jax.clear_caches()
+    format, shape = FORMATS["block"][0], (1, 1040, 14352)
+    x = oracle.wild_numbers(np.random.default_rng(4), shape, np.dtype(jnp.bfloat16))
+    x[:, 1000:] = np.nan
+    x, sizes = jnp.asarray(x), jnp.asarray([[900, 0, 100]], jnp.int32)
+    got = run_twice(lambda x, s: grouped_quantize_both(x, s, (format, format))[:2], x, sizes)
+    for q, axis in zip(got, (2, 1), strict=True):
+        want = grouped_quantize(x, sizes, format, axis=axis)
+        np.testing.assert_array_equal(codes(q.data), codes(want.data))
+        np.testing.assert_array_equal(codes(q.scale), codes(want.scale))
+
+
 @pytest.fixture
 def panel(request, monkeypatch):
     """So many tiles beside each other are quantized before all others."""
-    from expertmesh.core.kernels.triton import quantize as kernels
+    from expertmesh.core.kernels.cuda import quantize_both
+    from expertmesh.core.kernels.triton import quantize
 
-    monkeypatch.setattr(
-        kernels,
-        "choose_panel",
-        lambda tokens, row_bytes, across: min(request.param, across),
-    )
+    def chosen(tokens, row_bytes, across):
+        return min(request.param, across)
+
+    for kernels in (quantize, quantize_both):
+        monkeypatch.setattr(kernels, "choose_panel", chosen)
     jax.clear_caches()
 
 
@@ -95,22 +112,27 @@ def test_rows_of_tokens_where_they_are(which, panel):
     row_map = RowMap(jnp.asarray(row.reshape(1, 70, 2)), jnp.asarray(source))
     sizes = jnp.asarray([[128, 128]], jnp.int32)
 
+    def live(q):
+        return dataclasses.replace(
+            q,
+            data=q.data[:, :256],
+            scale=q.scale[:, : 256 // format.block[1] if q.block[1] > 1 else 256],
+        )
+
     def both(x, row_map, sizes):
         moved = Moved(x, row_map)
         alone = grouped_quantize_both(moved, sizes, (None, format)).along_rows
         both = grouped_quantize_both(moved, sizes, (format, format))[:2]
-        return *both, dataclasses.replace(
-            alone, data=alone.data[:, :256], scale=alone.scale[:, : 256 // format.block[1]]
-        )
+        return *map(live, both), live(alone)
 
     got = run_twice(both, x, row_map, sizes)
     rows = jnp.where(source[..., None] >= 0, x[:, source[0] // 2], 0)
     want = grouped_quantize_both(rows, sizes, (format, format))[:2]
     want = *want, want[1]
     for q, w in zip(got, want, strict=True):
-        live = 256 if q.block[1] == 1 else 256 // q.block[1]
-        np.testing.assert_array_equal(codes(q.data)[:, :256], codes(w.data)[:, :256])
-        np.testing.assert_array_equal(codes(q.scale)[:, :live], codes(w.scale)[:, :live])
+        w = live(w)
+        np.testing.assert_array_equal(codes(q.data), codes(w.data))
+        np.testing.assert_array_equal(codes(q.scale), codes(w.scale))
 
 
 @pytest.mark.parametrize("given", [False, True])

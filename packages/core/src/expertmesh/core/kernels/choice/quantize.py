@@ -153,9 +153,10 @@ ACTIVATION_HOPPER_SMALL = HopperTiles(warps=4, programs=4)
 REQUANTIZE = RequantizeTiles(columns=128, warps=4)
 REQUANTIZE_SMALL = RequantizeTiles(columns=128, warps=2)
 REQUANTIZE_HOPPER = HopperTiles(warps=8, programs=2)
+BOTH_HOPPER = HopperTiles(warps=8, programs=3)
 SQUARE_HOPPER = HopperTiles(warps=8, programs=2)
 # Tiles of a program, from which on a queue saves more than it costs to clear its number. NVIDIA H200, 2026-11-29.
-LONG_QUEUE = 8
+LONG_QUEUE = 16
 # NVIDIA H100, 2026-11-25: of tokens that several rows are, what stays in each half of L2 beside what is written.
 KEPT_BYTES = 12 * 2**20
 
@@ -178,6 +179,8 @@ def choose_scaled(rows: Rows, *, twice: bool) -> Config:
 
 def choose_both(rows: Rows) -> Config:
     """In blocks, in both directions."""
+    if rows.fits_cuda and rows.block > 32:
+        return _queued(rows, BOTH_HOPPER) or _cuda(rows, BOTH_HOPPER)
     return Config("triton", BOTH if rows.block > 32 else BOTH_SMALL, rows.transposed)
 
 

@@ -22,7 +22,7 @@ def launch(
     return quantize.launch(
         *given,
         source=source(dtype, config=config, **made),
-        name="activate_quantize", config=config, rows=C, columns=F, out_type=out_type,
+        name="quantize_both", config=config, rows=C, columns=F, out_type=out_type,
     )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ def source(
 ) -> quantize.Source:
     """The kernel for h of `dtype`, or of the format `kept` made of it."""
     defined = dict(GRADIENT=int(gradient), WEIGHTED=int(weighted), **activation_macros(activation))
+    defined |= dict(ACTIVATES=1, PANEL=0)
     defined |= dict(NARROW=int(kept is not None))
     if kept is not None:
         defined |= dict(
@@ -38,6 +39,6 @@ def source(
             KEPT_FORMAT=quantize.of_ptx(kept), ROUNDS=int(kept.scale == "float32"),
         )  # fmt: skip
     return quantize.source(
-        "activation.cuh", "activate_quantize.cu", dtype=dtype, config=config, format=format,
+        "activation.cuh", "quantize_both.cu", dtype=dtype, config=config, format=format,
         layout=quantize.Layout(16 * (2 + gradient), halves=1 + gradient), **defined,
     )  # fmt: skip

@@ -26,23 +26,9 @@ from expertmesh.core.kernels.triton.quantize import (
 from expertmesh.core.quantization.quantize_rows import Moved
 
 
-def grouped_quantize(
-    source, group_sizes, multiplier, key, *, format, blocks, directions, amax_axes=(), origin=()
-):
-    """The leaves of what the reference of `quantization/quantize_rows.py` gives, for one participant.
-
-    Blocks in both directions take one pass unless the last dimension ends in a block.
-    """
-    del key, origin
-    x, sizes, both = source.base, group_sizes[0].astype(jnp.int32), len(directions) == 2
-    index = source.row_map.source_row if isinstance(source, Moved) else None
-    if format.block is not None:
-        if index is not None and directions == (1,):
-            return quantize.both(x, sizes, format, index)[2:]
-        if both and (x.ndim == 3 or x.shape[-1] % format.block[1] == 0):
-            return quantize.both(x, sizes, format, index)
-        return tuple(y for i in directions for y in quantize.blocks(x, sizes, format, blocks[i]))
-    options = dict(format=format, twice=both, amax_axes=amax_axes, clear_padding=index is None)
+def by_group_of(x, index, sizes, multiplier, **options):
+    """`by_group`, of rows at an index, int32[1, C], or as they are."""
+    options |= dict(clear_padding=index is None)
     if index is not None and multiplier is None:
         x, index = gather(x, index[..., None]), None
     return by_group(x, sizes, multiplier, index=index, **options)

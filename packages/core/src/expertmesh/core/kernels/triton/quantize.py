@@ -23,7 +23,6 @@ from expertmesh.core.kernels.choice.quantize import (
     Rows,
     Square,
     Tiles,
-    choose_both,
     choose_panel,
     choose_scaled,
     choose_square,
@@ -641,36 +640,25 @@ def dequantize(data, scale, *, block, dtype, tiles: Tiles | None = None):
     )  # fmt: skip
 
 
-def both(x, sizes, format, index=None):
-    """(data, scale) of blocks along the last dimension, and of blocks along the rows, of `x` [1, C, ...].
+def launch_both(x, index, sizes, *, config, format, out_type):
+    """Data and scales, in blocks along the columns and along the rows, of rows [1, C, ...].
 
-    With an index, int32[1, C], of its rows there, zeros where it is negative.
+    Args:
+      index: int32[1, C], of the rows of `x`, zeros where it is negative; None: they are those of `x`.
+      out_type: of the results. The first scales are [N / block, C] with an index, N the numbers of a row; the data
+        along the rows are [N, C] if transposed.
     """
-    (_, C, *rest), BLOCK = x.shape, format.block[1]
-    C = C if index is None else index.shape[1]
-    N = prod(rest)
-    config = choose_both(Rows(C, N, x.dtype, BLOCK, current_device()))
-    tiles, transposed = config.tiles, config.transposed
-    TN = max(BLOCK, tiles.columns)
+    (_, C, *rest), BLOCK, tiles = out_type[0].shape, format.block[1], config.tiles
+    N, TN = prod(rest), max(BLOCK, tiles.columns)
     TM = max(BLOCK, tiles.elements // TN)
-    shapes = [(1, C, *rest[:-1], triton.cdiv(rest[-1], BLOCK)), (1, triton.cdiv(C, BLOCK), *rest)]
-    first, second = [result_types((1, C, *rest), shape, format) for shape in shapes]
-    shape = first[1].shape
-    if index is not None:
-        first = first[0], jax.ShapeDtypeStruct((prod(shape[2:]), C), first[1].dtype)
-    if transposed:
-        second = jax.ShapeDtypeStruct((N, C), format.dtype), second[1]
-    out = launcher.triton_call(
+    return launcher.triton_call(
         x, index, sizes,
-        kernel=_both_kernel, out_type=(*first, *second), num_warps=tiles.warps,
+        kernel=_both_kernel, out_type=out_type, num_warps=tiles.warps,
         grid=(triton.cdiv(C, TM) * triton.cdiv(N, TN),),
-        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=transposed,
+        M=C, N=N, BLOCK=BLOCK, TM=TM, TN=TN, TRANSPOSED=config.transposed,
         **panel_of(x, index if tiles.panels else None, N, TN),
         **scaling(x.dtype, format), **_groups(sizes, C, x if index is None else index),
     )  # fmt: skip
-    along_rows = out[2].T.reshape(1, C, *rest) if transposed else out[2]
-    scale = out[1] if index is None else out[1].T.reshape(shape)
-    return out[0], stored_scale(scale, format), along_rows, stored_scale(out[3], format)
 
 
 def matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):

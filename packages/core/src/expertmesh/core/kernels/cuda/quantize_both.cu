@@ -1,12 +1,15 @@
-// A gated activation, or its gradient, quantized in blocks along its features and again along its rows, for Hopper:
-// with what `quantize.cuh` and `activation.cuh` have, which come before this text. Results are rounded to 16 bits and
-// computed once.
+// Numbers quantized in blocks along their features and again along their rows, for Hopper: rows as they are, at an index,
+// or a gated activation of them, or its gradient, rounded to 16 bits and computed once. With what `quantize.cuh` has,
+// which comes before this text; of an activation `activation.cuh`, too.
 //
-// Macros besides those: GRADIENT (or the activation), WEIGHTED (times each row's routing weight, and 0 in rows that
-// hold no token, of which nothing is read; the gradient has that of the weights, too, as sums over each tile's columns),
-// NARROW (h is of KEPT_FORMAT, in blocks of 1 x BLOCK, with scales of the type KEPT; ROUNDS: its numbers are rounded to
-// the 16 bits that they had).
+// Macros besides those: ACTIVATES. Without it, PANEL: 0, or rows are those of `x` at the index `source`, zeros where it
+// is negative, and so many tiles beside each other come before all others; their scales lie with the rows contiguous,
+// and rows behind the groups are undefined, which else are zeros. With it, GRADIENT (or the activation), WEIGHTED (times
+// each row's routing weight, and 0 in rows that hold no token, of which nothing is read; the gradient has that of the
+// weights, too, as sums over each tile's columns), NARROW (h is of KEPT_FORMAT, in blocks of 1 x BLOCK, with scales of
+// the type KEPT; ROUNDS: its numbers are rounded to the 16 bits that they had).
 
+#if ACTIVATES
 #if NARROW
 typedef KEPT Kept;
 #else
@@ -91,6 +94,42 @@ struct Reader {
   }
 };
 
+#else
+// Rows of a thread, on their way to shared memory.
+struct Reader {
+  const u8* first;  // of its columns
+  u32 pitch;        // bytes of a row
+  int row[ROWS];    // -1: zeros
+
+  __device__ __forceinline__ Reader(Place at, const u8* x, const u8*, const int* source, u32 width)
+      : first(x + at.column * 2), pitch(width * 2) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      row[i] = i >= at.live ? -1 : PANEL ? __ldg(source + at.row + i) : at.row + i;
+  }
+
+  __device__ __forceinline__ void read(int i, u32 to) const {
+    copy(to, first + (u64)max(row[i], 0) * pitch, row[i] >= 0);
+    end_copies();
+  }
+};
+#endif
+
+// A tile in the order in which they are taken.
+__device__ __forceinline__ Place place_of(int tile, int width, int num_live) {
+#if PANEL
+  const int of_panel = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL, rest = tile % of_panel;
+  return Place(rest / PANEL, tile / of_panel * PANEL + rest % PANEL, width, num_live);
+#else
+  return Place(tile, width, num_live);
+#endif
+}
+
+// Where the scale of a row's block lies.
+__device__ __forceinline__ u64 scale_at(int row, int half, int block, int blocks, int num_rows) {
+  return PANEL ? (u64)block * num_rows + row : ((u64)row * HALVES + half) * blocks + block;
+}
+
 // A warp's part of the columns' largest magnitudes, of which each thread has those of its rows.
 __device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int thread, u32 smem) {
   const int lane = thread % 32, warp = thread / 32;
@@ -104,30 +143,33 @@ __device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int threa
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
-    const u8* h,
-#if NARROW
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
+    const u8* x,
+#if ACTIVATES && NARROW
     const Kept* h_scale,
 #endif
-#if GRADIENT
+#if ACTIVATES && GRADIENT
     const u8* d,
 #endif
-#if WEIGHTED
-    const float* weights, const int* source,
+#if ACTIVATES && WEIGHTED
+    const float* weights,
+#endif
+#if PANEL || ACTIVATES && WEIGHTED
+    const int* source,
 #endif
     const int* sizes, int num_rows, int all_columns, int groups,
     u8* data, Stored* scale, u8* data_rows, Stored* scale_rows
-#if GRADIENT && WEIGHTED
+#if ACTIVATES && GRADIENT && WEIGHTED
     , float* d_weights
 #endif
 #if QUEUED
     , int* next_number
 #endif
     ) {
-#if !GRADIENT
-  const u8* d = h;
+#if !(ACTIVATES && GRADIENT)
+  const u8* d = x;
 #endif
-#if !WEIGHTED
+#if !(PANEL || ACTIVATES && WEIGHTED)
   const int* source = sizes;
 #endif
 #if !QUEUED
@@ -135,24 +177,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #endif
   const u32 smem = shared_memory();
   const int num_live = min(sum(sizes, groups), num_rows);
-  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_live + BLOCK - 1) / BLOCK);
+  const int num_taken = ACTIVATES || PANEL ? num_live : num_rows;
+  const int tiles = (all_columns + COLUMNS - 1) / COLUMNS * ((num_taken + BLOCK - 1) / BLOCK);
+#if ACTIVATES
   u32 held;  // of this tile
+#endif
   {
-    const Reader first(Place(blockIdx.x, all_columns, num_live), h, d, source, all_columns);
+    const Reader first(place_of(blockIdx.x, all_columns, num_live), x, d, source, all_columns);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) first.read(i, smem + threadIdx.x * 16 + i * READ);
+#if ACTIVATES
     held = first.held;
+#endif
   }
   Turns turns;
 #pragma unroll 1
   while (turns.here < tiles) {
     const int tile = turns.here, asked = turns.ask(next_number);
     const int thread = anew(threadIdx.x), width = anew(all_columns);
-    const int across = (width + COLUMNS - 1) / COLUMNS, blocks = (width + BLOCK - 1) / BLOCK;
+    const int blocks = (width + BLOCK - 1) / BLOCK;
     const u32 mine = smem + thread * 16;
     const int in_row = thread % 16, peer = thread % PEERS;
 
-    const Reader next(Place(turns.next, width, num_live), h, d, source, width);
+    const Reader next(place_of(turns.next, width, num_live), x, d, source, width);
+    u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
+#if ACTIVATES
+    const int across = (width + COLUMNS - 1) / COLUMNS;
     float weight[ROWS];
     Kept of_h[ROWS][2];
 #pragma unroll
@@ -171,16 +221,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
 #endif
     }
     held = next.held;
-    u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
+#endif
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = mine + i * READ;
+      u32 of_row[HALVES] = {};
+#if ACTIVATES
       u32 ds[4] = {};
       const Eight gates(from, of_h[i][0]), ups(from + THREADS * 16, of_h[i][1]);
       if (GRADIENT) unpack(ds, get(from + THREADS * 32));
       next.read(i, from);
-      u32 of_row[HALVES] = {};
       float d_weight = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -189,13 +240,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
         compute(gate.x, up.x, d_out.x, weight[i], low, d_weight);
         compute(gate.y, up.y, d_out.y, weight[i], high, d_weight);
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          kept[half][i][j] = pack(low[half], high[half]);
-          const u32 magnitudes = kept[half][i][j] & 0x7FFF7FFF;
-          of_columns[half][j] = larger(of_columns[half][j], magnitudes);
-          of_row[half] = larger(of_row[half], magnitudes);
-        }
+        for (int half = 0; half < HALVES; half++) kept[half][i][j] = pack(low[half], high[half]);
       }
+#else
+      unpack(kept[0][i], get(from));
+      next.read(i, from);
+#endif
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 of = magnitudes(kept[half][i][j]);
+          of_columns[half][j] = larger(of_columns[half][j], of);
+          of_row[half] = larger(of_row[half], of);
+        }
       // The gate's in the low half of a word, the other's in the high one.
       const u32 other = of_row[HALVES - 1];
       u32 of_both = larger(__byte_perm(of_row[0], other, 0x5410), __byte_perm(of_row[0], other, 0x7632));
@@ -203,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
       for (int apart = PEERS / 2; apart; apart /= 2)
         of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
       if (peer == i) of_my_row = of_both;
-#if GRADIENT && WEIGHTED
+#if ACTIVATES && GRADIENT && WEIGHTED
 #pragma unroll
       for (int apart = 8; apart; apart /= 2) d_weight += __shfl_xor_sync(~0u, d_weight, apart);
       const int row = tile / across * BLOCK + thread / 16 * ROWS + i;
@@ -212,17 +270,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) activate_quantize(
     }
 
     // The scales of rows: thread i of a block's has those of row i.
-    const Place here(tile, width, num_live);
+    const Place here = place_of(tile, width, num_live);
     float my_multipliers[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       const Scale<Stored> of = scale_of(of_my_row >> (16 * half) & 0xFFFF);
       my_multipliers[half] = of.multiplier;
       if (peer < ROWS && here.row + peer < num_rows && here.column / BLOCK < blocks)
-        scale[((u64)(here.row + peer) * HALVES + half) * blocks + here.column / BLOCK] = of.stored;
+        scale[scale_at(here.row + peer, half, here.column / BLOCK, blocks, num_rows)] = of.stored;
     }
 
-    const int first_column = tile % across * COLUMNS;
+    const int first_column = here.column - in_row * 8;
     put_largest(of_columns, thread, smem);
     __syncthreads();
     scale_columns(thread, smem, here.block, first_column, width, scale_rows);
