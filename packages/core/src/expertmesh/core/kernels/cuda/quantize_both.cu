@@ -145,31 +145,31 @@ __device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int threa
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
     const u8* x,
-#if ACTIVATES && NARROW
+#if NARROW
     const Kept* h_scale,
 #endif
-#if ACTIVATES && GRADIENT
+#if GRADIENT
     const u8* d,
 #endif
-#if ACTIVATES && WEIGHTED
+#if WEIGHTED
     const float* weights,
 #endif
-#if PANEL || ACTIVATES && WEIGHTED
+#if PANEL || WEIGHTED
     const int* source,
 #endif
     const int* sizes, int num_rows, int all_columns, int groups,
     u8* data, Stored* scale, u8* data_rows, Stored* scale_rows
-#if ACTIVATES && GRADIENT && WEIGHTED
+#if GRADIENT && WEIGHTED
     , float* d_weights
 #endif
 #if QUEUED
     , int* next_number
 #endif
     ) {
-#if !(ACTIVATES && GRADIENT)
+#if !GRADIENT
   const u8* d = x;
 #endif
-#if !(PANEL || ACTIVATES && WEIGHTED)
+#if !(PANEL || WEIGHTED)
   const int* source = sizes;
 #endif
 #if !QUEUED
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
       for (int apart = PEERS / 2; apart; apart /= 2)
         of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
       if (peer == i) of_my_row = of_both;
-#if ACTIVATES && GRADIENT && WEIGHTED
+#if GRADIENT && WEIGHTED
 #pragma unroll
       for (int apart = 8; apart; apart /= 2) d_weight += __shfl_xor_sync(~0u, d_weight, apart);
       const int row = tile / across * BLOCK + thread / 16 * ROWS + i;
