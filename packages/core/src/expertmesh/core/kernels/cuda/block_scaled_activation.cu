@@ -1,7 +1,7 @@
 // Up projection of rows of 8 bits in blocks of 128, its gated activation times the rows' weights, and the quantization of
 // that in blocks along its features and again along its rows, for Hopper in one kernel. Rows are read where their tokens
 // are (GATHERS), or lie side by side:
-// h[r] as `split_gemm.cu` has it, a gate and an up half, then what `activate_quantize.cu` makes of it, to the bit.
+// h[r] as `split_gemm.cu` has it, a gate and an up half, then what `quantize_both.cu` makes of it, to the bit.
 //
 // A tile's left columns are 128 of the gate half, its right ones the same 128 of the up half, so that a consumer has
 // both numbers of each activation, and 128 rows of 128 columns are a block in either direction. The consumers activate
