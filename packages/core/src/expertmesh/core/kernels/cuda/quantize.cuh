@@ -1,9 +1,9 @@
 // What kernels share that quantize numbers of 16 bits in blocks along their rows, and perhaps their columns, on Hopper.
 //
-// A program takes tiles of BLOCK rows and 128 columns one after the other, or has one. A thread has eights of columns of ROWS rows.
-// What it reads of the next tile it copies to shared memory while it works on this one, so that memory never waits; the
-// numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy along
-// the rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
+// A program takes tiles of BLOCK rows and 128 columns one after the other, or has one. A thread has eights of columns of
+// ROWS rows. What it reads of the next tile it copies to shared memory while it works on this one, so that memory never
+// waits; the numbers stay in registers, two in each, so largest magnitudes are found two at a time, as integers. The copy
+// along the rows is transposed in shared memory, four rows in a word, and leaves in lines of 128 bytes.
 //
 // Compiled at run time, without headers, after `scales.cuh` and before a kernel's own text. Macros that come before
 // both, besides those of `scales.cuh`: BLOCK, WARPS, PER_SM (programs of a multiprocessor), HALVES (arrays of numbers in
