@@ -87,13 +87,13 @@ def test_both_ways_from_a_queue(monkeypatch):
 @pytest.fixture
 def panel(request, monkeypatch):
     """So many tiles beside each other are quantized before all others."""
-    from expertmesh.core.kernels.cuda import quantize_both
+    from expertmesh.core.kernels.cuda import quantize as cuda
     from expertmesh.core.kernels.triton import quantize
 
     def chosen(tokens, row_bytes, across):
         return min(request.param, across)
 
-    for kernels in (quantize, quantize_both):
+    for kernels in (quantize, cuda):
         monkeypatch.setattr(kernels, "choose_panel", chosen)
     jax.clear_caches()
 

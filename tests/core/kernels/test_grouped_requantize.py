@@ -10,7 +10,7 @@ import pytest
 from core import quantize_oracle as oracle
 from core.kernels.test_quantize import FORMATS, codes, pytestmark, run_twice, without_padding  # noqa: F401
 from expertmesh.core import dequantize, grouped_quantize, quantize
-from expertmesh.core.kernels.cuda import grouped_requantize as cuda
+from expertmesh.core.kernels.cuda import quantize as cuda
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.grouped_requantize import grouped_requantize, move_quantized
 from expertmesh.core.quantization.quantize_rows import Moved, written

@@ -31,8 +31,7 @@ def source(
 ) -> quantize.Source:
     """The kernel for h of `dtype`, or of the format `kept` made of it."""
     defined = dict(GRADIENT=int(gradient), WEIGHTED=int(weighted), **activation_macros(activation))
-    defined |= dict(ACTIVATES=1, PANEL=0)
-    defined |= dict(NARROW=int(kept is not None))
+    defined |= dict(ACTIVATES=1, PANEL=0, NARROW=int(kept is not None))
     if kept is not None:
         defined |= dict(
             KEPT="u8" if kept.scale == "float8_e8m0fnu" else "float",

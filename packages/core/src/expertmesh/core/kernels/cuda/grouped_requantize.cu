@@ -31,7 +31,7 @@ class Walk {
   __device__ __forceinline__ Walk(int width, int num_live) {
     of_one = (width + COLUMNS - 1) / COLUMNS;
 #if PANEL
-    of_one = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL;
+    of_one = tiles_of_panel(num_live);
 #endif
     wholes = gridDim.x / of_one, rests = gridDim.x % of_one;
     whole = blockIdx.x / of_one, rest = blockIdx.x % of_one;
@@ -39,11 +39,7 @@ class Walk {
 
   // This tile, after which comes the next one.
   __device__ __forceinline__ Place go_on(int width, int num_live) {
-#if PANEL
-    const Place here(rest / PANEL, whole * PANEL + rest % PANEL, width, num_live);
-#else
     const Place here(whole, rest, width, num_live);
-#endif
     rest += rests;
     const bool over = rest >= of_one;
     rest -= over ? of_one : 0;

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from expertmesh.core.kernels.choice.quantize import Config, choose_panel
+from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda import quantize
 
 
@@ -14,12 +14,8 @@ def launch(data, scale, index, sizes, *, config: Config, format, dtype, out_type
       dtype: between the two formats.
       out_type: of the results.
     """
-    _, C, K = data.shape
-    tokens, across = C, -(-K // quantize.COLUMNS)
-    panel = 0
-    if index is not None:
-        panel = choose_panel(tokens, quantize.COLUMNS * data.dtype.itemsize, across)
-        C = index.shape[1]
+    (_, tokens, K), panel = data.shape, quantize.panel_of(data, index, data.shape[2])
+    C = tokens if index is None else index.shape[1]
     given = (x for x in (data, scale, index, sizes) if x is not None)
     made = source(dtype, config=config, format=format, narrow=scale is not None, panel=panel)
     return quantize.launch(

@@ -51,17 +51,34 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+#if PANEL
+// Panels come one after the other, each with so many tiles.
+__device__ __forceinline__ int tiles_of_panel(int num_live) { return max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL; }
+#endif
+
 // Of a tile what one thread has: its first row and column, and how many of its rows are read.
 struct Place {
   int block, row, column, live;
 
   __device__ __forceinline__ Place(int tile, int width, int num_live) {
+#if PANEL
+    const int of_panel = tiles_of_panel(num_live);
+    *this = Place(tile / of_panel, tile % of_panel, width, num_live);
+#else
     const int across = (width + COLUMNS - 1) / COLUMNS;
     *this = Place(tile / across, tile % across, width, num_live);
+#endif
   }
 
-  // Of the tile number `in_row` in a row of tiles.
-  __device__ __forceinline__ Place(int block, int in_row, int width, int num_live) : block(block) {
+  // Of the tile number `rest` of a row of tiles or, if there are panels, of a panel.
+  __device__ __forceinline__ Place(int one, int rest, int width, int num_live) {
+#if PANEL
+    const int in_row = one * PANEL + rest % PANEL;
+    block = rest / PANEL;
+#else
+    const int in_row = rest;
+    block = one;
+#endif
     const int thread = threadIdx.x;
     row = block * BLOCK + thread / IN_ROW * ROWS;
     column = in_row * COLUMNS + thread % IN_ROW * STEP;

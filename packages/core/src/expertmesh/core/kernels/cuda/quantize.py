@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from expertmesh.core.kernels.choice.quantize import Config
+from expertmesh.core.kernels.choice.quantize import Config, choose_panel
 from expertmesh.core.kernels.cuda.cuda_call import cuda_call, literal, source_text
 from expertmesh.core.kernels.formats import scaling
 
@@ -62,6 +62,13 @@ def scale_macros(dtype, format) -> dict[str, object]:
 def of_ptx(format) -> str:
     """A format's name in PTX, as text."""
     return '"e5m2"' if "e5m2" in format.dtype else '"e4m3"'
+
+
+def panel_of(x, index, columns: int) -> int:
+    """PANEL of rows of `x` [1, tokens, ...] at an index, which have so many columns; 0 without an index."""
+    if index is None:
+        return 0
+    return choose_panel(x.shape[1], COLUMNS * x.dtype.itemsize, -(-columns // COLUMNS))
 
 
 def launch(*operands, source: Source, name: str, config: Config, rows: int, columns: int, out_type):

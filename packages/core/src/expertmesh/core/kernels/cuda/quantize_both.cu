@@ -115,16 +115,6 @@ struct Reader {
 };
 #endif
 
-// A tile in the order in which they are taken.
-__device__ __forceinline__ Place place_of(int tile, int width, int num_live) {
-#if PANEL
-  const int of_panel = max(1, (num_live + BLOCK - 1) / BLOCK) * PANEL, rest = tile % of_panel;
-  return Place(rest / PANEL, tile / of_panel * PANEL + rest % PANEL, width, num_live);
-#else
-  return Place(tile, width, num_live);
-#endif
-}
-
 // Where the scale of a row's block lies.
 __device__ __forceinline__ u64 scale_at(int row, int half, int block, int blocks, int num_rows) {
   return PANEL ? (u64)block * num_rows + row : ((u64)row * HALVES + half) * blocks + block;
@@ -183,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
   u32 held;  // of this tile
 #endif
   {
-    const Reader first(place_of(blockIdx.x, all_columns, num_live), x, d, source, all_columns);
+    const Reader first(Place(blockIdx.x, all_columns, num_live), x, d, source, all_columns);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) first.read(i, smem + threadIdx.x * 16 + i * READ);
 #if ACTIVATES
@@ -199,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
     const u32 mine = smem + thread * 16;
     const int in_row = thread % 16, peer = thread % PEERS;
 
-    const Reader next(place_of(turns.next, width, num_live), x, d, source, width);
+    const Reader next(Place(turns.next, width, num_live), x, d, source, width);
     u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
 #if ACTIVATES
     const int across = (width + COLUMNS - 1) / COLUMNS;
@@ -270,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
     }
 
     // The scales of rows: thread i of a block's has those of row i.
-    const Place here = place_of(tile, width, num_live);
+    const Place here(tile, width, num_live);
     float my_multipliers[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {

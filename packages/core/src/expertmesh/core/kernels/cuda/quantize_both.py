@@ -2,22 +2,25 @@
 
 from math import prod
 
-from expertmesh.core.kernels.choice.quantize import Config, choose_panel
+from expertmesh.core.kernels.choice.quantize import Config
 from expertmesh.core.kernels.cuda import quantize
 
 
 def launch(x, index, sizes, *, config: Config, format, out_type):
-    """As `triton/quantize.py`."""
-    (_, tokens, *_), (_, C, *rest) = x.shape, out_type[0].shape
-    N, panel = prod(rest), 0
-    if index is not None:
-        across = -(-N // quantize.COLUMNS)
-        panel = choose_panel(tokens, quantize.COLUMNS * x.dtype.itemsize, across)
+    """As `launch_both` of `triton/quantize.py`."""
+    _, C, *rest = out_type[0].shape
+    N = prod(rest)
+    made = source(x.dtype, config=config, format=format, panel=quantize.panel_of(x, index, N))
     given = (operand for operand in (x, index, sizes) if operand is not None)
     return quantize.launch(
-        *given, source=source(x.dtype, config=config, format=format, panel=panel), name="quantize_both",
-        config=config, rows=C, columns=N, out_type=out_type,
-    )  # fmt: skip
+        *given,
+        source=made,
+        name="quantize_both",
+        config=config,
+        rows=C,
+        columns=N,
+        out_type=out_type,
+    )
 
 
 def source(dtype, *, config: Config, format, panel: int) -> quantize.Source:

@@ -9,11 +9,8 @@ from expertmesh.core.kernels.cuda.cuda_call import cuda_call
 
 def launch(x, shape: tuple[int, int, int, int], *, config: Config, format, out_type):
     """Of x [A, M, B, N] = `shape`: data and scale as it lies if `out_type` has them, then those as [A, B, N, M]."""
-    A, M, B, N = shape
-    made, block = (
-        source(x.dtype, config=config, format=format, both=len(out_type) == 4),
-        format.block[1],
-    )
+    (A, M, B, N), block = shape, format.block[1]
+    made = source(x.dtype, config=config, format=format, both=len(out_type) == 4)
     return cuda_call(
         x, source=made.text, name="quantize_square", scalars=(M, B, N), out_type=out_type,
         programs=A * -(-M // block) * B * -(-N // block), warps=config.tiles.warps, shared=made.shared,
