@@ -17,7 +17,12 @@ from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice import grouped_gemm as plain
 from expertmesh.core.kernels.choice import quantize
 from expertmesh.core.kernels.choice import quantized_grouped_gemm as quantized
-from expertmesh.core.kernels.cuda import activate_quantize, grouped_requantize
+from expertmesh.core.kernels.cuda import (
+    activate_quantize,
+    grouped_requantize,
+    quantize_both,
+    quantize_square,
+)
 from expertmesh.core.kernels.device import MIN_STEPS, Device, current_device
 from expertmesh.core.linear import pair
 from expertmesh.core.ops.activation import Activation
@@ -326,10 +331,12 @@ def fits(config, groups, out, itemsize):
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
-def test_quantizers_in_cuda_fit(recipe, gradient):
+# The latter of a size that has a queue.
+@pytest.mark.parametrize("num_rows", [4096, 65536])
+def test_quantizers_in_cuda_fit(recipe, gradient, num_rows):
     format = recipe.formats().x
     activated = quantize.Activated(
-        4096, 1536, BF16, format.block[1], H100, BF16 if gradient else None
+        num_rows, 1536, BF16, format.block[1], H100, BF16 if gradient else None
     )
     config = quantize.choose_activation(activated)
     options = dict(activation=Activation(), format=format, gradient=gradient)
@@ -337,6 +344,14 @@ def test_quantizers_in_cuda_fit(recipe, gradient):
     assert config.kernel == "cuda" and config.tiles.programs * source.shared <= plain.SHARED_BYTES
     config = quantize.choose_requantize(quantize.Rows(4096, 1536, BF16, 128, H100))
     source = grouped_requantize.source(BF16, config=config, format=Float8BlockScaling().formats().x)
+    assert config.kernel == "cuda" and config.tiles.programs * source.shared <= plain.SHARED_BYTES
+    formats = Float8BlockScaling().formats()
+    config = quantize.choose_both(quantize.Rows(num_rows, 2048, BF16, 128, H100))
+    source = quantize_both.source(BF16, config=config, format=formats.x, panel=2)
+    assert config.kernel == "cuda" and config.queued == (num_rows == 65536)
+    assert config.tiles.programs * source.shared <= plain.SHARED_BYTES
+    config = quantize.choose_square(quantize.Square(8, 512, 2, 768, 128, H100))
+    source = quantize_square.source(F32, config=config, format=formats.weight, both=True)
     assert config.kernel == "cuda" and config.tiles.programs * source.shared <= plain.SHARED_BYTES
 
 

@@ -180,7 +180,7 @@ def choose_scaled(rows: Rows, *, twice: bool) -> Config:
 def choose_both(rows: Rows) -> Config:
     """In blocks, in both directions."""
     if rows.fits_cuda and rows.block > 32:
-        return _queued(rows, BOTH_HOPPER) or _cuda(rows, BOTH_HOPPER)
+        return _cuda(rows, BOTH_HOPPER, may_queue=True)
     return Config("triton", BOTH if rows.block > 32 else BOTH_SMALL, rows.transposed)
 
 
@@ -201,7 +201,7 @@ def choose_activation(rows: Activated) -> Config:
     gradient, small = rows.grad_dtype is not None, rows.block <= 32
     if rows.fits_cuda and rows.grad_dtype in (None, rows.dtype):
         hopper = ACTIVATION_HOPPER_SMALL if small else ACTIVATION_HOPPER
-        return _queued(rows, hopper) or _cuda(rows, hopper)
+        return _cuda(rows, hopper, may_queue=True)
     large, less = (GRADIENT, GRADIENT_SMALL) if gradient else (ACTIVATION, ACTIVATION_SMALL)
     tiles = less if small else large
     # Elsewhere, and of float32, the compiler decides.
@@ -223,18 +223,10 @@ def reads_along_rows(rows: Rows) -> bool:
     return rows.transposed and rows.fits_cuda and rows.columns % 16 == 0
 
 
-def _cuda(rows: Rows, tiles: HopperTiles) -> Config:
-    # 128 x 128 take as long as four steps of a GEMM.
-    steps = num_steps((128, 128, 1), rows.rows, rows.columns, 4)
-    programs = rows.device.programs(steps) * tiles.programs
-    return Config("cuda", tiles, rows.transposed, programs)
-
-
-def _queued(rows: Rows, tiles: HopperTiles) -> Config | None:
-    """As `_cuda`, with a queue; None where there are few tiles."""
-    # A program that begins late leaves others more.
-    programs = rows.device.multiprocessors * tiles.programs
+def _cuda(rows: Rows, tiles: HopperTiles, *, may_queue: bool = False) -> Config:
     num_tiles = -(-rows.rows // rows.block) * -(-rows.columns // 128)
-    if num_tiles < LONG_QUEUE * programs:
-        return None
-    return Config("cuda", tiles, rows.transposed, programs, queued=True)
+    # With a queue a program that begins late leaves others more; else 128 x 128 take as long as four steps of a GEMM.
+    queued = may_queue and num_tiles >= LONG_QUEUE * rows.device.multiprocessors * tiles.programs
+    steps = 0 if queued else num_steps((128, 128, 1), rows.rows, rows.columns, 4)
+    programs = rows.device.programs(steps) * tiles.programs
+    return Config("cuda", tiles, rows.transposed, programs, queued=queued)
