@@ -1,4 +1,7 @@
-"""Rows in groups to 8 bits, as they are or at an index, for NVIDIA GPUs."""
+"""Rows in groups to 8 bits, as they are or at an index, for NVIDIA GPUs.
+
+Group sizes are read on the device; padding rows are not read, and their data are zeros, of `Moved` rows undefined.
+"""
 
 from math import prod
 

@@ -1,7 +1,4 @@
-"""Quantization of rows in groups to 8 bits for NVIDIA GPUs, by the kernels of `kernels/quantize.py`.
-
-Group sizes are read on the device; padding rows are not read, and their data are zeros, of `Moved` rows undefined.
-"""
+"""Rows in groups to 8 bits, with a scale per group, and tokens with one scale, by the kernels of `quantize.py`."""
 
 import dataclasses
 

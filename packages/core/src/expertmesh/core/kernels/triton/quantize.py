@@ -141,28 +141,18 @@ def count_live(sizes, G: tl.constexpr, G_POW2: tl.constexpr):
 
 
 @triton.jit
-def _scaled_tile(
-    wide, BM: tl.constexpr, BN: tl.constexpr, SCALE: tl.constexpr,
+def quantized_tile(
+    wide, BM: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """(float32[TM, TN] times the multipliers, scale [TM / BM, TN / BN]) in blocks of BM x BN."""
+    """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
     TM: tl.constexpr = wide.shape[0]
     TN: tl.constexpr = wide.shape[1]
     blocks = wide.reshape(TM // BM, BM, TN // BN, BN)
     amax = tl.max(tl.max(magnitudes_of(blocks), 3), 1)
     multiplier, scale = block_scales(amax, SCALE, LARGEST, LIMIT, FLOOR)
     scaled = blocks * multiplier[:, None, :, None]
-    return scaled.reshape(TM, TN), scale
-
-
-@triton.jit
-def quantized_tile(
-    wide, BM: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
-    """(data [TM, TN], scale [TM / BM, TN / BN]) of float32[TM, TN] in blocks of BM x BN."""
-    scaled, scale = _scaled_tile(wide, BM, BN, SCALE, LARGEST, LIMIT, FLOOR)
-    return rounded(scaled, dtype), scale
+    return rounded(scaled.reshape(TM, TN), dtype), scale
 
 
 @triton.jit
