@@ -1,7 +1,7 @@
 """Quantization of experts' weights by each recipe, against a copy of the bytes that it must read and write.
 
-A scale per expert is made of its amax, so that the weights are read twice: these bytes count. For both GEMMs each
-writes the copy that it reads, where one cannot serve both.
+A scale per expert is made of its amax, so that the weights are read twice: these bytes count. "For both GEMMs"
+makes what the forward and the input gradient read: two copies, where one cannot serve both.
 """
 
 import jax

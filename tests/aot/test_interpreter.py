@@ -56,8 +56,12 @@ def test_terms_of_low_rank():
     interpret(["tests/core/kernels/test_low_rank.py"], which, 12)
 
 
-def test_weights_with_a_scale_per_matrix():
-    interpret(["tests/core/kernels/test_quantize.py"], "weights_with_a_scale_per_matrix", 2)
+WEIGHTS = "weights_for_both_gemms and (square-False or current)"
+
+
+@some_or_all((f"{WEIGHTS} and bfloat16-True", 9), (WEIGHTS, 54))
+def test_weights_for_both_gemms(which, count):
+    interpret(["tests/core/kernels/test_quantize.py"], which, count)
 
 
 @some_or_all(("3-1-5-40", 1), ("5-3-1-0 or 3-1-5-40", 2))

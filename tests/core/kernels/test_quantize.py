@@ -84,7 +84,7 @@ def test_quantize(which, dtype):
     check(q, oracle.quantize(x, format, q.block), format)
 
 
-SQUARE, MATRIX = FORMATS["square"][0], FORMATS["current"][0]
+WEIGHTS = {"square": BLOCK.weight, "any scale": EXACT.weight, "current": CURRENT.weight}
 
 
 @pytest.mark.parametrize("dgrad", [True, False])
@@ -93,29 +93,24 @@ SQUARE, MATRIX = FORMATS["square"][0], FORMATS["current"][0]
 @pytest.mark.parametrize(
     "shape, batch_dims", [((2, 160, 2, 256), 1), ((3, 272, 208), 1), ((144, 80), 0)]
 )
-@pytest.mark.parametrize("format", [SQUARE, EXACT.weight, MATRIX], ids=str)
-def test_weights_for_both_gemms(format, shape, batch_dims, dtype, dgrad):
-    """What `quantize` gives, in partial blocks and with a scale per matrix; on Hopper in two orders in memory."""
-    special = dict(special="") if format is MATRIX else {}
-    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
-    compare_weights(format, x, batch_dims, dgrad)
-
-
 @pytest.mark.parametrize("transposed", [True, False])
-def test_weights_with_a_scale_per_matrix(transposed, monkeypatch):
-    """Also by Triton's interpreter, which rounds to 8 bits in a way of its own."""
+@pytest.mark.parametrize("which", WEIGHTS)
+def test_weights_for_both_gemms(which, transposed, shape, batch_dims, dtype, dgrad, monkeypatch):
+    """What `quantize` gives, in memory in two orders or in one; partial blocks, and a scale per matrix.
+
+    Also by Triton's interpreter, which rounds to 8 bits in a way of its own, but for two orders of square blocks.
+    """
+    from expertmesh.core.kernels import quantize_square as room
     from expertmesh.core.kernels.triton import quantize as kernels
 
-    config = choice.Config("triton", choice.BOTH, transposed)
-    monkeypatch.setattr(kernels, "choose_square", lambda weights: config)
+    square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
+    if which == "current" or not transposed:
+        config = choice.Config("triton", choice.BOTH, transposed)
+        for module in (room, kernels):
+            monkeypatch.setattr(module, "choose_square", lambda weights: config)
     jax.clear_caches()
-    dtype = np.dtype(jnp.dtype("bfloat16"))
-    x = oracle.wild_numbers(np.random.default_rng(3), (2, 160, 2, 256), dtype, special="")
-    compare_weights(MATRIX, x, 1, dgrad=True)
-
-
-def compare_weights(format, x, batch_dims, dgrad):
-    square = dict(axis=batch_dims, across=x.ndim - 1, batch_dims=batch_dims)
+    format, special = WEIGHTS[which], dict(special="") if which == "current" else {}
+    x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
     run = partial(quantize_square, format=format, dgrad=dgrad, **square)
     copies = run_twice(lambda x: run(x), jnp.asarray(x))
     want = quantize(jnp.asarray(x), format, **square)
