@@ -42,9 +42,17 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import _measure, _program
+from expertmesh.core.mesh import MeshResource
 from expertmesh.core.testing import relative_error
 from expertmesh.ep import _native
-from expertmesh.flax_moe import MoEConfig, init_params, moe, permute_experts, place_experts
+from expertmesh.flax_moe import (
+    MoEConfig,
+    init_params,
+    moe,
+    param_specs,
+    permute_experts,
+    place_experts,
+)
 from expertmesh.flax_moe.native import native_moe
 
 
@@ -224,6 +232,25 @@ def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     with turns.mine():
         mine, theirs = _medians((ours, ROUNDS), (wide, ROUNDS))
     yield _row(shape, mesh, transport, "uniform, fp8_block", mine, "ours in bfloat16", theirs)
+
+
+def rows_of_fsdp(shape: Shape, mesh, transport: str, turns: _measure.Turns):
+    """Both passes with weights that fsdp splits by experts, against along D; gathered and scattered in each step."""
+    params, *tokens = operands(shape, mesh)
+    resource = MeshResource(ep_resource="ep", fsdp_resource="fsdp")
+    calls = []
+    for by_expert in (True, False):
+        config = shape.config(transport=transport, ep_axis="ep", shard_exp_on_fsdp=by_expert)
+        specs = param_specs(config, resource)
+        placed = {
+            name: jax.device_put(value, NamedSharding(mesh, specs[name]))
+            for name, value in params.items()
+        }
+        calls.append((_compiled(moe, config, (placed, *tokens)), ROUNDS))
+    with turns.mine():
+        by_expert, along_width = _medians(*calls)
+    which, reference = "uniform, fsdp splits experts", "ours, fsdp splits D"
+    yield _row(shape, mesh, transport, which, by_expert, reference, along_width)
 
 
 def rows_of_memory(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -487,6 +514,7 @@ LANES = {
     "fine": (Shape((4 * 32768,), 2048, 768, 128, 8), None, rows_alone),
     "settings": (BLOCKS[-1], None, rows_of_settings),
     "fp8": (BLOCKS[-1], None, rows_of_recipe),
+    "fsdp": (BLOCKS[-1], None, rows_of_fsdp),
     "memory": (BLOCKS[-1], None, rows_of_memory),
     "phases": (BLOCKS[-1], None, rows_of_phases),
     "growth": (Shape((4 * 8192,), 2048, 768, 128, 4), None, rows_of_growth),
