@@ -120,18 +120,97 @@ __device__ __forceinline__ u64 scale_at(int row, int half, int block, int blocks
   return PANEL ? (u64)block * num_rows + row : ((u64)row * HALVES + half) * blocks + block;
 }
 
-// A warp's part of the columns' largest magnitudes, of which each thread has those of its rows.
-__device__ __forceinline__ void put_largest(u32 (&largest)[HALVES][4], int thread, u32 smem) {
-  const int lane = thread % 32, warp = thread / 32;
+// What a thread has of a tile: its numbers, two in each word; the largest magnitudes of its columns; and those of both
+// halves of the row that is its own, if its number is below that of rows.
+struct Tile {
+  u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
+
+  // Row i is there; `peer`: the number of this thread among those that have a block of a row.
+  __device__ __forceinline__ void meet(int i, int peer) {
+    u32 of_row[HALVES] = {};
 #pragma unroll
-  for (int half = 0; half < HALVES; half++) {
-    u32(&of)[4] = largest[half];
+    for (int half = 0; half < HALVES; half++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) of[j] = larger(of[j], __shfl_xor_sync(~0u, of[j], 16));
-    if (lane < 16)
-      put(largest_at(smem, (warp * HALVES + half) * COLUMNS + lane * 8), make_int4(of[0], of[1], of[2], of[3]));
+      for (int j = 0; j < 4; j++) {
+        const u32 of = magnitudes(kept[half][i][j]);
+        of_columns[half][j] = larger(of_columns[half][j], of);
+        of_row[half] = larger(of_row[half], of);
+      }
+    // The gate's in the low half of a word, the other's in the high one.
+    const u32 other = of_row[HALVES - 1];
+    u32 of_both = larger(__byte_perm(of_row[0], other, 0x5410), __byte_perm(of_row[0], other, 0x7632));
+#pragma unroll
+    for (int apart = PEERS / 2; apart; apart /= 2) of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
+    if (peer == i) of_my_row = of_both;
   }
-}
+
+  // Stores the scales of this thread's row.
+  __device__ __forceinline__ void scale_row(
+      Place here, int peer, int blocks, int num_rows, Stored* scale, float (&multipliers)[HALVES]) const {
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const Scale<Stored> of = scale_of(of_my_row >> (16 * half) & 0xFFFF);
+      multipliers[half] = of.multiplier;
+      if (peer < ROWS && here.row + peer < num_rows && here.column / BLOCK < blocks)
+        scale[scale_at(here.row + peer, half, here.column / BLOCK, blocks, num_rows)] = of.stored;
+    }
+  }
+
+  // Leaves a warp's part of the columns' largest magnitudes in shared memory.
+  __device__ __forceinline__ void put_largest(int thread, u32 smem) {
+    const int lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      u32(&of)[4] = of_columns[half];
+#pragma unroll
+      for (int j = 0; j < 4; j++) of[j] = larger(of[j], __shfl_xor_sync(~0u, of[j], 16));
+      if (lane < 16)
+        put(largest_at(smem, (warp * HALVES + half) * COLUMNS + lane * 8), make_int4(of[0], of[1], of[2], of[3]));
+    }
+  }
+
+  // Quantizes half of the tile and stores it, but for what lies along the rows if TRANSPOSED: that is left in shared
+  // memory. `first`: of this thread's numbers.
+  __device__ __forceinline__ void quantize(
+      int half, float my_multiplier, int thread, u32 smem, int inside, u64 first, u32 pitch, u8* data,
+      u8* data_rows) const {
+    const int in_row = thread % 16, peer = thread % PEERS;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 4) {
+      u32 along[4][2], down[8], also[4][2];
+      float by_row[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) by_row[k] = __shfl_sync(~0u, my_multiplier, thread % 32 - peer + r + k);
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        float v[4][4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const float2 low = unpack(kept[half][r + k][j / 2]), high = unpack(kept[half][r + k][j / 2 + 1]);
+          v[k][0] = low.x, v[k][1] = low.y, v[k][2] = high.x, v[k][3] = high.y;
+          const float m = by_row[k];
+          along[k][j / 4] = to_8_bits(v[k][0] * m, v[k][1] * m, v[k][2] * m, v[k][3] * m);
+        }
+        const float4 m = multipliers(smem, half * COLUMNS + in_row * 8 + j);
+        const float of[4] = {m.x, m.y, m.z, m.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (TRANSPOSED)
+            down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
+          else
+            also[k][j / 4] = to_8_bits(v[k][0] * m.x, v[k][1] * m.y, v[k][2] * m.z, v[k][3] * m.w);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (r + k < inside) {
+          const u64 at = first + (u64)(r + k) * HALVES * pitch;
+          *(uint2*)(data + at) = make_uint2(along[k][0], along[k][1]);
+          if (!TRANSPOSED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
+        }
+      if (TRANSPOSED) transpose(down, r, 0, thread, smem);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
     const u8* x,
@@ -183,14 +262,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
   Turns turns;
 #pragma unroll 1
   while (turns.here < tiles) {
-    const int tile = turns.here, asked = turns.ask(next_number);
+    const int number = turns.here, asked = turns.ask(next_number);
     const int thread = anew(threadIdx.x), width = anew(all_columns);
     const int blocks = (width + BLOCK - 1) / BLOCK;
     const u32 mine = smem + thread * 16;
     const int in_row = thread % 16, peer = thread % PEERS;
 
     const Reader next(Place(turns.next, width, num_live), x, d, source, width);
-    u32 kept[HALVES][ROWS][4], of_columns[HALVES][4] = {}, of_my_row = 0;
+    Tile tile;
 #if ACTIVATES
     const int across = (width + COLUMNS - 1) / COLUMNS;
     float weight[ROWS];
@@ -201,13 +280,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
       of_h[i][0] = of_h[i][1] = 0;
 #if NARROW
       if (held >> i & 1) {
-        const u64 line = 2 * ((u64)(tile / across) * BLOCK + thread / 16 * ROWS + i);
-        const Kept* first = h_scale + line * blocks + (tile % across * COLUMNS + in_row * 8) / BLOCK;
+        const u64 line = 2 * ((u64)(number / across) * BLOCK + thread / 16 * ROWS + i);
+        const Kept* first = h_scale + line * blocks + (number % across * COLUMNS + in_row * 8) / BLOCK;
         of_h[i][0] = __ldg(first), of_h[i][1] = __ldg(first + blocks);
       }
 #endif
 #if WEIGHTED
-      if (held >> i & 1) weight[i] = __ldg(weights + tile / across * BLOCK + thread / 16 * ROWS + i);
+      if (held >> i & 1) weight[i] = __ldg(weights + number / across * BLOCK + thread / 16 * ROWS + i);
 #endif
     }
     held = next.held;
@@ -216,7 +295,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
     for (int i = 0; i < ROWS; i++) {
       wait_for_copies<ROWS - 1>();
       const u32 from = mine + i * READ;
-      u32 of_row[HALVES] = {};
 #if ACTIVATES
       u32 ds[4] = {};
       const Eight gates(from, of_h[i][0]), ups(from + THREADS * 16, of_h[i][1]);
@@ -230,48 +308,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
         compute(gate.x, up.x, d_out.x, weight[i], low, d_weight);
         compute(gate.y, up.y, d_out.y, weight[i], high, d_weight);
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) kept[half][i][j] = pack(low[half], high[half]);
+        for (int half = 0; half < HALVES; half++) tile.kept[half][i][j] = pack(low[half], high[half]);
       }
 #else
-      unpack(kept[0][i], get(from));
+      unpack(tile.kept[0][i], get(from));
       next.read(i, from);
 #endif
-#pragma unroll
-      for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const u32 of = magnitudes(kept[half][i][j]);
-          of_columns[half][j] = larger(of_columns[half][j], of);
-          of_row[half] = larger(of_row[half], of);
-        }
-      // The gate's in the low half of a word, the other's in the high one.
-      const u32 other = of_row[HALVES - 1];
-      u32 of_both = larger(__byte_perm(of_row[0], other, 0x5410), __byte_perm(of_row[0], other, 0x7632));
-#pragma unroll
-      for (int apart = PEERS / 2; apart; apart /= 2)
-        of_both = larger(of_both, __shfl_xor_sync(~0u, of_both, apart));
-      if (peer == i) of_my_row = of_both;
+      tile.meet(i, peer);
 #if GRADIENT && WEIGHTED
 #pragma unroll
       for (int apart = 8; apart; apart /= 2) d_weight += __shfl_xor_sync(~0u, d_weight, apart);
-      const int row = tile / across * BLOCK + thread / 16 * ROWS + i;
-      if (in_row == 0 && row < num_rows) d_weights[(u64)(tile % across) * num_rows + row] = d_weight;
+      const int row = number / across * BLOCK + thread / 16 * ROWS + i;
+      if (in_row == 0 && row < num_rows) d_weights[(u64)(number % across) * num_rows + row] = d_weight;
 #endif
     }
 
     // The scales of rows: thread i of a block's has those of row i.
-    const Place here(tile, width, num_live);
+    const Place here(number, width, num_live);
     float my_multipliers[HALVES];
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-      const Scale<Stored> of = scale_of(of_my_row >> (16 * half) & 0xFFFF);
-      my_multipliers[half] = of.multiplier;
-      if (peer < ROWS && here.row + peer < num_rows && here.column / BLOCK < blocks)
-        scale[scale_at(here.row + peer, half, here.column / BLOCK, blocks, num_rows)] = of.stored;
-    }
+    tile.scale_row(here, peer, blocks, num_rows, scale, my_multipliers);
 
     const int first_column = here.column - in_row * 8;
-    put_largest(of_columns, thread, smem);
+    tile.put_largest(thread, smem);
     __syncthreads();
     scale_columns(thread, smem, here.block, first_column, width, scale_rows);
     turns.tell(asked, smem);
@@ -281,40 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_both(
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       const u64 first = ((u64)here.row * HALVES + half) * width + here.column;
-#pragma unroll
-      for (int r = 0; r < ROWS; r += 4) {
-        u32 along[4][2], down[8], also[4][2];
-        float by_row[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) by_row[k] = __shfl_sync(~0u, my_multipliers[half], thread % 32 - peer + r + k);
-#pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-          float v[4][4];
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const float2 low = unpack(kept[half][r + k][j / 2]), high = unpack(kept[half][r + k][j / 2 + 1]);
-            v[k][0] = low.x, v[k][1] = low.y, v[k][2] = high.x, v[k][3] = high.y;
-            const float m = by_row[k];
-            along[k][j / 4] = to_8_bits(v[k][0] * m, v[k][1] * m, v[k][2] * m, v[k][3] * m);
-          }
-          const float4 m = multipliers(smem, half * COLUMNS + in_row * 8 + j);
-          const float of[4] = {m.x, m.y, m.z, m.w};
-#pragma unroll
-          for (int k = 0; k < 4; k++)
-            if (TRANSPOSED)
-              down[j + k] = to_8_bits(v[0][k] * of[k], v[1][k] * of[k], v[2][k] * of[k], v[3][k] * of[k]);
-            else
-              also[k][j / 4] = to_8_bits(v[k][0] * m.x, v[k][1] * m.y, v[k][2] * m.z, v[k][3] * m.w);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          if (r + k < inside) {
-            const u64 at = first + (u64)(r + k) * HALVES * width;
-            *(uint2*)(data + at) = make_uint2(along[k][0], along[k][1]);
-            if (!TRANSPOSED) *(uint2*)(data_rows + at) = make_uint2(also[k][0], also[k][1]);
-          }
-        if (TRANSPOSED) transpose(down, r, 0, thread, smem);
-      }
+      tile.quantize(half, my_multipliers[half], thread, smem, inside, first, width, data, data_rows);
       if (TRANSPOSED) {
         __syncthreads();
         store_lines(
