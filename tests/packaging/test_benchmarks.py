@@ -6,8 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from benchmarks import _measure, moe_block
+from benchmarks.peers import engine
 
 from cases.scripts import load_script
 
@@ -70,6 +72,19 @@ def test_a_turn_says_for_how_long_it_has_lasted(tmp_path):
         os.utime(tmp_path / "held0", (0, 0))
         assert turn.seconds_held() > 1e6
     assert turn.seconds_held() == 0
+
+
+def test_a_peer_gets_the_same_numbers():
+    """The halves of the up projection apart; and an error is that of results, not of where they lie."""
+    on = engine.meshes(2, 4)
+    given = engine.operands(moe_block.Shape((8, 16), 32, 64, 8, 2), on.theirs)
+    params, x, _ = engine.as_ours(given, on.ours)
+    gate, up = np.split(np.asarray(given[0]["wi"], np.float32), 2, axis=-1)
+    np.testing.assert_array_equal(np.asarray(params["wi"], np.float32), np.stack([gate, up], 2))
+    assert params["wo"].sharding.spec == given[0]["wo"].sharding.spec
+    assert engine.error(x, given[1]) == 0
+    assert engine.error(x, 2 * given[1]) == pytest.approx(0.5)
+    assert engine.error(params["wi"], given[0]["wi"].at[:, :, 64:].multiply(0)) > 1
 
 
 def weight_of(shape: str, scope: str) -> str:
