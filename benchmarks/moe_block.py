@@ -455,14 +455,17 @@ PHASES = {
 REVERSED = {"dispatch": "combine", "combine": "dispatch"}
 
 
-def phase_of(kernel: _measure.Kernel, text: str, shape: Shape, experts: int) -> tuple[str, str]:
+def phase_of(
+    kernel: _measure.Kernel, text: str, shape: Shape, experts: int, *, begun: bool = False
+) -> tuple[str, str]:
     """(pass, phase) of a kernel, of which its instruction's text is known; of so many experts on a GPU.
 
-    A GEMM has the time of an activation behind or before it, too; its weight, or that's gradient, is as large as that
-    of the up projection or of the down projection. What has no name of its own is "other": XLA's fusions, the router's
-    GEMMs.
+    Of a sum over devices a trace may not say the instruction, so the text is "": it is the backward's if that has
+    `begun`. A GEMM has the time of an activation behind or before it, too; its weight, or that's gradient, is as large
+    as that of the up projection or of the down projection. What has no name of its own is "other": XLA's fusions, the
+    router's GEMMs.
     """
-    which = "backward" if _program.is_backward(text) else "forward"
+    which = "backward" if _program.is_backward(text) or (begun and not text) else "forward"
     if _program.is_gemm(kernel.name):
         down = experts * shape.expert_width * shape.width
         sizes = {math.prod(s) for s in _program.shapes(text) if len(s) > 2 and s[0] == experts}
@@ -486,10 +489,12 @@ def rows_of_phases(
     text_of = _program.instructions(call.as_text())
     experts = shape.experts // (mesh.shape["ep"] if mesh else 1)
     phases: collections.Counter = collections.Counter()
+    begun = False
     with turns.mine() if turns else contextlib.nullcontext():
         for kernel in _measure.kernels(call, arrays):
             text = text_of.get(kernel.instruction, "")
-            phases[phase_of(kernel, text, shape, experts)] += kernel.microseconds
+            begun = begun or _program.is_backward(text)
+            phases[phase_of(kernel, text, shape, experts, begun=begun)] += kernel.microseconds
     total = phases.total()
     for (which, phase), microseconds in phases.items():
         yield _measure.row(

@@ -115,3 +115,12 @@ def test_phase_of_a_kernel(name, text, phase):
     """By its name, whether its instruction belongs to a gradient, and which weight it reads or writes."""
     shape = moe_block.Shape((64,), 128, 256, 8, 2)
     assert moe_block.phase_of(_measure.Kernel(name, 1.0, "ffi_call.1"), text, shape, 4) == phase
+
+
+def test_phase_of_a_sum_whose_instruction_is_unknown():
+    """A gradient's, once the backward has begun."""
+    shape = moe_block.Shape((64,), 128, 256, 8, 2)
+    kernel = _measure.Kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1.0, "")
+    for begun, which in ((False, "forward"), (True, "backward")):
+        found = moe_block.phase_of(kernel, "", shape, 4, begun=begun)
+        assert found == (which, "sums over devices")
