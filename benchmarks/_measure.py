@@ -134,6 +134,7 @@ def steps(
     count: int = 20,
     *,
     prepare: Callable[..., tuple] | None = None,
+    placed: Any = None,
 ) -> Callable[..., float]:
     """As `program`, for calls of milliseconds: `count` calls in a scan, each after the one before, compiled once.
 
@@ -142,13 +143,16 @@ def steps(
     Args:
       prepare: a function of the operands. What it makes, once for all calls, each call is given after them; a call's
         time has its part of what that takes.
+      placed: the shardings of what `function` returns; None: as its types say.
     """
     prepare = prepare or (lambda *_: ())
     types = jax.eval_shape(lambda *given: function(*given, *prepare(*given)), *operands)
     # What a call returns is carried, so that no part of it is left out.
-    zeros = _zeros(types, jax.tree.leaves(operands)[0].sharding)
+    placed = placed or _places(types, jax.tree.leaves(operands)[0].sharding)
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types), out_shardings=placed
+    )
 
-    @jax.jit
     def repeat(first, *operands):
         operands += prepare(*operands)
 
@@ -158,7 +162,7 @@ def steps(
 
         return jax.lax.scan(step, first, length=count)[0]
 
-    repeat = repeat.lower(jax.eval_shape(zeros), *operands).compile()
+    repeat = jax.jit(repeat, out_shardings=placed).lower(jax.eval_shape(zeros), *operands).compile()
 
     def once(*given):
         first = jax.block_until_ready(zeros())
@@ -280,18 +284,15 @@ def kernels(call: Callable, operands: tuple) -> list[Kernel]:
     ]
 
 
-def _zeros(types, like):
-    """Makes arrays of these types, on the mesh of a sharding."""
+def _places(types, like):
+    """The shardings that these types say, on the mesh of a sharding; None where it has no mesh."""
 
     def place(t):
         return (
             NamedSharding(like.mesh, t.sharding.spec) if isinstance(like, NamedSharding) else None
         )
 
-    return jax.jit(
-        lambda: jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types),
-        out_shardings=jax.tree.map(place, types),
-    )
+    return jax.tree.map(place, types)
 
 
 PAUSE = 0.05  # seconds before a burst

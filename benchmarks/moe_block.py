@@ -116,8 +116,8 @@ def make_mesh(axes: tuple[int, int] | None = None):
     return jax.make_mesh(axes, ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def operands(shape: Shape, mesh, routing: str = "uniform"):
-    """Parameters, tokens and the cotangent of the result."""
+def operands(shape: Shape, mesh, routing: str = "uniform", *, specs=None):
+    """Parameters, tokens and the cotangent of the result; `specs`: of the parameters, if not over ep alone."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = init_params(keys[0], shape.width, shape.config())
     x, dy = (jax.random.normal(k, (*shape.tokens, shape.width), jnp.bfloat16) for k in keys[1:])
@@ -125,13 +125,12 @@ def operands(shape: Shape, mesh, routing: str = "uniform"):
         x, params = _skewed(x, params)
     if mesh is None:
         return params, x, dy
-    replicated, experts, tokens = (
-        NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("ep",), (("fsdp", "ep"),))
-    )
+    specs = specs or param_specs(shape.config(), MeshResource(ep_resource="ep"))
     placed = {
-        name: jax.device_put(value, replicated if name == "gate_kernel" else experts)
+        name: jax.device_put(value, NamedSharding(mesh, specs[name]))
         for name, value in params.items()
     }
+    tokens = NamedSharding(mesh, PartitionSpec(("fsdp", "ep")))
     return placed, jax.device_put(x, tokens), jax.device_put(dy, tokens)
 
 
@@ -159,6 +158,14 @@ def passes(block, config):
     return {"forward": forward, "forward and backward": both}
 
 
+def require_close(errors: Sequence[float], params, limit: float, otherwise: str):
+    """A RuntimeError, which begins with `otherwise`, unless all are below the limit: those of what `passes` returns."""
+    names = ("y", *(f"gradient of {name}" for name in sorted(params)), "gradient of x")
+    if not max(errors) < limit:  # nor NaN
+        found = ", ".join(f"{n} {e:.1e}" for n, e in zip(names, errors, strict=True))
+        raise RuntimeError(f"{otherwise}; relative errors: {found}")
+
+
 def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | None = None):
     """No row: a RuntimeError where the blocks differ."""
     arrays, config = operands(shape, mesh), shape.config(transport=transport)
@@ -166,12 +173,7 @@ def rows_of_check(shape: Shape, mesh, transport: str, turns: _measure.Turns | No
     with turns.mine() if turns else contextlib.nullcontext():
         mine, theirs = (jax.tree.leaves(program(*arrays)) for program in programs)
         errors = [float(relative_error(*pair)) for pair in zip(mine, theirs, strict=True)]
-    names = ("y", *(f"gradient of {name}" for name in sorted(arrays[0])), "gradient of x")
-    if not max(errors) < 3e-2:  # nor NaN
-        found = ", ".join(f"{n} {e:.1e}" for n, e in zip(names, errors, strict=True))
-        raise RuntimeError(
-            f"the block by {transport!r} is not the native one; relative errors: {found}"
-        )
+    require_close(errors, arrays[0], 3e-2, f"the block by {transport!r} is not the native one")
     yield from ()
 
 
@@ -185,9 +187,9 @@ def rows_of(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     arrays, config = operands(shape, mesh), shape.config(transport=transport)
     ours, native = (_compiled(block, config, arrays) for block in (moe, native_moe))
     with turns.mine():
-        mine, theirs = _medians((ours, ROUNDS), (native, NATIVE_ROUNDS))
+        mine, theirs = medians((ours, ROUNDS), (native, NATIVE_ROUNDS))
     name = f"native_moe{_void(shape, mesh, theirs)}"
-    row = _row(shape, mesh, transport, "uniform", mine, name, theirs)
+    row = row_of(shape, mesh, transport, "uniform", mine, name, theirs)
     yield row | ({"gb200": PUBLISHED[shape]} if shape in PUBLISHED else {})
 
 
@@ -204,11 +206,11 @@ def rows_of_settings(shape: Shape, mesh, transport: str, turns: _measure.Turns):
         placement = place_experts(counted(*skewed), mesh.shape["ep"])
         placed = permute_experts(skewed[0], placement), *skewed[1:]
         calls = ours, in_float32, lambda: ours(*skewed), lambda: ours(*placed)
-        usual, *times = _medians(*((call, FEW_ROUNDS) for call in calls))
+        usual, *times = medians(*((call, FEW_ROUNDS) for call in calls))
     which = "uniform, sums in float32", "zipf", "zipf, experts placed by load"
     for name, seconds in zip(which, times, strict=True):
         reference = "ours, uniform, sums in bfloat16"
-        yield _row(shape, mesh, transport, name, seconds, reference, usual)
+        yield row_of(shape, mesh, transport, name, seconds, reference, usual)
 
 
 def rows_alone(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -216,10 +218,10 @@ def rows_alone(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     arrays = operands(shape, mesh)
     ours = _compiled(moe, shape.config(transport=transport), arrays)
     with turns.mine():
-        (mine,) = _medians((ours, ROUNDS))
+        (mine,) = medians((ours, ROUNDS))
     bound = 3 * shape.flops() / mesh.size / 989e12
     rate = f"{3 * shape.flops() / mesh.size / mine / 1e12:.0f} TFLOP/s a GPU; at 989"
-    yield _row(shape, mesh, transport, "uniform", mine, rate, bound)
+    yield row_of(shape, mesh, transport, "uniform", mine, rate, bound)
 
 
 def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -230,27 +232,22 @@ def rows_of_recipe(shape: Shape, mesh, transport: str, turns: _measure.Turns):
         for recipe in (None, "fp8_block")
     )
     with turns.mine():
-        mine, theirs = _medians((ours, ROUNDS), (wide, ROUNDS))
-    yield _row(shape, mesh, transport, "uniform, fp8_block", mine, "ours in bfloat16", theirs)
+        mine, theirs = medians((ours, ROUNDS), (wide, ROUNDS))
+    yield row_of(shape, mesh, transport, "uniform, fp8_block", mine, "ours in bfloat16", theirs)
 
 
 def rows_of_fsdp(shape: Shape, mesh, transport: str, turns: _measure.Turns):
     """Both passes with weights that fsdp splits by experts, against along D; gathered and scattered in each step."""
-    params, *tokens = operands(shape, mesh)
     resource = MeshResource(ep_resource="ep", fsdp_resource="fsdp")
     calls = []
     for by_expert in (True, False):
         config = shape.config(transport=transport, ep_axis="ep", shard_exp_on_fsdp=by_expert)
-        specs = param_specs(config, resource)
-        placed = {
-            name: jax.device_put(value, NamedSharding(mesh, specs[name]))
-            for name, value in params.items()
-        }
-        calls.append((_compiled(moe, config, (placed, *tokens)), ROUNDS))
+        arrays = operands(shape, mesh, specs=param_specs(config, resource))
+        calls.append((_compiled(moe, config, arrays), ROUNDS))
     with turns.mine():
-        by_expert, along_width = _medians(*calls)
+        by_expert, along_width = medians(*calls)
     which, reference = "uniform, fsdp splits experts", "ours, fsdp splits D"
-    yield _row(shape, mesh, transport, which, by_expert, reference, along_width)
+    yield row_of(shape, mesh, transport, which, by_expert, reference, along_width)
 
 
 def rows_of_memory(shape: Shape, mesh, transport: str, turns: _measure.Turns):
@@ -309,7 +306,7 @@ def rows_of_growth(shape: Shape, mesh, transport: str, turns: _measure.Turns):
         for point, one in shapes.items()
     }
     with turns.mine():
-        times = _medians(*((call, FEW_ROUNDS) for call in calls.values()))
+        times = medians(*((call, FEW_ROUNDS) for call in calls.values()))
     found = dict(zip(shapes, times, strict=True))
     for vary in GROWTH:
         mine = {value: (shapes[vary, value], found[vary, value]) for value in GROWTH[vary]}
@@ -326,7 +323,7 @@ def _grown(vary, points, mesh, transport):
         fit, name = [slope * value + start for value in points], "affine fit"
     for (value, (one, seconds)), fitted in zip(points.items(), fit, strict=True):
         which = f"growth with {vary.__name__}"
-        row = _row(one, mesh, transport, which, seconds, name, fitted)
+        row = row_of(one, mesh, transport, which, seconds, name, fitted)
         yield row | {"growth": vary.__name__, "size": value}  # for the plot
 
 
@@ -360,7 +357,7 @@ def _compiled(block, config, arrays):
         return lambda *given: math.nan
 
 
-def _medians(*calls) -> list[float]:
+def medians(*calls) -> list[float]:
     """Of each (call, times), after a warm-up; those of several are spread over one another."""
     for call, _ in calls:
         call()
@@ -379,7 +376,7 @@ def _void(shape, mesh, native) -> str:
     return " (void: it has been faster)" if 1e3 * native > 1.1 * expected else ""
 
 
-def _row(shape, mesh, transport, which, ours, name, reference):
+def row_of(shape, mesh, transport, which, ours, name, reference):
     case = f"bfloat16 forward and backward, {shape}, {which}, {dict(mesh.shape)}, {transport}"
     return _measure.time_row("moe_block", case, ours, name, reference, unit="ms")
 

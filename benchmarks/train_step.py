@@ -30,7 +30,7 @@ KINDS = {
     "fp8_block with save_8_bits": ("fp8_block", "save_8_bits"),
 }
 WARM, STEPS, TURNS = 3, 10, 3
-# The command's, too: at the trainer's default of ten times as much experts' loads drift apart within these steps.
+# That of the command. At the trainer's default, ten times as much, experts' loads drift apart within these steps.
 LEARNING_RATE = 3e-4
 
 

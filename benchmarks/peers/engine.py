@@ -27,11 +27,20 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import _measure
-from benchmarks.moe_block import BLOCKS, ROUNDS, Shape, _medians, _row, passes
+from benchmarks.moe_block import (
+    BLOCKS,
+    LANES,
+    ROUNDS,
+    Shape,
+    medians,
+    passes,
+    require_close,
+    row_of,
+)
 from expertmesh.flax_moe import moe
 
 AXES = ("fsdp", "ep")
-CHECKED, TOLERANCE = Shape((8, 64), 1024, 4096, 8, 2), 2e-2
+(CHECKED, *_), TOLERANCE = LANES["check"], 2e-2
 STEPS, HELD = 20, 150  # steps of a scan; seconds for a shape, nvcc's too
 SPECS = (
     {"gate_kernel": PartitionSpec(), "wi": PartitionSpec("ep"), "wo": PartitionSpec("ep")},
@@ -56,26 +65,20 @@ def meshes(fsdp: int, ep: int) -> Meshes:
 
 def operands(shape: Shape, mesh: Mesh) -> tuple:
     """Parameters, tokens and the cotangent of the result, as Transformer Engine takes them."""
-    sizes = (
-        {
-            "gate_kernel": (shape.width, shape.experts),
-            "wi": (shape.experts, shape.width, 2 * shape.expert_width),
-            "wo": (shape.experts, shape.expert_width, shape.width),
-        },
-        (*shape.tokens, shape.width),
-        (*shape.tokens, shape.width),
-    )
-    leaves, tree = jax.tree.flatten(
-        sizes, is_leaf=lambda size: isinstance(size, tuple) and isinstance(size[0], int)
-    )
+    width, inner, experts = shape.width, shape.expert_width, shape.experts
 
     def drawn():
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        found = [
-            jax.random.normal(key, size, jnp.bfloat16) / (math.sqrt(size[-2]) if number < 3 else 1)
-            for number, (key, size) in enumerate(zip(keys, leaves, strict=True))
-        ]
-        return jax.tree.unflatten(tree, found)
+        keys = iter(jax.random.split(jax.random.key(0), 5))
+
+        def normal(*size: int, fan_in: int = 1):
+            return jax.random.normal(next(keys), size, jnp.bfloat16) / math.sqrt(fan_in)
+
+        params = {
+            "gate_kernel": normal(width, experts, fan_in=width),
+            "wi": normal(experts, width, 2 * inner, fan_in=width),
+            "wo": normal(experts, inner, width, fan_in=inner),
+        }
+        return params, normal(*shape.tokens, width), normal(*shape.tokens, width)
 
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
     return jax.jit(drawn, out_shardings=placed)()
@@ -84,18 +87,20 @@ def operands(shape: Shape, mesh: Mesh) -> tuple:
 def as_ours(given: tuple, mesh: Mesh) -> tuple:
     """The same buffers on our mesh; gate and up projection apart in `wi`."""
 
-    def moved(array: jax.Array, spec: PartitionSpec, *split: int) -> jax.Array:
+    def moved(array: jax.Array, spec: PartitionSpec, *last: int) -> jax.Array:
         def shaped(size):
-            return (*size[: len(size) - bool(split)], *split)
+            return (*size[:-1], *(last or size[-1:]))
 
         parts = [shard.data.reshape(shaped(shard.data.shape)) for shard in array.addressable_shards]
         place = NamedSharding(mesh, spec)
         return jax.make_array_from_single_device_arrays(shaped(array.shape), place, parts)
 
-    moved_all = jax.tree.map(moved, given, SPECS)
-    wi = given[0]["wi"]
-    halves = moved(wi, SPECS[0]["wi"], 2, wi.shape[-1] // 2)
-    return moved_all[0] | {"wi": halves}, *moved_all[1:]
+    (params, *tokens), (specs, *of_tokens) = given, SPECS
+    last = {"wi": (2, params["wi"].shape[-1] // 2)}
+    params = {
+        name: moved(value, specs[name], *last.get(name, ())) for name, value in params.items()
+    }
+    return params, *map(moved, tokens, of_tokens)
 
 
 @contextlib.contextmanager
@@ -169,32 +174,6 @@ def of_results(mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), (SPECS[1], SPECS[:2]))
 
 
-def their_steps(function: Callable, given: tuple, mesh: Mesh) -> Callable[[], float]:
-    """As `_measure.steps`."""
-    placed = of_results(mesh)
-    types = jax.eval_shape(function, *given)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types), out_shardings=placed
-    )
-
-    def repeat(first, *given):
-        def step(before, _):
-            now, _ = jax.lax.optimization_barrier((given, before))
-            return function(*now), None
-
-        return jax.lax.scan(step, first, length=STEPS)[0]
-
-    repeat = jax.jit(repeat, out_shardings=placed).lower(zeros(), *given).compile()
-
-    def once() -> float:
-        first = jax.block_until_ready(zeros())
-        start = time.perf_counter()
-        jax.block_until_ready(repeat(first, *given))
-        return (time.perf_counter() - start) / STEPS
-
-    return once
-
-
 def error(mine: jax.Array, theirs: jax.Array) -> float:
     """Of the median row that this process has: where a token's scores tie, blocks may choose different experts."""
     found = []
@@ -218,10 +197,7 @@ def check(on: Meshes) -> dict:
         theirs = jax.jit(function, out_shardings=of_results(on.theirs))(*given)
     mine = jax.jit(ours_of(CHECKED))(*as_ours(given, on.ours))
     errors = [error(*pair) for pair in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True)]
-    if not max(errors) < TOLERANCE:  # nor NaN
-        names = ("y", "gate_kernel", "wi", "wo", "x")
-        found = ", ".join(f"{n} {e:.1e}" for n, e in zip(names, errors, strict=True))
-        raise RuntimeError(f"the blocks differ; errors of results and gradients: {found}")
+    require_close(errors, given[0], TOLERANCE, "the blocks differ")
     return sizes
 
 
@@ -236,19 +212,14 @@ def rows_of(shapes: list[Shape], on: Meshes) -> Iterator[dict]:
         sizes = prepared(shape, on.theirs, sizes)
         function = their_passes(shape, on.theirs, sizes["recv_capacity_per_rank"])
         with on_their_mesh(on.theirs):
-            steps = their_steps(function, given, on.theirs)
+            theirs = _measure.steps(function, given, STEPS, placed=of_results(on.theirs))
         ours = _measure.steps(ours_of(shape), as_ours(given, on.ours), STEPS)
-
-        def theirs(steps=steps):
-            with on_their_mesh(on.theirs):
-                return steps()
-
-        mine, other = _medians((ours, ROUNDS), (theirs, ROUNDS))
+        mine, other = medians((ours, ROUNDS), (theirs, ROUNDS))
         name = f"Transformer Engine {__version__}"
-        yield _row(shape, on.ours, "auto", "uniform, a process for each GPU", mine, name, other)
+        yield row_of(shape, on.ours, "auto", "uniform, a process for each GPU", mine, name, other)
 
 
-def launch(options: argparse.Namespace, count: int) -> int:
+def launch(count: int) -> int:
     """A process for each GPU; the exit status: that of the first one that fails, which ends the others."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = listed.split(",") if listed else [str(gpu) for gpu in range(count)]
@@ -265,12 +236,11 @@ def launch(options: argparse.Namespace, count: int) -> int:
             }
             running.append(subprocess.Popen([*command, f"--rank={rank}"], env=env))
             ending.callback(running[-1].kill)
-        while any(process.poll() is None for process in running):
-            failed = [process.returncode for process in running if process.returncode]
-            if failed:
-                return failed[0]
+        while True:
+            codes = [process.poll() for process in running]
+            if any(codes) or None not in codes:
+                return next(filter(None, codes), 0)
             time.sleep(0.2)
-        return max(process.returncode for process in running)
 
 
 def main() -> None:
@@ -284,7 +254,7 @@ def main() -> None:
     options = parser.parse_args()
     fsdp, ep = map(int, options.mesh.split("x"))
     if options.rank is None:
-        sys.exit(launch(options, fsdp * ep))
+        sys.exit(launch(fsdp * ep))
     jax.distributed.initialize(f"127.0.0.1:{options.port}", fsdp * ep, options.rank)
     numbers = map(int, options.shapes.split(",")) if options.shapes else range(1, len(BLOCKS) + 1)
     rows = rows_of([BLOCKS[number - 1] for number in numbers], meshes(fsdp, ep))
