@@ -202,6 +202,26 @@ def test_senders_are_as_many_as_there_is_to_send(sms, senders):
     assert nvlink.Nvlink(sms)._senders(1, 0) == sms - 1
 
 
+@pytest.mark.parametrize(
+    "tokens, features, senders",
+    # 16 warps of an SM have a row each, of 14336, 7168 or 4096 bytes, or what fits of one of 57344: 3.6 MB.
+    [(4096, 7168, 16), (4096, 3584, 31), (4096, 2048, 55), (4096, 28672, 16), (128, 7168, 63)],
+)
+def test_a_dispatch_has_no_more_senders_than_fill_the_links(
+    on_cuda, monkeypatch, tokens, features, senders
+):
+    """Of few tokens a warp has a slice, here a fourth of a row. A combine's senders have sums to make."""
+    monkeypatch.setattr(nvlink.Nvlink, "_senders", lambda *_: 131)
+    text = lowered(dataclasses.replace(CASE, D=features), tokens=8 * tokens)
+    assert re.findall(r"senders = (\d+) : i64", text) == [str(senders), "66"]
+
+
+def test_a_warps_staging_is_that_of_the_kernels():
+    header = (pathlib.Path(_native.__file__).parent / "exchange.h").read_text()
+    known = {name: int(value) for name, value in re.findall(r"int (k\w+) = (\d+);", header)}
+    assert (nvlink.WARPS, nvlink.STAGED) == (known["kWarps"], known["kSmemStaging"])
+
+
 GPU = Case(mesh=(("ep", 2),), sizes=(80,), E=8, K=3, transport="nvlink")
 GPU_CASES = {
     "float32": (GPU, "manual", "float32"),

@@ -34,6 +34,8 @@ WIRES = {"float32": 0, "bfloat16": 1, "float16": 2}  # what a sum can travel as;
 # NVIDIA H200, 2026-11-22: see docs/dev/kernels.md.
 SMS = 132
 SENT, COPIED = 27, 47  # GB/s of an SM: to the peers' memory, and from what arrived to rows
+WARPS, STAGED = 16, 14336  # of an SM, and bytes of a warp that are on the way at most: exchange.h
+FILLED = 3.6e6  # bytes on the way that keep a GPU's links busy; NVIDIA H200, 2026-11-30
 TIMEOUT_MS = 60_000
 BUSY = 4096  # warps that suffice to move tokens; of fewer tokens each is cut into slices, but not below SHORT bytes
 MAX_SLICES, SHORT = 4, 512
@@ -62,8 +64,8 @@ class Nvlink:
         types = [jax.ShapeDtypeStruct((capacity, x.shape[1]), x.dtype) for x in parts_TD]
         row_bytes = sum(roundup(x.shape[1] * x.dtype.itemsize, 16) for x in parts_TD)
         copies, rows = _copies(route, axis), capacity / route.slot_TK.shape[0]
-        senders = self._senders(copies / SENT, rows / COPIED)
         slices = _slices(route.slot_TK.shape[0], row_bytes)
+        senders = min(self._senders(copies / SENT, rows / COPIED), _filling(row_bytes / slices))
         return self._call(
             _native.DISPATCH, types, parts_TD, route, axis, senders, row_bytes, slices
         )
@@ -160,6 +162,12 @@ def platform_unsupported(platform: str) -> str | None:
 def _slices(num_tokens: int, row_bytes: int) -> int:
     """Parts in which a row is moved, by a warp each."""
     return max(1, min(MAX_SLICES, BUSY // max(1, num_tokens), row_bytes // SHORT))
+
+
+def _filling(row_bytes: float) -> int:
+    """Senders that keep the links busy with such rows. More put rows into them faster than they leave, which then
+    arrive long after their turn."""
+    return max(1, round(FILLED / (WARPS * min(row_bytes, STAGED))))
 
 
 def _groups(axis: Axis) -> np.ndarray:
