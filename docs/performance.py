@@ -1,4 +1,4 @@
-"""Writes the figures and tables of docs/performance.md, README.md and docs/performance-rows.md from benchmarks/results.
+"""Writes the figures and tables of performance.md, of other pages here and of README.md from benchmarks/results.
 
 python docs/performance.py            write them
 python docs/performance.py --check    exit status 1 if a page is not what would be written
@@ -88,6 +88,20 @@ def spread(of: str, found: dict[str, list[float]]) -> str:
         for name, ratios in found.items()
     ]
     return lines(head, rows)
+
+
+def of_engines(results: figures.Results) -> str:
+    """The times of Transformer Engine's block with its own exchange, by turns with ours."""
+    rows = results.get("moe_block", [])
+    found = [row for row in rows if row["reference"].startswith("Transformer Engine")]
+    head = ["T", "D", "F", "fsdp x ep", "Transformer Engine, ms", "here, ms", "times as fast"]
+    cells = []
+    for row in found:
+        shape, ours = block.shape_of(row), row["value"]
+        mesh = " x ".join(re.findall(r"'(?:fsdp|ep)': (\d+)", row["case"]))
+        times = [f"{ours * row['ratio']:.3g}", f"{ours:.3g}", f"{row['ratio']:.2f}"]
+        cells.append([shape.tokens, shape.width, shape.expert_width, mesh, *times])
+    return f"{lines(head, cells)}\n\nFrom: {origin(found)}."
 
 
 def of_sonic(results: figures.Results) -> str:
@@ -262,6 +276,7 @@ def main() -> int:
     contents = {
         DOCS / "performance.md": sections(results),
         DOCS / "performance-rows.md": every_row(results),
+        DOCS / "beside-transformer-engine.md": of_engines(results),
         DOCS.parent / "README.md": readme(results),
     }
     old = {page: page.read_text() for page in contents}
