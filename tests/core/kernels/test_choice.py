@@ -27,7 +27,11 @@ from expertmesh.core.kernels.device import MIN_STEPS, Device, current_device
 from expertmesh.core.linear import pair
 from expertmesh.core.ops.activation import Activation
 from expertmesh.core.quantization.quantized import QuantizedArray
-from expertmesh.core.quantization.recipe import Float8BlockScaling, MXFP8BlockScaling
+from expertmesh.core.quantization.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
 
 RESULTS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks/results"
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -242,6 +246,7 @@ def test_weights_are_transposed_for_hoppers_kernel_of_the_forward_alone():
     assert not transposed(K=1500) and not transposed(N=1504) and not transposed(B=1, N=1500)
     # With a scale per matrix, which has no parts.
     assert transposed(B=1, block=0) and not transposed(B=1, block=0, device=B200)
+    assert not transposed(B=1, block=0, device=NO_NVRTC)
     assert not transposed(B=1, block=0, E=1025) and not transposed(B=1, N=1500, block=0)
 
 
@@ -350,9 +355,14 @@ def test_quantizers_in_cuda_fit(recipe, gradient, num_rows):
     source = quantize_both.source(BF16, config=config, format=formats.x, panel=2)
     assert config.kernel == "cuda" and config.queued == (num_rows == 65536)
     assert config.tiles.programs * source.shared <= plain.SHARED_BYTES
-    config = quantize.choose_square(quantize.Square(8, 512, 2, 768, 128, H100))
-    source = quantize_square.source(F32, config=config, format=formats.weight, both=True)
-    assert config.kernel == "cuda" and config.tiles.programs * source.shared <= plain.SHARED_BYTES
+    for recipe in (Float8BlockScaling(), Float8CurrentScaling()):
+        format = recipe.formats().weight
+        weights = quantize.Square(8, 512, 1, 768, 128 if format.block else 0, H100)
+        config = quantize.choose_square(weights)
+        source = quantize_square.source(F32, config=config, format=format, both=True)
+        assert (
+            config.kernel == "cuda" and config.tiles.programs * source.shared <= plain.SHARED_BYTES
+        )
 
 
 def test_every_kernel_can_be_chosen():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from cases.marks import needs_triton
 from core import quantize_oracle as oracle
@@ -17,6 +18,7 @@ from expertmesh.core import (
     dequantize,
     quantize,
 )
+from expertmesh.core.kernels import quantize_square as room
 from expertmesh.core.kernels.choice import quantize as choice
 from expertmesh.core.quantization.quantize import quantize_square, quantize_with_amax
 
@@ -98,16 +100,12 @@ WEIGHTS = {"square": BLOCK.weight, "any scale": EXACT.weight, "current": CURRENT
 def test_weights_for_both_gemms(which, transposed, shape, batch_dims, dtype, dgrad, monkeypatch):
     """What `quantize` gives, in memory in two orders or in one; partial blocks, and a scale per matrix.
 
-    Also by Triton's interpreter, which rounds to 8 bits in a way of its own, but for two orders of square blocks.
+    Also by Triton's interpreter, which rounds to 8 bits in a way of its own, but for two orders.
     """
-    from expertmesh.core.kernels import quantize_square as room
-    from expertmesh.core.kernels.triton import quantize as kernels
-
     square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
-    if which == "current" or not transposed:
-        config = choice.Config("triton", choice.BOTH, transposed)
-        for module in (room, kernels):
-            monkeypatch.setattr(module, "choose_square", lambda weights: config)
+    if not transposed:
+        config = choice.Config("triton", None, transposed=False)
+        monkeypatch.setattr(room, "choose_square", lambda weights: config)
     jax.clear_caches()
     format, special = WEIGHTS[which], dict(special="") if which == "current" else {}
     x = oracle.wild_numbers(np.random.default_rng(3), shape, np.dtype(jnp.dtype(dtype)), **special)
@@ -119,6 +117,32 @@ def test_weights_for_both_gemms(which, transposed, shape, batch_dims, dtype, dgr
         assert copy.block == want.block
         np.testing.assert_array_equal(codes(copy.data), codes(want.data))
         np.testing.assert_array_equal(codes(copy.scale), codes(want.scale))
+
+
+# Of one matrix with few tiles, and with more than run at a time; of many, with as many, and with one.
+MATRICES = [(1, 144, 80), (1, 4096, 2048), (3, 2048, 4096), (40, 272, 2, 144), (600, 128, 144)]
+
+
+@pytest.mark.parametrize("amax_axes", [(), ("x",)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+def test_a_scale_for_each_matrix(shape, dtype, amax_axes):
+    """What `quantize` gives; along mesh axes of one device, too."""
+    rng = np.random.default_rng(4)
+    magnitudes = 2.0 ** rng.integers(-40, 40, shape[:1])
+    x = rng.normal(size=shape) * magnitudes.reshape(-1, *[1] * (len(shape) - 1))
+    x = jnp.asarray(x, dtype)
+    options = dict(format=CURRENT.weight, block=(), batch_dims=1, dgrad=True, amax_axes=amax_axes)
+    run = partial(room.quantize_square, **options)
+    if amax_axes:
+        mesh = jax.make_mesh((1,), amax_axes)
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    copies = run_twice(lambda x: run(x), x)
+    want = jax.jit(lambda x: quantize(x, CURRENT.weight, batch_dims=1))(x)
+    assert len(copies) == 4
+    for data, scale in (copies[:2], copies[2:]):
+        np.testing.assert_array_equal(codes(data), codes(want.data))
+        np.testing.assert_array_equal(codes(scale), codes(want.scale))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])

@@ -40,12 +40,12 @@ def stored_scale(scale, format):
 
 
 def scaling(dtype, format) -> dict:
-    """What a kernel that quantizes numbers of `dtype` is told of the format."""
+    """What a kernel that quantizes numbers of `dtype` is told of the format; a tensor's scale is any of float32."""
     return {
         "SCALE": format.scale,
         "LARGEST": largest_bits(format.dtype),
-        "LIMIT": numerics.largest(dtype),
-        "FLOOR": _bits(format.amax_epsilon),
+        "LIMIT": numerics.largest(dtype if format.block else "float32"),
+        "FLOOR": _bits(format.amax_epsilon if format.block else 0),
     }
 
 

@@ -1,6 +1,9 @@
 """Weights in square blocks, or with a scale per matrix, as the forward and the input gradient read them, for NVIDIA
 GPUs."""
 
+from math import prod
+
+import jax
 import jax.numpy as jnp
 
 from expertmesh.core.kernels.choice.quantize import Square, choose_square
@@ -14,7 +17,7 @@ def quantize_square(x, *, format, block, batch_dims, dgrad, amax_axes=(), origin
     """The leaves of what the reference of `quantization/quantize.py` gives."""
     del origin
     if not block:
-        return triton.matrices(x, format, batch_dims, amax_axes, dgrad)
+        return _of_matrices(x, format, batch_dims, amax_axes, dgrad)
     return _in_blocks(x, format, block, dgrad)
 
 
@@ -36,3 +39,23 @@ def _in_blocks(x, format, block, dgrad: bool, *, device):
     # Bitcasts, which the one before the GEMM undoes.
     data, scale = jnp.swapaxes(data, 1, 2), jnp.swapaxes(scale, 1, 2)
     return data.reshape(x.shape), scale.reshape(counts), *first
+
+
+@for_device
+def _of_matrices(x, format, batch_dims: int, amax_axes, dgrad: bool, *, device):
+    """Likewise, with a scale for each matrix, of its amax."""
+    leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = A, _, _, width = prod(leading), K, 1, prod(N)
+    config = choose_square(Square(*shape, 0, device))
+    amax = triton.amax_of_matrices(x, batch_dims, amax_axes)
+    if not config.transposed:
+        data, scale = triton.scaled(x, None, (A, K, width), format.dtype, amaxes=amax[..., None])
+        return (data, scale.reshape(leading)) * (1 + dgrad)
+    types = [(x.shape, format.dtype)] * dgrad + [((A, width, K), format.dtype), ((A,), jnp.float32)]
+    out_type = tuple(jax.ShapeDtypeStruct(*each) for each in types)
+    options = dict(config=config, format=format, out_type=out_type, amax=amax.reshape(A))
+    *first, data, scale = cuda.launch(x, shape, **options)
+    scale = scale.reshape(leading)
+    # A bitcast, which the one before the GEMM undoes.
+    data = jnp.swapaxes(data, 1, 2).reshape(x.shape)
+    return data, scale, *((*first, scale) if dgrad else ())

@@ -190,10 +190,10 @@ def choose_moved(rows: Rows) -> Config:
 
 
 def choose_square(weights: Square) -> Config:
-    """In square blocks, as the forward and the input gradient read them."""
-    if weights.transposed and weights.block:
+    """In square blocks, or with a scale for each matrix, as the forward and the input gradient read them."""
+    if weights.transposed:
         return Config("cuda", SQUARE_HOPPER, transposed=True)
-    return Config("triton", BOTH, weights.transposed)
+    return Config("triton", None, transposed=False)
 
 
 def choose_activation(rows: Activated) -> Config:

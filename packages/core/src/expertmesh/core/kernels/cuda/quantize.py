@@ -33,7 +33,7 @@ class Source:
 
 def source(*files: str, dtype, config: Config, format, layout: Layout, **defined) -> Source:
     """The kernel of `files`; `layout` and `defined` are macros of it and of `quantize.cuh`."""
-    block, tiles = format.block[1], config.tiles
+    block, tiles = format.block[1] if format.block else COLUMNS, config.tiles
     # Of what is read, of multipliers, of where a tile is transposed, and of largest numbers by warp.
     read = block * COLUMNS // (8 * layout.eights) * layout.row_bytes
     multipliers = layout.halves * COLUMNS // 32 * (128 + 16 * (layout.eights > 1))

@@ -1,24 +1,27 @@
-// Weights [matrices, M, parts, N] quantized in blocks of BLOCK x BLOCK, and the same numbers once more with their M
-// contiguous, [matrices, parts, N, M], for Hopper: with what `quantize.cuh` has, which comes before this text.
+// Weights [matrices, M, parts, N] quantized in blocks of BLOCK x BLOCK, or with a scale for each matrix, whose largest
+// magnitude is known; and the same numbers once more with their M contiguous, [matrices, parts, N, M], for Hopper: with
+// what `quantize.cuh` has, which comes before this text.
 //
-// A program has one tile, which is one block, and ends. Memory is kept busy by the programs beside it.
+// A program has one tile, which is one block, and ends. Memory is kept busy by the programs beside it. Where matrices have
+// a scale each, the first program has the last tile, which L2 has of the kernel that found the largest magnitudes.
 //
-// Macros besides those: BOTH (orders, or the second one alone) and SINGLE (float32, not 16 bits).
+// Macros besides those: BOTH (orders, or the second one alone), SINGLE (float32, not 16 bits) and WHOLE (a scale for each
+// matrix).
 
 static_assert(TRANSPOSED && IN_ROW * 8 == COLUMNS && ROW_BYTES == 0, "as launched");
 
 constexpr int WORDS = SINGLE ? 8 : 4;  // of eight numbers
 
-// Bits of the largest magnitude of a thread's numbers, each of which comes by `meet`.
-struct Largest {
+// Bits of the largest magnitude of a thread's numbers.
+__device__ __forceinline__ u32 largest_of(const u32 (&kept)[ROWS][WORDS]) {
   u32 of = 0;  // if not SINGLE, two
-
-  __device__ __forceinline__ void meet(u32 word) {
-    of = SINGLE ? max(of, word & 0x7FFFFFFF) : larger(of, magnitudes(word));
-  }
-
-  __device__ __forceinline__ u32 one() const { return SINGLE ? of : max(of & 0xFFFF, of >> 16); }
-};
+#pragma unroll
+  for (int i = 0; i < ROWS; i++)
+#pragma unroll
+    for (int j = 0; j < WORDS; j++)
+      of = SINGLE ? max(of, kept[i][j] & 0x7FFFFFFF) : larger(of, magnitudes(kept[i][j]));
+  return SINGLE ? of : max(of & 0xFFFF, of >> 16);
+}
 
 // That of all threads.
 __device__ __forceinline__ u32 largest_of_all(u32 mine, int thread, u32 smem) {
@@ -47,16 +50,29 @@ __device__ __forceinline__ float2 two(const u32 (&words)[WORDS], int j) {
 #endif
 }
 
+// The bits of a magnitude as float32.
+__device__ __forceinline__ int wide(u32 magnitude) {
+  return SINGLE ? magnitude : __float_as_int(unpack(magnitude).x);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_square(
-    const u8* x, int num_rows, int parts, int width,
+    const u8* x,
+#if WHOLE
+    const int* largest,  // of each matrix
+#endif
+    int num_rows, int parts, int width,
 #if BOTH
-    u8* data, Stored* scale,
+    u8* data,
+#if !WHOLE
+    Stored* scale,
+#endif
 #endif
     u8* data_rows, Stored* scale_rows) {
   const u32 smem = shared_memory();
   const int thread = threadIdx.x;
   const int across = (width + BLOCK - 1) / BLOCK, high = (num_rows + BLOCK - 1) / BLOCK;
-  const int n = blockIdx.x % across, part = blockIdx.x / across % parts, line = blockIdx.x / across / parts;
+  const u32 tile = WHOLE ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int n = tile % across, part = tile / across % parts, line = tile / across / parts;
   const int m = line % high, matrix = line / high;
   const Place here(m, n, width, num_rows);
   const u64 pitch = (u64)parts * width;  // from a row to the next one
@@ -74,19 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) quantize_square(
       for (int k = 0; k < 4; k++) kept[i][j + k] = words[k];
     }
   }
-  Largest largest;
-#pragma unroll
-  for (int i = 0; i < ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < WORDS; j++) largest.meet(kept[i][j]);
-  const u32 magnitude = largest_of_all(largest.one(), thread, smem);
-  const Scale<Stored> made = SINGLE ? SCALE(magnitude) : scale_of(magnitude);
+#if WHOLE
+  const Scale<Stored> made = SCALE(__ldg(largest + matrix));
+  if (thread == 0 && m + part + n == 0) scale_rows[matrix] = made.stored;
+#else
+  const Scale<Stored> made = SCALE(wide(largest_of_all(largest_of(kept), thread, smem)));
   if (thread == 0) {
 #if BOTH
     scale[(((u64)matrix * high + m) * parts + part) * across + n] = made.stored;
 #endif
     scale_rows[(((u64)matrix * parts + part) * across + n) * high + m] = made.stored;
   }
+#endif
 #pragma unroll
   for (int r = 0; r < ROWS; r += 4) {
     u32 along[4][2], down[8];

@@ -21,11 +21,9 @@ from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.quantize import (
     Rows,
-    Square,
     Tiles,
     choose_panel,
     choose_scaled,
-    choose_square,
 )
 from expertmesh.core.kernels.device import current_device
 from expertmesh.core.kernels.formats import (
@@ -651,22 +649,12 @@ def launch_both(x, index, sizes, *, config, format, out_type):
     )  # fmt: skip
 
 
-def matrices(x, format, batch_dims: int, amax_axes, dgrad: bool):
-    """Weights with a scale per matrix: its amax is found once, and each order written by the same pass."""
-    leading, (K, *N) = x.shape[:batch_dims], x.shape[batch_dims:]
-    shape = A, _, width = prod(leading), K, prod(N)
+def amax_of_matrices(x, batch_dims: int, amax_axes):
+    """int32[*leading], the bits of the largest magnitude of each matrix of x [*leading, ...]."""
+    leading, inner = x.shape[:batch_dims], x.shape[batch_dims:]
+    shape = prod(leading), inner[0], prod(inner[1:])
     (parts,) = scaled(x, None, shape, None, finds_amax=True)
-    amaxes = _amax_of_tensors(parts, leading, amax_axes)[..., None]
-    config = choose_square(Square(A, K, 1, width, 0, current_device()))
-    if not config.transposed:
-        data, scale = scaled(x, None, shape, format.dtype, amaxes=amaxes)
-        return (data, scale.reshape(leading)) * (1 + dgrad)
-    wanted, given = dict(data=dgrad, amax=False, data_rows=True), (format.dtype, config, x.shape)
-    *data, transposed, scale = _scaled(x, None, shape, *given, wanted, amaxes=amaxes)
-    scale = scale.reshape(leading)
-    # A bitcast, which the one before the GEMM undoes.
-    transposed = jnp.swapaxes(transposed, 1, 2).reshape(x.shape)
-    return transposed, scale, *((*data, scale) if dgrad else ())
+    return _amax_of_tensors(parts, leading, amax_axes)
 
 
 def _amax_of_tensors(parts, leading: tuple[int, ...], amax_axes):
