@@ -18,7 +18,6 @@ from expertmesh.core import (
     dequantize,
     quantize,
 )
-from expertmesh.core.kernels import quantize_square as room
 from expertmesh.core.kernels.choice import quantize as choice
 from expertmesh.core.quantization.quantize import quantize_square, quantize_with_amax
 
@@ -102,6 +101,8 @@ def test_weights_for_both_gemms(which, transposed, shape, batch_dims, dtype, dgr
 
     Also by Triton's interpreter, which rounds to 8 bits in a way of its own, but for two orders.
     """
+    from expertmesh.core.kernels import quantize_square as room
+
     square = dict(axis=batch_dims, across=len(shape) - 1, batch_dims=batch_dims)
     if not transposed:
         config = choice.Config("triton", None, transposed=False)
@@ -128,6 +129,8 @@ MATRICES = [(1, 144, 80), (1, 4096, 2048), (3, 2048, 4096), (40, 272, 2, 144), (
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_a_scale_for_each_matrix(shape, dtype, amax_axes):
     """What `quantize` gives; along mesh axes of one device, too."""
+    from expertmesh.core.kernels import quantize_square as room
+
     rng = np.random.default_rng(4)
     magnitudes = 2.0 ** rng.integers(-40, 40, shape[:1])
     x = rng.normal(size=shape) * magnitudes.reshape(-1, *[1] * (len(shape) - 1))
