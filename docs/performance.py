@@ -67,14 +67,18 @@ def of_gpus(results: figures.Results) -> str:
     return lines(head, rows)
 
 
+def times_of(row: dict) -> list[str]:
+    """The reference's and ours, ms."""
+    return [f"{row['value'] * row['ratio']:.3g}", f"{row['value']:.3g}"]
+
+
 def of_plain_jax(results: figures.Results) -> str:
     """Times at the sizes of the tutorial of Transformer Engine's block, which publishes its own on other GPUs."""
     head = ["tokens", "width", "expert width", "plain JAX, ms", "here, ms", "times as fast"]
     head.append("Transformer Engine as published, on four GB200s, ms")
     rows = []
     for row in block.both_passes(results.get("moe_block", [])):
-        shape, ours = block.shape_of(row), row["value"]
-        times = [f"{ours * row['ratio']:.3g}", f"{ours:.3g}", f"**{row['ratio']:.1f}**"]
+        shape, times = block.shape_of(row), [*times_of(row), f"**{row['ratio']:.1f}**"]
         published = f"{row['gb200']:.3g}" if "gb200" in row else "-"
         rows.append([shape.tokens, shape.width, shape.expert_width, *times, published])
     return lines(head, rows)
@@ -97,9 +101,8 @@ def of_engines(results: figures.Results) -> str:
     head = ["T", "D", "F", "fsdp x ep", "Transformer Engine, ms", "here, ms", "times as fast"]
     cells = []
     for row in found:
-        shape, ours = block.shape_of(row), row["value"]
+        shape, times = block.shape_of(row), [*times_of(row), f"{row['ratio']:.2f}"]
         mesh = " x ".join(re.findall(r"'(?:fsdp|ep)': (\d+)", row["case"]))
-        times = [f"{ours * row['ratio']:.3g}", f"{ours:.3g}", f"{row['ratio']:.2f}"]
         cells.append([shape.tokens, shape.width, shape.expert_width, mesh, *times])
     return f"{lines(head, cells)}\n\nFrom: {origin(found)}."
 
