@@ -233,6 +233,7 @@ def _assemble_cuda(text, stack=0):
     return made.ptx, made.log
 
 
+@pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("term", ["", "bfloat16"])
 @pytest.mark.parametrize(
     "lhs, rhs, out, transposed, tiles",
@@ -252,14 +253,15 @@ def _assemble_cuda(text, stack=0):
         (E4M3, E4M3, "float32", True, "SMALL_GROUPS_HOPPER"),
     ],
 )
-def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, term):
+def test_rows_on_hopper(lhs, rhs, out, transposed, tiles, term, queued):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.cuda import grouped_gemm as kernels
 
     term = term and (lhs if lhs == "float16" else term)
-    text = kernels.rows_source((lhs, rhs), out, transposed, getattr(choice, tiles), term=term)
-    ptx, said = _assemble_cuda(text)
+    tiles = dataclasses.replace(getattr(choice, tiles), waves=int(queued))
+    ptx, said = _assemble_cuda(kernels.rows_source((lhs, rhs), out, transposed, tiles, term=term))
     assert "serialized" not in said, "every product waits for itself"
+    assert ("st.async" in ptx) == queued, "numbers of tiles"
     assert "wgmma.wait_group.sync.aligned 1" in ptx
     # The columns of the weight are the rows of the instruction.
     scaled = lhs in (E4M3, E5M2)
@@ -326,15 +328,18 @@ def test_activations_with_scales_per_group_on_hopper(function, dtype, gathers):
 @pytest.mark.parametrize("operands", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("rows, groups", [(32768, 8), (65536, 256), (32768, 256), (65536, 1024)])
-def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers):
+@pytest.mark.parametrize("alone", [True, False])
+def test_weight_gradients_on_hopper(alone, rows, groups, out, operands, gathers):
     from expertmesh.core.kernels.choice import grouped_gemm as choice
     from expertmesh.core.kernels.cuda import grouped_gemm as kernels
     from expertmesh.core.kernels.device import Device
 
     wide = out == "float32"
-    gemm = choice.Weights(rows, (256, 256), groups, out, Device())
+    gemm = choice.Weights(rows, (4096, 4096), groups, out, Device(alone=alone))
     tiles = choice.choose_weights(gemm, gathers=bool(gathers)).tiles
-    assert tiles.queued == (rows < 192 * groups and not wide and not gathers)
+    small, many = rows < 192 * groups and not wide, rows == 65536 and groups == 256 and not wide
+    queued = 0 if gathers else small if alone or many else 5
+    assert tiles.waves == queued
     assert tiles.stages >= tiles.min_stages
     text = kernels.weights_source(operands, out, tiles, gathers)
     ptx, said = _assemble_cuda(text)
@@ -342,7 +347,7 @@ def test_weight_gradients_on_hopper(rows, groups, out, operands, gathers):
     # Eight rows at once, of 128 columns of lhs or of 256 of dy.
     copies = {"": 0, "lhs": 8 * 2, "dy": 8 * 4}[gathers]
     assert ptx.count("cp.async.cg.shared.global") == copies
-    assert ("st.async" in ptx) == tiles.queued, "numbers of tiles"
+    assert ("st.async" in ptx) == bool(queued), "numbers of tiles"
     # Strips of each warp, which need not wait for the last ones.
     waits = 3 if wide else 0
     assert f"cp.async.bulk.wait_group.read {waits};" in ptx

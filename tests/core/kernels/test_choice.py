@@ -38,7 +38,8 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 H100, H200, B200 = Device(), Device(), Device(capability=100, multiprocessors=148)
 NO_NVRTC = Device(nvrtc=False)
 OTHERS = Device(capability=80, multiprocessors=108), Device(capability=120, multiprocessors=188)
-DEVICES = H100, B200, NO_NVRTC, Device(alone=False), *OTHERS
+AMONG = Device(alone=False)
+DEVICES = H100, B200, NO_NVRTC, AMONG, *OTHERS
 OUTPUTS = BF16, F32, jnp.dtype("float16")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -156,8 +157,12 @@ def test_rows_in_cuda_are_for_hopper_and_short_contractions():
     small, large = (plain.choose_rows(rows(n, 4096, 4096)).tiles for n in (1024, 1025))
     assert (small, large) == (plain.SMALL_GROUPS_HOPPER, plain.ROWS_HOPPER)
     # Eight rows are at most eight tiles of rows, and 132 multiprocessors 66 clusters.
-    queued = [plain.choose_rows(rows(8, 4096, N)).tiles.queued for N in (4096, 4097)]
-    assert queued == [False, True]
+    queued = [plain.choose_rows(rows(8, 4096, N)).tiles.waves for N in (4096, 4097)]
+    assert queued == [0, 1]
+    # Among other devices a cluster that begins late leaves the others more.
+    among = [plain.choose_rows(rows(*short, device=device)) for device in (H100, AMONG)]
+    assert [each.tiles.waves for each in among] == [0, 1]
+    assert {each.programs for each in among} == {132}
 
 
 def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold():
@@ -168,6 +173,20 @@ def test_weight_gradients_in_cuda_are_for_hopper_and_what_its_windows_hold():
     assert kernel(64, 8) == kernel(4096, 4096) == kernel(4096, 1024, F32) == "cuda"
     assert kernel(63, 8) == kernel(4096, 8192) == kernel(4096, 2048, F32) == "triton"
     assert kernel(64, 8, device=B200) == kernel(64, 8, device=NO_NVRTC) == "triton"
+
+
+def test_weight_gradients_among_other_devices_let_a_collective_begin():
+    def chosen(width, device=AMONG, **options):
+        gemm = plain.Weights(32768, (2048, width), 8, BF16, device)
+        config = plain.choose_weights(gemm, **options)
+        return config.tiles.waves, config.programs
+
+    # Four shares and a wave for the rest, if each has 120 steps of 128 x 256 x 64; or one wave.
+    assert chosen(8192) == (5, 660)
+    assert chosen(256) == (1, 132)
+    assert chosen(8192, H100) == (0, 132)
+    # No warp is left that would fill a queue.
+    assert chosen(8192, gathers=True) == (0, 528)
 
 
 @pytest.mark.parametrize("along, splits", [(0, False), (0, True), (128, True)])

@@ -1,5 +1,7 @@
 """The kernels of the grouped GEMM on a GPU, against float64 loops; the contract suite runs them too."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,14 +168,18 @@ def test_more_groups_than_threads():
 
 @pytest.mark.gpu
 @needs_triton
-def test_programs_that_take_turns_change_no_bit(monkeypatch):
-    """Four on each multiprocessor, as among other devices."""
+@pytest.mark.parametrize("queued", [0, 1, 5])
+# Of small groups, and some six tiles for each cluster.
+@pytest.mark.parametrize("shape", [(4096, 1024, 512, 64, 900), (5000, 1032, 4104, 6, 100)], ids=str)
+def test_programs_among_other_devices_change_no_bit(shape, queued, monkeypatch):
+    """Four on each multiprocessor, one after the other, with tiles of their own; or waves with tiles from a queue."""
+    from expertmesh.core.kernels import device
     from expertmesh.core.kernels import grouped_gemm as kernels
-    from expertmesh.core.kernels.device import Device
 
-    (lhs, dy, rhs), sizes = _operands(4096, 1024, 512, 64, 900, "bfloat16")
+    (lhs, dy, rhs), sizes = _operands(*shape, "bfloat16")
 
     def results():
+        jax.clear_caches()
         options = {"out_dtype": jnp.dtype("bfloat16")}
         of_rows = options | {"clear_padding": True}
         out = jax.jit(lambda *given: kernels.rows(*given, **of_rows))(lhs, rhs, sizes)
@@ -182,8 +188,12 @@ def test_programs_that_take_turns_change_no_bit(monkeypatch):
         drhs = jax.jit(lambda *given: kernels.weights(*given, **options))(lhs, dy, sizes)
         return [np.asarray(x, np.float32) for x in (out, dlhs, drhs)]
 
-    alone = results()
-    monkeypatch.setattr(Device, "programs", lambda device, _=0: 4 * device.multiprocessors)
+    alone, of = results(), device.current_device()
+    if queued:
+        monkeypatch.setattr(device, "current_device", lambda: dataclasses.replace(of, alone=False))
+        monkeypatch.setattr(device, "MIN_STEPS", 1 if queued > 1 else 2**30)
+    else:
+        monkeypatch.setattr(device.Device, "programs", lambda *_: 4 * of.multiprocessors)
     for before, after in zip(alone, results(), strict=True):
         np.testing.assert_array_equal(before, after)
 

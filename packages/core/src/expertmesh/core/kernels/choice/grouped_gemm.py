@@ -58,13 +58,11 @@ class Config:
       kernel: "triton", "cuda", or what a function that chooses says beside.
       tiles: the kernel's.
       programs: of the launch.
-      turns: programs share a multiprocessor, one after the other.
     """
 
     kernel: str
     tiles: Any = None
     programs: int = 0
-    turns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +100,12 @@ class ClusterTiles:
     """What kernels in CUDA C++ have in common that run in clusters of two.
 
     Attributes:
-      queued: clusters take their tiles from one queue, so that what they share is in L2 when all read it.
+      waves: of clusters that take their tiles from one queue, so that what they share is in L2 when all read it, and
+        one that begins late, as a collective holds its multiprocessors, leaves the others more. 0: each cluster has
+        tiles of its own.
     """
 
-    queued: bool = dataclasses.field(default=False, kw_only=True)
-
-    def programs(self, gemm: Rows | Weights, tiles: tuple[int, int, int]) -> int:
-        """Of a launch with such tiles. A program that begins late leaves others more of a queue."""
-        all_programs = gemm.device.multiprocessors if self.queued else gemm.programs(tiles)
-        return all_programs // 2 * 2
+    waves: int = dataclasses.field(default=0, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +119,7 @@ class RowTiles(ClusterTiles):
       band: tiles of rows that run together.
       box: rows of one TMA load.
       registers: of the producer, and of consumers.
-      parts: of a tile of the last round, unless programs take turns, which fill each other's last rounds. Two at most
-        where there are two boxes: each part has one.
+      parts: of a tile of the last round. Two at most where there are two boxes: each part has one.
     """
 
     boxes: int
@@ -193,7 +187,9 @@ class WeightTiles(ClusterTiles):
 
     def config(self, gemm: Weights, step: int, kernel: str = "cuda") -> Config:
         """The launch of a kernel of `step` rows a step, in clusters of two."""
-        return Config(kernel, self, self.programs(gemm, (128, 256, step)))
+        at_once = gemm.device.multiprocessors // 2 * 2
+        programs = self.waves * at_once or gemm.programs((128, 256, step)) // 2 * 2
+        return Config(kernel, self, programs)
 
 
 STRIP = 64 * 128  # bytes that a consumer stages, of a result
@@ -201,9 +197,7 @@ STRIP = 64 * 128  # bytes that a consumer stages, of a result
 ROWS_HOPPER = RowTiles(
     boxes=1, rows=(128, 256), grain=8, cost=120, band=8, box=32, registers=(40, 232)
 )
-SMALL_GROUPS_HOPPER = dataclasses.replace(
-    ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32, queued=True
-)
+SMALL_GROUPS_HOPPER = dataclasses.replace(ROWS_HOPPER, boxes=2, rows=(128, 128), grain=32, waves=1)
 # NVIDIA H200, 2026-11-21 and 22: docs/dev/kernels.md says what was measured.
 ROWS = Tiles(m=128, n=256, k=64, warps=8, stages=3, group_m=8)
 GATHERED = ROWS
@@ -222,10 +216,10 @@ WEIGHTS_HOPPER = WeightTiles(
 WEIGHTS_HOPPER_WIDE = dataclasses.replace(WEIGHTS_HOPPER, strips=4)
 # Where groups are small, memory is what takes time. NVIDIA H200, 2026-11-29: likewise.
 WEIGHTS_HOPPER_SMALL = dataclasses.replace(
-    WEIGHTS_HOPPER, strips=1, passing=False, keeping=False, queued=True
+    WEIGHTS_HOPPER, strips=1, passing=False, keeping=False, waves=1
 )
 # The table of many groups leaves a strip, or three stages: gathered rows then take 1.04 to 1.09 of the time. NVIDIA
-# H100, 2026-11-27.
+# H100, 2026-11-27. With a queue its products would wait for each other, for want of registers.
 WEIGHTS_HOPPER_MANY = dataclasses.replace(WEIGHTS_HOPPER, strips=1)
 SMALL_GROUP = 192  # rows in the mean, at most
 MAX_GROUPS = 1024  # whose places fit into shared memory
@@ -263,14 +257,23 @@ def choose_weights(gemm: Weights, *, gathers: bool = False) -> Config:
 
 
 def _hopper_weights(gemm: Weights, gathers: bool) -> WeightTiles:
-    tiles = WEIGHTS_HOPPER
+    tiles, beside = WEIGHTS_HOPPER, _waves_beside(gemm)
     if jnp.dtype(gemm.out_dtype).itemsize == 4:
         tiles = WEIGHTS_HOPPER_WIDE
     elif gemm.rows <= SMALL_GROUP * gemm.groups:
-        tiles = dataclasses.replace(WEIGHTS_HOPPER_SMALL, queued=not gathers)
+        tiles = WEIGHTS_HOPPER_SMALL
     elif tiles.fit(gemm.groups, gemm.out_dtype) != tiles:
-        tiles = WEIGHTS_HOPPER_MANY
-    return tiles.fit(gemm.groups, gemm.out_dtype)
+        tiles, beside = WEIGHTS_HOPPER_MANY, 0
+    waves = 0 if gathers else beside or tiles.waves
+    return dataclasses.replace(tiles.fit(gemm.groups, gemm.out_dtype), waves=waves)
+
+
+def _waves_beside(gemm: Weights) -> int:
+    """One more than a cluster has shares: a collective, such as of the gradient before, may begin where one ends."""
+    if gemm.device.alone:
+        return 0
+    shares = gemm.programs((128, 256, STEP)) // gemm.device.multiprocessors
+    return shares + (shares > 1)
 
 
 def fits_cuda(gemm: Rows) -> bool:
@@ -282,11 +285,10 @@ def fits_cuda(gemm: Rows) -> bool:
 
 def cuda_rows(gemm: Rows) -> Config:
     """The kernel of rows in CUDA C++, in clusters of two."""
-    tiles = ROWS_HOPPER
+    tiles = dataclasses.replace(ROWS_HOPPER, waves=int(not gemm.device.alone))
     if gemm.rows <= gemm.groups * SMALL_GROUPS_HOPPER.rows[1]:
-        tiles = dataclasses.replace(SMALL_GROUPS_HOPPER, queued=_outnumbers_clusters(gemm))
-    programs = tiles.programs(gemm, (128, 256, 128 // jnp.dtype(gemm.dtype).itemsize))
-    return Config("cuda", tiles, programs, turns=programs > gemm.device.multiprocessors)
+        tiles = dataclasses.replace(SMALL_GROUPS_HOPPER, waves=int(_outnumbers_clusters(gemm)))
+    return Config("cuda", tiles, gemm.device.multiprocessors // 2 * 2)
 
 
 def _outnumbers_clusters(gemm: Rows) -> bool:

@@ -15,10 +15,10 @@
 // which the producer loads u and b (in the layout of rhs) where it loads lhs and rhs in the others.
 //
 // Compiled at run time, without headers, after `hopper.cuh`. Macros that come before both: SCALED (operands of 8 bits),
-// LOW_RANK (there is such a term), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16 ones), BOXES (of columns, of a
-// consumer), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS, SHARED (bytes),
-// REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and QUEUED. What stands alone on a line is replaced: INSTRUCTIONS
-// (`multiply`, and of scaled rows with a term `multiply_low_rank`, for each height) and CASES.
+// LOW_RANK (there is such a term), TRANSPOSED (rhs [G, N, K], not [G, K, N]), WIDE (float32 results) or HALF (float16
+// ones), BOXES (of columns, of a consumer), MIN_ROWS, MAX_ROWS and GRAIN (heights of tiles), TILE_COST, BAND, BOX_ROWS,
+// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES and WAVES. What stands alone on a line
+// is replaced: INSTRUCTIONS (`multiply`, and of scaled rows with a term `multiply_low_rank`, for each height) and CASES.
 
 constexpr int CONSUMERS = 2;          // warpgroups that multiply
 constexpr int THREADS = 128 + CONSUMERS * 128;
@@ -66,8 +66,8 @@ __device__ __forceinline__ int parts_of(int tiles, int clusters, int most) { ret
 // How many clusters take so many tiles. Small groups wait for memory, which is left to the fewest clusters that need no
 // more rounds.
 __device__ __forceinline__ int clusters_for(int items) {
-  const int all = gridDim.x / 2;
-  if (!QUEUED || items <= all) return all;
+  const int all = clusters_of_wave();
+  if (BOXES == 1 || items <= all) return all;
   const int rounds = (items + all - 1) / all;
   return (items + rounds - 1) / rounds;
 }
@@ -88,7 +88,7 @@ __device__ __forceinline__ void try_height(
   }
   tiles = __reduce_add_sync(~0u, tiles);
   grains = __reduce_add_sync(~0u, grains);
-  const int clusters = gridDim.x / 2, items = tiles * num_columns, left = items % clusters;
+  const int clusters = clusters_of_wave(), items = tiles * num_columns, left = items % clusters;
   const float rows = (float)(grains * GRAIN) / max(tiles, 1);
   const float cost = items / clusters * (rows + TILE_COST) +
                      (left ? rows / parts_of(left, clusters, most_parts) + TILE_COST : 0);
@@ -454,7 +454,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b, int more_steps,
 #endif
     int zeros_end, int own_steps, int width, int num_groups, int most_parts, u8* out
-#if QUEUED
+#if WAVES
     , int* next_number
 #endif
     ) {
@@ -462,7 +462,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&rhs);
-#if QUEUED
+#if WAVES
     Queue{smem}.init();
 #endif
     init_stages(smem, MAX_STAGES, 4 * CONSUMERS);
@@ -484,7 +484,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0)
       load_tiles({&lhs, &rhs}, low_rank, Cursor{table, num_columns}, tiles.y * num_columns, most_parts, steps, ring);
-#if QUEUED
+#if WAVES
     if (threadIdx.x == 64 && rank_in_cluster() == 0) {
       const int items = tiles.y * num_columns, clusters = clusters_for(items);
       Queue{smem}.fill(next_number, clusters, numbers_of(items, clusters, most_parts));

@@ -36,19 +36,17 @@ def launch_rows(
     (C, K), G, tiles = lhs.shape, group_sizes.shape[0], config.tiles
     N = rhs.shape[1] if transposed else rhs.shape[2]
     line = 128 // lhs.dtype.itemsize
-    # Programs that take turns fill each other's last rounds, and lie where there is room, as tiles of a queue do.
-    parts = 1 if config.turns else tiles.parts
-    placed = not (config.turns or tiles.queued)
-    places = cluster_order(config.programs, SHARED_BYTES) if placed else ()
+    # Tiles of a queue go where there is room.
+    places = () if tiles.waves else cluster_order(config.programs, SHARED_BYTES)
     dtypes, term = (lhs.dtype, rhs.dtype), low_rank.u.dtype.name if low_rank else ""
     more = (np.int32(-(-low_rank.rank // 64)),) if low_rank else ()
     return cuda_call(
         launcher.TensorMap.of(lhs, (tiles.box, line)), launcher.TensorMap.of(rhs, (1, 64, line)),
         group_sizes.astype(jnp.int32), *scales, *low_rank_maps(low_rank, tiles.box, 64), *more,
         source=rows_source(dtypes, out_dtype, transposed, tiles, places, term), name="grouped_gemm_rows",
-        scalars=(C * clear_padding, -(-K // line), N, G, parts),
+        scalars=(C * clear_padding, -(-K // line), N, G, tiles.parts),
         out_type=jax.ShapeDtypeStruct((C, N), out_dtype),
-        programs=config.programs, warps=12, shared=SHARED_BYTES, queue=tiles.queued,
+        programs=config.programs, warps=12, shared=SHARED_BYTES, queue=bool(tiles.waves),
     )  # fmt: skip
 
 
@@ -91,7 +89,7 @@ def rows_source(
         SCALED=int(scaled), LOW_RANK=int(bool(term)), TRANSPOSED=int(transposed),
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16),
         BOXES=tiles.boxes, MIN_ROWS=tiles.rows[0], MAX_ROWS=tiles.rows[1], GRAIN=tiles.grain, TILE_COST=tiles.cost,
-        BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES, QUEUED=int(tiles.queued),
+        BAND=tiles.band, BOX_ROWS=tiles.box, SHARED=SHARED_BYTES, WAVES=tiles.waves,
         REGISTERS_PRODUCER=tiles.registers[0], REGISTERS_CONSUMER=tiles.registers[1],
     )  # fmt: skip
     if places:

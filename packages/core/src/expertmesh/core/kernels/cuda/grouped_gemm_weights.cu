@@ -22,7 +22,7 @@ constexpr int OF_LHS = TILE_N / 64 * PANEL;  // in a stage
 constexpr int OF_ROW = 128 / 16;       // in a matrix descriptor
 static_assert(STAGE_BYTES == OF_LHS + TILE_M / 64 * PANEL, "as launched");
 constexpr bool GATHERS_LHS = GATHERS == 1, GATHERS_DY = GATHERS == 2;
-static_assert(!(GATHERS && QUEUED), "no warp is left that fills the queue");
+static_assert(!(GATHERS && WAVES), "no warp is left that fills the queue");
 constexpr int GATHERERS = GATHERS ? 64 : 0;  // threads that copy: the last ones of the producer's
 
 template <int WIDTH>
@@ -77,17 +77,17 @@ struct CutTiles : Tiles {
         width(N) {}
 
   // 1 if tiles of the round of this first number are halved, else 0.
-  __device__ __forceinline__ int halved_from(int first) const { return 2 * (items - first) <= (int)(gridDim.x / 2); }
+  __device__ __forceinline__ int halved_from(int first) const { return 2 * (items - first) <= clusters_of_wave(); }
 
   // How many numbers there are.
   __device__ __forceinline__ int numbers() const {
-    const int clusters = gridDim.x / 2, first = items / clusters * clusters;
+    const int clusters = clusters_of_wave(), first = items / clusters * clusters;
     return first + ((items - first) << halved_from(first));
   }
 
   __device__ __forceinline__ bool next() {
     while (true) {
-      const Turn turn = turns.take(gridDim.x / 2);
+      const Turn turn = turns.take(clusters_of_wave());
       const int halved = halved_from(turn.first);
       const int item = turn.first + (turn.place >> halved), half = turn.place & halved;
       if (item >= items) return false;
@@ -101,7 +101,7 @@ struct CutTiles : Tiles {
       const bool more = n < width;  // in both blocks, or in the first one
       if (beside) n += rank_in_cluster() * TILE_N;
       columns = halved || width - n <= PART_N ? PART_N : TILE_N;
-      if (more || !QUEUED) return more;  // without a queue an empty half is a cluster's last tile
+      if (more || !WAVES) return more;  // without a queue an empty half is a cluster's last tile
     }
   }
 };
@@ -270,7 +270,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap dy,
 #endif
     const int* sizes, int K, int N, int num_groups, u8* zeros, const __grid_constant__ TensorMap out
-#if QUEUED
+#if WAVES
     , int* next_number
 #endif
     ) {
@@ -281,7 +281,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int consumer = consumer_of_warp();
   if (threadIdx.x == 32) {
     prefetch_descriptor(&lhs), prefetch_descriptor(&dy), prefetch_descriptor(&out);
-#if QUEUED
+#if WAVES
     Queue{smem}.init();
 #endif
     init_stages(smem, STAGES, 4 * CONSUMERS, 1 + GATHERERS);
@@ -293,8 +293,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_PRODUCER));
     if (threadIdx.x == 0) load_tiles(&lhs, &dy, tiles, Ring{smem, STAGES_AT, STAGE_BYTES, STAGES, 1});
     if (threadIdx.x / 32 == 1) store_zeros(zeros, table, live, num_groups, K, N);
-#if QUEUED
-    if (threadIdx.x == 64 && rank_in_cluster() == 0) Queue{smem}.fill(next_number, gridDim.x / 2, tiles.numbers());
+#if WAVES
+    if (threadIdx.x == 64 && rank_in_cluster() == 0) Queue{smem}.fill(next_number, clusters_of_wave(), tiles.numbers());
 #endif
 #if GATHERS
     if (threadIdx.x >= 128 - GATHERERS)

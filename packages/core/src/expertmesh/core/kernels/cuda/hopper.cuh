@@ -1,8 +1,8 @@
 // What the GEMMs in CUDA C++ share: Hopper's clusters of two blocks, barriers, TMA and memory.
 //
 // Compiled at run time, without headers, before a kernel's own text, whose macros SHARED, REGISTERS_PRODUCER,
-// REGISTERS_CONSUMER and perhaps PLACES, KEEPING (shared operands leave L2 last) and QUEUED (tiles come from a queue) are
-// this one's too.
+// REGISTERS_CONSUMER and perhaps PLACES, KEEPING (shared operands leave L2 last) and WAVES (of clusters that take tiles
+// from a queue) are this one's too.
 
 struct alignas(64) TensorMap {
   u64 opaque[16];
@@ -218,48 +218,50 @@ __device__ __forceinline__ void finish(float (&sums)[SIZE]) {
   for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-#ifndef QUEUED
-#define QUEUED 0
+#ifndef WAVES
+#define WAVES 0
 #endif
+// The clusters of a wave, or without a queue all.
+__device__ __forceinline__ int clusters_of_wave() { return gridDim.x / 2 / (WAVES ? WAVES : 1); }
+
 // Numbers of tiles on their way to the threads that load: one thread of a cluster takes the next one of all clusters
-// while the tile before is loaded. Where memory is what they wait for, clusters that take turns instead drift apart, and
-// what they share has then left L2.
+// while the tile before is loaded. Clusters that begin late then leave the others more. Where memory is what they wait
+// for, clusters that take turns instead drift apart, and what they share has then left L2.
 struct Queue {
-  static constexpr int AT = 768, FILLED = AT + 8, TAKEN = FILLED + 16;  // two words, and the barriers of each
+  static constexpr int AT = 768, FILLED = AT + 8, TAKEN = FILLED + 8;  // a word, and its barriers
   u32 smem;
-  u32 turn = 0;
+  u32 parity = 0;
 
   // One thread of a block.
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < 2; i++) {
-      init_barrier(smem + FILLED + 8 * i, 1);
-      init_barrier(smem + TAKEN + 8 * i, 2);  // by the thread of each block that loads
-    }
+    init_barrier(smem + FILLED, 1);
+    init_barrier(smem + TAKEN, 2);  // by the thread of each block that loads
   }
 
   // Of the first block one thread sends the numbers of its cluster to both, until one is `end` or more. `next`: how many
-  // numbers so many `clusters` have taken besides their first ones, which are their places; others have none.
+  // numbers have been taken. Of one wave the first so many `clusters` take them. Of several all do, each until it has
+  // had its share, so that a collective may begin where it ends; the last wave is for what is then left.
   __device__ __forceinline__ void fill(int* next, int clusters, int end) {
-    int number = place_of_cluster();
-    if (number >= clusters) number = end;
-    while (true) {
-      wait_barrier(smem + TAKEN + 8 * (turn % 2), turn / 2 % 2 ^ 1);
+    int left = place_of_cluster() < clusters ? end : 0, number;
+    if (WAVES > 1) left = end / (clusters * (WAVES - 1)) + 1;
+    do {
+      wait_barrier(smem + TAKEN, parity ^ 1);
+      number = end;
+      if (left-- > 0)
+        asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(next) : "memory");
+#pragma unroll 1  // as registers allow
       for (int rank = 0; rank < 2; rank++) send(number, rank);
-      turn++;
-      if (number >= end) break;
-      asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(next) : "memory");
-      number += clusters;
-    }
+      parity ^= 1;
+    } while (number < end);
   }
 
   // The thread that loads.
   __device__ __forceinline__ int take() {
-    const u32 slot = turn % 2;
-    expect_bytes(smem + FILLED + 8 * slot, 4);
-    wait_barrier(smem + FILLED + 8 * slot, turn / 2 % 2);
-    const int number = get_word(smem + AT + 4 * slot);
-    if (number >= 0) arrive_at(smem + TAKEN + 8 * slot, 0);  // it always is, but so the number was read before
-    turn++;
+    expect_bytes(smem + FILLED, 4);
+    wait_barrier(smem + FILLED, parity);
+    parity ^= 1;
+    const int number = get_word(smem + AT);
+    if (number >= 0) arrive_at(smem + TAKEN, 0);  // it always is, but so the number was read before
     return number;
   }
 
@@ -268,7 +270,7 @@ struct Queue {
     asm volatile(
         "{\n.reg .b32 word, filled;\nmapa.shared::cluster.u32 word, %0, %2;\nmapa.shared::cluster.u32 filled, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [word], %3, [filled];\n}"
-        ::"r"(smem + AT + 4 * (turn % 2)), "r"(smem + FILLED + 8 * (turn % 2)), "r"(rank), "r"(number) : "memory");
+        ::"r"(smem + AT), "r"(smem + FILLED), "r"(rank), "r"(number) : "memory");
   }
 };
 
@@ -282,7 +284,7 @@ struct Turn {
 // The numbers that one of so many `clusters` works on. From a queue; or one of each round, there and back, so that no
 // cluster gets the larger tile of each.
 struct Turns {
-#if QUEUED
+#if WAVES
   Queue queue;
 
   __device__ __forceinline__ explicit Turns(u32 smem) : queue{smem} {}

@@ -5,7 +5,7 @@
 // results) or HALF (float16 ones), STAGES (of the pipeline), STAGE_BYTES (bytes of each), STAGES_AT (where they begin),
 // STAGED (where results are staged), HANDED (parts of a consumer's that there is room for) or OWN (strips of 128 bytes
 // of them, else 0), BAND (of tiles of columns of lhs that run together), PASSING (results are the first to leave L2),
-// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES, KEEPING and QUEUED. INTERLEAVED: of the 16
+// SHARED (bytes), REGISTERS_PRODUCER and REGISTERS_CONSUMER, and perhaps PLACES, KEEPING and WAVES. INTERLEAVED: of the 16
 // columns of lhs that a warp has, the sums of rows r and r + 8 are those of 2 r and 2 r + 1. CROSSWISE, of such sums of
 // 16 bits: the result is [dy, lhs].
 

@@ -15,7 +15,7 @@ def source(file: str, out_dtype, tiles: WeightTiles, more=(), **lines: str) -> s
         WIDE=int(out_dtype.itemsize == 4), HALF=int(out_dtype == jnp.float16), STAGES=tiles.stages,
         STAGE_BYTES=tiles.stage_bytes, STAGES_AT=tiles.stages_at(out_dtype), STAGED=tiles.staged,
         HANDED=tiles.handed_of(out_dtype), OWN=tiles.strips, BAND=tiles.band,
-        PASSING=int(tiles.passing), KEEPING=int(tiles.keeping), QUEUED=int(tiles.queued), SHARED=SHARED_BYTES,
+        PASSING=int(tiles.passing), KEEPING=int(tiles.keeping), WAVES=tiles.waves, SHARED=SHARED_BYTES,
         REGISTERS_PRODUCER=tiles.registers[0], REGISTERS_CONSUMER=tiles.registers[1],
     )  # fmt: skip
     return source_text("hopper.cuh", "weight_gradients.cuh", file, defined=defined, **lines)
@@ -37,5 +37,5 @@ def launch(
         source=source, name=name, scalars=(*widths, G),
         out_type=jax.ShapeDtypeStruct((G, *made), out_dtype),
         out_block=(1, config.tiles.box, 128 // out_dtype.itemsize),
-        programs=config.programs, warps=12, shared=SHARED_BYTES, queue=config.tiles.queued,
+        programs=config.programs, warps=12, shared=SHARED_BYTES, queue=bool(config.tiles.waves),
     )  # fmt: skip
