@@ -1,10 +1,10 @@
 """This tree's kernels and other commits', by turns in one process: `python -m benchmarks.turns COMMIT,... [NAME...]`.
 
 What `_measure.measured` would time in the benchmarks of all trees is compared by names of rows; `moe_block` stands for
-both passes of the block on one GPU, under each recipe of `single_gpu_blocks`. Programs run hot, each once untimed
-before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are apart says what a
-ratio is worth. Ratios are the other's time over ours. With `--peers` what a row is compared with in its benchmark, such
-as XLA's GEMM, takes turns, too: rows of one name and several references are then told apart.
+both passes of the block on one GPU, under each recipe of `single_gpu_blocks`. Programs run hot on the same arrays, each
+once untimed before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are apart
+says what a ratio is worth. Ratios are the other's time over ours. With `--peers` what a row is compared with in its
+benchmark, such as XLA's GEMM, takes turns, too: rows of one name and several references are then told apart.
 """
 
 import argparse
@@ -160,9 +160,16 @@ def in_all(benchmark: str, trees: list[Tree], options: argparse.Namespace) -> It
             print(f"{benchmark}: of {commit} and ours in one alone: {', '.join(alone)}", flush=True)
 
 
+def of_same(ours: tuple, theirs: tuple) -> tuple:
+    """Their function, of our operands if those are alike: a block takes 2 % longer or less elsewhere in memory."""
+    types = [jax.tree.structure(side[1]) for side in (ours, theirs)]
+    shapes = [[jax.typeof(x) for x in jax.tree.leaves(side[1])] for side in (ours, theirs)]
+    return (theirs[0], ours[1]) if types[0] == types[1] and shapes[0] == shapes[1] else theirs
+
+
 def rows_of(benchmark: str, row: Row, peers: bool) -> Iterator[dict]:
     """Times all sides of a row by turns: one row for each commit, and for the peer."""
-    others = {commit: case.ours for commit, case in row.theirs.items()}
+    others = {commit: of_same(row.ours.ours, case.ours) for commit, case in row.theirs.items()}
     if peers and row.ours.reference is not row.ours.ours:
         others[_peer_of(row.ours.row(1.0, 1.0, 1.0))] = row.ours.reference
     sides = [row.ours.ours, row.ours.ours, *others.values()]
