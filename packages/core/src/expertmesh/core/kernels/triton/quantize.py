@@ -495,44 +495,23 @@ def scaled(
     """(`x` times its multiplier in `dtype`, the amax of parts of rows, the former as the weight gradient reads them,
     the scale), without what is not wanted (dtype=None). The scale is that of `amaxes`, int32[..., parts] of tensors,
     which takes the place of a multiplier; of one tensor so many `copies`."""
-    _, M, N = shape
-    config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
-    like = x.shape if index is None else (1, M, *x.shape[2:])
-    wanted = dict(data=dtype is not None, amax=finds_amax, data_rows=config.transposed)
-    options = dict(
-        amaxes=amaxes, copies=copies, ends=ends, index=index, clear_padding=clear_padding
-    )
-    results = _scaled(x, multiplier, shape, dtype, config, like, wanted, **options)
-    results, scale = (results, ()) if amaxes is None else (results[:-1], results[-1:])
-    if config.transposed:
-        results = *results[:-1], results[-1][0].T.reshape(like)
-    elif twice:
-        results = *results, results[0]
-    return *results, *scale
-
-
-def _scaled(
-    x, multiplier, shape, dtype, config, like, wanted, *,
-    amaxes=None, copies=1, ends=None, index=None, clear_padding=True,
-):  # fmt: skip
-    """The results of `_scaled_kernel` that are wanted: data of the shape `like`, amax, data_rows, scale."""
     A, M, N = shape
-    tiles = config.tiles
-    TN = tiles.columns if config.transposed else launcher.divisor(N, tiles.columns)
-    TM = tiles.elements // TN
     G = 0 if ends is None else ends.shape[0]
+    config = choose_scaled(Rows(M, N, x.dtype, 0, current_device()), twice=twice)
+    TN = config.tiles.columns if config.transposed else launcher.divisor(N, config.tiles.columns)
+    TM = config.tiles.elements // TN
+    like = x.shape if index is None else (1, M, *x.shape[2:])
     types = {
-        "data": (like, dtype),
-        "amax": ((A, M, triton.cdiv(N, TN)), jnp.int32),
-        "data_rows": ((A, N, M), dtype),
-        "scale": ((A * copies,), jnp.float32),
+        "data": dtype is not None and (like, dtype),
+        "amax": finds_amax and ((A, M, triton.cdiv(N, TN)), jnp.int32),
+        "data_rows": config.transposed and ((A, N, M), dtype),
+        "scale": amaxes is not None and ((A * copies,), jnp.float32),
     }
-    wanted = wanted | dict(scale=amaxes is not None)
-    out = {name: jax.ShapeDtypeStruct(*types[name]) for name in types if wanted[name]}
-    absent: dict[str, Any] = {name: None for name in types if name not in out}
+    wanted = {name: jax.ShapeDtypeStruct(*of) for name, of in types.items() if of}
+    absent: dict[str, Any] = {name: None for name in types if name not in wanted}
     results = launcher.triton_call(
         x, index, multiplier, amaxes, ends,
-        kernel=_scaled_kernel, out_type=tuple(out.values()), num_warps=tiles.warps,
+        kernel=_scaled_kernel, out_type=tuple(wanted.values()), num_warps=config.tiles.warps,
         grid=(A * triton.cdiv(M, TM) * triton.cdiv(N, TN),),
         M=M, N=N, TM=TM, TN=TN, G=G, STEPS=G.bit_length(), CLEARS=clear_padding or not G,
         SPLITS=1 if amaxes is None else amaxes.shape[-1], LARGEST=largest_bits(dtype),
@@ -540,7 +519,12 @@ def _scaled(
         **panel_of(x, index, N, TN), **absent,
     )  # fmt: skip
     # What a collective takes must vary over its axes, and a custom call's results do not say that they do.
-    return _jax.match_varying((x, *results))[1:]
+    made = dict(zip(wanted, _jax.match_varying((x, *results))[1:], strict=True))
+    if config.transposed:
+        made["data_rows"] = made["data_rows"][0].T.reshape(like)
+    elif twice:
+        made["data_rows"] = made["data"]
+    return tuple(made[name] for name in types if name in made)
 
 
 def panel_of(x, index, N: int, TN: int) -> dict:
