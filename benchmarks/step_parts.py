@@ -1,4 +1,4 @@
-"""Where the time of both passes of the block goes on one GPU, by kind of kernel, in bfloat16 and in blocks of 128.
+"""Where the time of both passes of the block goes on one GPU, by kind of kernel, in bfloat16 and in FP8.
 
 Kernels are those of a profiler's trace, command buffers off; a value is the median of some traces. GEMMs and what is
 fused into them, the quantization, the moves of rows, and the rest. FP8's GEMMs and rest stand against bfloat16's; the
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _measure, _program, block_launches, moe_block, single_gpu_blocks
-from benchmarks.single_gpu_blocks import BOTH
+from benchmarks.single_gpu_blocks import BOTH, RECIPES
 from expertmesh.flax_moe import moe
 
-SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8)]
+SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8, 13)]
 TRACES, WARM = 5, 3
 # Seconds of kernels where there are none: without a GPU the rows show that this runs.
 NONE = 1e-9
@@ -64,7 +64,7 @@ def copy_rate() -> float:
 
 def rows_of(shape: moe_block.Shape, rate: float) -> Iterator[dict]:
     arrays = moe_block.operands(shape, None)
-    found = {recipe: parts(shape, arrays, recipe) for recipe in (None, "fp8_block")}
+    found = {recipe: parts(shape, arrays, recipe) for recipe in (None, *RECIPES)}
     on_gpu = jax.default_backend() == "gpu"
     for recipe, kinds in found.items():
         for kind, (seconds, size) in kinds.items():
