@@ -85,7 +85,7 @@ struct Tiles {
       : Tiles(smem, table, num_m, num_n, live, num_m * num_n) {}
 
   __device__ __forceinline__ bool next() {
-    const int item = turns.take(gridDim.x / 2).number();
+    const int item = turns.take(clusters_of_wave()).number();
     if (item >= items) return false;
     locate(begin(item));
     return true;
