@@ -2,9 +2,10 @@
 
 What `_measure.measured` would time in the benchmarks of all trees is compared by names of rows; `moe_block` stands for
 both passes of the block on one GPU, under each recipe of `single_gpu_blocks`. Programs run hot on the same arrays, each
-once untimed before it is timed, in an order drawn anew for each turn, and ours twice: how far the two figures are apart
-says what a ratio is worth. Ratios are the other's time over ours. With `--peers` what a row is compared with in its
-benchmark, such as XLA's GEMM, takes turns, too: rows of one name and several references are then told apart.
+once untimed before it is timed, in an order drawn anew for each turn, and ours twice: a difference is worth nothing
+unless it is larger than between those two. Identical programs of two trees are up to 2 % apart. Ratios are the other's
+time over ours. With `--peers` what a row is compared with in its benchmark, such as XLA's GEMM, takes turns, too: rows
+of one name and several references are then told apart.
 """
 
 import argparse
@@ -161,10 +162,10 @@ def in_all(benchmark: str, trees: list[Tree], options: argparse.Namespace) -> It
 
 
 def of_same(ours: tuple, theirs: tuple) -> tuple:
-    """Their function, of our operands if those are alike: a block takes 2 % longer or less elsewhere in memory."""
-    types = [jax.tree.structure(side[1]) for side in (ours, theirs)]
-    shapes = [[jax.typeof(x) for x in jax.tree.leaves(side[1])] for side in (ours, theirs)]
-    return (theirs[0], ours[1]) if types[0] == types[1] and shapes[0] == shapes[1] else theirs
+    """Their function, of our operands if those are alike."""
+    (_, operands), (function, others) = ours, theirs
+    alike = jax.tree.map(jax.typeof, operands) == jax.tree.map(jax.typeof, others)
+    return function, operands if alike else others
 
 
 def rows_of(benchmark: str, row: Row, peers: bool) -> Iterator[dict]:
