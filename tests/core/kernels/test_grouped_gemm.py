@@ -173,7 +173,7 @@ def test_more_groups_than_threads():
 # Of small groups, and some six tiles for each cluster.
 @pytest.mark.parametrize("shape", [(4096, 1024, 512, 64, 900), (5000, 1032, 4104, 6, 100)], ids=str)
 def test_programs_among_other_devices_change_no_bit(shape, queued, monkeypatch):
-    """Four on each multiprocessor, one after the other, with tiles of their own; or waves with tiles from a queue."""
+    """Waves with tiles from a queue; or of weight gradients four on each multiprocessor, with tiles of their own."""
     from expertmesh.core.kernels import device
     from expertmesh.core.kernels import grouped_gemm as kernels
 
