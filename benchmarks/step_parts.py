@@ -23,8 +23,8 @@ TRACES, WARM = 5, 3
 NONE = 1e-9
 # By the first that is part of the name of a kernel that is no GEMM.
 PARTS = {
-    "quantization": ("quantize", "_square", "_blocks"),
-    "moves of rows": ("_gather_kernel", "_copy_kernel"),
+    "quantization": ("quantize", "_square", "_blocks", "_both", "_scaled", "_amax"),
+    "moves of rows": ("_gather_kernel", "_spread_kernel", "_move_kernel"),
 }
 GEMMS, REST = "GEMMs", "the rest"
 KINDS = GEMMS, *PARTS, REST
