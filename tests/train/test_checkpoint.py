@@ -49,6 +49,19 @@ def test_the_last_three_are_kept(saved):
     assert sorted(entry.name for entry in saved.iterdir()) == ["2", "3", "4"]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_unfinished_steps_do_not_count(folder, keep):
+    """A crash left step 9, and one with another interval step 3; the run went on from step 4 and stops at 6."""
+    arrays = state((2, 4), "explicit", PartitionSpec("fsdp", "ep"))
+    for step in (3, 9):
+        (folder / str(step) / "state").mkdir(parents=True, exist_ok=True)
+        (folder / str(step) / checkpoint.MANIFEST).unlink(missing_ok=True)
+    checkpoint.save(folder, 6, arrays, keep=keep)
+    left = {entry.name for entry in folder.iterdir()}
+    assert left == {"6", "9"} | ({"4"} if keep == 2 else set())
+    assert checkpoint.last_good(folder, lambda _: None) == 6
+
+
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_restored_on_another_mesh(saved, axis_types):
     target = state((8, 1), axis_types, PartitionSpec(None, "fsdp"))

@@ -27,9 +27,10 @@ NONE, CORRUPT = -1, -2  # instead of a step: none was finished; none of the fini
 
 
 def save(folder: Path, step: int, state: Any, keep: int) -> None:
-    """Writes the checkpoint of `step`, returns when it is on disk, and keeps the last `keep`.
+    """Writes the checkpoint of `step`, returns when it is on disk, and keeps the last `keep` up to it.
 
-    Every process calls it.
+    What was not finished before `step` goes. Later steps, which a run that resumed from an earlier one has yet to
+    reach, stay, and count for nothing. Every process calls it.
     """
     target = folder / str(step)
     if jax.process_index() == 0:
@@ -38,7 +39,9 @@ def save(folder: Path, step: int, state: Any, keep: int) -> None:
         checkpointer.save(target.absolute() / "state", state, force=True)
     if jax.process_index() == 0:
         _write_manifest(target)
-        for old in _steps(folder)[keep:]:
+        steps = [old for old in _steps(folder) if old <= step]
+        finished = [old for old in steps if (folder / str(old) / MANIFEST).exists()]
+        for old in set(steps) - set(finished[:keep]):
             shutil.rmtree(folder / str(old))
 
 
