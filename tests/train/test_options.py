@@ -293,6 +293,8 @@ def test_resume_with_another_model_or_text(tmp_path):
         UsageError, match="got --optimizer muon instead of adamw; give --optimizer adamw"
     ):
         rundir.check_resumable(folder, muon)
+    copies = rundir.record(ModelOptions(), TrainingOptions(), "digest", spare_experts=2)
+    assert "--spare-experts 2 instead of 0" in rundir.check_resumable(folder, copies)
     longer = rundir.record(ModelOptions(), TrainingOptions(steps=999), "digest")
     assert "--steps 999 instead of" in rundir.check_resumable(folder, longer)
 

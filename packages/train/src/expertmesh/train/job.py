@@ -256,7 +256,13 @@ def _agree(job: Job) -> None:
 
 def _begin(job: Job) -> tuple[int, TrainState]:
     """Prepares the run folder; returns the last finished step and the state after it."""
-    record = rundir.record(job.options.model, job.options.training, job.corpus.fingerprint)
+    options = job.options
+    record = rundir.record(
+        options.model,
+        options.training,
+        job.corpus.fingerprint,
+        spare_experts=options.devices.spare_experts,
+    )
     if job.options.run.resume:
         _on_first_process(lambda: rundir.check_resumable(job.folder, record))
         abstract = job.trainer.abstract().saved

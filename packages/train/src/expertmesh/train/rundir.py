@@ -56,9 +56,14 @@ class RunFolder:
         return self.path / "experts.png"
 
 
-def record(model: ModelOptions, training: TrainingOptions, fingerprint: str) -> dict[str, Any]:
-    """What `options.json` holds: the model, the options that change the numbers, the data's digest."""
-    exact = {name: getattr(training, name) for name in EXACT}
+def record(
+    model: ModelOptions, training: TrainingOptions, fingerprint: str, *, spare_experts: int = 0
+) -> dict[str, Any]:
+    """What `options.json` holds: the model, the options that change the numbers, the data's digest.
+
+    `spare_experts` are of the devices' options, and bound the buffers of an exchange.
+    """
+    exact = {name: getattr(training, name) for name in EXACT} | {"spare_experts": spare_experts}
     return {"model": dataclasses.asdict(model), "training": exact, "data": fingerprint}
 
 
@@ -117,7 +122,7 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
             "--resume must keep the data; got other bytes than the run's; give "
             "the --data the run was started with, or start another with another --out"
         )
-    was, now = recorded["training"], content["training"]
+    was, now = {"spare_experts": 0, **recorded["training"]}, content["training"]
     if was.get("optimizer") != now["optimizer"]:
         raise UsageError(
             f"--resume must keep the optimizer, whose state is in the checkpoints; got {_changes(was, now)}; "
