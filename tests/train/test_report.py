@@ -116,6 +116,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder, capsys):
     assert "RUN must be the folder of a run" in said and "options.json" in said
     (folder / "metrics.csv").write_text(",".join(metrics.header(LAYERS, EXPERTS)) + "\n")
     assert report.main([str(folder)]) == 2
+    (folder / "metrics.csv").write_text("step,loss\n1,2.5\n")
+    assert report.main([str(folder)]) == 2
     assert report.main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
 
 

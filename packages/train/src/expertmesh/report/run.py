@@ -64,13 +64,13 @@ def read(path: Path) -> Run:
     try:
         options = json.loads(folder.options.read_text())
         columns = read_columns(folder.metrics)
+        layers, experts = sizes(columns)
     except (OSError, ValueError, IndexError) as error:
         raise RunError(
             f"RUN must be the folder of a run with a finished step; got {path}: {error}; "
             "give the --out of `python -m expertmesh.train`"
         ) from error
     summary = json.loads(folder.summary.read_text()) if folder.summary.exists() else {}
-    layers, experts = sizes(columns)
     entropy = np.stack([columns[f"entropy_l{i}"] for i in range(layers)], axis=1)
     shares = expert_shares(columns, layers, experts)
     return Run(path, options, summary, columns, shares, entropy)
