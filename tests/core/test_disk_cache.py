@@ -51,6 +51,19 @@ def test_without_a_place_it_is_made_each_time(monkeypatch, tmp_path):
     assert [disk_cache.kept("a", lambda: b"made") for _ in range(2)] == [b"made"] * 2
 
 
+def test_what_does_not_fit_is_not_kept(folder):
+    """By the largest size that a file may have, of a process of its own."""
+    ask = """
+import resource, signal
+from expertmesh.core import disk_cache
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+assert disk_cache.kept("a", lambda: bytes(1000)) == bytes(1000)
+"""
+    subprocess.run([sys.executable, "-c", ask], check=True)
+    assert files(folder) == []
+
+
 ASK = """
 import runpy, sys
 

@@ -59,7 +59,12 @@ def _locked(file: TextIO) -> Iterator[None]:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """At once: a process that does not wait sees all of it or nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(content).digest() + content)
-    pathlib.Path(file.name).rename(path)
+    """At once: a process that does not wait sees all of it or nothing; nothing where it cannot be written."""
+    file = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)
+    written = pathlib.Path(file.name)
+    try:
+        with file:
+            file.write(hashlib.sha256(content).digest() + content)
+        written.rename(path)
+    except OSError:  # as where the disk is full
+        written.unlink(missing_ok=True)
