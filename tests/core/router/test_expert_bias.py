@@ -32,6 +32,14 @@ def test_sign_rule():
     np.testing.assert_array_equal(got, [0.25, 0.75, -1.0])
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int16", "float32"])
+def test_counts_of_any_dtype(dtype):
+    """[5, 1, 9, 5] around their mean of 5, and counts that differ by more than a signed byte holds."""
+    for counts, signs in (([5, 1, 9, 5], [0, 1, -1, 0]), ([250, 0, 1, 9], [-1, 1, 1, 1])):
+        got = update_expert_bias(jnp.zeros(4), jnp.array(counts, dtype), 0.5)
+        np.testing.assert_array_equal(got, 0.5 * np.array(signs, np.float32))
+
+
 @pytest.mark.parametrize("count", [0, 7, 2**24 + 1, 2**31 - 1])
 def test_equal_counts_move_nothing(count):
     """Also where float32 does not hold the counts or an int32 their sum."""

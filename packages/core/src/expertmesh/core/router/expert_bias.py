@@ -48,6 +48,8 @@ def update_expert_bias(
         )
     count_E = jax.lax.stop_gradient(tokens_per_expert)
     # From the first expert's, so that the mean of equal counts is exact however large they are.
+    if jnp.issubdtype(count_E.dtype, jnp.unsignedinteger):  # whose differences wrap
+        count_E = count_E.astype(f"int{max(8 * count_E.dtype.itemsize, 32)}")
     excess_E = (count_E - count_E[:1]).astype(jnp.float32)
     direction_E = jnp.sign(jnp.mean(excess_E) - excess_E)
     bias_E = jax.lax.stop_gradient(expert_bias).astype(jnp.float32)
