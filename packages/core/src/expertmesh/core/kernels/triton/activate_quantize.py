@@ -39,24 +39,6 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _value(x, FUNCTION: tl.constexpr):
-    """act(x)."""
-    if FUNCTION == "silu":
-        return x * _sigmoid(x)
-    elif FUNCTION == "quick_gelu":
-        return x * _sigmoid(1.702 * x)
-    elif FUNCTION == "gelu":  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
-        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))
-    else:
-        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if FUNCTION == "relu":
-            return positive
-        else:
-            tl.static_assert(FUNCTION == "squared_relu")
-            return positive * positive
-
-
-@triton.jit
 def _half(
     h, h_scale, row, half, n, there, F: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
     KEPT: tl.constexpr, DTYPE: tl.constexpr,
@@ -92,7 +74,8 @@ def _activated(
     gate, up = clamp(gate, up, BOUND)
     if OFFSET != 0:
         up = up + OFFSET
-    value = _value(gate, FUNCTION) * up
+    value, _ = value_and_slope(gate, FUNCTION, _sigmoid)
+    value = value * up
     if weight is not None:
         value = weight * value
     return rounded(value, DTYPE)
