@@ -281,6 +281,22 @@ def test_a_step_of_other_sizes_is_named(multiprocess):
     assert "top_k=1 in process 0, 2 in process 1; start the same script" in first
 
 
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        ([None, '{"a": "1"}', '{"a": "2"}'], "a=1 in process 1, 2 in process 2; none in process 0"),
+        (['{"a": "1"}', None], "differ in none in process 1"),
+        (['{"a": "1"}', '{"a": "1"}'], "look at all logs"),
+        ([None, None], "look at all logs"),
+    ],
+)
+def test_what_was_prepared_is_named_by_process(texts, words, monkeypatch):
+    from expertmesh.ep import agreement
+
+    monkeypatch.setattr(agreement, "texts_of_all", lambda key: texts)
+    assert words in agreement._prepared()
+
+
 def lose_one(how):
     """Runs in each process: steps of an exchange, which the last process leaves, or comes late to, after two."""
     import os

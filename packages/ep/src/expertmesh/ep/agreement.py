@@ -127,8 +127,11 @@ def _wait(results: Any, failed: list[Exception]) -> None:
 
 def _prepared() -> str:
     """In what the processes' exchanges differ, as each was prepared last."""
-    said = [json.loads(text) for text in texts_of_all(_PREPARED) if text]
-    differences = _differences(said) if said else []
+    texts = dict(enumerate(texts_of_all(_PREPARED)))
+    said = {p: json.loads(text) for p, text in texts.items() if text}
+    differences = _differences(said)
+    if said:
+        differences += [f"none in process {p}" for p in texts if p not in said]
     if not differences:
         return "look at all logs"
     return f"they prepared exchanges that differ in {'; '.join(differences)}; {_REMEDY}"
@@ -163,7 +166,7 @@ def check_processes(
             f"{function}: every process must take part; waited {timeout:g} s for "
             f"{', '.join(map(_describe, missing))}; look at the log there, and start the job anew"
         )
-    differences = _differences([json.loads(text or "") for text in said])
+    differences = _differences({p: json.loads(text or "") for p, text in enumerate(said)})
     if differences:
         raise ValueError(
             f"{function}: all processes must mean the same {what}; got {'; '.join(differences)}; {_REMEDY}"
@@ -179,11 +182,12 @@ def _describe(process: int, phase: str | None = None, name: str | None = None) -
     return f"process {process} (host {host}, devices {numbers} of the job{heard})"
 
 
-def _differences(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    """What a process says otherwise than process 0, the first process for each fact."""
+def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """What a process says otherwise than the first one, the first such process for each fact, by their numbers."""
     found = []
-    for name, value in facts[0].items():
-        others = ((p, f.get(name, "nothing")) for p, f in enumerate(facts) if f.get(name) != value)
+    first = min(facts, default=0)
+    for name, value in facts.get(first, {}).items():
+        others = ((p, f.get(name, "nothing")) for p, f in facts.items() if f.get(name) != value)
         if other := next(others, None):
-            found.append(f"{name}={value} in process 0, {other[1]} in process {other[0]}")
+            found.append(f"{name}={value} in process {first}, {other[1]} in process {other[0]}")
     return found
