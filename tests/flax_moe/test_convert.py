@@ -139,6 +139,19 @@ def test_a_model_of_several_parts(folder):
     same(converted(ours, "huggingface", "back", *prefix)[1], weights)
 
 
+def test_8_bits_in_some_layers(folder):
+    """As a whole model of 16 bits: no config says that anything else has 8."""
+    last = hf.moe_layers(DEEPSEEK)[-1]
+    plain, packed = model(DEEPSEEK), in_blocks(model(DEEPSEEK))
+    some = {k: w for k, w in packed.items() if f"layers.{last}." not in k}
+    some |= {k: w for k, w in plain.items() if f"layers.{last}." in k}
+    some = {k: w for k, w in some.items() if "layers.9" not in k}
+    source = folder(DEEPSEEK | {"quantization_config": FP8}, some)
+    _, found, config = converted(source, "expertmesh", "wide")
+    assert all(w.dtype.itemsize > 1 for w in found.values())
+    assert "quantization_config" not in config
+
+
 def test_8_bits_there_and_back(folder):
     """Kept bit for bit under either names; widened without --fp8, to --dtype."""
     hf_config = DEEPSEEK | {"quantization_config": FP8}

@@ -98,8 +98,8 @@ def convert(
     plan = Plan(
         others={name: weights[name] for name in rest},
         modules=tuple(layer.theirs.modules for layer in layers),
-        was_fp8=all(layer.is_fp8 for layer in layers),
         is_fp8=fp8,
+        unchanged=all(layer.is_fp8 == fp8 for layer in layers),
     )
     config = with_quantization(files.config, plan)
     write_checkpoint(target, tensors, config, max_shard_size=max_shard_size, progress=progress)

@@ -24,13 +24,14 @@ class Plan:
     Attributes:
       others: name -> array of what is not of a MoE layer.
       modules: of each MoE layer, by Hugging Face's names: its modules, and whether they have 8 bits under fp8.
-      was_fp8, is_fp8: whether their experts have 8 bits in the source, in the target.
+      is_fp8: whether their experts have 8 bits in the target.
+      unchanged: whether each layer's have them in the source, or not, as in the target.
     """
 
     others: Mapping[str, Any]
     modules: tuple[Mapping[str, bool], ...]
-    was_fp8: bool
     is_fp8: bool
+    unchanged: bool
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ def with_quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     if fp4_blocks.is_packed(config):  # they were widened
         config = {key: value for key, value in config.items() if key != KEY}
     known = config.get(KEY)
-    if plan.was_fp8 == plan.is_fp8:
+    if plan.unchanged:
         return dict(config)
     others = any(array.dtype.itemsize == 1 for array in plan.others.values())
     if not plan.is_fp8 and not others:
