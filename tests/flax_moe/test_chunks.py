@@ -40,6 +40,10 @@ def mesh_of(a, b, sizes=(2, 2)):
         (("Explicit", "Explicit", (1, 2)), P(("a", "b")), None, (4, 2), 0),
         (("Auto", "Auto"), P(), MeshResource(dp_resource="a"), (4, 2), 0),
         (("Auto", "Auto"), P(), MeshResource(dp_resource=("a", "b")), (4, 2), 1),
+        (("Auto", "Auto"), P(None, "b"), MeshResource(cp_resource="b"), (3, 4), 1),
+        (("Auto", "Auto"), P("a", "b"), MeshResource(dp_resource="a", cp_resource="b"), (2, 4), 1),
+        (("Auto", "Auto"), P(None, "b"), MeshResource(cp_resource="b"), (3, 2, 4), 2),
+        (("Auto", "Auto"), P(), MeshResource(cp_resource="b"), (4,), 0),
         (("Auto", "Auto"), P(), None, (8, 4), 0),
         (("Auto", "Auto"), P(), None, (4, 8), 1),  # any of four devices may shard any dimension
     ],

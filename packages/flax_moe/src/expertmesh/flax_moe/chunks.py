@@ -82,7 +82,7 @@ def _shards(x: jax.Array) -> list[int]:
     if AxisType.Explicit in mesh.axis_types:
         spec = sharding.spec
     elif resource is not None:
-        spec = (resource.entry("tokens"),)
+        spec = (resource.entry("tokens"), resource.entry("sequence"))[: x.ndim - 1]
     else:
         return [prod(sizes.values())] * (x.ndim - 1)
     return [
