@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from cases.covering import covering
-from expertmesh.core import global_shard_guard, update_expert_bias
+from expertmesh.core import DelayedScaling, autocast, global_shard_guard, update_expert_bias
 from expertmesh.flax_moe import LogicalAxes, NativeMoEBlock, linen, moe, nnx, param_shapes
 from flax_moe.moe_oracle import RESOURCE, make_config, make_data, make_mesh, place
 
@@ -92,6 +92,17 @@ def test_modules_take_an_initializer():
         assert np.all(np.asarray(w) == (0 if "bias" in name else 1)), name
         np.testing.assert_array_equal(getattr(block, name)[...], w)
         np.testing.assert_array_equal(native[name], w)
+
+
+def test_a_block_made_without_the_recipe_in_context_is_refused():
+    config, x = make_config(use_bias=False), jnp.zeros((2, 3, 16))
+    block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0), logical_axes=None)
+    module = linen.MoEBlock(config, None)
+    variables = module.init(jax.random.key(0), x)
+    with autocast(DelayedScaling()):
+        for call in (lambda: block(x), lambda: module.apply(variables, x)):
+            with pytest.raises(ValueError, match="quant_state must be given with DelayedScaling"):
+                call()
 
 
 def test_linen_logical_axes_can_be_set_and_left_out():

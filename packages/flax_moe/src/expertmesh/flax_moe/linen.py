@@ -132,6 +132,8 @@ class MoEBlock(nn.Module):
         return self.variable(EXPERT_BIAS, "expert_bias", jnp.zeros, shape, jnp.float32).value
 
     def _quant_state(self) -> Any:
-        if init_quant_state(self.config) is None:
+        # Variables that were made under another recipe have none, which `moe` refuses.
+        made = self.is_initializing() or self.has_variable(QUANT_STATE, "quant_state")
+        if init_quant_state(self.config) is None or not made:
             return None
         return self.variable(QUANT_STATE, "quant_state", init_quant_state, self.config).value

@@ -122,7 +122,9 @@ class MoEBlock(nnx.Module):
         key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]. Add the losses of the result to yours."""
-        state = None if init_quant_state(self.config) is None else self.quant_state.get_value()
+        # A block that was made under another recipe has none, which `moe` refuses.
+        delayed = init_quant_state(self.config) is not None and hasattr(self, "quant_state")
+        state = self.quant_state.get_value() if delayed else None
         return moe(
             self._params(),
             x,
