@@ -188,6 +188,7 @@ def test_uses_only_jax_and_flax():
     [
         (dict(capacity_factor=1.5), {}, (8, 5, 16), ["capacity_factor=1.5", "use moe"]),
         (dict(ep_axis=("ep", "tp")), {}, (8, 5, 16), ["ep_axis=('ep', 'tp')", "use moe"]),
+        (dict(use_expert_bias=True), {}, (8, 5, 16), ["use_expert_bias=True", "use moe"]),
         ({}, dict(exchange="pigeon"), (8, 5, 16), ["'pigeon'", "ragged"]),
         ({}, {}, (6, 5, 16), ["(6, 5, 16)", "8 devices"]),
         (dict(num_experts=6), {}, (8, 5, 16), ["num_experts=6", "size 4"]),

@@ -130,6 +130,7 @@ def _lacking(config: MoEConfig) -> list[str]:
         "num_null_experts": config.num_null_experts > 0,
         "shared_expert_dim": config.shared_expert_dim is not None,
         "use_gate": not config.use_gate,
+        "use_expert_bias": config.use_expert_bias,
         "aux_loss_per_sequence": config.aux_loss_per_sequence,
         "recipe": config.recipe is not None,
     }
