@@ -1,5 +1,7 @@
 """The stages: their composition is the block; two microbatches in turn; a pipeline over a Manual axis."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,6 +257,18 @@ def test_pipeline(recipe):
             lambda p, x, c: stages.shared_experts(p, x, c),
             ValueError,
             "stages.shared_experts: .*shared_wi",
+        ),
+        (
+            lambda p, x, c: stages.from_latent(
+                {"latent_up": 3}, x, dataclasses.replace(c, latent_dim=16)
+            ),
+            TypeError,
+            "stages.from_latent: latent_up must be an array; got int",
+        ),
+        (
+            lambda p, x, c: stages.from_latent([1], x, dataclasses.replace(c, latent_dim=16)),
+            TypeError,
+            "stages.from_latent: params must be",
         ),
         (
             lambda p, x, c: stages.combine(stages.Computed(handle=None, rows=None)),

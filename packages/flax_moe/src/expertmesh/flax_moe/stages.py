@@ -68,6 +68,7 @@ from expertmesh.flax_moe.params import (
     SHARED,
     SHARED_GATE,
     Params,
+    check_array,
     check_part,
     gate_part,
     whole_params,
@@ -462,8 +463,12 @@ class _Dense:
         layers = [name for name in names if name not in SHARED_GATE]
         given = given.of(layers).checked(function, config, layers)
         # A latent is as wide as the config says: what its projection makes of it is the parameter's to say.
-        up = params.get("latent_up") if names == LATENT[1:] else None
-        width = x.shape[-1] if up is None else up.shape[-1]
+        width = x.shape[-1]
+        if names == LATENT[1:]:
+            up = whole_params(function, params, names).get("latent_up")
+            if up is not None:
+                check_array(function, "latent_up", up)
+                width = up.shape[-1] if up.shape else width
         return cls(
             check_part(function, params, names, width, config, config.num_experts), config, given
         )
