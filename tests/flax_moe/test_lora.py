@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import full
@@ -377,6 +378,32 @@ def test_experts_are_renumbered_with_their_adapters():
     assert relative_error(np.asarray(got), np.asarray(want)) < 1e-6
 
 
+@pytest.mark.parametrize("of", ["nnx", "linen"])
+def test_a_block_is_renumbered_with_its_adapters(of):
+    """The whole state of a module, and its results are as before."""
+    config = make_config(use_bias=False)
+    data = make_data(config, (4, 3, 16))
+    order = np.random.default_rng(0).permutation(8)
+    rng = np.random.default_rng(1)
+
+    def drawn_anew(tree):
+        return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype) / 4, tree)
+
+    if of == "nnx":
+        block = nnx.MoEBlock(16, config, rngs=flax_nnx.Rngs(0), lora=LORA, logical_axes=None)
+        graph, tree = flax_nnx.split(block)
+        call = lambda tree: flax_nnx.merge(graph, tree)(data.x).y  # noqa: E731
+    else:
+        block = linen.MoEBlock(config, None, lora=LORA)
+        tree = block.init(jax.random.key(0), data.x)
+        call = lambda tree: block.apply(tree, data.x).y  # noqa: E731
+    tree = drawn_anew(tree)
+    moved = permute_experts(tree, order)
+    got, want = np.asarray(call(moved)), np.asarray(call(tree))
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (moved, tree)), strict=True))
+    assert relative_error(got, want) < 1e-6
+
+
 def test_dense_layer():
     """`dense` of an Adapted: in the dtype of x, a frozen weight's gradient zeros, an adapter's by the chain rule."""
     rng = np.random.default_rng(0)
@@ -502,6 +529,22 @@ def test_peft_files(hf_config, tmp_path):
     assert again == lora
     loaded = peft.load_adapters(weights, hf_config, 1, again)
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+
+
+def test_peft_of_a_model_with_another_prefix():
+    """Of weights whose modules' names other weights of the block have, too."""
+    lora = LoRA(rank=2, alpha=5.0, targets=("wi", "wo"))
+    shared = DEEPSEEK | dict(n_shared_experts=1)
+    prefix = "model.language_model."
+    adapters = drawn(lora_shapes(8, hf.moe_config(shared), lora))
+    tensors = peft.export_adapters(adapters, shared, 1, lora, prefix=prefix)
+    config = peft.adapter_config(lora, shared, prefix=prefix)
+    for name in tensors:
+        module = name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]
+        assert re.fullmatch(config["target_modules"], module), module
+    assert peft.lora_config(config, shared, prefix=prefix) == lora
+    with pytest.raises(ValueError, match="pass the model's prefix"):
+        peft.lora_config(config, shared)
 
 
 def test_peft_configs():

@@ -139,19 +139,22 @@ def load_adapters(
     return out
 
 
-def adapter_config(lora: LoRA, hf_config: HfConfig, **fields: Any) -> dict[str, Any]:
+def adapter_config(
+    lora: LoRA, hf_config: HfConfig, *, prefix: str = "model.", **fields: Any
+) -> dict[str, Any]:
     """The dict of `adapter_config.json`: r, lora_alpha, target_modules and what says that there is nothing else.
 
     Args:
       lora: see LoRA.
       hf_config: see `hf.moe_config`.
+      prefix: see `export_adapters`.
       fields: others of PEFT's, such as `base_model_name_or_path`; they come before these.
 
     `target_modules` is a list of the modules' names if these name the targets and no other weight of the block, else a
     regular expression.
     """
     targets = lora.of(hf.moe_config(hf_config))
-    stems = list(_stems(hf_config, 0))
+    stems = list(_stems(hf_config, 0, prefix))
     names = sorted({_last(stem) for stem, place in stems if place.param in targets})
     modules: list[str] | str = names
     if any(_last(stem) in names and place.param not in targets for stem, place in stems):
@@ -170,8 +173,13 @@ def adapter_config(lora: LoRA, hf_config: HfConfig, **fields: Any) -> dict[str, 
     }
 
 
-def lora_config(config: Mapping[str, Any], hf_config: HfConfig) -> LoRA:
+def lora_config(config: Mapping[str, Any], hf_config: HfConfig, *, prefix: str = "model.") -> LoRA:
     """The LoRA of an `adapter_config.json`; `use_rslora` is an alpha of lora_alpha sqrt(r).
+
+    Args:
+      config: the dict of that file.
+      hf_config: see `hf.moe_config`.
+      prefix: see `export_adapters`.
 
     Raises:
       ValueError: adapters of another kind; ranks that differ; modules that are no weights of the block, or a gate
@@ -184,7 +192,7 @@ def lora_config(config: Mapping[str, Any], hf_config: HfConfig) -> LoRA:
             )
     found: dict[str, dict[str, bool]] = {}
     for layer in hf.moe_layers(hf_config):
-        for stem, place in _stems(hf_config, layer):
+        for stem, place in _stems(hf_config, layer, prefix):
             which, name = found.setdefault(place.param, {}), _last(stem)
             is_target = _is_target(stem, config["target_modules"])
             which[name] = which.get(name, False) or is_target
@@ -192,7 +200,7 @@ def lora_config(config: Mapping[str, Any], hf_config: HfConfig) -> LoRA:
     if not targets or any(len(set(which.values())) == 2 for which in found.values()):
         raise ValueError(
             f"peft: target_modules must be whole weights of the block, both gate and up projections; got "
-            f"{config['target_modules']!r}; add adapters of zeros"
+            f"{config['target_modules']!r} under prefix={prefix!r}; add adapters of zeros, or pass the model's prefix"
         )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     alpha *= math.sqrt(rank) if config.get("use_rslora") else 1
@@ -236,7 +244,7 @@ def _layout(hf_config: HfConfig, layer: int, lora: LoRA, prefix: str) -> Layout:
     )
 
 
-def _stems(hf_config: HfConfig, layer: int, prefix: str = "model.") -> Iterator[tuple[str, Place]]:
+def _stems(hf_config: HfConfig, layer: int, prefix: str) -> Iterator[tuple[str, Place]]:
     """(module, place of its weight) of each GEMM of a block."""
     layers = layers_of(hf.moe_config(hf_config))
     for place in hf.layer_layout(hf_config, layer, prefix=prefix).places:

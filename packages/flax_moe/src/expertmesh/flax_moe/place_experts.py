@@ -22,9 +22,9 @@ __all__ = ["permute_experts", "place_experts"]
 
 # The dimension of E, by a parameter's name.
 _ROUTERS = {"gate_kernel": 1, "gate_bias": 0, "expert_bias": 0}
-_DIM = _ROUTERS | {
-    f"{name}{bias}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for bias in ("", "_bias")
-}
+# Behind an expert's weight: its own bias, and the adapters of Linen's block and of NNX's.
+_PARTS = "", "_bias", "_a", "_b", "_lora_a", "_lora_b"
+_DIM = _ROUTERS | {f"{name}{part}": 0 for name in ("wi", "wi_0", "wi_1", "wo") for part in _PARTS}
 
 
 def place_experts(
@@ -70,7 +70,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
 
     Args:
       tree: parameters of one block, by the names of `init_params` or `split_wi`, or any tree whose paths end with these
-        names: an optimizer's moments, `{"expert_bias": ...}`, a `quant_state`. Other leaves stay as they are.
+        names: an optimizer's moments, adapters, `{"expert_bias": ...}`, a `quant_state`; the variables of a Linen
+        block, the state of an NNX one. Other leaves stay as they are.
       placement: int[E] of `place_experts`; null experts, which follow the E in the router's parameters, stay. Its
         inverse, `jnp.argsort(placement)`, takes the tree back.
 
