@@ -226,6 +226,19 @@ ffi::Error FindPeers(const Nccl& nccl, const Driver& cuda, Stream stream, Window
   return error ? FailCuda(cuda, "the peers' addresses cannot be read", error) : ffi::Error::Success();
 }
 
+// What a window is made of until it is registered: given back where that fails.
+struct Unregistered {
+  const Nccl& nccl;
+  const Driver& cuda;
+  void* memory = nullptr;
+  Stream stream = nullptr;
+
+  ~Unregistered() {
+    if (stream != nullptr) cuda.StreamDestroy(stream);
+    if (memory != nullptr) nccl.Free(memory);
+  }
+};
+
 // Of `rows` staging rows of the group, and `flags` of each rank.
 ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attributes& a, int64_t flags, Window& window) {
   int device = 0;
@@ -249,18 +262,18 @@ ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attribute
     error = cuda.HostAlloc(reinterpret_cast<void**>(&next.record), sizeof(Record), Driver::kMapped | Driver::kPortable);
     if (error) return FailCuda(cuda, "no host memory for the error record", error);
     *next.record = Record{};
+    window.record = next.record;
   }
-  void* memory = nullptr;
-  int result = nccl.Alloc(&memory, next.bytes);
+  Unregistered made{nccl, cuda};
+  int result = nccl.Alloc(&made.memory, next.bytes);
   if (result != Nccl::kSuccess) {
     return Fail("no " + std::to_string(next.bytes) + " bytes for the window: " + nccl.GetErrorString(result) +
                 "; lower XLA_PYTHON_CLIENT_MEM_FRACTION");
   }
-  next.memory = static_cast<char*>(memory);
-  Stream stream = nullptr;
-  error = cuda.StreamCreate(&stream, Driver::kNonBlocking);
-  if (!error) error = cuda.Memset(reinterpret_cast<Driver::Address>(memory), 0, next.staging, stream);
-  if (!error) error = cuda.StreamSynchronize(stream);
+  next.memory = static_cast<char*>(made.memory);
+  error = cuda.StreamCreate(&made.stream, Driver::kNonBlocking);
+  if (!error) error = cuda.Memset(reinterpret_cast<Driver::Address>(next.memory), 0, next.staging, made.stream);
+  if (!error) error = cuda.StreamSynchronize(made.stream);
   if (error) return FailCuda(cuda, "the window cannot be cleared", error);
   // All ranks come here before any of them goes on: windows are clear, and no kernel writes the old ones any more.
   result = Finish(nccl, comm, nccl.Register(comm, next.memory, next.bytes, &next.handle, Nccl::kSymmetric));
@@ -269,14 +282,13 @@ ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attribute
                 (result != Nccl::kSuccess ? nccl.GetErrorString(result)
                                           : "the ranks do not all reach each other's memory"));
   }
+  made.memory = nullptr;
   const int reachable = nccl.Reachable(comm).ranks;
   if (reachable != next.size) {
     return Fail("all ranks of a group must reach each other's memory; " + std::to_string(reachable) + " of " +
                 std::to_string(next.size) + " do; use transport='all_to_all'");
   }
-  auto failed = FindPeers(nccl, cuda, stream, next);
-  cuda.StreamDestroy(stream);
-  if (failed.failure()) return failed;
+  if (auto failed = FindPeers(nccl, cuda, made.stream, next); failed.failure()) return failed;
   if (next.peers[next.rank] == nullptr) return Fail("NCCL names no address for this rank");
   if (window.memory != nullptr) {
     Finish(nccl, comm, nccl.Deregister(comm, window.handle));
