@@ -33,8 +33,7 @@ from expertmesh.core.quantization.quantize import plain
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import (
     EXPERTS,
-    LATENT,
-    SHARED,
+    LAYERS,
     LogicalAxes,
     Params,
     check_array,
@@ -61,7 +60,6 @@ __all__ = [
 
 Adapters = Mapping[str, Mapping[str, jax.Array]]
 
-_LAYERS = EXPERTS + SHARED + LATENT
 _INITS = ("uniform", "normal")
 
 
@@ -102,9 +100,9 @@ class LoRA(Config):
                 f"LoRA: init must be one of {', '.join(_INITS)}; got init={self.init!r}; use 'uniform' as PEFT does"
             )
         for name in self.targets or ():
-            if name not in _LAYERS:
+            if name not in LAYERS:
                 raise ValueError(
-                    f"LoRA: targets must be of {', '.join(_LAYERS)}; got {name!r}; leave it out, or None for all"
+                    f"LoRA: targets must be of {', '.join(LAYERS)}; got {name!r}; leave it out, or None for all"
                 )
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
@@ -226,7 +224,7 @@ def with_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, Any]:
     whole = whole_params("with_lora", params)
     _check_adapters(whole, adapters, lora)
     out: dict[str, Any] = dict(whole)
-    for name in _LAYERS:
+    for name in LAYERS:
         if name in whole:
             out[name] = Adapted(whole[name], *_joined(name, adapters.get(name), lora))
     return out
@@ -284,7 +282,7 @@ def _joined(
 
 def _check_adapters(params: Params, adapters: Adapters, lora: LoRA) -> None:
     for name, adapter in adapters.items():
-        if name not in params or name not in _LAYERS:
+        if name not in params or name not in LAYERS:
             raise ValueError(
                 f"lora: adapters must be of weights of the block, {_named(params)}; got {name}; make them with "
                 "init_lora for this config"
@@ -299,4 +297,4 @@ def _check_adapters(params: Params, adapters: Adapters, lora: LoRA) -> None:
 
 
 def _named(names: Collection[str]) -> str:
-    return ", ".join(name for name in _LAYERS if name in names)
+    return ", ".join(name for name in LAYERS if name in names)

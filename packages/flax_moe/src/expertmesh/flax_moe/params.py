@@ -41,6 +41,7 @@ __all__ = [
     "GATE",
     "GATE_BIAS",
     "LATENT",
+    "LAYERS",
     "SHARED",
     "SHARED_GATE",
     "LogicalAxes",
@@ -71,6 +72,7 @@ BIASES = ("wi_bias", "wo_bias")
 SHARED = ("shared_wi", "shared_wo")
 SHARED_GATE = ("shared_gate",)
 LATENT = ("latent_down", "latent_up")
+LAYERS = EXPERTS + SHARED + LATENT  # what a recipe quantizes, and an adapter adapts
 # A dimension in lower case is never split.
 _DIMS = {
     "gate_kernel": "d e",

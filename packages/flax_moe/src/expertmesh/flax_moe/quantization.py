@@ -16,7 +16,15 @@ from expertmesh.core.linear.quantize_weight import QuantizedWeight, quantize_wei
 from expertmesh.core.mesh import current_resource
 from expertmesh.core.quantization.recipe import DelayedScaling, Recipe, current_recipe
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import EXPERTS, LATENT, SHARED, Params, whole_params, whole_specs
+from expertmesh.flax_moe.params import (
+    EXPERTS,
+    LATENT,
+    LAYERS,
+    SHARED,
+    Params,
+    whole_params,
+    whole_specs,
+)
 
 __all__ = [
     "Quantization",
@@ -26,8 +34,6 @@ __all__ = [
     "placed_like",
     "quantize_weights",
 ]
-
-_LAYERS = EXPERTS + SHARED + LATENT
 
 
 def layers_of(config: MoEConfig) -> tuple[str, ...]:
@@ -139,7 +145,7 @@ class Quantization:
 
     def of_part(self, state: Any, number: jax.Array) -> "Quantization":
         """Of one part of the tokens, after the parts before it have left `state`."""
-        key = None if self.key is None else jax.random.fold_in(self.key, len(_LAYERS) + number)
+        key = None if self.key is None else jax.random.fold_in(self.key, len(LAYERS) + number)
         return dataclasses.replace(self, state=state, key=key)
 
     def layer(self, name: str) -> dict[str, Any]:
@@ -147,7 +153,7 @@ class Quantization:
         return dict(
             state=self.state and self.state[name],
             weight_quantized=self.weights and self.weights[name],
-            key=None if self.key is None else jax.random.fold_in(self.key, _LAYERS.index(name)),
+            key=None if self.key is None else jax.random.fold_in(self.key, LAYERS.index(name)),
         )
 
 

@@ -12,9 +12,8 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.triton.permute import count
+from expertmesh.core.kernels.triton.router import EPSILON
 from expertmesh.core.operands import of_live, wide_ids
-
-EPSILON = tl.constexpr(1e-20)  # of router/scores.py
 
 
 @triton.jit
