@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 MIN_JAX = (0, 11, 2)
-if jax.version.__version_info__ < MIN_JAX:
+if jax.__version_info__ < MIN_JAX:
     raise ImportError(
         f"expertmesh.core: jax must be >= {'.'.join(map(str, MIN_JAX))}; got jax={jax.__version__}; "
         "upgrade with `pip install -U jax`"
@@ -151,7 +151,7 @@ def shardy_rule(operands: Any, results: Any) -> SdyShardingRule:
 @functools.cache
 def has_jax_triton() -> bool:
     """Whether jax-triton is installed, and its `triton_call` works with the installed JAX."""
-    works = jax.version.__version_info__ < (0, 12)
+    works = jax.__version_info__ < (0, 12)
     return works and importlib.util.find_spec("jax_triton") is not None
 
 

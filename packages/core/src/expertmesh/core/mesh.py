@@ -103,7 +103,7 @@ class MeshResource:
         }
         if role not in roles:
             raise ValueError(
-                f"MeshResource.axes: role must be one of {', '.join(roles)}; got role={role!r}"
+                f"MeshResource.axes: role must be one of {', '.join(roles)}; got role={role!r}; choose one of these"
             )
         return roles[role]
 

@@ -147,6 +147,6 @@ def debug_check_ids(name: str, topk_idx: jax.Array, num_experts: int) -> None:
     """Under `jax.experimental.checkify.checkify` an id >= num_experts is an error."""
     checkify.debug_check(
         jnp.all(wide_ids(topk_idx) < num_experts),
-        f"{name}: expert ids must be below num_experts={num_experts}; got {{most}}",
+        f"{name}: expert ids must be below num_experts={num_experts}; got {{most}}; pass -1 for a choice of none",
         most=jnp.max(topk_idx, initial=0),
     )

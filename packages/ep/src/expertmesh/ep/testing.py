@@ -113,7 +113,8 @@ def make_choices(
     """
     if workload not in WORKLOADS:
         raise ValueError(
-            f"make_choices: workload must be one of {', '.join(WORKLOADS)}; got workload={workload!r}"
+            f"make_choices: workload must be one of {', '.join(WORKLOADS)}; got workload={workload!r}; "
+            "choose one of these"
         )
     shape, weigh = (num_ranks, tokens_per_rank), WORKLOADS[workload]
     if weigh is None:

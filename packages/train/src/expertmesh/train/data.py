@@ -53,7 +53,7 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     name = "the standard library" if path is None else str(path)
-    files = _read(sorted(_list(root, only_python=path is None)), root)
+    files = _read(sorted(_list(root, only_python=path is None)))
     if not files:
         raise UsageError(
             f"--data must hold text; got {name}, which has no bytes; give a file or folder with text"
@@ -111,7 +111,7 @@ def _list(root: Path, only_python: bool) -> Iterator[Path]:
         yield from (file for file in files if os.path.isfile(file))
 
 
-def _read(files: list[Path], root: Path) -> list[Bytes]:
+def _read(files: list[Path]) -> list[Bytes]:
     """The contents of the files that are not empty, up to MAX_BYTES in all."""
     contents, left = [], MAX_BYTES
     for file in files:

@@ -55,8 +55,8 @@ def dense(
       recipe: None: the one in context (`autocast`). Without any, this is `gemm`.
       state: under DelayedScaling: the scales of `x` and `weight`, and their amax histories.
       key: uint32[2] or typed PRNG key, for a recipe with stochastic rounding; a new one for each step and layer.
-      weight_quantized: `quantize_weight(weight, recipe)`; else `weight` is quantized here. The gradient is that of
-        `weight` either way.
+      weight_quantized: `quantize_weight(weight, recipe)`, of a weight whose contracted dimensions are merged, [K, *N];
+        else `weight` is quantized here. The gradient is that of `weight` either way.
       out_dtype: dtype of the result, floats of 16 bits or more; None: that of `x`.
       reduce_dtype: the dtype of the reduction of `weight`'s gradient over devices: "float32", "bfloat16" or "float16".
       x_spec, w_spec: where `x` and `weight` are, for Auto axes under a MeshResource; None: tokens over (dp, fsdp, ep),

@@ -227,7 +227,7 @@ def check_extra(name: str, weight: Any, extra: NonDiffOperands, recipe: Recipe |
     if got != (formats.weight, formats.weight_dgrad) or cached.shape != weight.shape:
         raise ValueError(
             f"{name}: weight_quantized must be of the weight and of the recipe; got {cached.shape} in {got[0]} "
-            f"for weight {weight.shape} and recipe={recipe}; make it with quantize_weight(weight, recipe)"
+            f"for weight {weight.shape} and recipe={recipe}; make it with quantize_weight(weight, recipe) of that shape"
         )
 
 

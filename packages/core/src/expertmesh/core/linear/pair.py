@@ -187,8 +187,8 @@ def check_pair(
     for q, dim in (a, b):
         check_quantized(name, q)
         _check_contraction(name, q, dim, multiple)
-    _check_scales(a[0], group_sizes)
-    _check_scales(b[0], group_sizes)
+    _check_scales(name, a[0], group_sizes)
+    _check_scales(name, b[0], group_sizes)
 
 
 def _check_contraction(name: str, q: QuantizedArray, dim: int, multiple: bool) -> None:
@@ -238,22 +238,22 @@ def _check_formats(name: str, fa: TensorFormat, fb: TensorFormat) -> None:
         )
 
 
-def _check_scales(q: QuantizedArray, group_sizes: jax.Array | None) -> None:
+def _check_scales(name: str, q: QuantizedArray, group_sizes: jax.Array | None) -> None:
     scale = q.tensor_scale if q.block else q.scale
     if scale is None:
         return
     if group_sizes is None:
         if scale.ndim:
             raise ValueError(
-                f"gemm: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; quantize "
-                "it with batch_dims=0, or use grouped_gemm"
+                f"{name}: an operand must have one tensor scale, []; got scale {scale.shape} of data {q.shape}; "
+                "quantize it with batch_dims=0, or use grouped_gemm"
             )
         return
     weights = q.group_sizes is None
     want = q.shape[:1] if weights else group_sizes.shape
     if scale.shape != want:
         raise ValueError(
-            f"grouped_gemm: there must be one scale per {'expert' if weights else 'group'}, {want}; got scale "
+            f"{name}: there must be one scale per {'expert' if weights else 'group'}, {want}; got scale "
             f"{scale.shape} of data {q.shape}; make it with expertmesh.core."
             f"{'quantize(..., batch_dims=1)' if weights else 'grouped_quantize'}"
         )

@@ -164,7 +164,7 @@ def grouped_quantize_delayed_both(
             f"{state.multiplier.shape}; make it with init_delayed(recipe)"
         )
     multiplier = jnp.broadcast_to(state.multiplier, group_sizes.shape)
-    format, name = recipe.formats().x, "quantize_delayed"
+    format, name = recipe.formats().x, "grouped_quantize_delayed"
     check_source(name, source.base, format)
     copies = quantize_rows(
         name,
