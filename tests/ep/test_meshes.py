@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cases.covering import covering, full
 from ep.exchange_case import Case, check, exchange, operands_of
 from ep.exchange_oracle import Exchange, routing, shards
-from expertmesh.core import hlo
+from expertmesh.core import MeshResource, global_shard_guard, grouped_gemm, hlo
+from expertmesh.core.testing import relative_error
 from expertmesh.ep import (
     EpConfig,
     combine,
@@ -30,6 +31,30 @@ def round_trip(config, topk_idx, x):
 
 
 DEVICES = [3, 0, 6, 1, 7, 2, 5, 4]  # no order that rank arithmetic could guess
+
+
+@pytest.mark.parametrize("spec", [(), ("ep",), ("fsdp",), (("fsdp", "ep"),), (None, "fsdp")])
+@pytest.mark.parametrize("kinds", [("Auto", "Explicit"), ("Explicit", "Auto")])
+def test_experts_meet_their_rows_where_types_name_some_axes(kinds, spec):
+    """Rows are of participants over (fsdp, ep), of which a type names the Explicit one alone."""
+    types = tuple(AxisType[kind] for kind in kinds)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=types, devices=jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    idx = np.argsort(rng.random((24, 8)), axis=1)[:, :2].astype(np.int32)
+    x, w = (rng.normal(size=size).astype(np.float32) for size in ((24, 16), (8, 16, 6)))
+    want = np.einsum("td,tkdf->tf", x.astype(float), w[idx].astype(float))
+
+    @jax.jit
+    def run(idx, x, w):
+        handle = prepare(idx, EpConfig(num_experts=8, axis="ep"))
+        rows = dispatch(handle, x)
+        return combine(handle, grouped_gemm(rows, w, handle.group_sizes))
+
+    resource = MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    with jax.set_mesh(mesh), global_shard_guard(resource):
+        put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+        got = run(put(idx, *spec[:1]), put(x, *spec), put(w, "ep"))
+    assert relative_error(np.asarray(got), want) < 1e-5
 
 
 @pytest.mark.parametrize(

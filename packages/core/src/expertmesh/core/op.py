@@ -651,10 +651,9 @@ def _on_shards(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> A
 def _plan_on(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> Plan:
     """The plan over the axes that are not Manual, after the errors and warnings of specs."""
     rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
-    operand_roles, result_roles = (
-        [_role_spec(roles, place) for roles in side]
-        for side in role_names(call.op.roles, call.op.sharding, rule)
-    )
+    operand_names, result_names = role_names(call.op.roles, call.op.sharding, rule)
+    operand_roles = [_ordered_role_spec(roles, place) for roles in operand_names]
+    result_roles = [_role_spec(roles, place) for roles in result_names]
     query = Query(
         operand_specs=_known_specs(call, operands, operand_roles, place),
         shapes=tuple(x.shape for x in operands),
@@ -776,7 +775,20 @@ def _check_order(name: str, spec: Spec, x: jax.Array, auto: frozenset[str]) -> N
             )
 
 
+def _ordered_role_spec(roles: Sequence[str], place: _Place) -> PartitionSpec:
+    """As `_role_spec`, and where an Auto axis is among the Explicit ones, which a type names without it."""
+    if place.resource is None:
+        return PartitionSpec(*[None] * len(roles))
+    specs = ((place.resource.entry(role),) for role in roles)
+    of_each = (
+        filter_axes(spec, place.free_shape if filter_axes(spec, place.auto)[0] else ())
+        for spec in specs
+    )
+    return PartitionSpec(*itertools.chain.from_iterable(of_each))
+
+
 def _role_spec(roles: Sequence[str], place: _Place) -> PartitionSpec:
+    """Roles over Auto axes."""
     if place.resource is None:
         return PartitionSpec(*[None] * len(roles))
     return filter_axes([place.resource.entry(role) for role in roles], place.auto)
