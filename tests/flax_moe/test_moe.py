@@ -344,6 +344,18 @@ def test_dropless_takes_the_worst_case():
         compare(config, collapsed(config, (8, 4, 16)), mesh)
 
 
+@pytest.mark.filterwarnings("ignore:.*shards an operand and not the work:RuntimeWarning")
+@pytest.mark.parametrize("placed", [(), ("params",), ("x",), ("params", "x")])
+def test_operands_that_are_on_no_mesh(placed):
+    """As of an embedding that was never placed: they count as whole on each device, and gradients too."""
+    config = make_config()
+    data = make_data(config)
+    on_mesh = place(data, config, make_mesh((2, 4), EXPLICIT))
+    params, x = (getattr(on_mesh if name in placed else data, name) for name in ("params", "x"))
+    output, gradients = jax.jit(value_and_gradients(moe, config))(params, x, data.dy)
+    assert_result(output[1], gradients, run(data, config))
+
+
 @pytest.mark.parametrize(
     "mode, shape", [(None, None), full("explicit", (2, 4)), full("resource", (2, 4))]
 )

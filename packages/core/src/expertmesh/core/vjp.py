@@ -99,7 +99,10 @@ def _cast(cotangent: jax.Array | None, primal: Any) -> jax.Array | None:
     if not jnp.issubdtype(primal.dtype, jnp.inexact):
         return cotangent
     cotangent = cotangent.astype(primal.dtype)
-    mesh = primal.sharding.mesh
+    # A primal that was on no mesh, beside operands that are on one, counts as whole on each of its devices.
+    mesh = (
+        jax.typeof(cotangent).sharding.mesh if primal.sharding.mesh.empty else primal.sharding.mesh
+    )
     if AxisType.Explicit in mesh.axis_types and jax.typeof(cotangent).sharding != primal.sharding:
         cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, primal.sharding.spec))
     axes = frozenset(primal.manual_axis_type.varying)
