@@ -44,6 +44,13 @@ def test_numbers_of_numpy():
     assert type(Activation(limit=np.float32(7)).limit) is float
 
 
+@pytest.mark.parametrize("value", ["false", 1, None])
+def test_flags_are_flags(value):
+    with pytest.raises(TypeError, match="use_pre_softmax must be True or False; got"):
+        RouterConfig(top_k=2, use_pre_softmax=value)
+    assert RouterConfig(top_k=2, use_pre_softmax=np.bool_(True)).use_pre_softmax is True
+
+
 def test_a_recipe_of_ones_own_has_no_name():
     class Own(Recipe):
         def formats(self):

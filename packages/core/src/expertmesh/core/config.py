@@ -17,11 +17,21 @@ class Config:
     """Base of frozen dataclasses of options. Their `__post_init__` calls `_normalize` first."""
 
     def _normalize(self) -> None:
-        """Makes Python's of NumPy's numbers, so that equal configs are one value to the type as well."""
-        for name in field_names(type(self)):
-            value = getattr(self, name)
+        """Makes Python's of NumPy's numbers, so that equal configs are one value to the type as well.
+
+        Raises:
+          TypeError: a field is declared `bool`, and its value is none: each text is true, "false" too.
+        """
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # of dataclasses
+            value = getattr(self, field.name)
             if isinstance(value, np.generic):
-                object.__setattr__(self, name, value.item())
+                value = value.item()
+                object.__setattr__(self, field.name, value)
+            if field.type in (bool, "bool") and not isinstance(value, bool):
+                raise TypeError(
+                    f"{type(self).__name__}: {field.name} must be True or False; got {field.name}={value!r}; "
+                    "pass a bool"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by its name, of JSON's types: dtypes by name, tuples as lists, values with fields as dicts."""
