@@ -62,6 +62,12 @@ def test_experts_stay_sharded(axes):
         assert axes is AUTO or got.sharding.is_equivalent_to(w.sharding, 2)
 
 
+@pytest.mark.parametrize("placement", [[0, 0], [1, 2], [-1, 0]])
+def test_what_is_no_permutation_is_refused(placement):
+    with pytest.raises(ValueError, match="each of 0 to 1 once"):
+        permute_experts({"wo": jnp.ones((2, 3, 4))}, np.array(placement))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_what_gains_nothing_stays(ranks):
     np.testing.assert_array_equal(place_experts(np.ones(8), ranks), np.arange(8))

@@ -81,7 +81,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
       takes the expert with the lower number.
 
     Raises:
-      ValueError: a named array without E in its dimension of experts; a placement that is no vector of integers.
+      ValueError: a named array without E in its dimension of experts; a placement that is no vector of integers, or,
+        unless it is traced, no permutation.
 
     Costs one gather of each array; where the experts are sharded, an exchange of shards in which XLA holds a few of an
     array's at a time, never the whole. For use between steps, outside of the loop that is timed.
@@ -92,6 +93,8 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
             f"permute_experts: placement must be int[E]; got {placement.dtype}{list(placement.shape)}; "
             "make it with place_experts"
         )
+    if not isinstance(placement, jax.core.Tracer):
+        _check_permutation(np.asarray(placement))
 
     def permuted(path: Any, leaf: Any) -> Any:
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
@@ -106,6 +109,14 @@ def permute_experts(tree: Any, placement: ArrayLike) -> Any:
     return jax.tree_util.tree_map_with_path(
         permuted, tree, is_leaf=lambda node: isinstance(node, DenseState)
     )
+
+
+def _check_permutation(placement: np.ndarray) -> None:
+    if not np.array_equal(np.sort(placement), np.arange(placement.size)):
+        raise ValueError(
+            f"permute_experts: placement must have each of 0 to {placement.size - 1} once; got {placement.tolist()}; "
+            "make it with place_experts"
+        )
 
 
 def _take(name: str, x: jax.Array, placement: jax.Array, dim: int) -> jax.Array:
