@@ -81,6 +81,12 @@ def damaged(folder, step):
     return reports[0]
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null"])
+def test_another_manifest_is_refused(folder, text):
+    (folder / "4" / checkpoint.MANIFEST).write_text(text)
+    assert "no list of files" in damaged(folder, 4)
+
+
 def test_any_flipped_bit_is_refused(folder):
     files = [file for file in (folder / "4" / "state").rglob("*") if file.is_file()]
     assert any(file.stat().st_size for file in files)

@@ -1,6 +1,7 @@
 """Bad options: exit code 2 and one line on stderr with the value, the rule and the remedy."""
 
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -36,6 +37,7 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--steps 0", "got '0'; give 1 or more"),
         ("--steps 1.5", "got '1.5'; give 1 or more"),
         ("--seed -1", "--seed: must be a whole number of at least 0; got '-1'"),
+        ("--seed 4294967296", "--seed: must be below 2^32; got '4294967296'"),
         ("--batch-size many", "got 'many'"),
         ("--grad-accum 0", "--grad-accum: must be a whole number of at least 1; got '0'"),
         (
@@ -308,6 +310,45 @@ def test_a_new_run_moves_the_old_one_away(tmp_path):
     assert (tmp_path / "run.previous" / "metrics.csv").read_text() == "first"
     assert rundir.begin(folder, record()) is not None
     assert not (tmp_path / "run.previous" / "metrics.csv").exists()
+
+
+def test_fewer_steps_than_the_checkpoint_has():
+    job._check_steps(14, 14)
+    with pytest.raises(UsageError, match="--steps must be no less .* got 9, .* step 14; give"):
+        job._check_steps(9, 14)
+
+
+def test_a_folder_is_of_one_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    rundir.begin(folder, record())
+    with rundir.held(folder):
+        with pytest.raises(UsageError, match="must not be that of a run that goes on"):
+            rundir.begin(folder, record())
+        with pytest.raises(UsageError, match="goes on"), rundir.held(folder):
+            pass
+    assert "run.previous" in rundir.begin(folder, record())
+
+
+def test_what_is_no_earlier_run_is_not_removed(tmp_path, monkeypatch):
+    folder, kept = RunFolder(tmp_path / "run"), tmp_path / "run.previous" / "thesis.tex"
+    rundir.begin(folder, record())
+    kept.parent.mkdir()
+    kept.write_text("precious")
+    with pytest.raises(UsageError, match="got other files there"):
+        rundir.begin(folder, record())
+    assert kept.read_text() == "precious" and folder.options.is_file()
+    monkeypatch.chdir(folder.path)
+    with pytest.raises(UsageError, match="must not be the working folder"):
+        rundir.begin(RunFolder(Path(".")), record())
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"model": {}}', "null"])
+def test_a_damaged_record_is_refused(tmp_path, text):
+    folder = RunFolder(tmp_path / "run")
+    rundir.begin(folder, record())
+    folder.options.write_text(text)
+    with pytest.raises(UsageError, match="without a readable options.json"):
+        rundir.check_resumable(folder, record())
 
 
 def test_other_folders_are_left_alone(tmp_path):

@@ -106,6 +106,8 @@ def _fault(checkpoint: Path) -> str | None:
         return f"it has no {MANIFEST}, so its writing was not finished"
     except (OSError, ValueError) as error:
         return f"its {MANIFEST} is unreadable ({error})"
+    if not isinstance(expected, dict):
+        return f"its {MANIFEST} is no list of files with their digests"
     found = _digests(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:

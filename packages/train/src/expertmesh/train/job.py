@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -76,10 +77,16 @@ def run(options: Options) -> int:
     devices.start(options.devices)
     job = plan(options, corpus)
     _say(_describe(job))
+    with contextlib.ExitStack() as stack:
+        return _run(job, stack)
+
+
+def _run(job: Job, stack: contextlib.ExitStack) -> int:
+    """Trains, and returns the exit code; `stack` holds the run's folder."""
     with job.trainer.on_mesh():
         _agree(job)
         functions = _functions(job)
-        start, state = _begin(job)
+        start, state = _begin(job, stack)
         began = time.perf_counter()
         step, signal_number, state = _loop(job, functions, start, state)
         phases = _phases(job, functions, step, state) if signal_number is None else {}
@@ -254,8 +261,8 @@ def _agree(job: Job) -> None:
     )
 
 
-def _begin(job: Job) -> tuple[int, TrainState]:
-    """Prepares the run folder; returns the last finished step and the state after it."""
+def _begin(job: Job, stack: contextlib.ExitStack) -> tuple[int, TrainState]:
+    """Prepares the run folder, which `stack` holds then; returns the last finished step and the state after it."""
     options = job.options
     record = rundir.record(
         options.model,
@@ -265,10 +272,12 @@ def _begin(job: Job) -> tuple[int, TrainState]:
     )
     if job.options.run.resume:
         _on_first_process(lambda: rundir.check_resumable(job.folder, record))
+        _on_first_process(lambda: stack.enter_context(rundir.held(job.folder)))
         abstract = job.trainer.abstract().saved
         restored = checkpoint.restore(job.folder.checkpoints, abstract, _say)
         if restored is not None:
             step, saved = restored
+            _check_steps(options.training.steps, step)
             state = job.trainer.restored(saved)
             _on_first_process(lambda: metrics.keep_until(job.folder.metrics, step))
             _say(f"resuming after step {step}")
@@ -277,7 +286,16 @@ def _begin(job: Job) -> tuple[int, TrainState]:
         _on_first_process(lambda: metrics.keep_until(job.folder.metrics, 0))
     else:
         _on_first_process(lambda: rundir.begin(job.folder, record))
+        _on_first_process(lambda: stack.enter_context(rundir.held(job.folder)))
     return 0, job.trainer.init()
+
+
+def _check_steps(steps: int, step: int) -> None:
+    if steps < step:
+        raise UsageError(
+            f"--steps must be no less than the step that --resume continues from; got {steps}, and a checkpoint of "
+            f"step {step}; give --steps {step} or more"
+        )
 
 
 def _on_first_process(action: Callable[[], str | None]) -> None:

@@ -45,6 +45,13 @@ def _whole(text: str) -> int:
     return _integer(text, 0)
 
 
+def _seed(text: str) -> int:
+    value = _integer(text, 0)
+    if value >= 2**32:  # of larger ones JAX's keys drop bits
+        raise _rule("below 2^32", "give a smaller one", text)
+    return value
+
+
 def _integer(text: str, least: int) -> int:
     try:
         value = int(text)
@@ -192,7 +199,7 @@ class TrainingOptions:
     learning_rate: float = _option(3e-3, _positive, "peak learning rate", "X")
     weight_decay: float = _option(0.1, _non_negative, "weight decay of matrices", "X")
     clip: float = _option(1.0, _positive, "largest norm of the gradient", "X")
-    seed: int = _option(0, _whole, "seed of the parameters and of the batches")
+    seed: int = _option(0, _seed, "seed of the parameters and of the batches")
     eval_every: int = _option(50, _count, "steps between validations; there is one at the end")
     eval_windows: int = _option(128, _count, "validation sequences, spread over the held-out bytes")
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +72,12 @@ def record(
 
 
 def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
-    """Makes an empty run folder. An earlier run is moved to `<folder>.previous`; returns a note of it.
+    """Makes an empty run folder. An earlier run is moved to `<folder>.previous`, in place of the run before it; returns
+    a note of it.
 
     Raises:
-      UsageError: if the folder holds other files, or cannot be made.
+      UsageError: if the folder or that of the earlier run holds other files, another run writes to it, or it cannot be
+        made.
     """
     try:
         note = _move_away(folder)
@@ -93,10 +99,47 @@ def _move_away(folder: RunFolder) -> str | None:
             f"--out must be new, empty or the folder of a run; got {folder.path}, which holds other "
             "files; give another --out"
         )
-    previous = folder.path.with_name(folder.path.name + ".previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    folder.path.rename(previous)
-    return f"{folder.path} held a run, which is in {previous} now; --resume would have continued it"
+    if folder.path.resolve() == Path.cwd():
+        raise UsageError(
+            f"--out must not be the working folder if that holds a run; got {folder.path}; give another --out, or "
+            "--resume"
+        )
+    previous = RunFolder(folder.path.with_name(folder.path.name + ".previous"))
+    if not previous.options.is_file() and previous.path.exists() and any(previous.path.iterdir()):
+        raise UsageError(
+            f"--out holds a run, which goes to {previous.path}; got other files there; move them, or give another --out"
+        )
+    with held(folder):
+        shutil.rmtree(previous.path, ignore_errors=True)
+        folder.path.rename(previous.path)
+    return f"{folder.path} held a run, which is in {previous.path} now; --resume would have continued it"
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder) -> Iterator[None]:
+    """Keeps other runs from writing to a folder that is there, or moving it, until the end of this or of its process.
+
+    Raises:
+      UsageError: another run holds it.
+
+    Where the file system has no locks of folders, nothing is kept from it.
+    """
+    number = os.open(folder.path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            _lock(number, folder)
+        yield
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, folder: RunFolder) -> None:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"--out must not be that of a run that goes on; got {folder.path}; give another --out, or stop that run"
+        ) from error
 
 
 def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
@@ -107,22 +150,23 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
     """
     try:
         recorded = json.loads(folder.options.read_text())
-    except (OSError, ValueError) as error:
+        model, text, training = (recorded[name] for name in ("model", "data", "training"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume must find a run in --out; got {folder.path} without a readable "
             f"{folder.options.name}; leave --resume out to start one, or give its --out"
         ) from error
-    if changed := _changes(recorded["model"], content["model"]):
+    if changed := _changes(model, content["model"]):
         raise UsageError(
             f"--resume must keep the options of the model; got {changed}; give the values the run "
             "was started with, or start another with another --out"
         )
-    if recorded["data"] != content["data"]:
+    if text != content["data"]:
         raise UsageError(
             "--resume must keep the data; got other bytes than the run's; give "
             "the --data the run was started with, or start another with another --out"
         )
-    was, now = {"spare_experts": 0, **recorded["training"]}, content["training"]
+    was, now = {"spare_experts": 0, **training}, content["training"]
     if was.get("optimizer") != now["optimizer"]:
         raise UsageError(
             f"--resume must keep the optimizer, whose state is in the checkpoints; got {_changes(was, now)}; "
