@@ -358,6 +358,49 @@ def test_folders_that_are_refused(tmp_path):
         Checkpoint(path.parent)
 
 
+def with_header(path, text):
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "header, words",
+    [
+        (b"[]", "a header of JSON by names; got \\[\\]"),
+        (b"{no", "a header of JSON by names; got JSONDecodeError"),
+        (b'{"w": 3}', "of as many bytes; got 3 of w"),
+        (b'{"w": {"dtype": "F32", "shape": [2]}}', "of as many bytes; got .* of w"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [1, 8]}}', "of as many bytes"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', "of as many bytes"),
+        (b'{"w": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}', "of as many bytes"),
+    ],
+)
+def test_headers_that_are_refused(header, words, tmp_path):
+    with_header(tmp_path / "model.safetensors", header)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"model.safetensors must have {words}|{words}"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("config.json", "[]", "config.json must have JSON by names; got \\[\\]"),
+        ("config.json", "{no", "config.json must have JSON by names; got JSONDecodeError"),
+        ("model.safetensors.index.json", "{}", "index.json must have a weight_map"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "weights-0.safetensors", "z": "weights-0.safetensors"}}',
+            "got no z in weights-0.safetensors, 1 of 2 missing",
+        ),
+    ],
+)
+def test_folders_whose_texts_are_refused(name, text, words, tmp_path):
+    folder = write_folder(tmp_path / "a", {}, {"a": np.zeros(3, np.float32)})
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Checkpoint(folder)
+
+
 def test_layers_that_are_refused():
     weights = with_blocks(make_weights(DEEPSEEK, LAYER), np.random.default_rng(0))
     placed = shardings(DEEPSEEK)

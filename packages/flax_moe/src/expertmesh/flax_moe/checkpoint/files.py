@@ -9,6 +9,8 @@ and written here: the `safetensors` library gives NumPy no 8-bit floats, and wri
 
 import dataclasses
 import json
+import math
+import operator
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,17 +48,23 @@ class Checkpoint(Mapping[str, np.ndarray]):
       config: the dict of `config.json`.
 
     Raises:
-      ValueError: no safetensors files, one that the index names and is not there, is cut off, or holds a dtype that
-        NumPy lacks.
+      ValueError: no safetensors files; a file or a tensor that the index names and that is not there; a file that is
+        cut off, whose header is none, or that holds a dtype that NumPy lacks.
       FileNotFoundError: no `config.json`.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
         self._arrays: dict[str, np.ndarray] = {}
-        for path in _files(self.folder):
+        index = _index(self.folder)
+        for path in _files(self.folder, index):
             self._arrays |= read_file(path)
-        self.config: dict[str, Any] = json.loads((self.folder / CONFIG).read_text())
+        if missing := [name for name in index if name not in self._arrays]:
+            raise ValueError(
+                f"Checkpoint: the files of {self.folder} must have all tensors that {INDEX} names; got no {missing[0]} "
+                f"in {index[missing[0]]}, {len(missing)} of {len(index)} missing; download the file again"
+            )
+        self.config: dict[str, Any] = _mapping(self.folder / CONFIG)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
@@ -68,14 +76,37 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _mapping(path: pathlib.Path, text: bytes | None = None) -> dict[str, Any]:
+    """The JSON object of a file, or of this part of it."""
+    try:
+        found = json.loads(path.read_bytes() if text is None else text)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"Checkpoint: {path} must have {'a header of ' if text else ''}JSON by names; got {found!r:.80}; "
+            "download it again"
+        )
+    return found
+
+
+def _index(folder: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor, {} where there is no index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    found = _mapping(path).get("weight_map")
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"Checkpoint: {path} must have a weight_map of names; got {found!r:.80}; download it again"
+        )
+    return found
+
+
+def _files(folder: pathlib.Path, index: Mapping[str, str]) -> list[pathlib.Path]:
     """Those of the index, or where there is none all."""
-    index = folder / INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    names = sorted(set(index.values()))
+    paths = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in paths if not path.exists()]
     if missing or not paths:
         raise ValueError(
@@ -92,12 +123,34 @@ def read_file(path: pathlib.Path) -> dict[str, np.ndarray]:
     start = 8 + int(data[:8].view("<u8")[0]) if data.size >= 8 else 8
     if start > data.size:
         raise _cut_off(path, start, data.size)
-    header = json.loads(bytes(data[8:start]))
+    header = _mapping(path, bytes(data[8:start]))
     header.pop("__metadata__", None)
+    for name, about in header.items():
+        _check_place(path, name, about)
     end = start + max((about["data_offsets"][1] for about in header.values()), default=0)
     if end > data.size:
         raise _cut_off(path, end, data.size)
     return {name: _tensor(path, name, data[start:], about) for name, about in header.items()}
+
+
+def _check_place(path: pathlib.Path, name: str, about: Any) -> None:
+    """Raises ValueError unless a tensor has as many bytes as its shape and dtype say."""
+    try:
+        first, stop = about["data_offsets"]
+        known, count = (
+            about["dtype"] in _DTYPES,
+            math.prod(operator.index(n) for n in about["shape"]),
+        )
+        fits = 0 <= first <= stop
+        if known:
+            fits = fits and stop - first == count * np.dtype(_DTYPES[about["dtype"]]).itemsize
+    except (KeyError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"Checkpoint: each tensor of {path} must have dtype, shape, and data_offsets of as many bytes; got "
+            f"{about!r} of {name}; download it again"
+        )
 
 
 def _cut_off(path: pathlib.Path, wanted: int, size: int) -> ValueError:
