@@ -15,6 +15,7 @@ import jax
 from expertmesh.train.options import DeviceOptions, UsageError
 
 VIRTUAL_DEVICES = 8
+JOIN_SECONDS = 300  # that processes of a job wait for one that has not joined
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
@@ -86,7 +87,13 @@ def _check(options: DeviceOptions) -> None:
 def _join(options: DeviceOptions, cluster: Cluster | None) -> int:
     """Joins the job and returns its number of processes, as far as it is known before the devices are."""
     if options.coordinator is not None:
+        print(
+            f"process {options.process_id} waits for all {options.num_processes} at {options.coordinator}; after "
+            f"{JOIN_SECONDS} s JAX ends it",
+            flush=True,
+        )
         _initialize(
+            initialization_timeout=JOIN_SECONDS,
             coordinator_address=options.coordinator,
             num_processes=options.num_processes,
             process_id=options.process_id,
