@@ -73,6 +73,11 @@ def test_the_programs_compute_what_the_block_does(axis_types, recipe):
         np.testing.assert_array_equal(counts, whole.tokens_per_expert[0])
 
 
+def test_no_phase_takes_less_than_nothing():
+    found = phases.of_ends([2.0, 5.0, 4.5, 6.0, 5.5])
+    assert found == {"route": 2, "dispatch": 3, "experts": 0, "combine": 1, "backward": 0}
+
+
 @covering("axis_types", ("explicit", "auto"), covers=["explicit"])
 def test_each_phase_has_a_time(axis_types, monkeypatch):
     """By a clock that counts calls of it, so that each program takes as long as the one before."""

@@ -10,6 +10,7 @@ say where a block's time goes, not what a step takes.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -53,9 +54,15 @@ def time_phases(
             start = time.perf_counter()
             jax.block_until_ready(program(*operands))
             of_program.append(1e3 * (time.perf_counter() - start))
-    ends = [statistics.median(of_program) for of_program in times]
+    return of_ends([statistics.median(of_program) for of_program in times])
+
+
+def of_ends(ends: list[float]) -> dict[str, float]:
+    """Phase -> what its program took beyond the longest before it: noise may be longer than a phase."""
+    reached = [0.0, *itertools.accumulate(ends, max)]
     return {
-        phase: end - before for phase, before, end in zip(PHASES, [0.0, *ends], ends, strict=False)
+        phase: end - before
+        for phase, (before, end) in zip(PHASES, itertools.pairwise(reached), strict=True)
     }
 
 
