@@ -207,6 +207,7 @@ def test_the_exchange_knows_the_routers_groups(null, groups):
         (dict(aux_loss_coeff=jnp.ones(())), TypeError, ["aux_loss_coeff", "Python number"]),
         (dict(ep_axis=3), TypeError, ["ep_axis=3", "tuple"]),
         (dict(ep_axis=["ep"]), TypeError, ["ep_axis=['ep']"]),
+        (dict(ep_axis=("ep", "ep")), TypeError, ["ep_axis=('ep', 'ep')", "each once"]),
         (dict(ep_axis=()), TypeError, ["ep_axis=()"]),
         (dict(ep_axis=("ep", 1)), TypeError, ["ep_axis=('ep', 1)"]),
         (dict(alignment=64, recipe="fp8_block"), ValueError, ["alignment=64", "128"]),

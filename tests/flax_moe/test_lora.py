@@ -582,6 +582,10 @@ def test_errors():
         ValueError, match="adapters must be of weights of the block, wi, wo; got gate_kernel"
     ):
         merge_lora(data.params, {"gate_kernel": adapters["wo"]}, LORA)
+    with pytest.raises(
+        TypeError, match=r"targets must be a tuple of names; got 'wi'; pass \('wi',"
+    ):
+        LoRA(rank=4, alpha=1, targets="wi")
     with pytest.raises(TypeError, match=r"lora: wo.a must be an array; got NoneType"):
         with_lora(data.params, {"wo": {}}, LORA)
     with pytest.raises(

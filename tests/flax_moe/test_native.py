@@ -141,6 +141,13 @@ def test_bfloat16():
     assert_result(output, gradients, run(data, config), tolerance=2e-2)
 
 
+def test_no_tokens():
+    config = make_config()
+    data = make_data(config, (8, 5, 16))
+    out = jax.jit(native_moe, static_argnums=2)(data.params, jnp.zeros((0, 16)), config)
+    assert out.y.shape == (0, 16) and int(out.tokens_per_expert.sum()) == 0
+
+
 def test_many_tokens():
     """32768^2 * 8, of the balance loss, is more than an int32 holds."""
     config = make_config(num_experts=8, top_k=8, expert_dim=8)

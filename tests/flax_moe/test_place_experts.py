@@ -62,6 +62,12 @@ def test_experts_stay_sharded(axes):
         assert axes is AUTO or got.sharding.is_equivalent_to(w.sharding, 2)
 
 
+@pytest.mark.parametrize("ranks", [0, -2, 2.0])
+def test_ranks_are_counted(ranks):
+    with pytest.raises((ValueError, TypeError), match="place_experts: ranks must be"):
+        place_experts(np.ones(8), ranks)
+
+
 @pytest.mark.parametrize("placement", [[0, 0], [1, 2], [-1, 0]])
 def test_what_is_no_permutation_is_refused(placement):
     with pytest.raises(ValueError, match="each of 0 to 1 once"):

@@ -87,9 +87,10 @@ def _check_groups(num_groups: int | None, group_topk: int | None) -> None:
 
 def _check_axis(axis: object) -> None:
     names = axis if isinstance(axis, tuple) else (axis,)
-    if axis is not None and not all(isinstance(name, str) for name in names):
+    named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    if axis is not None and not named:
         raise TypeError(
-            "EpConfig: axis must be a mesh axis name, a tuple of names or None; "
+            "EpConfig: axis must be a mesh axis name, a tuple of names, each once, or None; "
             f"got axis={axis!r}; write for example axis='ep'"
         )
 

@@ -441,12 +441,15 @@ def _check_activation(activation: str | Activation) -> str | Activation:
 
 
 def _check_ep_axis(value: object) -> None:
-    axes = (value,) if isinstance(value, str) else value
-    if axes is not None and not (
-        isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
-    ):
+    names = value if isinstance(value, tuple) else (value,)
+    named = (
+        bool(names)
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names)
+    )
+    if value is not None and not named:
         raise TypeError(
-            "MoEConfig: ep_axis must be an axis name, a tuple of names or None; "
+            "MoEConfig: ep_axis must be an axis name, a tuple of names, each once, or None; "
             f"got ep_axis={value!r}; write for example ep_axis='ep'"
         )
 

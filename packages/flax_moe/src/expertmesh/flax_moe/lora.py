@@ -99,6 +99,10 @@ class LoRA(Config):
             raise ValueError(
                 f"LoRA: init must be one of {', '.join(_INITS)}; got init={self.init!r}; use 'uniform' as PEFT does"
             )
+        if isinstance(self.targets, str):
+            raise TypeError(
+                f"LoRA: targets must be a tuple of names; got {self.targets!r}; pass ({self.targets!r},)"
+            )
         for name in self.targets or ():
             if name not in LAYERS:
                 raise ValueError(

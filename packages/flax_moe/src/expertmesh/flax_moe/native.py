@@ -338,7 +338,7 @@ def _route_through(
     else:
         exchange = _ragged if ragged else _padded
         y_ND = exchange(experts, rows_ND, sizes_E, T, K, ep_axis)
-    y_TKD = y_ND[jnp.argsort(order_N)].reshape(T, K, -1)
+    y_TKD = y_ND[jnp.argsort(order_N)].reshape(T, K, x_TD.shape[-1])
     return jnp.einsum("tk,tkd->td", weights_TK, y_TKD.astype(jnp.float32))
 
 

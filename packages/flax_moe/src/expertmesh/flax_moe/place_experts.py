@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from expertmesh.core.linear.layer import DenseState
+from expertmesh.core.operands import check_counts
 
 __all__ = ["permute_experts", "place_experts"]
 
@@ -157,6 +158,7 @@ def _check(loads_E: np.ndarray, ranks: int, groups: int) -> None:
             f"place_experts: tokens_per_expert must be [E] finite numbers of at least 0; got {loads_E}; "
             "pass MoEOutput.tokens_per_expert"
         )
+    check_counts("place_experts", ranks=ranks)
     fits = groups % ranks == 0 or ranks % groups == 0
     if loads_E.size == 0 or loads_E.size % ranks or loads_E.size % groups or not fits:
         raise ValueError(
