@@ -22,14 +22,15 @@ class Config:
         Raises:
           TypeError: a field is declared `bool`, and its value is none: each text is true, "false" too.
         """
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # of dataclasses
+        cls: Any = type(self)
+        for field in dataclasses.fields(cls):
             value = getattr(self, field.name)
             if isinstance(value, np.generic):
                 value = value.item()
                 object.__setattr__(self, field.name, value)
             if field.type in (bool, "bool") and not isinstance(value, bool):
                 raise TypeError(
-                    f"{type(self).__name__}: {field.name} must be True or False; got {field.name}={value!r}; "
+                    f"{cls.__name__}: {field.name} must be True or False; got {field.name}={value!r}; "
                     "pass a bool"
                 )
 
