@@ -41,6 +41,12 @@ def strip_axes(spec: Spec, axes: Collection[str]) -> PartitionSpec:
     return map_axes(spec, lambda axis: axis not in axes)
 
 
+def is_axis(value: object) -> bool:
+    """Whether it is an axis's name, or a tuple of names, each once."""
+    names = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+
+
 def filter_axes(spec: Spec, allowed: Collection[str]) -> PartitionSpec:
     """The spec with only the axes in `allowed`."""
     return map_axes(spec, lambda axis: axis in allowed)

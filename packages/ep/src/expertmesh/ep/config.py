@@ -5,6 +5,7 @@ import re
 
 from expertmesh.core.config import Config
 from expertmesh.core.operands import check_counts
+from expertmesh.core.specs import is_axis
 from expertmesh.ep.transports import BY_NAME
 
 TRANSPORTS = ("auto", *BY_NAME)
@@ -86,9 +87,7 @@ def _check_groups(num_groups: int | None, group_topk: int | None) -> None:
 
 
 def _check_axis(axis: object) -> None:
-    names = axis if isinstance(axis, tuple) else (axis,)
-    named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    if axis is not None and not named:
+    if axis is not None and not is_axis(axis):
         raise TypeError(
             "EpConfig: axis must be a mesh axis name, a tuple of names, each once, or None; "
             f"got axis={axis!r}; write for example axis='ep'"

@@ -20,6 +20,7 @@ from expertmesh.core.quantization.recipe import (
     required_alignment,
 )
 from expertmesh.core.router.route import RouterConfig
+from expertmesh.core.specs import is_axis
 from expertmesh.ep import EpConfig, Overflow
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
@@ -441,13 +442,7 @@ def _check_activation(activation: str | Activation) -> str | Activation:
 
 
 def _check_ep_axis(value: object) -> None:
-    names = value if isinstance(value, tuple) else (value,)
-    named = (
-        bool(names)
-        and all(isinstance(name, str) for name in names)
-        and len(set(names)) == len(names)
-    )
-    if value is not None and not named:
+    if value == () or value is not None and not is_axis(value):
         raise TypeError(
             "MoEConfig: ep_axis must be an axis name, a tuple of names, each once, or None; "
             f"got ep_axis={value!r}; write for example ep_axis='ep'"
