@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -653,7 +653,7 @@ def _plan_on(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> Pla
     rule = parse_rule(call.op.sharding, [x.ndim for x in operands], dict(call.options))
     operand_names, result_names = role_names(call.op.roles, call.op.sharding, rule)
     operand_roles = [_ordered_role_spec(roles, place) for roles in operand_names]
-    result_roles = [_role_spec(roles, place) for roles in result_names]
+    result_roles = [_role_spec(roles, place, place.auto) for roles in result_names]
     query = Query(
         operand_specs=_known_specs(call, operands, operand_roles, place),
         shapes=tuple(x.shape for x in operands),
@@ -776,22 +776,16 @@ def _check_order(name: str, spec: Spec, x: jax.Array, auto: frozenset[str]) -> N
 
 
 def _ordered_role_spec(roles: Sequence[str], place: _Place) -> PartitionSpec:
-    """As `_role_spec`, and where an Auto axis is among the Explicit ones, which a type names without it."""
-    if place.resource is None:
-        return PartitionSpec(*[None] * len(roles))
-    specs = ((place.resource.entry(role),) for role in roles)
-    of_each = (
-        filter_axes(spec, place.free_shape if filter_axes(spec, place.auto)[0] else ())
-        for spec in specs
-    )
-    return PartitionSpec(*itertools.chain.from_iterable(of_each))
+    """Roles over Auto axes, and where these are among the Explicit ones, which a type names without them."""
+    auto, free = (_role_spec(roles, place, axes) for axes in (place.auto, place.free_shape))
+    return PartitionSpec(*(entry if own else None for own, entry in zip(auto, free, strict=True)))
 
 
-def _role_spec(roles: Sequence[str], place: _Place) -> PartitionSpec:
-    """Roles over Auto axes."""
+def _role_spec(roles: Sequence[str], place: _Place, axes: Collection[str]) -> PartitionSpec:
+    """Roles over these axes."""
     if place.resource is None:
         return PartitionSpec(*[None] * len(roles))
-    return filter_axes([place.resource.entry(role) for role in roles], place.auto)
+    return filter_axes([place.resource.entry(role) for role in roles], axes)
 
 
 def _reshard(x: jax.Array, mesh: _Mesh, spec: PartitionSpec) -> jax.Array:
