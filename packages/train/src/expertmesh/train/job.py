@@ -270,9 +270,11 @@ def _begin(job: Job, stack: contextlib.ExitStack) -> tuple[int, TrainState]:
         job.corpus.fingerprint,
         spare_experts=options.devices.spare_experts,
     )
-    if job.options.run.resume:
-        _on_first_process(lambda: rundir.check_resumable(job.folder, record))
-        _on_first_process(lambda: stack.enter_context(rundir.held(job.folder)))
+    resume = options.run.resume
+    prepare = rundir.check_resumable if resume else rundir.begin
+    _on_first_process(lambda: prepare(job.folder, record))
+    _on_first_process(lambda: stack.enter_context(rundir.held(job.folder)))
+    if resume:
         abstract = job.trainer.abstract().saved
         restored = checkpoint.restore(job.folder.checkpoints, abstract, _say)
         if restored is not None:
@@ -284,9 +286,6 @@ def _begin(job: Job, stack: contextlib.ExitStack) -> tuple[int, TrainState]:
             return step, state
         _say("no checkpoint was finished yet, so the run starts at its first step")
         _on_first_process(lambda: metrics.keep_until(job.folder.metrics, 0))
-    else:
-        _on_first_process(lambda: rundir.begin(job.folder, record))
-        _on_first_process(lambda: stack.enter_context(rundir.held(job.folder)))
     return 0, job.trainer.init()
 
 

@@ -91,21 +91,28 @@ def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
     return note
 
 
+def _is_other(folder: RunFolder) -> bool:
+    """Whether files that are no run's are there."""
+    path = folder.path
+    empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    return not empty and not folder.options.is_file()
+
+
 def _move_away(folder: RunFolder) -> str | None:
-    if not folder.path.exists() or (folder.path.is_dir() and not any(folder.path.iterdir())):
-        return None
-    if not folder.options.is_file():
+    if _is_other(folder):
         raise UsageError(
             f"--out must be new, empty or the folder of a run; got {folder.path}, which holds other "
             "files; give another --out"
         )
+    if not folder.options.is_file():
+        return None
     if folder.path.resolve() == Path.cwd():
         raise UsageError(
             f"--out must not be the working folder if that holds a run; got {folder.path}; give another --out, or "
             "--resume"
         )
     previous = RunFolder(folder.path.with_name(folder.path.name + ".previous"))
-    if not previous.options.is_file() and previous.path.exists() and any(previous.path.iterdir()):
+    if _is_other(previous):
         raise UsageError(
             f"--out holds a run, which goes to {previous.path}; got other files there; move them, or give another --out"
         )
