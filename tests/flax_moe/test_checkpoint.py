@@ -377,7 +377,7 @@ def with_header(path, text):
 def test_headers_that_are_refused(header, words, tmp_path):
     with_header(tmp_path / "model.safetensors", header)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"model.safetensors must have {words}|{words}"):
+    with pytest.raises(ValueError, match=words):
         Checkpoint(tmp_path)
 
 

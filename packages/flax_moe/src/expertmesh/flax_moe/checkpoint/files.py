@@ -9,7 +9,6 @@ and written here: the `safetensors` library gives NumPy no 8-bit floats, and wri
 
 import dataclasses
 import json
-import math
 import operator
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,26 +129,27 @@ def read_file(path: pathlib.Path) -> dict[str, np.ndarray]:
     end = start + max((about["data_offsets"][1] for about in header.values()), default=0)
     if end > data.size:
         raise _cut_off(path, end, data.size)
-    return {name: _tensor(path, name, data[start:], about) for name, about in header.items()}
+    return {name: _tensor(data[start:], about) for name, about in header.items()}
 
 
 def _check_place(path: pathlib.Path, name: str, about: Any) -> None:
-    """Raises ValueError unless a tensor has as many bytes as its shape and dtype say."""
+    """Raises ValueError unless a tensor is of a known dtype, and has as many bytes as that and its shape say."""
     try:
-        first, stop = about["data_offsets"]
-        known, count = (
-            about["dtype"] in _DTYPES,
-            math.prod(operator.index(n) for n in about["shape"]),
-        )
-        fits = 0 <= first <= stop
-        if known:
-            fits = fits and stop - first == count * np.dtype(_DTYPES[about["dtype"]]).itemsize
+        (first, stop), dtype = about["data_offsets"], about["dtype"]
+        shape = tuple(map(operator.index, about["shape"]))
+        known = dtype in _DTYPES
+        fits = not known or 0 <= first == stop - _nbytes(shape, np.dtype(_DTYPES[dtype]))
     except (KeyError, TypeError, ValueError):
-        fits = False
+        known = fits = False
     if not fits:
         raise ValueError(
             f"Checkpoint: each tensor of {path} must have dtype, shape, and data_offsets of as many bytes; got "
             f"{about!r} of {name}; download it again"
+        )
+    if not known:
+        raise ValueError(
+            f"Checkpoint: tensors must be of {', '.join(_DTYPES)}; got {name} of {dtype} in {path}; "
+            "convert the checkpoint to one of these"
         )
 
 
@@ -160,12 +160,7 @@ def _cut_off(path: pathlib.Path, wanted: int, size: int) -> ValueError:
     )
 
 
-def _tensor(path: pathlib.Path, name: str, data: np.ndarray, about: dict[str, Any]) -> np.ndarray:
-    if about["dtype"] not in _DTYPES:
-        raise ValueError(
-            f"Checkpoint: tensors must be of {', '.join(_DTYPES)}; got {name} of {about['dtype']} in {path}; "
-            "convert the checkpoint to one of these"
-        )
+def _tensor(data: np.ndarray, about: dict[str, Any]) -> np.ndarray:
     first, stop = about["data_offsets"]
     numbers: np.ndarray = data[first:stop].view(_DTYPES[about["dtype"]])
     return numbers.reshape(about["shape"])
