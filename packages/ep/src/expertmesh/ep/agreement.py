@@ -185,8 +185,8 @@ def _describe(process: int, phase: str | None = None, name: str | None = None) -
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """What a process says otherwise than the first one, the first such process for each fact, by their numbers."""
     found = []
-    first = min(facts, default=0)
-    for name, value in facts.get(first, {}).items():
+    first, own = next(iter(facts.items()), (0, {}))
+    for name, value in own.items():
         others = ((p, f.get(name, "nothing")) for p, f in facts.items() if f.get(name) != value)
         if other := next(others, None):
             found.append(f"{name}={value} in process {first}, {other[1]} in process {other[0]}")
