@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from expertmesh.core.operands import check_type
+
 __all__ = ["Config", "field_names"]
 
 
@@ -33,6 +35,12 @@ class Config:
                     f"{cls.__name__}: {field.name} must be True or False; got {field.name}={value!r}; "
                     "pass a bool"
                 )
+
+    @classmethod
+    def check(cls, function: str, **given: object) -> None:
+        """Raises TypeError, which names `function`, unless each argument is such a config."""
+        name = cls.__name__
+        check_type(function, cls, f"pass {name}(...), or {name}.from_dict(...) of a dict", **given)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by its name, of JSON's types: dtypes by name, tuples as lists, values with fields as dicts."""

@@ -61,6 +61,20 @@ def check_arrays(
             )
 
 
+def check_type(name: str, cls: type, remedy: str, **given: object) -> None:
+    """Raises an error that names `name` and says `remedy` unless each is a `cls`.
+
+    Raises:
+      TypeError: it is none.
+    """
+    for argument, value in given.items():
+        if not isinstance(value, cls):
+            got = "None" if value is None else f"a {type(value).__name__}"
+            raise TypeError(
+                f"{name}: {argument} must be of type {cls.__name__}; got {got}; {remedy}"
+            )
+
+
 def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> jnp.dtype:
     """The dtype of a sum's result, given or that of an operand.
 

@@ -104,6 +104,7 @@ def balance(
     Costs two sorts of T K integers, an all-gather of int32[E] over the EP axis, with several EP groups an all-reduce of
     int32[E], and what `plan_copies` costs.
     """
+    EpConfig.check("balance", config=config)
     if not (math.isfinite(capacity_factor) and capacity_factor >= 1):
         raise ValueError(
             "balance: capacity_factor must be finite and >= 1; "

@@ -76,6 +76,7 @@ def bootstrap(
 
     Costs one dispatch and one combine of these sizes, and their compilation.
     """
+    EpConfig.check("bootstrap", config=config)
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise RuntimeError(
             "bootstrap: it must be called outside jit, since it runs an exchange; got a call under tracing; "

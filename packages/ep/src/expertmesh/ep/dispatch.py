@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import debug_check_ids
+from expertmesh.core.operands import check_type, debug_check_ids
 from expertmesh.core.ops.row_map import RowMap, holds_token, move_values
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -271,6 +271,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
     Warns (RuntimeWarning) if topk_idx is sharded in K, which is then gathered.
     Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
     """
+    EpConfig.check("prepare", config=config)
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(
             f"prepare: topk_idx must be integers; got dtype={topk_idx.dtype}; pass expert ids, not scores"
@@ -338,6 +339,7 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
     Costs what the transport costs; if tokens are sharded unlike topk_idx, a reshard, with a RuntimeWarning if D is
     sharded over axes of the tokens.
     """
+    check_type("dispatch", Handle, "pass what prepare made", handle=handle)
     transport = _transport("dispatch", handle, transport)
     _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
     if isinstance(tokens, QuantizedArray):
@@ -388,6 +390,7 @@ def combine(
 
     Costs what the transport costs.
     """
+    check_type("combine", Handle, "pass what prepare made", handle=handle)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise TypeError(
             f"combine: rows must be floating, since they are added up; got dtype={rows.dtype}; "
@@ -428,6 +431,7 @@ def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
 
     Costs an all-gather of float32[T, K] over the EP axis, and its transpose a reduce-scatter.
     """
+    check_type("dispatch_weights", Handle, "pass what prepare made", handle=handle)
     _check_shape("dispatch_weights", "topk_weights", topk_weights.shape, handle.slot.shape)
     if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
         raise TypeError(

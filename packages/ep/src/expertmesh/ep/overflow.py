@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from expertmesh.core.op import Op
+from expertmesh.core.operands import check_type
 from expertmesh.ep.dispatch import Handle
 
 __all__ = ["Overflow", "find_overflow", "raise_overflow"]
@@ -69,6 +70,7 @@ def find_overflow(handle: Handle) -> Overflow:
 
     Costs an all-gather of int32[3, P].
     """
+    check_type("find_overflow", Handle, "pass what prepare made", handle=handle)
     num_dropped, demand, participant, stranger = _find(
         handle.total_recv, handle.num_dropped, handle.stranger, ep_size=handle.ep_size
     )
@@ -96,6 +98,8 @@ def raise_overflow(overflow: Overflow) -> None:
 
     Waits for the step that made the values.
     """
+    remedy = "pass what find_overflow, or a block under overflow='error', found"
+    check_type("raise_overflow", Overflow, remedy, overflow=overflow)
     if isinstance(overflow.num_dropped, jax.core.Tracer):
         raise RuntimeError(
             "raise_overflow: it must be called outside jit, where values are known; got a traced Overflow; "

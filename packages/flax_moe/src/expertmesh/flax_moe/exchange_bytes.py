@@ -42,6 +42,7 @@ def exchange_bytes(
     Raises:
       ValueError: a size below 1, or `transport="two_level"` and R > 1: its bytes depend on the hosts.
     """
+    MoEConfig.check("exchange_bytes", config=config)
     check_counts("exchange_bytes", model_dim=model_dim, num_tokens=num_tokens, ep_size=ep_size)
     if ep_size > 1 and config.transport.startswith("two_level"):
         raise ValueError(

@@ -75,6 +75,7 @@ class MoEBlock(nn.Module):
         key: jax.Array | None = None,
     ) -> MoEOutput:
         """See `moe`; x is float[..., D]."""
+        MoEConfig.check("MoEBlock", config=self.config)
         shapes = param_shapes(x.shape[-1], self.config)
         params = {
             name: self.param(name, self._init(name), shape, self.config.param_dtype)

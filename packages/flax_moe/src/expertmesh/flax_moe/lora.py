@@ -140,6 +140,8 @@ def lora_shapes(
     model_dim: int, config: MoEConfig, lora: LoRA
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Shape of each A and B."""
+    LoRA.check("lora_shapes", lora=lora)
+    MoEConfig.check("lora_shapes", config=config)
     shapes = param_shapes(model_dim, _whole(config))
     return {name: low_rank(name, shapes[name], lora.rank) for name in lora.of(config)}
 
@@ -150,6 +152,8 @@ def lora_specs(
     """Where each A and B lives at rest: A like the input side of its weight, B like the output side; r is never
     split.
     """
+    LoRA.check("lora_specs", lora=lora)
+    MoEConfig.check("lora_specs", config=config)
     specs = param_specs(_whole(config), resource)
     return {
         name: {
@@ -195,6 +199,8 @@ def init_lora(
     Raises:
       ValueError: a target that the block does not have.
     """
+    LoRA.check("init_lora", lora=lora)
+    MoEConfig.check("init_lora", config=config)
     shapes = lora_shapes(model_dim, config, lora)
     return {
         name: {
@@ -225,6 +231,7 @@ def with_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, Any]:
     Differentiable in the adapters, through `moe`, and in the parameters that are not frozen. The gradient of a frozen
     weight is zeros, and nothing is computed for it. Costs reads and writes of A and B; nothing crosses devices.
     """
+    LoRA.check("with_lora", lora=lora)
     whole = whole_params("with_lora", params)
     _check_adapters(whole, adapters, lora)
     out: dict[str, Any] = dict(whole)
@@ -248,6 +255,7 @@ def merge_lora(params: Params, adapters: Adapters, lora: LoRA) -> dict[str, jax.
 
     Sharded as the weights: each device gathers the side of A or B that its shard lacks.
     """
+    LoRA.check("merge_lora", lora=lora)
     whole = whole_params("merge_lora", params)
     _check_adapters(whole, adapters, lora)
     merged = {name: plain(w) for name, w in whole.items()}

@@ -125,6 +125,7 @@ def moe(
     vectors. The backward costs two exchanges, a gather, and a reduce-scatter of the weights' gradients into their
     layout.
     """
+    MoEConfig.check("moe", config=config)
     check_tokens("moe", x)
     params = whole_params("moe", params)
     check_names("moe", params, config, needs_gate=logits is None and topk_weights is None)

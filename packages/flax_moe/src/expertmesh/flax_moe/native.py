@@ -85,6 +85,7 @@ def native_moe(
     Costs per call two exchanges of T K rows over ep (padded: R min(T min(K, e)) of them per device), one gather of the
     weights over fsdp, and all-reduces of [E] vectors.
     """
+    MoEConfig.check("native_moe", config=config)
     _check_options(config, exchange)
     params = whole_params("native_moe", params)
     check_params("native_moe", params, x.shape[-1], config, config.num_experts)
@@ -442,6 +443,7 @@ class NativeMoEBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> MoEOutput:
+        MoEConfig.check("NativeMoEBlock", config=self.config)
         init = initializers(self.config, self.kernel_init)
         params = {
             name: self.param(name, init[name], shape, self.config.param_dtype)

@@ -69,6 +69,7 @@ class MoEBlock(nnx.Module):
           kernel_init: of the weights; see `init_params`.
           lora: of the adapters; None: there are none.
         """
+        MoEConfig.check("MoEBlock", config=config)
         self.config, self.lora = config, lora
         init = initializers(config, kernel_init)
         for name, shape in param_shapes(model_dim, config).items():

@@ -148,6 +148,7 @@ def _whole_names(config: MoEConfig) -> tuple[str, ...]:
 
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter, in the order of the tree."""
+    MoEConfig.check("param_shapes", config=config)
     shapes = _shapes(model_dim, config, config.num_experts)
     return {name: shapes[name] for name in param_names(config)}
 
@@ -256,6 +257,7 @@ def init_params(
       TypeError: a `kernel_init` that cannot be called.
       ValueError: it returns another shape or dtype than it is given.
     """
+    MoEConfig.check("init_params", config=config)
     shapes, init = param_shapes(model_dim, config), initializers(config, kernel_init)
     keys = keys_of(key, shapes)
     return {
@@ -284,6 +286,7 @@ def param_specs(
     The weight is gathered over fsdp for use, and its gradient is scattered back, so no GEMM contracts a dimension that
     fsdp splits. tp splits `wi` by columns and `wo` by rows.
     """
+    MoEConfig.check("param_specs", config=config)
     return _specs(param_names(config), config, resource)
 
 

@@ -53,6 +53,7 @@ def init_quant_state(config: MoEConfig) -> dict[str, DenseState] | None:
       of `wi` and `wo`, for each expert. It is the same on every mesh, and replicated. None under any other recipe, and
       without one.
     """
+    MoEConfig.check("init_quant_state", config=config)
     recipe = config.under(current_recipe()).recipe
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -78,6 +79,7 @@ def quantize_weights(params: Params, config: MoEConfig) -> dict[str, QuantizedWe
 
     Costs what `expertmesh.core.quantize_weight` costs: each device quantizes its shards.
     """
+    MoEConfig.check("quantize_weights", config=config)
     recipe = config.under(current_recipe()).recipe
     if recipe is None or isinstance(recipe, DelayedScaling):
         raise ValueError(

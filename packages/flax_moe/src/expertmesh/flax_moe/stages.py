@@ -32,7 +32,13 @@ from jax.typing import DTypeLike
 from expertmesh import ep
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
-from expertmesh.core.operands import check_token_mask, debug_check_ids, routed_ids, wide_ids
+from expertmesh.core.operands import (
+    check_token_mask,
+    check_type,
+    debug_check_ids,
+    routed_ids,
+    wide_ids,
+)
 from expertmesh.core.ops.activation import activate
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import current_recipe
@@ -169,6 +175,7 @@ def route(
     they are: no token moves. The counts and losses are all-reduces of [E] vectors; a program that does not read them
     leaves these out.
     """
+    MoEConfig.check("stages.route", config=config)
     check_tokens("stages.route", x)
     check_expert_bias("stages.route", config, expert_bias, topk_idx)
     outside = dict(logits=logits, topk_idx=topk_idx, topk_weights=topk_weights)
@@ -235,6 +242,8 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
     [..., K] and one of float32 [..., K] over the EP axis, and the exchange of each choice's token; see
     `expertmesh.ep.dispatch`.
     """
+    check_type("stages.dispatch", Routed, "pass what stages.route made", routed=routed)
+    MoEConfig.check("stages.dispatch", config=config)
     config, params = config.under(current_recipe()), whole_params("stages.dispatch", params)
     check_tokens("stages.dispatch", routed.x)
     check_latent("stages.dispatch", config, routed.x)
@@ -289,6 +298,10 @@ def experts(
     fsdp; the backward costs another and a reduce-scatter of their gradients. A tp axis adds the sum over F. Spare slots
     add an exchange of copies and one of their gradients over the EP axis (`expertmesh.ep.copy_experts`).
     """
+    check_type(
+        "stages.experts", Dispatched, "pass what stages.dispatch made", dispatched=dispatched
+    )
+    MoEConfig.check("stages.experts", config=config)
     config, params = config.under(current_recipe()), whole_params("stages.experts", params)
     given = Quantization(quant_state, weights_quantized, key).of(EXPERTS)
     given = given.checked("stages.experts", config, EXPERTS)
@@ -323,6 +336,7 @@ def combine(computed: Computed) -> jax.Array:
     Differentiable in the rows; the backward is a dispatch. Costs the exchange of one row for each choice; see
     `expertmesh.ep.combine`.
     """
+    check_type("stages.combine", Computed, "pass what stages.experts made", computed=computed)
     handle, rows, _, sums = computed
     if sums is not None:
         return named("combined", sums)
@@ -366,6 +380,7 @@ def shared_experts(
     Differentiable in x and the parameters. Moves no token and needs no other stage, so a compiler can run it during an
     exchange. Costs what `expertmesh.core.dense` costs, twice; a gate reads x once more.
     """
+    MoEConfig.check("stages.shared_experts", config=config)
     names = SHARED + SHARED_GATE * config.shared_expert_gate
     given = Quantization(quant_state, weights_quantized, key)
     layers = _Dense.of("stages.shared_experts", names, params, x, config, given)
@@ -403,6 +418,8 @@ def to_latent(
 
     Differentiable in `routed.x` and the parameter. Moves no token. Costs what `expertmesh.core.dense` costs.
     """
+    MoEConfig.check("stages.to_latent", config=config)
+    check_type("stages.to_latent", Routed, "pass what stages.route made", routed=routed)
     given = Quantization(quant_state, weights_quantized, key)
     layers = _Dense.of("stages.to_latent", LATENT[:1], params, routed.x, config, given)
     x, state = layers.project("latent_down", routed.x)
@@ -427,6 +444,7 @@ def from_latent(
 
     Returns, costs, errors and gradients are those of `to_latent`: ([..., D], state).
     """
+    MoEConfig.check("stages.from_latent", config=config)
     given = Quantization(quant_state, weights_quantized, key)
     layers = _Dense.of("stages.from_latent", LATENT[1:], params, y, config, given)
     y, state = layers.project("latent_up", y)
@@ -500,6 +518,8 @@ def null_experts(routed: Routed, config: MoEConfig) -> jax.Array:
 
     Differentiable in `routed.x` and `routed.topk_weights`. Moves nothing.
     """
+    check_type("stages.null_experts", Routed, "pass what stages.route made", routed=routed)
+    MoEConfig.check("stages.null_experts", config=config)
     null = _is_null(routed.topk_idx, config)
     weights = jnp.sum(jnp.where(null, routed.topk_weights, 0), axis=-1)
     return _weighted(routed.x, weights, config.dtype)

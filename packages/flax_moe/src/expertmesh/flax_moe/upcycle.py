@@ -60,6 +60,7 @@ def upcycle(
 
     Run it under `jit` with `out_shardings` of `param_specs` for parameters that no device holds as a whole.
     """
+    MoEConfig.check("upcycle", config=config)
     parts = _parts(dense, config)
     _check(config, parts, dense)
     key, of_router = jax.random.split(key)

@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, exceeds, is_routed, wide_ids
+from expertmesh.core.operands import (
+    FLOATS,
+    INTEGERS,
+    check_arrays,
+    check_type,
+    exceeds,
+    is_routed,
+    wide_ids,
+)
 from expertmesh.core.ops.groups import each_participant, group_of
 from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
 
@@ -409,6 +417,7 @@ def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
 
     Costs no communication when P or D is sharded; T and the plan are held whole.
     """
+    check_type("permute", PermutePlan, "pass what plan_permute made", plan=plan)
     check_fit("permute", plan, x=x)
     return move_rows(x, plan)
 
@@ -434,6 +443,7 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
     Costs no communication when P or D is sharded, but that the weights' cotangent is summed over the axes of D; N is
     held whole.
     """
+    check_type("unpermute", PermutePlan, "pass what plan_permute made", plan=plan)
     check_fit("unpermute", plan.inverse, y=y)
     if topk_weights is not None:
         check_arrays("unpermute", FLOATS, topk_weights=topk_weights)

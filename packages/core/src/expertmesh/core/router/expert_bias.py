@@ -89,6 +89,7 @@ def required_bias_histogram(
 
     Costs an all-reduce of one [E, B] array over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
+    RouterConfig.check("required_bias_histogram", config=config)
     _check_histogram(logits, expert_bias, config, num_bins, bias_range)
     check_token_mask("required_bias_histogram", token_mask, logits.shape[:-1])
     operands = (jax.lax.stop_gradient(logits), jax.lax.stop_gradient(expert_bias))

@@ -87,6 +87,7 @@ def route(
     Differentiable in `logits`; the bias gets gradient 0. No communication, however tokens are sharded; a sharded expert
     dimension is gathered.
     """
+    RouterConfig.check("route", config=config)
     _check_logits(logits, config)
     _check_operands(logits, config, expert_bias, topk_idx)
     check_token_mask("route", token_mask, logits.shape[:-1])

@@ -57,6 +57,7 @@ def route_map(
 
     Differentiable in `logits`. No communication, however tokens are sharded; a sharded expert dimension is gathered.
     """
+    RouterConfig.check("route_map", config=config)
     check_format("route_map", format)
     check_arrays("route_map", FLOATS, logits=logits)
     check_arrays("route_map", FLOATS, optional=True, expert_bias=expert_bias)

@@ -1,0 +1,53 @@
+"""Every public function and block says of a config, and of a stage's result, of which type it must be."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from cases.typed import functions_of, refuses_others
+from expertmesh import flax_moe
+from expertmesh.flax_moe import LoRA, MoEConfig, init_params, linen, native, stages
+from expertmesh.flax_moe import nnx as blocks
+from expertmesh.flax_moe.experts import Dispatched
+
+CONFIG = MoEConfig(num_experts=4, top_k=2, expert_dim=16)
+X = jnp.ones((1, 4, 16))
+PARAMS = init_params(jax.random.key(0), 16, CONFIG)
+ROUTED = stages.route(PARAMS, X, CONFIG)
+DISPATCHED = stages.dispatch(PARAMS, ROUTED, CONFIG)
+INSTANCES = {
+    MoEConfig: CONFIG,
+    LoRA: LoRA(rank=2, alpha=2.0),
+    stages.Routed: ROUTED,
+    Dispatched: DISPATCHED,
+    stages.Computed: stages.experts(PARAMS, DISPATCHED, CONFIG),
+}
+FUNCTIONS = [
+    (module, name)
+    for module in (flax_moe, stages)
+    for name in sorted(functions_of(module, INSTANCES))
+]
+
+
+def test_functions_are_found():
+    assert {"moe", "with_lora", "native_moe", "combine"} <= {name for _, name in FUNCTIONS}
+
+
+@pytest.mark.parametrize("module, name", FUNCTIONS, ids=[name for _, name in FUNCTIONS])
+def test_another_type_is_refused(module, name):
+    refuses_others(getattr(module, name), INSTANCES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda config: linen.MoEBlock(config).init(jax.random.key(0), X),
+        lambda config: native.NativeMoEBlock(config).init(jax.random.key(0), X),
+        lambda config: blocks.MoEBlock(16, config, rngs=nnx.Rngs(0)),
+    ],
+    ids=["linen", "native", "nnx"],
+)
+def test_a_block_refuses_another_config(make):
+    with pytest.raises(TypeError, match="MoEBlock: config must be of type MoEConfig; got None"):
+        make(None)
