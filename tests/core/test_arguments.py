@@ -26,3 +26,38 @@ def test_another_type_is_refused(name):
 def test_a_config_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"route: config must be of type RouterConfig; got a Deb"):
         core.route(jnp.ones((4, 8)), type("Deb", (), {})())
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (
+            lambda: core.update_expert_bias(jnp.zeros(8), jnp.ones(8), float("nan")),
+            ValueError,
+            "update_expert_bias: rate must be finite; got rate=nan; pass a step",
+        ),
+        (
+            lambda: core.expert_counts(jnp.zeros((4, 2), jnp.int32), num_experts=-8),
+            ValueError,
+            "expert_counts: num_experts must be at least 1; got num_experts=-8",
+        ),
+        (
+            lambda: RouterConfig(top_k=2, scaling_factor=float("inf")),
+            ValueError,
+            "RouterConfig: scaling_factor must be finite; got scaling_factor=inf; take 1",
+        ),
+        (
+            lambda: core.gemm(jnp.ones((4, 8)), jnp.ones((8, 4)), out_dtype="flaot32"),
+            TypeError,
+            "gemm: out_dtype must be a dtype; got out_dtype='flaot32'; pass one of jax.numpy's",
+        ),
+        (
+            lambda: core.gemm(jnp.ones((4, 8)), jnp.ones((8, 4)), reduce_dtype="flaot32"),
+            TypeError,
+            "gemm: reduce_dtype must be a dtype; got reduce_dtype='flaot32'",
+        ),
+    ],
+)
+def test_numbers_and_dtypes(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()

@@ -51,3 +51,48 @@ def test_another_type_is_refused(module, name):
 def test_a_block_refuses_another_config(make):
     with pytest.raises(TypeError, match="MoEBlock: config must be of type MoEConfig; got None"):
         make(None)
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (
+            lambda: MoEConfig(num_experts=0, top_k=2, expert_dim=16),
+            ValueError,
+            "MoEConfig: num_experts must be at least 1; got num_experts=0",
+        ),
+        (
+            lambda: MoEConfig(num_experts=4, top_k=2, expert_dim=16, dtype="flaot32"),
+            TypeError,
+            "MoEConfig: dtype must be a dtype; got dtype='flaot32'",
+        ),
+        (
+            lambda: LoRA(rank=2, alpha=2.0, dtype="flaot32"),
+            TypeError,
+            "LoRA: dtype must be a dtype; got dtype='flaot32'",
+        ),
+        (
+            lambda: LoRA(rank=2, alpha="2"),
+            TypeError,
+            "LoRA: alpha must be a Python number; got alpha='2'",
+        ),
+        (
+            lambda: flax_moe.moe(PARAMS, X, CONFIG, aux_loss_coeff=-1.0),
+            ValueError,
+            "moe: aux_loss_coeff must be finite and at least 0; got aux_loss_coeff=-1.0; 0 turns",
+        ),
+        (
+            lambda: flax_moe.moe(PARAMS, X, CONFIG, z_loss_coeff=float("nan")),
+            ValueError,
+            "moe: z_loss_coeff must be finite and at least 0; got z_loss_coeff=nan",
+        ),
+        (
+            lambda: init_params(jax.random.key(0), -4, CONFIG),
+            ValueError,
+            "param_shapes: model_dim must be at least 1; got model_dim=-4",
+        ),
+    ],
+)
+def test_numbers_and_dtypes(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()

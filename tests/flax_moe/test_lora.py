@@ -598,7 +598,7 @@ def test_errors():
         native_moe(with_lora(data.params, adapters, LORA), data.x, config)
     for fields, words in (
         (dict(rank=0, alpha=1), "rank must be at least 1"),
-        (dict(rank=1, alpha=math.nan), "alpha must be a finite number"),
+        (dict(rank=1, alpha=math.nan), "alpha must be finite"),
         (dict(rank=1, alpha=1, init="zeros"), "init must be one of"),
         (dict(rank=1, alpha=1, targets=("q_proj",)), "targets must be of wi"),
     ):

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core import _jax
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
+from expertmesh.core.operands import as_dtype
 from expertmesh.core.rule import Plan, Query, parse_rule, parse_terms, plan_by_rule, role_names
 from expertmesh.core.specs import (
     Spec,
@@ -61,9 +62,9 @@ def check_reduce_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     """The dtype of the reduction of a weight's gradient over devices.
 
     Raises:
-      ValueError: unsupported dtype; the message begins with `name`.
+      ValueError, TypeError: unsupported dtype, or none; the message begins with `name`.
     """
-    resolved: jnp.dtype = jnp.dtype(dtype)
+    resolved = as_dtype(name, "reduce_dtype", dtype)
     if resolved.name not in _REDUCE_DTYPES:
         raise ValueError(
             f"{name}: reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}; got reduce_dtype={resolved.name}; "

@@ -1,6 +1,7 @@
 """Checks of operands, results and options of public functions: arrays of one kind of numbers, masks, ids, counts."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -61,6 +62,25 @@ def check_arrays(
             )
 
 
+def check_numbers(name: str, remedy: str, *, least: float = -math.inf, **numbers: object) -> None:
+    """Raises an error that names `name` and says `remedy` unless each is a finite number of at least `least`.
+
+    Raises:
+      TypeError: not a Python number.
+      ValueError: infinite, NaN or below `least`.
+    """
+    for option, value in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(
+                f"{name}: {option} must be a Python number; got {option}={value!r}; pass a float"
+            )
+        if not (math.isfinite(value) and value >= least):
+            bound = f" and at least {least}" if least > -math.inf else ""
+            raise ValueError(
+                f"{name}: {option} must be finite{bound}; got {option}={value}; {remedy}"
+            )
+
+
 def check_type(name: str, cls: type, remedy: str, **given: object) -> None:
     """Raises an error that names `name` and says `remedy` unless each is a `cls`.
 
@@ -75,13 +95,29 @@ def check_type(name: str, cls: type, remedy: str, **given: object) -> None:
             )
 
 
+def as_dtype(name: str, option: str, value: DTypeLike) -> jnp.dtype:
+    """The dtype of what names one.
+
+    Raises:
+      TypeError: no dtype; names `name` and `option`.
+    """
+    try:
+        dtype: jnp.dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: {option} must be a dtype; got {option}={value!r}; pass one of jax.numpy's, or its name"
+        ) from None
+    return dtype
+
+
 def check_out_dtype(name: str, dtype: DTypeLike, option: str = "out_dtype") -> jnp.dtype:
     """The dtype of a sum's result, given or that of an operand.
 
     Raises:
+      TypeError: no dtype.
       ValueError: names `name`; for integers and for floats of less than 16 bits, whose range is too small.
     """
-    resolved: jnp.dtype = jnp.dtype(dtype)
+    resolved = as_dtype(name, option, dtype)
     if not jnp.issubdtype(resolved, jnp.floating) or resolved.itemsize < 2:
         raise ValueError(
             f"{name}: the result must be of floats of at least 16 bits; got {option}={resolved.name}; take bfloat16, "

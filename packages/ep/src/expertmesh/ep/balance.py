@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import routed_ids
+from expertmesh.core.operands import check_numbers, routed_ids
 from expertmesh.core.ops.groups import group_of
 from expertmesh.core.ops.permute import plan_rows
 from expertmesh.core.specs import axis_size, mesh_of
@@ -105,11 +105,8 @@ def balance(
     int32[E], and what `plan_copies` costs.
     """
     EpConfig.check("balance", config=config)
-    if not (math.isfinite(capacity_factor) and capacity_factor >= 1):
-        raise ValueError(
-            "balance: capacity_factor must be finite and >= 1; "
-            f"got capacity_factor={capacity_factor}; use 1 for what level ranks need"
-        )
+    remedy = "use 1 for what level ranks need"
+    check_numbers("balance", remedy, least=1, capacity_factor=capacity_factor)
     axis = partition.resolve_axis(config, topk_idx)
     num_ranks = axis_size(mesh_of(topk_idx).shape, axis)
     if num_ranks == 1 or num_spare == 0:

@@ -2,6 +2,8 @@
 
 import math
 
+from expertmesh.core.operands import check_numbers
+
 
 def recv_capacity(
     num_experts: int,
@@ -58,11 +60,8 @@ def recv_capacity(
     )
     if factor is None:
         return worst
-    if not (math.isfinite(factor) and factor >= 1):
-        raise ValueError(
-            f"recv_capacity: factor must be finite and >= 1; got factor={factor}; "
-            "use factor=1 for the balanced load or None for the worst case"
-        )
+    remedy = "use factor=1 for the balanced load or None for the worst case"
+    check_numbers("recv_capacity", remedy, least=1, factor=factor)
     balanced = num_local * roundup(-(-tokens_per_rank * top_k // num_local), alignment)
     return min(worst, roundup(math.ceil(factor * balanced), alignment))
 

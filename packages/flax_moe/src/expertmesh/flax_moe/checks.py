@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType
 
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_numbers
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
@@ -131,6 +131,8 @@ def _check_coefficients(function: str, coeffs: Mapping[str, Coefficient | None])
             raise ValueError(
                 f"{function}: {name} must be one number; got {name}.shape={value.shape}; pass a scalar"
             )
+        if isinstance(value, int | float):
+            check_numbers(function, "0 turns it off", least=0, **{name: value})
 
 
 def coefficient(config: MoEConfig, name: str, value: Coefficient | None) -> Coefficient:

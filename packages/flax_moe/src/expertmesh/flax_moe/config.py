@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from expertmesh.core.config import Config
 from expertmesh.core.op import check_reduce_dtype
-from expertmesh.core.operands import check_counts
+from expertmesh.core.operands import as_dtype, check_counts, check_numbers
 from expertmesh.core.ops.activation import Activation, check_activation
 from expertmesh.core.quantization.recipe import (
     DelayedScaling,
@@ -178,13 +178,15 @@ class MoEConfig(Config):
         }
         for name, value in kept.items():
             object.__setattr__(self, name, value)
+        check_counts("MoEConfig", num_experts=self.num_experts, top_k=self.top_k)
         check_counts("MoEConfig", expert_dim=self.expert_dim, num_chunks=self.num_chunks)
         check_counts("MoEConfig", optional=True, shared_expert_dim=self.shared_expert_dim)
         check_counts("MoEConfig", optional=True, latent_dim=self.latent_dim)
         for name in ("aux_loss_coeff", "z_loss_coeff"):
-            _check_number(name, getattr(self, name), 0, "0 turns it off")
+            check_numbers("MoEConfig", "0 turns it off", least=0, **{name: getattr(self, name)})
         if self.capacity_factor is not None:
-            _check_number("capacity_factor", self.capacity_factor, 1, "pass None for no dropping")
+            factor = dict(capacity_factor=self.capacity_factor)
+            check_numbers("MoEConfig", "pass None for no dropping", least=1, **factor)
         _check_ep_axis(self.ep_axis)
         _check_choices(self)
         _check_spare_experts(self)
@@ -423,17 +425,6 @@ def _check_backward_combine(config: MoEConfig) -> None:
         )
 
 
-def _check_number(name: str, value: object, least: int, remedy: str) -> None:
-    if not isinstance(value, int | float):
-        raise TypeError(
-            f"MoEConfig: {name} must be a Python number; got {name}={value!r}; pass a float"
-        )
-    if not (math.isfinite(value) and value >= least):
-        raise ValueError(
-            f"MoEConfig: {name} must be finite and at least {least}; got {name}={value}; {remedy}"
-        )
-
-
 def _check_activation(activation: str | Activation) -> str | Activation:
     """The activation, as a name where it is only one."""
     check_activation("MoEConfig", activation)
@@ -450,7 +441,7 @@ def _check_ep_axis(value: object) -> None:
 
 
 def _float_dtype(name: str, value: DTypeLike) -> jnp.dtype:
-    dtype = jnp.dtype(value)
+    dtype = as_dtype("MoEConfig", name, value)
     if dtype.name not in _DTYPES[name]:
         raise ValueError(
             f"MoEConfig: {name} must be one of {', '.join(_DTYPES[name])}, a floating dtype; got {name}={dtype.name}; "

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.config import Config
 from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource
-from expertmesh.core.operands import check_counts
+from expertmesh.core.operands import as_dtype, check_counts, check_numbers
 from expertmesh.core.quantization.quantize import plain
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import (
@@ -91,10 +91,7 @@ class LoRA(Config):
     def __post_init__(self) -> None:
         self._normalize()
         check_counts("LoRA", rank=self.rank)
-        if not isinstance(self.alpha, int | float) or not np.isfinite(self.alpha):
-            raise ValueError(
-                f"LoRA: alpha must be a finite number; got alpha={self.alpha!r}; take the rank for a factor of 1"
-            )
+        check_numbers("LoRA", "take the rank for a factor of 1", alpha=self.alpha)
         if self.init not in _INITS:
             raise ValueError(
                 f"LoRA: init must be one of {', '.join(_INITS)}; got init={self.init!r}; use 'uniform' as PEFT does"
@@ -108,7 +105,7 @@ class LoRA(Config):
                 raise ValueError(
                     f"LoRA: targets must be of {', '.join(LAYERS)}; got {name!r}; leave it out, or None for all"
                 )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "dtype", as_dtype("LoRA", "dtype", self.dtype))
 
     @property
     def scale(self) -> float:

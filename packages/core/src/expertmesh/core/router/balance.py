@@ -27,6 +27,7 @@ from expertmesh.core.operands import (
     FLOATS,
     INTEGERS,
     check_arrays,
+    check_counts,
     check_token_mask,
     of_live,
     wide_ids,
@@ -161,11 +162,13 @@ def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
       int32[E], over all tokens of all shards.
 
     Raises:
-      TypeError: `topk_idx` is not of integers.
+      TypeError: `topk_idx` is not of integers, or `num_experts` no int.
+      ValueError: `num_experts` below 1.
 
     Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
     check_arrays("expert_counts", INTEGERS, topk_idx=topk_idx)
+    check_counts("expert_counts", num_experts=num_experts)
     count_E: jax.Array = _counts_op(topk_idx, None, num_experts=num_experts, sequence_dims=0)
     return count_E
 

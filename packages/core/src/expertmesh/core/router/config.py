@@ -1,12 +1,11 @@
 """How experts are chosen and weighted, as a value."""
 
 import dataclasses
-import math
 
 import jax
 
 from expertmesh.core.config import Config
-from expertmesh.core.operands import FLOATS, check_arrays, check_counts
+from expertmesh.core.operands import FLOATS, check_arrays, check_counts, check_numbers
 from expertmesh.core.router.scores import check_score_function
 
 __all__ = ["RouterConfig"]
@@ -55,7 +54,7 @@ class RouterConfig(Config):
             )
         self._check_normalize()
         self._check_own_groups()
-        _check_scaling_factor(self.scaling_factor)
+        check_numbers("RouterConfig", "take 1 for none", scaling_factor=self.scaling_factor)
 
     @property
     def divides(self) -> bool:
@@ -150,15 +149,3 @@ class RouterConfig(Config):
                 f"{function}: expert_bias must be [E]; got expert_bias.shape={expert_bias.shape}, "
                 f"{num_experts} experts; pass one value per expert"
             )
-
-
-def _check_scaling_factor(value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(
-            f"RouterConfig: scaling_factor must be a Python number; got scaling_factor={value!r}; "
-            "pass a float, or multiply the weights yourself"
-        )
-    if not math.isfinite(value):
-        raise ValueError(
-            f"RouterConfig: scaling_factor must be finite; got scaling_factor={value}; pass a finite float"
-        )

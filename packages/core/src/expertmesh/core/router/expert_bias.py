@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLOATS, check_arrays, check_token_mask
+from expertmesh.core.operands import FLOATS, check_arrays, check_numbers, check_token_mask
 from expertmesh.core.router.config import RouterConfig
 from expertmesh.core.router.scores import pointwise_scores
 
@@ -32,7 +32,7 @@ def update_expert_bias(
       float[E] in the bias' dtype. An expert with exactly the mean keeps its bias.
 
     Raises:
-      ValueError: shapes that are not [E].
+      ValueError: shapes that are not [E]; a rate that is a Python number and not finite.
       TypeError: the bias is not floating point.
 
     No communication: the counts are global already. The rule is that of auxiliary-loss-free load balancing
@@ -46,6 +46,8 @@ def update_expert_bias(
             f"got tokens_per_expert.shape={tokens_per_expert.shape}, expert_bias.shape={expert_bias.shape}; "
             "pass one count per expert"
         )
+    if isinstance(rate, int | float):
+        check_numbers("update_expert_bias", "pass a step such as 1e-3", rate=rate)
     count_E = jax.lax.stop_gradient(tokens_per_expert)
     # From the first expert's, so that the mean of equal counts is exact however large they are.
     if jnp.issubdtype(count_E.dtype, jnp.unsignedinteger):  # whose differences wrap
