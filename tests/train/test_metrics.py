@@ -193,6 +193,23 @@ def test_cut_to_nothing(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("text", ["", "\n", "step,loss\n", "step,loss\nab,1.0\n3", "3,1.0\n"])
+def test_without_a_whole_row_the_file_begins_anew(tmp_path, text):
+    path = tmp_path / "metrics.csv"
+    path.write_text(text)
+    metrics.keep_until(path, 3)
+    assert not path.exists()
+    write_run(path, 3, 5)
+    assert metrics.read_columns(path)["step"].tolist() == [4, 5]
+
+
+def test_no_rows_no_columns(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\n")
+    with pytest.raises(ValueError, match=r"metrics.csv must have a row for a step; got none"):
+        metrics.read_columns(path)
+
+
 def test_shares_and_their_smallest(tmp_path):
     path = tmp_path / "metrics.csv"
     write_run(path, 0, 8)

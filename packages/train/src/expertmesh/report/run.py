@@ -65,7 +65,7 @@ def read(path: Path) -> Run:
         options = json.loads(folder.options.read_text())
         columns = read_columns(folder.metrics)
         layers, experts = sizes(columns)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(
             f"RUN must be the folder of a run with a finished step; got {path}: {error}; "
             "give the --out of `python -m expertmesh.train`"

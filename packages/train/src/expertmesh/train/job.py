@@ -413,7 +413,11 @@ def _report(job: Job, seconds: float, phases: dict[str, float]) -> None:
     """Writes the pictures and the summary, and prints the result. For process 0."""
     from expertmesh.train import plots  # 0.8 s of imports that only this needs
 
-    columns = metrics.read_columns(job.folder.metrics)
+    try:
+        columns = metrics.read_columns(job.folder.metrics)
+    except (OSError, ValueError) as error:  # no step was left to train, and the rows are gone
+        _say(f"no summary: {error}")
+        return
     E = job.config.moe.num_experts
     shares_NLE = metrics.expert_shares(columns, job.config.layers, E)
     share, layer, expert, steps = metrics.smallest_share(shares_NLE)

@@ -51,20 +51,30 @@ def row(
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Cuts the CSV back to the rows of the steps up to `step`; a torn last line goes, too."""
-    if step == 0 or not path.exists():
+    """Cuts the CSV back to the rows of the steps up to `step`; torn lines go, too, and a file without a whole one."""
+    rows = []
+    if path.exists():
+        with open(path, newline="") as stream:
+            rows = list(csv.reader(stream))
+    names = rows[0] if rows else []
+    kept = [r for r in rows[1:] if len(r) == len(names) and r[0].isdecimal() and int(r[0]) <= step]
+    if not kept:
         path.unlink(missing_ok=True)
         return
-    with open(path, newline="") as stream:
-        names, *rows = csv.reader(stream)
-    kept = [r for r in rows if len(r) == len(names) and int(r[0]) <= step]
     write_whole(path, "".join(",".join(line) + "\n" for line in [names, *kept]))
 
 
 def read_columns(path: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """Columns by name; an empty cell is NaN."""
+    """Columns by name; an empty cell is NaN.
+
+    Raises:
+      OSError: no such file.
+      ValueError: it has no row.
+    """
     with open(path, newline="") as stream:
         rows = list(csv.DictReader(stream))
+    if not rows:
+        raise ValueError(f"{path} must have a row for a step; got none; train a step")
     return {name: np.array([float(r[name] or "nan") for r in rows]) for name in rows[0]}
 
 
