@@ -359,3 +359,11 @@ def test_other_folders_are_left_alone(tmp_path):
     with pytest.raises(UsageError, match="--out must be"):
         rundir.begin(RunFolder(tmp_path / "file" / "run"), record())
     assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_what_no_memory_holds_is_said_in_one_line(tmp_path, capsys):
+    wide = "--model-dim 2000000 --heads 2 --expert-dim 200000 --seq-len 16 --steps 1"
+    assert cli.main([*wide.split(), "--out", str(tmp_path / "run")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a device's memory must hold the state and a step; got " in line
+    assert "ut of memory" in line and "--batch-size" in line

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -72,13 +73,22 @@ def run(options: Options) -> int:
 
     Raises:
       UsageError: for input that the user can put right.
+      TrainingError: the devices' memory does not hold the step.
     """
     corpus = data.load_corpus(options.training.data, options.model.seq_len)
     devices.start(options.devices)
     job = plan(options, corpus)
     _say(_describe(job))
     with contextlib.ExitStack() as stack:
-        return _run(job, stack)
+        try:
+            return _run(job, stack)
+        except jax.errors.JaxRuntimeError as error:
+            if not re.search("RESOURCE_EXHAUSTED|Out of memory", str(error)):
+                raise
+            raise TrainingError(
+                f"a device's memory must hold the state and a step; got {str(error).splitlines()[0]}; give a larger "
+                "--grad-accum, --remat full or --offload, or fewer tokens by --batch-size"
+            ) from error
 
 
 def _run(job: Job, stack: contextlib.ExitStack) -> int:
