@@ -1,6 +1,7 @@
 """Every public function says of a config, and of a plan, of which type it must be."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases.typed import functions_of, refuses_others
@@ -55,6 +56,48 @@ def test_a_config_of_another_kind_is_refused():
             lambda: core.gemm(jnp.ones((4, 8)), jnp.ones((8, 4)), reduce_dtype="flaot32"),
             TypeError,
             "gemm: reduce_dtype must be a dtype; got reduce_dtype='flaot32'",
+        ),
+        (
+            lambda: core.quantile_expert_bias(jnp.zeros(4), jnp.ones((4, 8), int), top_k=5),
+            ValueError,
+            "quantile_expert_bias: top_k must be at most the number of experts; got top_k=5, 4",
+        ),
+        (
+            lambda: core.quantile_expert_bias(jnp.zeros(4), jnp.ones((4, 8), int), top_k=0),
+            ValueError,
+            "quantile_expert_bias: top_k must be at least 1; got top_k=0",
+        ),
+        (
+            lambda: core.required_bias_histogram(
+                jnp.ones((4, 8)),
+                jnp.zeros(8),
+                RouterConfig(top_k=2, score_function="sigmoid"),
+                num_bins=2.5,
+            ),
+            TypeError,
+            "required_bias_histogram: num_bins must be an int; got num_bins=2.5",
+        ),
+        (
+            lambda: core.load_balance_loss(
+                jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32), coeff=np.ones(2)
+            ),
+            ValueError,
+            r"load_balance_loss: coeff must be a number or a scalar array; got coeff.shape=\(2,\)",
+        ),
+        (
+            lambda: core.as_recipe({"recipe": ["fp8_block"]}),
+            ValueError,
+            r"as_recipe: a name must be one of fp8_delayed, .*; got \['fp8_block'\]",
+        ),
+        (
+            lambda: core.grouped_quantize(
+                jnp.ones((1, 8, 16)),
+                jnp.zeros((1, 0), jnp.int32),
+                core.TensorFormat(dtype="float8_e4m3fn"),
+                axis=2,
+            ),
+            ValueError,
+            r"grouped_quantize: there must be a group; got group_sizes \(1, 0\)",
         ),
     ],
 )

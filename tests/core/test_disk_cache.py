@@ -51,6 +51,33 @@ def test_without_a_place_it_is_made_each_time(monkeypatch, tmp_path):
     assert [disk_cache.kept("a", lambda: b"made") for _ in range(2)] == [b"made"] * 2
 
 
+def refuse(error):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+def test_without_locks_it_is_kept_all_the_same(folder, monkeypatch):
+    monkeypatch.setattr(disk_cache.fcntl, "flock", refuse(OSError("No locks available")))
+    assert disk_cache.kept("a", lambda: b"first") == b"first"
+    assert disk_cache.kept("a", lambda: b"second") == b"first"
+
+
+def test_a_file_of_others_alone_is_made_anew(folder, monkeypatch):
+    disk_cache.kept("a", lambda: b"first")
+    (path,) = files(folder)
+    assert path.stat().st_mode & 0o777 == 0o644, "others may share the folder"
+    monkeypatch.setattr(type(path), "read_bytes", refuse(PermissionError("Permission denied")))
+    assert disk_cache.kept("a", lambda: b"second") == b"second"
+
+
+def test_without_a_home_it_is_made_each_time(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(disk_cache.pathlib.Path, "home", refuse(RuntimeError("no home")))
+    assert [disk_cache.kept("a", lambda: b"made") for _ in range(2)] == [b"made"] * 2
+
+
 def test_what_does_not_fit_is_not_kept(folder):
     """By the largest size that a file may have, of a process of its own."""
     ask = """

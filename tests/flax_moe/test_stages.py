@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cases.covering import full
 from expertmesh.core import Float8BlockScaling
 from expertmesh.core.testing import relative_error
-from expertmesh.flax_moe import init_quant_state, moe, stages
+from expertmesh.flax_moe import MoEConfig, init_params, init_quant_state, moe, stages
 from flax_moe.moe_oracle import EXPLICIT, make_config, make_data, make_mesh, place
 
 BLOCK = Float8BlockScaling()
@@ -281,3 +281,14 @@ def test_errors(call, error, words):
     config, data = setup(use_bias=False)
     with pytest.raises(error, match=words):
         call(data.params, data.x, config)
+
+
+def test_a_wide_id_of_no_expert_goes_nowhere():
+    """With null experts, too, none of its bits are lost before it is compared."""
+    with jax.enable_x64(True):
+        config = MoEConfig(num_experts=4, top_k=1, expert_dim=8, num_null_experts=1)
+        params = init_params(jax.random.key(0), 8, config)
+        routed = stages.route(params, jnp.ones((1, 4, 8), jnp.float32), config)
+        ids = jnp.asarray([[[2**32 + 1], [1], [4], [2**33 + 4]]], jnp.int64)
+        dispatched = stages.dispatch(params, routed._replace(topk_idx=ids), config)
+        np.testing.assert_array_equal(jnp.sum(dispatched.handle.group_sizes), 1)

@@ -136,3 +136,19 @@ def test_group_sizes_are_integers():
         TypeError, match="group_sizes must be an array of integers; got dtype=float32"
     ):
         grouped_gemm(jnp.zeros((4, 5)), jnp.zeros((2, 5, 6)), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint16", "uint32"])
+def test_sizes_of_any_width(dtype):
+    """Their sums are those of 32 bits, in every pass."""
+    sizes = np.array([100, 27, 73] if dtype.endswith("t8") else [100, 32700, 300])
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(sizes.sum(), 8)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(3, 8, 8)), jnp.float32)
+
+    def passes(of):
+        out, pull = jax.vjp(lambda x, w: grouped_gemm(x, w, jnp.asarray(sizes, of)), x, w)
+        return out, *pull(jnp.ones_like(out))
+
+    for got, want in zip(passes(dtype), passes("int32"), strict=True):
+        np.testing.assert_array_equal(got, want)

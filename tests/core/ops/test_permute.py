@@ -461,6 +461,11 @@ def test_second_call_does_not_trace_again():
         (lambda i, x, p: permute(x[0], p), ValueError, "x.shape=(13, 7)"),
         (lambda i, x, p: unpermute(x, p), ValueError, "y.shape=(2, 13, 7)"),
         (lambda i, x, p: unpermute(permute(x, p), p, i), TypeError, "dtype=int32"),
+        (
+            lambda i, x, p: unpermute(permute(x.astype(jnp.int32), p), p),
+            TypeError,
+            "y must be an array of floats; got dtype=int32",
+        ),
         (lambda i, x, p: unpermute(permute(x, p), p, x), ValueError, "map: (2, 13, 3)"),
         (lambda i, x, p: move_values(x, p), ValueError, "map: (2, 13, 3)"),
         (lambda i, x, p: move_values(x, p.inverse), ValueError, "map: (2, 52)"),
@@ -471,3 +476,25 @@ def test_errors(call, error, words):
     with pytest.raises(error) as caught:
         call(jnp.asarray(idx), x, plan)
     assert words in str(caught.value)
+
+
+def test_integers_of_one_choice_come_back():
+    """Nothing is added up, so they are not rounded."""
+    idx = jnp.asarray([[1], [0], [1]])
+    x = jnp.asarray([[2**24 + 1], [-7], [2**31 - 1]], jnp.int32)
+    plan = plan_permute(idx, num_experts=2)
+    np.testing.assert_array_equal(unpermute(permute(x, plan), plan), x)
+
+
+@pytest.mark.parametrize(
+    "roll", [2**31, 2**40 + 3, -(2**33), np.uint32(2**31 + 2), np.uint8(200), np.int8(-128)]
+)
+def test_roll_of_any_width(roll):
+    """By its remainder: none of its bits are lost first."""
+    idx = jnp.asarray([[0], [1], [2], [0]])
+    got = plan_permute(
+        idx, num_experts=3, roll=roll if isinstance(roll, int) else jnp.asarray(roll)
+    )
+    want = plan_permute((idx - int(roll) % 3) % 3, num_experts=3)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(mine, theirs)

@@ -116,9 +116,14 @@ def compute_capability() -> float | None:
     return float(gpu.compute_capability) if gpu else None
 
 
+def target_capability() -> float:
+    """The one that kernels are compiled for; an H100's where there is no GPU."""
+    return compute_capability() or 9.0
+
+
 def runs_hopper_kernels() -> bool:
-    """Whether the GPU is a Hopper one. Where there is no GPU, kernels are an H100's."""
-    return compute_capability() in (None, 9.0)
+    """Whether kernels are compiled for a Hopper GPU."""
+    return target_capability() == 9.0
 
 
 def manual_mesh(mesh: Any) -> AbstractMesh:

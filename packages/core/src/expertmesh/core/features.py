@@ -6,6 +6,7 @@ import jax
 
 from expertmesh.core.quantization.recipe import RECIPES, Recipe
 from expertmesh.core.support import (
+    EIGHT_BITS_FROM,
     KernelError,
     platform_of,
     tested_versions,
@@ -15,8 +16,9 @@ from expertmesh.core.support import (
 
 # The compute capability from which on kernels multiply the operands of a recipe as they are.
 _NATIVE_FROM = {
-    "fp8_delayed": 8.9, "fp8_current": 8.9, "fp8_block": 8.9, "mxfp8": 10.0, "nvfp4": 10.0,
-}  # fmt: skip
+    **dict.fromkeys(("fp8_delayed", "fp8_current", "fp8_block"), EIGHT_BITS_FROM),
+    **dict.fromkeys(("mxfp8", "nvfp4"), 10.0),
+}
 # Compute capabilities of GPUs on which the tests of kernels ran; for others CI compiles.
 _RUN_ON = ("9.0",)
 FEATURES = ("reference", "triton", *RECIPES)

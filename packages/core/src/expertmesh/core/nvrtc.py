@@ -22,14 +22,18 @@ class Compiled:
     ptx: str = ""
 
 
+def in_wheels(pattern: str) -> list[pathlib.Path]:
+    """Files and folders of this pattern in NVIDIA's installed packages."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return [path for folder in folders for path in sorted(pathlib.Path(folder).glob(pattern))]
+
+
 @functools.cache  # each choice of a kernel asks
 def library() -> str | None:
     """The path of NVRTC's library, or None: of pip's packages, else of the system."""
-    package = importlib.util.find_spec("nvidia")
-    for folder in (package and package.submodule_search_locations) or ():
-        for path in sorted(pathlib.Path(folder).glob("*/lib/libnvrtc.so.*")):
-            return str(path)
-    return ctypes.util.find_library("nvrtc")
+    found = in_wheels("*/lib/libnvrtc.so.*")
+    return str(found[0]) if found else ctypes.util.find_library("nvrtc")
 
 
 def version() -> str:

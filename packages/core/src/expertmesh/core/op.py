@@ -196,7 +196,8 @@ class Op:
         names = ("auto", "reference", *(kernel.name for kernel in op.kernels))
         if implementation not in names:
             raise ValueError(
-                f"{self.name}: implementation must be one of {', '.join(names)}; got implementation={implementation!r}"
+                f"{self.name}: implementation must be one of {', '.join(names)}; "
+                f"got implementation={implementation!r}; use 'auto'"
             )
         call = _Call(
             op,

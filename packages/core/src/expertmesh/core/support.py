@@ -11,6 +11,7 @@ import jax
 from expertmesh.core import _jax, _native
 
 TRITON = "triton>=3.8"  # older ones lack TMA descriptors as parameters
+EIGHT_BITS_FROM = 8.9  # compute capability
 INSTALL = "pip install 'expertmesh-core[cuda13]'"
 
 
@@ -78,6 +79,17 @@ def platform_of(*operands: jax.Array) -> str:
     That of their mesh's devices, which may be there only to compile for, else of the default device.
     """
     return _jax.platform(operands)
+
+
+def eight_bits_unsupported() -> str | None:
+    """What keeps kernels from numbers of 8 bits on this process' GPU, or None."""
+    capability = _jax.target_capability()
+    if capability < EIGHT_BITS_FROM:
+        return (
+            f"GPUs have numbers of 8 bits from compute capability {EIGHT_BITS_FROM} on; "
+            f"this one has {capability}"
+        )
+    return None
 
 
 def compute_capability() -> float | None:

@@ -124,11 +124,6 @@ _Function = Callable[..., Any]
 _Transform = Callable[[_Function], _Function]
 
 
-def is_valid(case: OpCase, setting: Setting) -> bool:
-    """Whether the setting makes sense for the case, and JAX has the devices."""
-    return _is_valid(_traits(case), setting)
-
-
 def _traits(case: OpCase) -> _Traits:
     """All that the validity of a setting depends on: layouts, independent layouts, differentiable, poisonable."""
     layouts, independent = frozenset(case.layouts), frozenset(case.independent)
@@ -136,6 +131,7 @@ def _traits(case: OpCase) -> _Traits:
 
 
 def _is_valid(traits: _Traits, setting: Setting) -> bool:
+    """Whether the setting makes sense for such a case, and JAX has the devices."""
     layouts, independent, differentiable, poisonable = traits
     return (
         setting.layout in layouts

@@ -534,8 +534,7 @@ def _sent(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
     """The choices with -1 for those of null experts."""
     if config.num_null_experts == 0:
         return topk_idx
-    ids = wide_ids(topk_idx).astype(jnp.int32)
-    return jnp.where(_is_null(ids, config), -1, ids)
+    return routed_ids(topk_idx, None, config.num_experts)
 
 
 def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ def current_device() -> Device:
     """This process' GPU and the mesh of the context; an H100 where there is no GPU, as when compiling ahead of time."""
     gpu = _jax.local_gpu()
     return Device(
-        capability=round((_jax.compute_capability() or 9.0) * 10),
+        capability=round(_jax.target_capability() * 10),
         multiprocessors=gpu.core_count if gpu else 132,
         nvrtc=nvrtc() is not None,
         alone=jax.sharding.get_abstract_mesh().size <= 1,

@@ -284,9 +284,8 @@ def type_name(x) -> str:
 
 
 def capability() -> int:
-    """The compute capability that kernels are compiled for, times ten; an H100's where there is no GPU."""
-    gpu = _jax.local_gpu()
-    return round(float(gpu.compute_capability) * 10) if gpu else 90
+    """The compute capability that kernels are compiled for, times ten."""
+    return round(_jax.target_capability() * 10)
 
 
 def divisor(size: int, most: int, least: int = 128) -> int:

@@ -47,6 +47,7 @@ from expertmesh.core.quantization.quantize_rows import (
 )
 from expertmesh.core.quantization.quantized import QuantizedArray, is_plain, is_quantized
 from expertmesh.core.quantization.recipe import Recipe
+from expertmesh.core.support import eight_bits_unsupported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +143,8 @@ def _plain_unsupported(
     a: jax.Array, b: jax.Array, group_sizes: jax.Array, num_experts: int, widths: tuple[int, int]
 ) -> str | None:
     """What keeps these types from the kernels, or None."""
-    capability = _jax.compute_capability()
-    if capability is not None and capability < 8.0:
+    capability = _jax.target_capability()
+    if capability < 8.0:
         return f"the kernels are for compute capability 8.0 and later; this GPU has {capability}"
     if reason := _participants_unsupported(group_sizes, num_experts):
         return reason
@@ -236,9 +237,8 @@ def _mixed_unsupported(
         return "there is no kernel for blocks with two levels of scales"
     if q.block and max(q.block) != q.block[-1]:
         return f"blocks must lie along the features; they are {q.block}"
-    capability = _jax.compute_capability()
-    if capability is not None and capability < 8.9:
-        return f"GPUs have 8-bit numbers from compute capability 8.9 on; this GPU has {capability}"
+    if reason := eight_bits_unsupported():
+        return reason
     if reason := _participants_unsupported(group_sizes, num_experts):
         return reason
     if other.dtype not in (jnp.bfloat16, jnp.float16):
@@ -493,7 +493,7 @@ def apply_grouped(
     **options: Any,
 ) -> Any:
     """What `grouped_gemm` and `grouped_dense` return; options: of `layer_of`."""
-    flat = x.ndim == 2
+    flat, group_sizes = x.ndim == 2, group_sizes.astype(jnp.int32)  # sums of fewer bits wrap
     if flat:
         x, group_sizes = x[None], group_sizes[None]
         specs = with_participant(specs[0]), specs[1], with_participant(specs[2])

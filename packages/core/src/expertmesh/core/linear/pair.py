@@ -21,6 +21,7 @@ from expertmesh.core.quantization.quantized import (
     widths_unsupported,
 )
 from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.core.support import eight_bits_unsupported
 from expertmesh.core.vjp import not_differentiable
 
 
@@ -60,17 +61,16 @@ def unsupported(
       widths: K and the size of N.
       block_dims: along how many dimensions of either operand blocks of 128 lie.
     """
-    capability = _jax.compute_capability()
     if _has_4_bits(a) and _has_4_bits(b):
-        # Where there is no GPU, kernels are an H100's.
-        if capability is None or capability < 10.0:
-            return f"tensor cores multiply 4 bits from compute capability 10.0 on; this GPU has {capability or 9.0}"
+        capability = _jax.target_capability()
+        if capability < 10.0:
+            return f"tensor cores multiply 4 bits from compute capability 10.0 on; this GPU has {capability}"
         if reason := _packing_unsupported(a, b):
             return reason
     elif reason := _blocks_unsupported(a, b, block_dims):
         return reason
-    if capability is not None and capability < 8.9:
-        return f"tensor cores multiply 8 bits from compute capability 8.9 on; this GPU has {capability}"
+    if reason := eight_bits_unsupported():
+        return reason
     if a.data.size == 0:
         return "there must be rows"
     if reason := widths_unsupported(*widths):

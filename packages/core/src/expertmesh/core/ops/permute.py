@@ -24,7 +24,14 @@ from expertmesh.core.operands import (
     wide_ids,
 )
 from expertmesh.core.ops.groups import each_participant, group_of
-from expertmesh.core.ops.row_map import RowMap, check_fit, check_places, holds_token, move_rows
+from expertmesh.core.ops.row_map import (
+    RowMap,
+    check_fit,
+    check_places,
+    check_summed,
+    holds_token,
+    move_rows,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -340,7 +347,11 @@ def plan_permute(
     num_rows = check_rows("plan_permute", num_rows, worst, num_choices, drop)
     group_PTK = _as_group(topk_idx, 3)
     row, source, tokens_per_expert, group_sizes, _, _ = _plan(
-        _rolled(group_PTK, group_roll("plan_permute", roll, group_PTK.shape[0]), num_experts),
+        _rolled(
+            group_PTK,
+            group_roll("plan_permute", roll, group_PTK.shape[0], num_experts),
+            num_experts,
+        ),
         jnp.zeros(group_PTK.shape[0], jnp.int32),
         num_experts=num_experts,
         num_rows=num_rows,
@@ -374,10 +385,12 @@ def check_rows(
     return num_rows
 
 
-def group_roll(function: str, roll: int | jax.Array, num_groups: int) -> jax.Array | None:
-    """`roll` as int32[P], or None for no roll."""
+def group_roll(
+    function: str, roll: int | jax.Array, num_groups: int, num_experts: int
+) -> jax.Array | None:
+    """`roll` as int32[P], in [0, num_experts), or None for no roll."""
     if isinstance(roll, int):
-        return jnp.full(num_groups, roll, jnp.int32) if roll else None
+        return jnp.full(num_groups, roll % num_experts, jnp.int32) if roll else None
     roll = jnp.asarray(roll)
     if not jnp.issubdtype(roll.dtype, jnp.integer):
         raise TypeError(
@@ -388,7 +401,9 @@ def group_roll(function: str, roll: int | jax.Array, num_groups: int) -> jax.Arr
             f"{function}: roll must have rank 0 or one value per group; got roll.shape={roll.shape} for "
             f"{num_groups} groups; broadcast it to [P]"
         )
-    return jnp.broadcast_to(roll.astype(jnp.int32), (num_groups,))
+    if jnp.iinfo(roll.dtype).bits < 32:  # which may not hold the number of experts
+        roll = roll.astype(jnp.int32)
+    return jnp.broadcast_to((roll % num_experts).astype(jnp.int32), (num_groups,))
 
 
 def _rolled(topk_idx_PTK: jax.Array, roll_P: jax.Array | None, num_experts: int) -> jax.Array:
@@ -398,7 +413,7 @@ def _rolled(topk_idx_PTK: jax.Array, roll_P: jax.Array | None, num_experts: int)
     topk_idx_PTK = wide_ids(topk_idx_PTK)
     routed = is_routed(topk_idx_PTK, num_experts)
     ids = jnp.where(routed, topk_idx_PTK, 0).astype(jnp.int32)
-    return jnp.where(routed, (ids - roll_P[:, None, None] % num_experts) % num_experts, -1)
+    return jnp.where(routed, (ids - roll_P[:, None, None]) % num_experts, -1)
 
 
 def permute(x: jax.Array, plan: PermutePlan) -> jax.Array:
@@ -437,7 +452,7 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
       rows is exactly 0, that of a weight without a row is 0, any other weight's is <dout[t], y[row]> in float32.
 
     Raises:
-      TypeError: topk_weights is not floating.
+      TypeError: topk_weights, or rows that are weighed or added up, are not floating.
       ValueError: y or topk_weights does not fit the plan.
 
     Costs no communication when P or D is sharded, but that the weights' cotangent is summed over the axes of D; N is
@@ -445,6 +460,7 @@ def unpermute(y: jax.Array, plan: PermutePlan, topk_weights: jax.Array | None = 
     """
     check_type("unpermute", PermutePlan, "pass what plan_permute made", plan=plan)
     check_fit("unpermute", plan.inverse, y=y)
+    check_summed("unpermute", plan.inverse, topk_weights, y=y)
     if topk_weights is not None:
         check_arrays("unpermute", FLOATS, topk_weights=topk_weights)
         check_places("unpermute", plan.inverse, topk_weights=topk_weights)

@@ -92,13 +92,14 @@ def move_rows(x: jax.Array, row_map: RowMap, weights: jax.Array | None = None) -
       exactly 0 and give no gradient, whatever weights and cotangent hold there. Gradients of weights are float32.
 
     Raises:
-      TypeError: an operand is not an array, or weights is not floating.
+      TypeError: an operand is not an array, or weights, or rows that are added up, are not floating.
       ValueError: x or weights does not fit the map.
 
     No communication when P or D is sharded, except that the gradient of the weights is summed over the axes of D. S is
     held whole, and so is N if x is copied to several places.
     """
     check_fit("move_rows", row_map, x=x)
+    check_summed("move_rows", row_map, weights, x=x)
     if weights is not None:
         check_arrays("move_rows", FLOATS, weights=weights)
         check_places("move_rows", row_map, weights=weights)
@@ -136,6 +137,13 @@ def check_fit(function: str, row_map: RowMap, **operand: Any) -> None:
             f"{function}: {name} must have the rows of its map, and features; got {name}.shape={x.shape}, map: {rows}; "
             "use the map that was made for it"
         )
+
+
+def check_summed(function: str, row_map: RowMap, weights: jax.Array | None, **operand: Any) -> None:
+    """Raises an error that names `function` where rows are weighed or added up, in float32, that are no floats."""
+    several = row_map.source.ndim > row_map.row.ndim and row_map.source.shape[-1] > 1
+    if weights is not None or several:
+        check_arrays(function, FLOATS, **operand)
 
 
 def check_places(function: str, row_map: RowMap, **operand: Any) -> None:

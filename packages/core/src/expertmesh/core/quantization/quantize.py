@@ -30,7 +30,6 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core import _jax
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.operands import FLOATS, check_arrays, check_out_dtype
 from expertmesh.core.ops.groups import cleared, expand_trailing, of_rows, row_groups
@@ -46,6 +45,7 @@ from expertmesh.core.quantization.scales import (
 )
 from expertmesh.core.rule import plan_by_rule
 from expertmesh.core.specs import Entry, axis_size, entry_axes, spec_axes
+from expertmesh.core.support import eight_bits_unsupported
 from expertmesh.core.vjp import not_differentiable
 
 __all__ = ["dequantize", "dequantize_values", "quantize", "quantize_dbias"]
@@ -321,9 +321,8 @@ def quantize_unsupported(x: jax.Array, format: TensorFormat, block: tuple[int, .
 
 def blocks_unsupported(x: jax.Array, block: tuple[int, ...]) -> str | None:
     """What keeps numbers in these blocks from kernels that convert to or from 8 bits, or None."""
-    capability = _jax.compute_capability()
-    if capability is not None and capability < 8.9:
-        return f"GPUs convert to 8 bits from compute capability 8.9 on; this one has {capability}"
+    if reason := eight_bits_unsupported():
+        return reason
     along = [dim for dim, b in enumerate(block) if b > 1]
     if any(b & (b - 1) or b > 128 for b in block) or len(along) == 2 and along[1] < x.ndim - 1:
         return f"blocks must be powers of two up to 128, square ones in the last dimension; they are {block}"

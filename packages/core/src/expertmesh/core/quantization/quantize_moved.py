@@ -23,7 +23,11 @@ from expertmesh.core.quantization.quantize import (
     quantize_unsupported,
     quantized_array,
 )
-from expertmesh.core.quantization.quantize_rows import Moved, check_groups, participant_unsupported
+from expertmesh.core.quantization.quantize_rows import (
+    Moved,
+    checked_groups,
+    participant_unsupported,
+)
 from expertmesh.core.quantization.quantized import QuantizedArray, quantized_like
 from expertmesh.core.quantization.recipe import TensorFormat
 from expertmesh.core.vjp import not_differentiable
@@ -50,7 +54,7 @@ def quantize_moved(rows: Moved, group_sizes: jax.Array, format: TensorFormat) ->
     """
     name, tokens = "quantize_moved", rows.base
     check_source(name, tokens, format)
-    check_groups(name, rows.shape, group_sizes)
+    group_sizes = checked_groups(name, rows.shape, group_sizes)
     if format.block is not None:
         raise ValueError(
             f"{name}: format must be without blocks; got {format}; use quantize, whose blocks lie along D"

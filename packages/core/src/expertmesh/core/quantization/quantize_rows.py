@@ -347,7 +347,7 @@ def _quantize_at_once(
     *,
     directions: tuple[int, ...],
 ) -> Copies:
-    check_groups(name, source.shape, group_sizes)
+    group_sizes = checked_groups(name, source.shape, group_sizes)
     axes = len(source.shape) - 1, 1
     blocks = tuple(
         block_shape(name, source.shape, format, axes[i], None, 1) if i in directions else source.block
@@ -513,14 +513,19 @@ def as_rows(x: Any) -> Rows:
     return x if isinstance(x, Rows) else Rows(x)
 
 
-def check_groups(name: str, shape: Sequence[int], group_sizes: jax.Array) -> None:
-    """Raises an error that names `name` unless rows of this shape can have these groups."""
+def checked_groups(name: str, shape: Sequence[int], group_sizes: jax.Array) -> jax.Array:
+    """int32[P, G]; an error that names `name` unless rows of this shape can have these groups."""
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
     if len(shape) < 2 or group_sizes.ndim != 2 or shape[0] != group_sizes.shape[0]:
         raise ValueError(
             f"{name}: x must be [P, C, *K] and group_sizes [P, G] with the same P; got x {tuple(shape)}, "
             f"group_sizes {group_sizes.shape}; add the dimension P, 1 where nothing is sharded"
         )
+    if group_sizes.shape[1] == 0:
+        raise ValueError(
+            f"{name}: there must be a group; got group_sizes {group_sizes.shape}; pass one of 0 rows"
+        )
+    return group_sizes.astype(jnp.int32)  # sums of fewer bits wrap
 
 
 def check_starts(name: str, group_sizes: jax.Array, block: int) -> None:

@@ -353,11 +353,11 @@ def _classes() -> dict[str, type[Recipe]]:
 
 def _named(name: object) -> type[Recipe]:
     known = {**RECIPES, **_classes()}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(
             f"as_recipe: a name must be one of {', '.join(known)}; got {name!r}; choose one of these"
         )
-    return known[str(name)]
+    return known[name]
 
 
 def _of_options(recipe: object = None, **options: Any) -> Recipe:

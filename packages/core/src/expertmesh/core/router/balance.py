@@ -194,12 +194,12 @@ def check_balance_operands(
 
 def _times(name: str, coeff: float | jax.Array, loss: Callable[..., jax.Array]) -> jax.Array:
     """loss(coeff=coeff). Options of an op are static: of an array it is coeff loss(1)."""
+    if shape := jnp.shape(coeff):
+        raise ValueError(
+            f"{name}: coeff must be a number or a scalar array; got coeff.shape={shape}; pass one number"
+        )
     if not isinstance(coeff, jax.Array):
         return loss(coeff=float(coeff))
-    if coeff.shape:
-        raise ValueError(
-            f"{name}: coeff must be a number or a scalar array; got coeff.shape={coeff.shape}; pass one number"
-        )
     return coeff.astype(jnp.float32) * loss(coeff=1.0)
 
 

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import FLOATS, check_arrays, check_numbers, check_token_mask
+from expertmesh.core.operands import (
+    FLOATS,
+    check_arrays,
+    check_counts,
+    check_numbers,
+    check_token_mask,
+)
 from expertmesh.core.router.config import RouterConfig
 from expertmesh.core.router.scores import pointwise_scores
 
@@ -132,6 +138,7 @@ def quantile_expert_bias(
     """
     _check_bias("quantile_expert_bias", expert_bias)
     _check_range("quantile_expert_bias", bias_range)
+    check_counts("quantile_expert_bias", top_k=top_k)
     check_arrays("quantile_expert_bias", histogram=histogram)
     if histogram.ndim != 2 or histogram.shape[0] != expert_bias.shape[0] or not histogram.shape[1]:
         raise ValueError(
@@ -140,6 +147,11 @@ def quantile_expert_bias(
             "pass that of required_bias_histogram"
         )
     num_experts, num_bins = histogram.shape
+    if top_k > num_experts:
+        raise ValueError(
+            "quantile_expert_bias: top_k must be at most the number of experts; "
+            f"got top_k={top_k}, {num_experts} experts; pass that of the router"
+        )
     low, high = bias_range
     count_EB = jax.lax.stop_gradient(histogram).astype(jnp.float32)
     upto_EB = jnp.cumsum(count_EB, axis=1)
@@ -187,6 +199,7 @@ def _check_histogram(
             "use update_expert_bias"
         )
     _check_range(name, bias_range)
+    check_counts(name, num_bins=num_bins)
     if config.num_groups is not None:
         raise ValueError(
             f"{name}: groups must not be set, a group has no one score to beat; got num_groups={config.num_groups}; "

@@ -81,7 +81,7 @@ def route(
 
     Raises:
       ValueError: top_k exceeds the number of experts; groups that do not fit it; operands whose shapes do not fit the
-        logits or top_k; more than 2^31 - 1 logits on one device.
+        logits or top_k; more than 2^31 - 1 logits on one device, unless `topk_idx` is given.
       TypeError: logits or bias are not floating point, the mask not bool, forced indices not integers.
 
     Differentiable in `logits`; the bias gets gradient 0. No communication, however tokens are sharded; a sharded expert

@@ -70,7 +70,7 @@ def plan_permute_map(
     worst = padded_rows(num_tokens * top_k, num_experts, alignment)
     num_rows = check_rows("plan_permute_map", num_rows, worst, num_tokens * num_experts, drop)
     map_PTE = routing_map if routing_map.ndim == 3 else routing_map[None]
-    roll_P = group_roll("plan_permute_map", roll, map_PTE.shape[0])
+    roll_P = group_roll("plan_permute_map", roll, map_PTE.shape[0], num_experts)
     roll_P = jnp.zeros(map_PTE.shape[0], jnp.int32) if roll_P is None else roll_P
     out = _plan(map_PTE, roll_P, num_rows=num_rows, alignment=alignment)
     return PermutePlan(*(out if routing_map.ndim == 3 else (x[0] for x in out)))
@@ -80,7 +80,7 @@ def _plan_reference(
     map_PTE: jax.Array, roll_P: jax.Array, *, num_rows: int, alignment: int
 ) -> tuple[jax.Array, ...]:
     def plan(map_TE: jax.Array, roll: jax.Array) -> tuple[jax.Array, ...]:
-        return _plan_group(map_TE != 0, roll % map_TE.shape[1], num_rows, alignment)
+        return _plan_group(map_TE != 0, roll, num_rows, alignment)
 
     return jax.vmap(plan)(map_PTE, roll_P)
 

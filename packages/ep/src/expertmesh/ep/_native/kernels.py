@@ -1,7 +1,6 @@
 """The kernels' programs, compiled by NVRTC for the GPUs that are there, and kept on disk."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import re
@@ -83,7 +82,7 @@ def find_headers() -> Headers | str:
         return "NVRTC is not there (`pip install 'jax[cuda13]'`)"
     if (cuda := find_cuda()) is None:
         return "CUDA's headers are not there (`pip install nvidia-cuda-runtime`)"
-    nccl = _first_with("nccl_device.h", _in_wheels("nccl/include"))
+    nccl = _first_with("nccl_device.h", nvrtc.in_wheels("nccl/include"))
     if nccl is None:
         return "NCCL's headers are not there (`pip install 'nvidia-nccl-cu13>=2.28'`)"
     return Headers(cuda, nccl)
@@ -96,7 +95,7 @@ def find_cuda() -> pathlib.Path | None:
     ]
     toolkits = [*named, *sorted(pathlib.Path("/usr/local").glob("cuda*"))]
     return _first_with(
-        "cuda_bf16.h", [*_in_wheels("*/include"), *(t / "include" for t in toolkits)]
+        "cuda_bf16.h", [*nvrtc.in_wheels("*/include"), *(t / "include" for t in toolkits)]
     )
 
 
@@ -147,13 +146,6 @@ def compile_once(program: Program) -> nvrtc.Compiled:
 
     names, _, code = disk_cache.kept(program.key, compile).partition(b"\n")
     return nvrtc.Compiled(code, tuple(names.decode().split()))
-
-
-def _in_wheels(pattern: str) -> list[pathlib.Path]:
-    """Folders in NVIDIA's installed packages."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = (spec and spec.submodule_search_locations) or ()
-    return [path for folder in folders for path in sorted(pathlib.Path(folder).glob(pattern))]
 
 
 def _first_with(file: str, folders: Iterable[pathlib.Path]) -> pathlib.Path | None:
