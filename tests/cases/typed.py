@@ -19,7 +19,7 @@ def functions_of(module: types.ModuleType, kinds: Collection[type]) -> Iterator[
 def refuses_others(function, instances: Mapping[type, object]) -> None:
     """Asserts that each such argument, given as None, and as a dict, is refused by its name, before all others."""
     arguments = _arguments(function, instances)
-    for other, said in ((None, "None"), ({}, "a dict")):
+    for other, said in ((None, "None"), ({}, "dict")):
         given = dict.fromkeys(inspect.signature(function).parameters, None) | dict.fromkeys(
             arguments, other
         )

@@ -25,7 +25,7 @@ def test_another_type_is_refused(name):
 
 
 def test_a_config_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"route: config must be of type RouterConfig; got a Deb"):
+    with pytest.raises(TypeError, match=r"route: config must be of type RouterConfig; got Deb"):
         core.route(jnp.ones((4, 8)), type("Deb", (), {})())
 
 
@@ -88,6 +88,16 @@ def test_a_config_of_another_kind_is_refused():
             lambda: core.as_recipe({"recipe": ["fp8_block"]}),
             ValueError,
             r"as_recipe: a name must be one of fp8_delayed, .*; got \['fp8_block'\]",
+        ),
+        (
+            lambda: core.as_recipe({"name": "fp8_block"}),
+            ValueError,
+            "as_recipe: a dict must have a name under 'recipe'; got name; add for example",
+        ),
+        (
+            lambda: core.expert_counts(np.full((4, 2), 2**32 + 1), num_experts=8),
+            ValueError,
+            "topk_idx must be of numbers that int32 holds; got 4294967297 to 4294967297; pass",
         ),
         (
             lambda: core.grouped_quantize(

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -87,6 +88,16 @@ def test_a_block_refuses_another_config(make):
             "moe: z_loss_coeff must be finite and at least 0; got z_loss_coeff=nan",
         ),
         (
+            lambda: MoEConfig(num_experts=4, top_k=2, expert_dim=16, capacity_factor=True),
+            TypeError,
+            "MoEConfig: capacity_factor must be a Python number; got capacity_factor=True",
+        ),
+        (
+            lambda: blocks.MoEBlock(16, CONFIG, rngs=0),
+            TypeError,
+            r"MoEBlock: rngs must be of type Rngs; got int; pass nnx.Rngs\(0\)",
+        ),
+        (
             lambda: init_params(jax.random.key(0), -4, CONFIG),
             ValueError,
             "param_shapes: model_dim must be at least 1; got model_dim=-4",
@@ -96,3 +107,11 @@ def test_a_block_refuses_another_config(make):
 def test_numbers_and_dtypes(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_a_coefficient_of_numpy_is_a_number():
+    got, want = (
+        flax_moe.moe(PARAMS, X, CONFIG, aux_loss_coeff=coeff).aux_loss
+        for coeff in (np.float32(0.5), 0.5)
+    )
+    assert got == want != 0

@@ -389,6 +389,11 @@ def test_headers_that_are_refused(header, words, tmp_path):
         ("model.safetensors.index.json", "{}", "index.json must have a weight_map"),
         (
             "model.safetensors.index.json",
+            '{"weight_map": {"a": 3}}',
+            "index.json must have a weight_map",
+        ),
+        (
+            "model.safetensors.index.json",
             '{"weight_map": {"a": "weights-0.safetensors", "z": "weights-0.safetensors"}}',
             "got no z in weights-0.safetensors, 1 of 2 missing",
         ),

@@ -278,6 +278,14 @@ def without(mapping, key):
         (MIXTRAL | {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
         (DEEPSEEK | {"n_group": 16, "topk_group": 8}, ["group_best=2", "16 experts"]),
         (
+            DEEPSEEK | {"n_group": 2, "topk_group": 3},
+            ["topk_group of", "at most n_group; got", "=3"],
+        ),
+        (
+            MIXTRAL | {"num_local_experts": "8"},
+            ["num_local_experts of a mixtral must be an int", "'8'"],
+        ),
+        (
             DEEPSEEK | {"scoring_func": "softmax"},
             ["scoring_func of a deepseek_v3 must be 'sigmoid'"],
         ),
@@ -300,6 +308,23 @@ def test_configs_that_are_refused(changed, words):
     with pytest.raises(ValueError) as info:
         hf.moe_config(changed)
     assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def test_layers_that_no_model_has():
+    for changed, words in (
+        ({"num_hidden_layers": "2"}, "num_hidden_layers of a deepseek_v3 must be an int; got '2'"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq of a deepseek_v3 must be at least 1; got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf.moe_layers(DEEPSEEK | changed)
+    with pytest.raises(TypeError, match="hf: the config must be a mapping; got a str"):
+        hf.moe_config("mixtral")
+
+
+def test_weights_of_integers_are_refused():
+    weights = {name: w.astype(np.int32) for name, w in make_weights(QWEN3, LAYER).items()}
+    with pytest.raises(TypeError, match="weight must be floating point; got dtype=int32"):
+        hf.load_layer(weights, QWEN3, LAYER)
 
 
 def test_errors_name_what_is_missing_or_of_another_shape():

@@ -529,6 +529,11 @@ def test_peft_files(hf_config, tmp_path):
     assert again == lora
     loaded = peft.load_adapters(weights, hf_config, 1, again)
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+    name = next(iter(weights)).replace("lora_A.weight", "lora_B.bias")
+    with pytest.raises(ValueError, match="of layer 1 must be lora_A and lora_B .*lora_B.bias"):
+        peft.load_adapters(weights | {name: np.ones(8)}, hf_config, 1, again)
+    with pytest.raises(ValueError, match="of layer 1 must be lora_A and lora_B of lora's targets"):
+        peft.load_adapters(weights, hf_config, 1, LoRA(rank=2, alpha=5.0, targets=("wi",)))
 
 
 def test_peft_of_a_model_with_another_prefix():
@@ -556,6 +561,11 @@ def test_peft_configs():
     for changes, words in (
         ({"use_dora": True}, "use_dora must be False"),
         ({"rank_pattern": {"up_proj": 4}}, "rank_pattern must be"),
+        ({"lora_bias": True}, "lora_bias must be None; got lora_bias=True; merge"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication must be"),
+        ({"of_next_year": 3}, "of_next_year must be None; got of_next_year=3"),
+        ({"r": None}, "must have r and lora_alpha; got none of r"),
+        ({"target_modules": None}, "whole weights of the block"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be"),
         ({"target_modules": ["gate_proj"]}, "both gate and up projections"),
         ({"target_modules": ["q_proj"]}, "whole weights of the block"),

@@ -83,5 +83,5 @@ def test_mfu_is_of_all_devices_and_of_bfloat16():
     assert here.peak is None and here.mfu(1e6) is None
     assert (
         here.describe(5.0)
-        == f"5 tokens/s; no MFU, since no peak is known of bfloat16 GEMMs on {here.device_kind}"
+        == f"5 tokens/s; no MFU, since no peak of bfloat16 GEMMs is known of {here.device_kind}"
     )

@@ -121,6 +121,20 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder, capsys):
     assert report.main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("name", ["options.json", "summary.json"])
+@pytest.mark.parametrize("text", ["[]", "x", "3"])
+def test_a_damaged_record_is_said(folder, capsys, name, text):
+    (folder / name).write_text(text)
+    assert report.main([str(folder)]) == 2
+    assert "RUN must be the folder of a run" in capsys.readouterr().err
+
+
+def test_a_torn_row_is_left_out(folder):
+    whole = (folder / "metrics.csv").read_text()
+    (folder / "metrics.csv").write_text(whole + "garbage")
+    assert len(read(folder).columns["step"]) == whole.count("\n") - 1, "the header is no step"
+
+
 def test_a_page_that_cannot_be_written_is_said(folder, capsys):
     assert report.main([str(folder), "--out", str(folder)]) == 2
     assert "--out must be a file that can be written" in capsys.readouterr().err

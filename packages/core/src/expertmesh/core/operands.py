@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 from jax.experimental import checkify
 from jax.typing import DTypeLike
@@ -46,6 +47,7 @@ def check_arrays(
 
     Raises:
       TypeError: not an array, or of other numbers.
+      ValueError: integers of NumPy that JAX does not hold.
     """
     for operand, x in operands.items():
         if x is None and optional:
@@ -60,6 +62,20 @@ def check_arrays(
             raise TypeError(
                 f"{name}: {operand} must be an array of {kind.words}; got dtype={x.dtype}; {kind.remedy}"
             )
+        _check_range(name, operand, x)
+
+
+def _check_range(name: str, operand: str, x: Any) -> None:
+    """Raises where JAX would cut bits off an array of NumPy's integers: without x64 it holds 32 bits."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
+        return
+    held = jax.dtypes.canonicalize_dtype(x.dtype)
+    least, most = int(x.min()), int(x.max())
+    if least < np.iinfo(held).min or most > np.iinfo(held).max:
+        raise ValueError(
+            f"{name}: {operand} must be of numbers that {held} holds; got {least} to {most}; pass smaller numbers, or "
+            "set jax_enable_x64"
+        )
 
 
 def check_numbers(name: str, remedy: str, *, least: float = -math.inf, **numbers: object) -> None:
@@ -89,7 +105,7 @@ def check_type(name: str, cls: type, remedy: str, **given: object) -> None:
     """
     for argument, value in given.items():
         if not isinstance(value, cls):
-            got = "None" if value is None else f"a {type(value).__name__}"
+            got = "None" if value is None else type(value).__name__
             raise TypeError(
                 f"{name}: {argument} must be of type {cls.__name__}; got {got}; {remedy}"
             )

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType
 
@@ -120,11 +121,12 @@ def _check_no_losses(
             )
 
 
-def _check_coefficients(function: str, coeffs: Mapping[str, Coefficient | None]) -> None:
-    for name, value in coeffs.items():
+def _check_coefficients(function: str, coeffs: Mapping[str, Any]) -> None:
+    for name, given in coeffs.items():
+        value = given.item() if isinstance(given, np.generic) else given
         if value is not None and not isinstance(value, int | float | jax.Array):
             raise TypeError(
-                f"{function}: {name} must be a Python number or a jax.Array; got {name}={value!r}; "
+                f"{function}: {name} must be a number or a jax.Array; got {name}={value!r}; "
                 f"pass jnp.float32({name})"
             )
         if isinstance(value, jax.Array) and value.shape:

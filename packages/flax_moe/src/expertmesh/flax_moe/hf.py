@@ -118,7 +118,7 @@ def moe_config(hf_config: HfConfig, **options: Any) -> MoEConfig:
 def moe_layers(hf_config: HfConfig) -> tuple[int, ...]:
     """The numbers of the decoder layers that have a block; the others are dense."""
     fields, family = _text(hf_config)
-    return tuple(i for i in range(get(fields, "num_hidden_layers")) if family.layers(fields, i))
+    return tuple(i for i in range(number(fields, "num_hidden_layers")) if family.layers(fields, i))
 
 
 def load_layer(
@@ -336,6 +336,10 @@ def read_param(
             scale, blocks = read_scale(weights, hf_config, layout, name)
             part = fp8_blocks.widened(part, scale, blocks, index)
             wanted = jnp.bfloat16 if dtype is None else dtype
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            raise TypeError(
+                f"hf.load_layer: {name} must be floating point; got dtype={part.dtype}; pass the model's weights"
+            )
         return part if wanted is None else part.astype(wanted)
 
     return assemble(layout.places_of(param), ranges, read)
@@ -385,8 +389,13 @@ def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None
         )
 
 
-def _text(hf_config: HfConfig) -> tuple[HfConfig, Family]:
+def _text(hf_config: Any) -> tuple[HfConfig, Family]:
     """The config of the text model, and its row."""
+    if not isinstance(hf_config, Mapping):
+        got = type(hf_config).__name__
+        raise TypeError(
+            f"hf: the config must be a mapping; got a {got}; pass the dict of config.json"
+        )
     for fields in (hf_config, of_text(hf_config)):
         if fields.get("model_type") in FAMILIES:
             return fields, FAMILIES[fields["model_type"]]

@@ -8,6 +8,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.nn.initializers import Initializer
 
+from expertmesh.core.operands import check_type
 from expertmesh.core.specs import spec_axes
 from expertmesh.flax_moe.config import MoEConfig, MoEOutput
 from expertmesh.flax_moe.lora import (
@@ -70,6 +71,7 @@ class MoEBlock(nnx.Module):
           lora: of the adapters; None: there are none.
         """
         MoEConfig.check("MoEBlock", config=config)
+        check_type("MoEBlock", nnx.Rngs, "pass nnx.Rngs(0)", rngs=rngs)
         self.config, self.lora = config, lora
         init = initializers(config, kernel_init)
         for name, shape in param_shapes(model_dim, config).items():

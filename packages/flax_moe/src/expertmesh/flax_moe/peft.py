@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Others start from weights that they change.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }
+# What is read here, and what changes no result of adapters that are trained.
+_READ = {"r", "lora_alpha", "target_modules", "use_rslora"}
+_OTHERS = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+    *("corda_config", "eva_config", "lora_dropout", "layers_pattern", "megatron_core", "task_type"),
+    *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+}
+_ABSENT: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def export_adapters(
@@ -114,7 +122,8 @@ def load_adapters(
       dtype: of the adapters; None: their own.
 
     Raises:
-      ValueError: names that are missing, arrays of other shapes than the config and the rank say.
+      ValueError: names that are missing, arrays of other shapes than the config and the rank say, and arrays of the
+        block's modules that are not read.
     """
     layout = _layout(hf_config, layer, lora, prefix)
     if missing := [name for name in layout.shapes if name not in weights]:
@@ -122,6 +131,7 @@ def load_adapters(
             f"peft.load_adapters: weights must have the {len(layout.shapes)} names of layer {layer}'s adapters; "
             f"missing {len(missing)}: {', '.join(missing[:3])}; pass the targets that it was trained with, and `prefix`"
         )
+    _check_no_others(weights, hf_config, layer, prefix, layout)
 
     def read(name: str, index: Slices) -> np.ndarray:
         array = np.asarray(weights[name])
@@ -137,6 +147,19 @@ def load_adapters(
         name, part = param.split(".")
         out.setdefault(name, {})[part] = assemble(layout.places_of(param), whole(shape), read)
     return out
+
+
+def _check_no_others(
+    weights: Collection[str], hf_config: HfConfig, layer: int, prefix: str, layout: Layout
+) -> None:
+    """Raises where the block's modules have arrays that are not read, such as a bias."""
+    stems = {f"{_PREFIX}{stem}" for stem, _ in _stems(hf_config, layer, prefix)}
+    of_block = (name for name in weights if name.partition(".lora_")[0] in stems)
+    if others := [name for name in of_block if name not in layout.shapes]:
+        raise ValueError(
+            f"peft.load_adapters: weights of layer {layer} must be lora_A and lora_B of lora's targets alone; got also "
+            f"{', '.join(others[:3])}; pass the LoRA of lora_config, or merge such adapters in PEFT"
+        )
 
 
 def adapter_config(
@@ -182,29 +205,41 @@ def lora_config(config: Mapping[str, Any], hf_config: HfConfig, *, prefix: str =
       prefix: see `export_adapters`.
 
     Raises:
-      ValueError: adapters of another kind; ranks that differ; modules that are no weights of the block, or a gate
-        projection without the up projection.
+      ValueError: adapters of another kind, or with a field that is not known here; ranks that differ; modules that are
+        no weights of the block, or a gate projection without the up projection.
     """
-    for key, values in _PLAIN.items():
-        if key in config and config[key] not in values:
-            raise ValueError(
-                f"peft: {key} must be {values[0]!r}; got {key}={config[key]!r}; merge such adapters in PEFT"
-            )
+    _check_plain(config)
+    modules = config.get("target_modules") or ()
     found: dict[str, dict[str, bool]] = {}
     for layer in hf.moe_layers(hf_config):
         for stem, place in _stems(hf_config, layer, prefix):
             which, name = found.setdefault(place.param, {}), _last(stem)
-            is_target = _is_target(stem, config["target_modules"])
+            is_target = _is_target(stem, modules)
             which[name] = which.get(name, False) or is_target
     targets = tuple(name for name, which in found.items() if all(which.values()))
     if not targets or any(len(set(which.values())) == 2 for which in found.values()):
         raise ValueError(
             f"peft: target_modules must be whole weights of the block, both gate and up projections; got "
-            f"{config['target_modules']!r} under prefix={prefix!r}; add adapters of zeros, or pass the model's prefix"
+            f"{modules!r} under prefix={prefix!r}; add adapters of zeros, or pass the model's prefix"
         )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     alpha *= math.sqrt(rank) if config.get("use_rslora") else 1
     return LoRA(rank=rank, alpha=alpha, targets=targets)
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Raises unless the adapters are W + alpha / rank A B of whole modules."""
+    for key, value in config.items():
+        allowed = _PLAIN.get(key, _ABSENT)
+        if key not in _READ | _OTHERS and value not in allowed:
+            raise ValueError(
+                f"peft: {key} must be {allowed[0]!r}; got {key}={value!r}; merge such adapters in PEFT"
+            )
+    if missing := [key for key in ("r", "lora_alpha") if not config.get(key)]:
+        raise ValueError(
+            f"peft: the config must have r and lora_alpha; got none of {', '.join(missing)}; pass the dict of "
+            f"{_CONFIG}"
+        )
 
 
 def write_adapters(

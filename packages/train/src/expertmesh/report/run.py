@@ -62,18 +62,25 @@ def read(path: Path) -> Run:
     """
     folder = RunFolder(path)
     try:
-        options = json.loads(folder.options.read_text())
+        options = _mapping(folder.options)
         columns = read_columns(folder.metrics)
         layers, experts = sizes(columns)
+        summary = _mapping(folder.summary) if folder.summary.exists() else {}
     except (OSError, ValueError) as error:
         raise RunError(
             f"RUN must be the folder of a run with a finished step; got {path}: {error}; "
             "give the --out of `python -m expertmesh.train`"
         ) from error
-    summary = json.loads(folder.summary.read_text()) if folder.summary.exists() else {}
     entropy = np.stack([columns[f"entropy_l{i}"] for i in range(layers)], axis=1)
     shares = expert_shares(columns, layers, experts)
     return Run(path, options, summary, columns, shares, entropy)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a mapping; got {content!r:.80}")
+    return content
 
 
 def sizes(columns: dict[str, Array]) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class Meter:
         """In words, with the numbers behind the figure."""
         rate, mfu = tokens_per_second * self.flops_per_token, self.mfu(tokens_per_second)
         if mfu is None or self.peak is None:
-            why = f"no peak is known of bfloat16 GEMMs on {self.device_kind}"
+            why = f"no peak of bfloat16 GEMMs is known of {self.device_kind}"
             return f"{tokens_per_second:.0f} tokens/s; no MFU, since {why}"
         return (
             f"{tokens_per_second:.0f} tokens/s, MFU {100 * mfu:.1f} %: {rate / self.devices / 1e12:.1f} of "

@@ -52,12 +52,8 @@ def row(
 
 def keep_until(path: Path, step: int) -> None:
     """Cuts the CSV back to the rows of the steps up to `step`; torn lines go, too, and a file without a whole one."""
-    rows = []
-    if path.exists():
-        with open(path, newline="") as stream:
-            rows = list(csv.reader(stream))
-    names = rows[0] if rows else []
-    kept = [r for r in rows[1:] if len(r) == len(names) and r[0].isdecimal() and int(r[0]) <= step]
+    names, rows = _whole_rows(path) if path.exists() else ([], [])
+    kept = [row for row in rows if int(row[0]) <= step]
     if not kept:
         path.unlink(missing_ok=True)
         return
@@ -71,11 +67,19 @@ def read_columns(path: Path) -> dict[str, npt.NDArray[np.float64]]:
       OSError: no such file.
       ValueError: it has no row.
     """
-    with open(path, newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    names, rows = _whole_rows(path)
     if not rows:
         raise ValueError(f"{path} must have a row for a step; got none; train a step")
-    return {name: np.array([float(r[name] or "nan") for r in rows]) for name in rows[0]}
+    columns = zip(*([float(cell or "nan") for cell in row] for row in rows), strict=True)
+    return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+
+
+def _whole_rows(path: Path) -> tuple[list[str], list[list[str]]]:
+    """(names, the lines of steps): without those that are torn."""
+    with open(path, newline="") as stream:
+        lines = list(csv.reader(stream))
+    names = lines[0] if lines else []
+    return names, [line for line in lines[1:] if len(line) == len(names) and line[0].isdecimal()]
 
 
 def expert_shares(

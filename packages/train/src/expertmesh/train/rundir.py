@@ -158,6 +158,8 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
     try:
         recorded = json.loads(folder.options.read_text())
         model, text, training = (recorded[name] for name in ("model", "data", "training"))
+        if not (isinstance(model, dict) and isinstance(training, dict)):
+            raise TypeError("its model and training must be mappings")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume must find a run in --out; got {folder.path} without a readable "

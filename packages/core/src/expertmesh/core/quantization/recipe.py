@@ -361,6 +361,11 @@ def _named(name: object) -> type[Recipe]:
 
 
 def _of_options(recipe: object = None, **options: Any) -> Recipe:
+    if recipe is None:
+        raise ValueError(
+            f"as_recipe: a dict must have a name under 'recipe'; got {', '.join(options) or 'nothing'}; add for "
+            "example recipe='fp8_block'"
+        )
     cls: type[Any] = _named(recipe)
     names = [field.name for field in dataclasses.fields(cls)]
     if unknown := [name for name in options if name not in names]:

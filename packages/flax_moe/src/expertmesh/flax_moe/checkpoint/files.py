@@ -95,7 +95,7 @@ def _index(folder: pathlib.Path) -> dict[str, str]:
     if not path.exists():
         return {}
     found = _mapping(path).get("weight_map")
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise ValueError(
             f"Checkpoint: {path} must have a weight_map of names; got {found!r:.80}; download it again"
         )

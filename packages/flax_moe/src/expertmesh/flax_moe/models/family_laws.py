@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from expertmesh.core.ops.activation import Activation
-from expertmesh.flax_moe.models.model_fields import Fields, get, must, name_of
+from expertmesh.flax_moe.models.model_fields import Fields, get, must, name_of, number, step
 
 __all__ = [
     "after_dense",
@@ -147,8 +147,13 @@ def deepseek(fields: Fields) -> dict[str, Any]:
 
 
 def _groups(fields: Fields, best: int) -> dict[str, Any]:
-    groups, group_topk = get(fields, "n_group", "num_expert_group"), get(fields, "topk_group")
-    if group_topk >= groups:
+    groups, group_topk = number(fields, "n_group", "num_expert_group"), number(fields, "topk_group")
+    if group_topk > groups:
+        raise ValueError(
+            f"hf: topk_group of a {name_of(fields)} must be at most n_group; got topk_group={group_topk} of {groups} "
+            "groups; pass the dict of config.json"
+        )
+    if group_topk == groups:
         return {}
     return {"num_groups": groups, "group_topk": group_topk, "group_best": best}
 
@@ -210,7 +215,7 @@ def all_layers(fields: Fields, layer: int) -> bool:
 
 
 def every_step(fields: Fields, layer: int) -> bool:
-    every = fields.get("decoder_sparse_step", 1)
+    every = step(fields, "decoder_sparse_step")
     return layer not in (fields.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
 
 
@@ -218,7 +223,7 @@ def after_dense(fields: Fields, layer: int) -> bool:
     """By `mlp_layer_types` where it is there, else behind the first dense ones."""
     if kinds := fields.get("mlp_layer_types"):
         return bool(kinds[layer] == "sparse")
-    first, every = get(fields, "first_k_dense_replace"), fields.get("moe_layer_freq", 1)
+    first, every = number(fields, "first_k_dense_replace"), step(fields, "moe_layer_freq")
     return bool(layer >= first and layer % every == 0)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Fields", "get", "must", "name_of", "number", "of_text"]
+__all__ = ["Fields", "get", "must", "name_of", "number", "of_text", "step"]
 
 Fields = Mapping[str, Any]
 
@@ -38,17 +38,33 @@ def number(fields: Fields, *keys: str) -> int:
     """`get` of a size; of a list with a number for each layer the one that all of them have.
 
     Raises:
-      ValueError: none of the keys is there, or layers differ.
+      ValueError: none of the keys is there, layers differ, or it is no int.
     """
-    value = get(fields, *keys)
-    if not isinstance(value, list):
-        return int(value)
-    if len(set(value)) != 1:
+    value, name = get(fields, *keys), f"{' or '.join(keys)} of a {name_of(fields)}"
+    values = value if isinstance(value, list) else [value]
+    if len(set(map(str, values))) != 1:
         raise ValueError(
-            f"hf: {' or '.join(keys)} of a {name_of(fields)} must be the same in all layers; got {value}; MoEConfig is "
-            "of all layers: make one for each kind of layer"
+            f"hf: {name} must be the same in all layers; got {value}; MoEConfig is of all layers: make one for each "
+            "kind of layer"
         )
-    return int(value[0])
+    first = values[0]
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ValueError(f"hf: {name} must be an int; got {first!r}; pass the dict of config.json")
+    return first
+
+
+def step(fields: Fields, key: str) -> int:
+    """Of how many layers one has a block; 1 where nothing is said.
+
+    Raises:
+      ValueError: below 1, or no int.
+    """
+    every = 1 if fields.get(key) is None else number(fields, key)
+    if every < 1:
+        raise ValueError(
+            f"hf: {key} of a {name_of(fields)} must be at least 1; got {every}; pass the dict of config.json"
+        )
+    return every
 
 
 def must(
