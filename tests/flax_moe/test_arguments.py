@@ -8,6 +8,7 @@ from flax import nnx
 
 from cases.typed import functions_of, refuses_others
 from expertmesh import flax_moe
+from expertmesh.core import router_statistics
 from expertmesh.flax_moe import LoRA, MoEConfig, init_params, linen, native, stages
 from expertmesh.flax_moe import nnx as blocks
 from expertmesh.flax_moe.experts import Dispatched
@@ -115,3 +116,14 @@ def test_a_coefficient_of_numpy_is_a_number():
         for coeff in (np.float32(0.5), 0.5)
     )
     assert got == want != 0
+
+
+def test_statistics_have_their_dtypes_under_x64():
+    with jax.enable_x64(True):
+        for chunks in (1, 2):
+            config = MoEConfig(num_experts=4, top_k=2, expert_dim=16, num_chunks=chunks)
+            out = flax_moe.moe(init_params(jax.random.key(0), 16, config), X, config)
+            assert out.num_dropped.dtype == jnp.int32
+        logits = jnp.ones((4, 8), jnp.float32)
+        found = router_statistics(logits, jnp.zeros((4, 2), jnp.int32))
+        assert found.entropy.dtype == jnp.float32

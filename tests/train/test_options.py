@@ -51,6 +51,7 @@ CORPUS = Corpus(np.zeros(9000, np.uint8), np.zeros(1000, np.uint8), source="")
         ("--learning-rate nan", "got 'nan'"),
         ("--aux-loss -1e-2", "must be a number of at least 0; got '-1e-2'; give 0"),
         ("--capacity-factor x", "got 'x'"),
+        ("--capacity-factor 0.5", "a number of at least 1; got '0.5'; leave it out"),
         ("--mesh fsdp", "must be axis=size entries"),
         ("--mesh fsdp=two", "got 'fsdp=two'; write it like fsdp=2,ep=4"),
         ("--mesh fsdp=-2", "must be axis=size entries"),

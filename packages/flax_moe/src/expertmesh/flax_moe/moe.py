@@ -287,4 +287,4 @@ def _routed_in_chunks(
 
     numbers = jnp.arange(config.num_chunks)
     state, (y, num_dropped, overflow) = jax.lax.scan(one, given.state, (numbers, *parts))
-    return merge_chunks(y, dim), jnp.sum(num_dropped), overflow, state
+    return merge_chunks(y, dim), jnp.sum(num_dropped, dtype=jnp.int32), overflow, state

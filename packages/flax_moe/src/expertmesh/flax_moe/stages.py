@@ -261,7 +261,7 @@ def dispatch(params: Params, routed: Routed, config: MoEConfig) -> Dispatched:
         weights=weights_PC,
         rows=rows,
         quantized=quantized,
-        num_dropped=jnp.sum(handle.num_dropped),
+        num_dropped=jnp.sum(handle.num_dropped, dtype=jnp.int32),
         overflow=ep.find_overflow(handle) if config.overflow == "error" else None,
         copies=copies,
     )

@@ -69,6 +69,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _factor(text: str) -> float:
+    value = _float(text)
+    if not value >= 1:
+        raise _rule("a number of at least 1", "leave it out to drop nothing", text)
+    return value
+
+
 def _non_negative(text: str) -> float:
     value = _float(text)
     if not value >= 0:
@@ -136,8 +143,8 @@ class ModelOptions:
     seq_len: int = _option(128, _count, "bytes per sequence")
     capacity_factor: float | None = _option(
         None,
-        _positive,
-        "receive rows per device over the even share; unset: nothing is dropped",
+        _factor,
+        "receive rows per device over the even share, 1 or more; unset: nothing is dropped",
         "X",
     )
     aux_loss: float = _option(5e-2, _non_negative, "coefficient of the load-balance loss", "X")

@@ -11,7 +11,6 @@ Dimension key: F expert width.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.config import Config
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.operands import FLOATS, check_arrays, check_numbers
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
@@ -86,19 +85,12 @@ class Activation(Config):
     def __post_init__(self) -> None:
         self._normalize()
         _check_function("Activation", "function", self.function)
-        for name in ("limit", "up_offset"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int | float):
-                raise TypeError(
-                    f"Activation: {name} must be a Python number; got {name}={value!r}; pass a float"
-                )
+        check_numbers("Activation", "pass 0.0 for none", up_offset=self.up_offset)
+        if self.limit is not None:
+            check_numbers("Activation", "pass None for no clamping", limit=self.limit)
         if self.limit is not None and not self.limit > 0:
             raise ValueError(
                 f"Activation: limit must be positive; got limit={self.limit}; pass None for no clamping"
-            )
-        if self.up_offset is None or not math.isfinite(self.up_offset):
-            raise ValueError(
-                f"Activation: up_offset must be finite; got up_offset={self.up_offset}; pass 0.0 for none"
             )
         if not self.gated and (self.limit is not None or self.up_offset):
             raise ValueError(

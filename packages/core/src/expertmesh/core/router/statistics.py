@@ -65,7 +65,7 @@ def router_statistics(
     num_masked = live_tokens_op(topk_idx, ~live, sequence_dims=0)
     num_routed = jnp.maximum(prod(live.shape) - num_masked, 1).astype(jnp.float32)
     entropy = _Entropy(ExpertScores(score_function))
-    total = sum_op(logits, jnp.ones(1), live, quantity=entropy)
+    total = sum_op(logits, jnp.ones(1, jnp.float32), live, quantity=entropy)
     load_E = count_E.astype(jnp.float32)
     mean = jnp.sum(load_E) / num_experts
     return RouterStatistics(
