@@ -88,6 +88,16 @@ def test_choices_go_to_slots_of_their_expert(workload):
     assert dropped.any() == (aligned.sum(axis=1).max() > source.shape[1])
 
 
+def test_the_same_with_64_bits():
+    idx = put(choices("W3").reshape(-1, K))
+    want = map_to_numpy(balanced_slots(idx)[:3])
+    with jax.enable_x64(True):
+        got = map_to_numpy(balanced_slots(idx)[:3])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == np.int32
+        np.testing.assert_array_equal(one, other)
+
+
 def slots_of_copies():
     return [rank * (EACH + S) + EACH + place for rank in range(R) for place in range(S)]
 

@@ -83,7 +83,8 @@ def test_under_jit_it_says_how_to_call():
         ),
         (lambda: bootstrap(CONFIG, tokens(dtype=jnp.complex64), top_k=2), TypeError, "complex64"),
         (lambda: bootstrap(CONFIG, tokens(), top_k=0), ValueError, "top_k=0"),
-        (lambda: bootstrap(CONFIG, tokens(), top_k=True), ValueError, "top_k=True"),
+        (lambda: bootstrap(CONFIG, tokens(), top_k=True), TypeError, "top_k=True"),
+        (lambda: bootstrap(CONFIG, tokens(), top_k=2.0), TypeError, "top_k=2.0"),
     ],
 )
 def test_errors(call, kind, words):

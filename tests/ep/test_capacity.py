@@ -63,6 +63,21 @@ def test_errors(changed, words):
 
 
 @pytest.mark.parametrize(
+    "name", ["num_experts", "top_k", "tokens_per_rank", "ep_size", "alignment"]
+)
+@pytest.mark.parametrize("value", [2.5, True, "2", None])
+def test_sizes_are_ints(name, value):
+    good = dict(num_experts=8, top_k=2, tokens_per_rank=16, ep_size=4, alignment=1)
+    with pytest.raises(TypeError, match=f"recv_capacity: {name} must be an int; got"):
+        recv_capacity(**good | {name: value})
+
+
+def test_numpys_ints_are_ints():
+    found = recv_capacity(*map(np.int32, (8, 2, 16, 4)))
+    assert found == recv_capacity(8, 2, 16, 4) and type(found) is int
+
+
+@pytest.mark.parametrize(
     "changed, kind, words",
     [
         (dict(num_experts=0), ValueError, "num_experts=0"),

@@ -127,6 +127,17 @@ def test_the_same_under_jit_and_vmap():
             np.testing.assert_array_equal(got[number], want)
 
 
+def test_the_same_with_64_bits():
+    """What is summed and found there is int32 all the same."""
+    counts = jnp.asarray(counts_of("W3", SIZES["few"], 0))
+    want = plan_copies(counts, num_ranks=8, num_spare=2)
+    with jax.enable_x64(True):
+        got = plan_copies(counts, num_ranks=8, num_spare=2)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == jnp.int32
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     "counts, options, error, message",
     [
@@ -135,11 +146,25 @@ def test_the_same_under_jit_and_vmap():
         (np.ones(6, np.int32), {}, ValueError, "num_ranks=4"),
         (np.ones(8, np.int32), {"num_spare": -1}, ValueError, "num_spare=-1"),
         (np.ones(8, np.int32), {"least_rows": -1}, ValueError, "least_rows=-1"),
+        (np.ones(8, np.int32), {"num_ranks": 0}, ValueError, "num_ranks=0"),
+        (np.ones(8, np.int32), {"num_ranks": 4.0}, TypeError, "num_ranks=4.0"),
+        (np.ones(8, np.int32), {"num_spare": 1.5}, TypeError, "num_spare=1.5"),
+        (np.ones(8, np.int32), {"least_rows": 0.5}, TypeError, "least_rows=0.5"),
     ],
 )
 def test_what_it_refuses(counts, options, error, message):
     with pytest.raises(error, match=f"plan_copies: .*{message}"):
         plan_copies(jnp.asarray(counts), **dict(num_ranks=4, num_spare=1) | options)
+
+
+def test_numpys_ints_are_ints():
+    counts = jnp.asarray(counts_of("W3", SIZES["few"], 0))
+    got, want = (
+        plan_copies(counts, num_ranks=kind(8), num_spare=kind(2), least_rows=kind(1))
+        for kind in (np.int64, int)
+    )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_when_a_copy_pays():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.covering import covering
@@ -406,6 +407,15 @@ def test_rows_must_be_countable_in_int32(tokens, capacity, alignment, countable)
         jax.eval_shape(lambda idx: prepare(idx, config), idx)
 
 
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_a_symbolic_number_of_tokens(capacity):
+    (batch,) = export.symbolic_shape("b")
+    config = EpConfig(num_experts=8, capacity=capacity)
+    idx = jax.ShapeDtypeStruct((batch, 2), jnp.int32)
+    with pytest.raises(NotImplementedError, match="ep_prepare: .*export one program for each size"):
+        export.export(jax.jit(lambda idx: prepare(idx, config)))(idx)
+
+
 def test_second_call_does_not_trace_again():
     case, traced = Case(), []
     run, _ = compiled_run(case, "explicit")
@@ -450,6 +460,26 @@ def with_roles(function):
     "call, kind, words",
     [
         (lambda i, x, c: prepare(x, c), TypeError, "dtype=float32"),
+        (
+            lambda i, x, c: prepare(i.tolist(), c),
+            TypeError,
+            "prepare: topk_idx must be an array of integers; got a list; pass",
+        ),
+        (
+            lambda i, x, c: dispatch(prepare(i, c), x.tolist()),
+            TypeError,
+            "dispatch: tokens must be an array of numbers; got a list; pass",
+        ),
+        (
+            lambda i, x, c: combine(prepare(i, c), None),
+            TypeError,
+            "combine: rows must be an array of floats; got None; pass",
+        ),
+        (
+            lambda i, x, c: dispatch_weights(prepare(i, c), 1.0),
+            TypeError,
+            "dispatch_weights: topk_weights must be an array of floats; got a float; pass",
+        ),
         (lambda i, x, c: prepare(i[0], c), ValueError, "shape=(2,)"),
         (lambda i, x, c: dispatch(prepare(i, c), x[:7]), ValueError, "(7,)"),
         (lambda i, x, c: dispatch(prepare(i, c), x[None]), ValueError, "(1, 8)"),

@@ -252,6 +252,14 @@ def test_expert_ids_of_any_integer_dtype(dtype):
     np.testing.assert_array_equal(handle.source, oracle.source())
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int16"])
+def test_no_tokens_have_ids_of_any_integer_dtype(dtype):
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Explicit,))
+    topk = jax.device_put(jnp.zeros((0, 2), dtype), NamedSharding(mesh, PartitionSpec("ep")))
+    handle = prepare(topk, EpConfig(num_experts=4, axis="ep"))
+    assert handle.slot.shape == (0, 2) and handle.slot.dtype == jnp.int32
+
+
 def test_wide_ids_do_not_wrap_into_the_range():
     with jax.enable_x64(True):
         topk = jnp.asarray([[2**32, 1], [-(2**32), 0]])

@@ -81,7 +81,7 @@ def test_what_is_missing_has_a_remedy(monkeypatch):
     monkeypatch.setattr(kernels, "find_cuda", lambda: None)
     assert "nvidia-cuda-runtime" in kernels.find_headers()
     monkeypatch.setattr(kernels, "find_cuda", lambda: pathlib.Path())
-    monkeypatch.setattr(kernels, "_in_wheels", lambda pattern: [])
+    monkeypatch.setattr(nvrtc, "in_wheels", lambda pattern: [])
     assert "nvidia-nccl-cu13" in kernels.find_headers()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from functools import partial
 from shutil import which
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,27 @@ def test_cpu_says_so_when_traced():
         lowered(CASE)
     for words in ("'nvlink'", "ep_size=8", "NVIDIA GPUs", "platform is cpu", "transport='auto'"):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["dispatch", "combine"])
+def test_who_cannot_run_is_who_was_called(function):
+    """The transport is the call's own."""
+    mesh = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Explicit,))
+    topk, x = jax.device_put(
+        (np.zeros((16, 2), np.int32), np.zeros((16, 4), np.float32)),
+        NamedSharding(mesh, PartitionSpec("ep")),
+    )
+    handle = prepare(topk, EpConfig(num_experts=8, axis="ep"))
+    rows = dispatch(handle, x)
+    with pytest.raises(ValueError, match=f"^{function}: transport='nvlink' cannot run: "):
+        if function == "dispatch":
+            dispatch(handle, x, transport="nvlink")
+        else:
+            combine(handle, rows, transport="nvlink")
+
+
+def test_rows_without_features_need_no_kernel(on_cuda):
+    assert "nvlink" not in lowered(dataclasses.replace(CASE, D=0))
 
 
 def test_more_choices_than_a_warp_has_lanes(on_cuda):
@@ -178,6 +200,21 @@ def test_processes_that_see_other_links_do_not_exchange(runs, monkeypatch):
     assert found == [True, False, True, False]
 
 
+@pytest.mark.parametrize(
+    "indices, words",
+    [([None, None], "on 2 hosts"), ([0, 1], "on 2 hosts"), ([0, 0], "cannot be asked for links")],
+)
+def test_gpus_of_several_hosts_are_not_known_to_be_linked(monkeypatch, indices, words):
+    """Where XLA counts no hosts, each process is one."""
+    devices = [
+        SimpleNamespace(slice_index=index, process_index=process)
+        for process, index in enumerate(indices)
+    ]
+    monkeypatch.setattr(jax, "devices", lambda platform: devices)
+    monkeypatch.setattr(reach, "_LIBRARY", "no_such_library.so")
+    assert words in reach.unsupported.__wrapped__()
+
+
 def test_compiling_for_gpus_that_are_not_here_takes_another(runs, monkeypatch):
     monkeypatch.setattr(transports, "compute_capability", lambda: None)
     assert choose_auto(EXCHANGE) == "ring"
@@ -214,10 +251,14 @@ def test_a_dispatch_has_no_more_senders_than_fill_the_links(on_cuda, tokens, fea
     assert re.findall(r"senders = (\d+) : i64", text) == [str(senders), "66"]
 
 
-def test_a_warps_staging_is_that_of_the_kernels():
+def test_limits_and_types_are_those_of_the_kernels():
     header = (pathlib.Path(_native.__file__).parent / "exchange.h").read_text()
     known = {name: int(value) for name, value in re.findall(r"int (k\w+) = (\d+);", header)}
     assert (nvlink.WARPS, nvlink.STAGED) == (known["kWarps"], known["kSmemStaging"])
+    assert (nvlink.MAX_RANKS, nvlink.MAX_CHOICES) == (known["kMaxRanks"], known["kMaxChoices"])
+    (types,) = re.findall(r"enum class Type : int32_t \{ (.*) \};", header)
+    names = {"kF32": "float32", "kBF16": "bfloat16", "kF16": "float16"}
+    assert {names[kind]: number for number, kind in enumerate(types.split(", "))} == nvlink.WIRES
 
 
 GPU = Case(mesh=(("ep", 2),), sizes=(80,), E=8, K=3, transport="nvlink")

@@ -163,13 +163,28 @@ def test_formats_that_do_not_travel(format):
         combine(handle, dispatch(handle, x), wire_format=format)
 
 
-@pytest.mark.parametrize("wire_format", ["int8", "bool"])
-def test_sums_travel_as_floating_numbers(wire_format):
+@pytest.mark.parametrize("name", ["int8", "bool", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_sums_travel_as_floats_of_16_bits_or_more(name):
+    """Fewer bits hold no sum without a scale."""
     x, idx = operands()
     handle = prepare(idx, EpConfig(num_experts=E, axis=()))
     rows = jnp.zeros((1, handle.source.shape[1], D))
-    with pytest.raises(ValueError, match=f"floating dtype; got wire_format='{wire_format}'; pass"):
-        combine(handle, rows, wire_format=wire_format)
+    for wire_format in (name, getattr(jnp, name)):
+        with pytest.raises(
+            ValueError, match=f"combine: .* 16 bits; got wire_format={name}; take bfloat16"
+        ):
+            combine(handle, rows, wire_format=wire_format)
+    with pytest.raises(TypeError, match="combine: wire_format must be a dtype; got .*'foo'; pass"):
+        combine(handle, rows, wire_format="foo")
+
+
+@pytest.mark.parametrize("wire_format", [jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_a_dtype_is_taken_for_its_name(wire_format):
+    x, idx = operands()
+    handle = prepare(idx, EpConfig(num_experts=E, axis=()))
+    rows = dispatch(handle, x)
+    got, want = (combine(handle, rows, wire_format=wire) for wire in (wire_format, "bfloat16"))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_the_ring_adds_on_the_way():

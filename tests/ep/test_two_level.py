@@ -282,6 +282,16 @@ def test_what_it_needs(changed, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("function", [dispatch, combine])
+def test_who_cannot_run_inside_a_host_is_who_was_called(function):
+    case = Hosts(transport="two_level:all_to_all")
+    topk, x = routing("uniform", 40, 3, 8), np.zeros((40, 4), np.float32)
+    if function is combine:
+        x = np.zeros((8, case.oracle(topk).C, 4), np.float32)
+    with pytest.raises(ValueError, match=f"^{function.__name__}: transport='local' cannot run: "):
+        on_mesh(case, functools.partial(function, transport="two_level:local"), topk, x)
+
+
 @pytest.mark.parametrize(
     "of_devices, shape, axis, over",
     [

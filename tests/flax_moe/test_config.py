@@ -127,7 +127,7 @@ def test_what_a_file_may_say():
         (list(VALID), TypeError, ["MoEConfig.from_dict", "mapping", "got list"]),
         (VALID | {"activation": {"funtion": "silu"}}, ValueError, ["Activation", "also funtion"]),
         (VALID | {"recipe": {"recipe": "mxfp8", "margin": 1}}, ValueError, ["also margin"]),
-        (VALID | {"recipe": {"margin": 1}}, ValueError, ["mxfp8", "got None"]),
+        (VALID | {"recipe": {"margin": 1}}, ValueError, ["name under 'recipe'", "got margin"]),
     ],
     ids=str,
 )

@@ -14,9 +14,10 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.processes import gather_texts, say, texts_of_all
 from expertmesh.core.support import platform_of
 from expertmesh.ep import hosts
-from expertmesh.ep.config import TWO_LEVEL, EpConfig
+from expertmesh.ep.config import EpConfig
 from expertmesh.ep.transports import unlinked
 from expertmesh.ep.transports.choice import Exchange
+from expertmesh.ep.transports.names import parse
 from expertmesh.ep.version import __version__
 
 __all__ = [
@@ -63,7 +64,7 @@ def versions() -> dict[str, str]:
 def _nvlink(config: EpConfig) -> str | None:
     """What "auto" makes of the links that this process sees; None where nothing depends on them."""
     platform = platform_of()
-    if "auto" not in config.transport and config.transport != TWO_LEVEL or platform != "cuda":
+    if not parse(config.transport).chooses or platform != "cuda":
         return None
     return "linked" if unlinked(Exchange(platform=platform)) is None else "not known to be linked"
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from expertmesh.core.operands import check_counts
 from expertmesh.core.specs import constrain, pad_spec
 from expertmesh.core.support import platform_of
 from expertmesh.ep.agreement import check_processes, facts_of
@@ -72,7 +73,7 @@ def bootstrap(
       RuntimeError: called under jit; a process that does not call it in time; or the exchange brings wrong values back.
       ValueError: what `prepare` and `dispatch` refuse; a capacity above the group's maximum; options, sizes, meshes or
         versions that differ between processes. In all processes alike.
-      TypeError: a dtype that they refuse.
+      TypeError: a dtype that they refuse, or a `top_k` that is no int.
 
     Costs one dispatch and one combine of these sizes, and their compilation.
     """
@@ -83,8 +84,7 @@ def bootstrap(
             "call bootstrap(config, jax.ShapeDtypeStruct(shape, dtype, sharding=...), top_k=K) before the first step"
         )
     check_processes("bootstrap", _facts(config, tokens, top_k), timeout=timeout)
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-        raise ValueError(f"bootstrap: top_k must be an int >= 1; got top_k={top_k!r}; pass K")
+    check_counts("bootstrap", top_k=top_k)
     topk_idx, x = _operands(config, tokens, top_k)
     handle = jax.eval_shape(partial(prepare, config=config), topk_idx)
     group = _describe(config, handle, x.dtype, platform_of(x))

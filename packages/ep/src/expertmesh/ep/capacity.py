@@ -1,8 +1,11 @@
 """How many rows a participant must be able to receive. Arithmetic on Python integers."""
 
 import math
+from typing import Any
 
-from expertmesh.core.operands import check_numbers
+import numpy as np
+
+from expertmesh.core.operands import check_counts, check_numbers
 
 
 def recv_capacity(
@@ -33,37 +36,49 @@ def recv_capacity(
       A multiple of `alignment`.
 
     Raises:
+      TypeError: a size that is no int, or a factor that is no number.
       ValueError: a size below 1, num_experts not divisible by ep_size, factor not finite or below 1.
     """
-    sizes = {
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "tokens_per_rank": tokens_per_rank,
-        "ep_size": ep_size,
-        "alignment": alignment,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(
-                f"recv_capacity: {name} must be >= 1; got {name}={value}; count from 1"
-            )
+    num_experts, top_k, tokens_per_rank, ep_size, alignment = as_counts(
+        "recv_capacity",
+        num_experts=num_experts,
+        top_k=top_k,
+        tokens_per_rank=tokens_per_rank,
+        ep_size=ep_size,
+        alignment=alignment,
+    )
     if num_experts % ep_size:
         raise ValueError(
             "recv_capacity: num_experts must be divisible by ep_size; got "
             f"num_experts={num_experts}, ep_size={ep_size}; change one of them"
         )
-    num_local, num_tokens = num_experts // ep_size, ep_size * tokens_per_rank
-    most = num_tokens * min(top_k, num_local)
-    worst = min(
-        num_local * roundup(num_tokens, alignment),
-        most_rows(num_local, most, alignment),
-    )
+    num_local = num_experts // ep_size
+    worst = worst_rows(num_local, top_k, ep_size * tokens_per_rank, alignment)
     if factor is None:
         return worst
     remedy = "use factor=1 for the balanced load or None for the worst case"
     check_numbers("recv_capacity", remedy, least=1, factor=factor)
     balanced = num_local * roundup(-(-tokens_per_rank * top_k // num_local), alignment)
     return min(worst, roundup(math.ceil(factor * balanced), alignment))
+
+
+def as_counts(name: str, *, least: int = 1, **counts: Any) -> tuple[int, ...]:
+    """Python's of ints, NumPy's too, that `check_counts` takes; in their order."""
+    ints: dict[str, Any] = {
+        option: value.item() if isinstance(value, np.integer) else value
+        for option, value in counts.items()
+    }
+    check_counts(name, least=least, **ints)
+    return tuple(ints.values())
+
+
+def worst_rows(num_local: int, top_k: int, num_tokens: int, alignment: int) -> int:
+    """Rows that suffice for any choices of num_tokens tokens, if those of a token are different experts."""
+    most = num_tokens * min(top_k, num_local)
+    return min(
+        num_local * roundup(num_tokens, alignment),
+        most_rows(num_local, most, alignment),
+    )
 
 
 def most_rows(num_local: int, num_choices: int, alignment: int) -> int:

@@ -1,16 +1,14 @@
 """What an expert-parallel exchange is: EpConfig."""
 
 import dataclasses
-import re
 
 from expertmesh.core.config import Config
 from expertmesh.core.operands import check_counts
 from expertmesh.core.specs import is_axis
 from expertmesh.ep.transports import BY_NAME
+from expertmesh.ep.transports.names import parse
 
 TRANSPORTS = ("auto", *BY_NAME)
-SMS = re.compile(r"nvlink:([1-9]\d*)")
-TWO_LEVEL = "two_level"
 OVERFLOW_POLICIES = ("drop", "error")
 
 
@@ -95,7 +93,7 @@ def _check_axis(axis: object) -> None:
 
 
 def check_transport(function: str, name: object) -> None:
-    if name in TRANSPORTS or isinstance(name, str) and _has_detail(name):
+    if isinstance(name, str) and _is_transport(name):
         return
     raise ValueError(
         f"{function}: transport must be one of {', '.join(TRANSPORTS)}, or 'nvlink:N' for at most N >= 2 SMs, or "
@@ -103,10 +101,6 @@ def check_transport(function: str, name: object) -> None:
     )
 
 
-def _has_detail(name: str) -> bool:
-    """Whether it is "nvlink" with a number of SMs, or "two_level" with another, "nvlink:48" too."""
-    inside = name.removeprefix(f"{TWO_LEVEL}:")
-    limit = SMS.fullmatch(inside)
-    if limit:
-        return int(limit[1]) >= 2
-    return inside != TWO_LEVEL and inside in TRANSPORTS
+def _is_transport(name: str) -> bool:
+    base, _, inside = parse(name)
+    return base in TRANSPORTS and (inside is None or _is_transport(inside))

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op, vary_like
 from expertmesh.core.operands import INTEGERS, check_arrays
+from expertmesh.ep.capacity import as_counts
 
 __all__ = ["CopyPlan", "least_rows_of_a_copy", "plan_copies"]
 
@@ -63,22 +64,21 @@ def plan_copies(
       CopyPlan. On one device: inside your own `shard_map` each device makes the same of the same counts.
 
     Raises:
-      TypeError: counts that are not an array of integers.
-      ValueError: counts that are not [E], a number of ranks that does not divide E, a negative `num_spare` or
-        `least_rows`.
+      TypeError: counts that are not an array of integers; an option that is no int.
+      ValueError: counts that are not [E], a number of ranks below 1 or that does not divide E, a negative `num_spare`
+        or `least_rows`.
 
     On an NVIDIA GPU one kernel; else a loop of R S steps. No value leaves the device.
     """
     check_arrays("plan_copies", INTEGERS, tokens_per_expert=tokens_per_expert)
-    if tokens_per_expert.ndim != 1 or num_ranks < 1 or tokens_per_expert.size % num_ranks:
+    (num_ranks,) = as_counts("plan_copies", num_ranks=num_ranks)
+    num_spare, least_rows = as_counts(
+        "plan_copies", least=0, num_spare=num_spare, least_rows=least_rows
+    )
+    if tokens_per_expert.ndim != 1 or tokens_per_expert.size % num_ranks:
         raise ValueError(
             "plan_copies: tokens_per_expert must be [E], with E divisible by num_ranks; "
             f"got shape={tokens_per_expert.shape}, num_ranks={num_ranks}; pass one count for each expert"
-        )
-    if num_spare < 0 or least_rows < 0:
-        raise ValueError(
-            "plan_copies: num_spare and least_rows must be >= 0; "
-            f"got num_spare={num_spare}, least_rows={least_rows}; pass 0 for none"
         )
     counts_Re = tokens_per_expert.astype(jnp.int32).reshape(num_ranks, -1)
     if num_spare == 0 or counts_Re.size == 0:
@@ -153,7 +153,10 @@ def _reference(
 def _target(load_R: jax.Array, level: jax.Array, levels: int) -> jax.Array:
     """The mean for level 0, the fullest rank's load for the last."""
     num_ranks, most = load_R.shape[0], jnp.max(load_R)
-    mean = jnp.sum(load_R // num_ranks) + -(-jnp.sum(load_R % num_ranks) // num_ranks)
+    whole, rest = (
+        jnp.sum(part_R, dtype=jnp.int32) for part_R in (load_R // num_ranks, load_R % num_ranks)
+    )
+    mean = whole + -(-rest // num_ranks)
     part = (level * level * level).astype(jnp.float32) * jnp.float32((levels - 1) ** -3)
     above = jnp.ceil((most - mean).astype(jnp.float32) * part)
     return jnp.minimum(mean + above.astype(jnp.int32), most)
@@ -190,10 +193,11 @@ def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int)
     ranks_R = jnp.arange(load_R.size, dtype=jnp.int32)
     own_R = jnp.max(left_Re, axis=1)
     excess_R = jnp.where(own_R > least_rows, load_R - target, 0)
-    sender = jnp.argmax(excess_R)
+    sender = jax.lax.argmax(excess_R, 0, jnp.int32)
     left_e = left_Re[sender]
     enough_e = fits & (left_e >= excess_R[sender])
-    local = jnp.argmax(jnp.where(jnp.any(enough_e), jnp.where(enough_e, -left_e, _NEVER), left_e))
+    wanted_e = jnp.where(jnp.any(enough_e), jnp.where(enough_e, -left_e, _NEVER), left_e)
+    local = jax.lax.argmax(wanted_e, 0, jnp.int32)
     expert = sender * left_Re.shape[1] + local
     have = left_e[local]
     give = jnp.minimum(excess_R[sender], have)
@@ -210,7 +214,7 @@ def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int)
     )  # fmt: skip
     receiver, moved, found = jnp.int32(0), jnp.int32(0), jnp.array(False)
     for mask_R, key_R, rows_R in reversed(rules):
-        best = jnp.argmax(jnp.where(mask_R, key_R, _NEVER)).astype(jnp.int32)
+        best = jax.lax.argmax(jnp.where(mask_R, key_R, _NEVER), 0, jnp.int32)
         here = jnp.any(mask_R)
         receiver = jnp.where(here, best, receiver)
         moved = jnp.where(here, jnp.minimum(rows_R[best], have), moved)
@@ -218,12 +222,12 @@ def _step(state: _State, *, target: jax.Array, fits: jax.Array, least_rows: int)
     to_R, from_R = (ranks_R == receiver) & found, (ranks_R == sender) & found
     slot_S = jnp.arange(expert_RS.shape[1], dtype=jnp.int32)
     at_RS = to_R[:, None] & (slot_S == slot_S.size - free_R[:, None])
-    at_Re = from_R[:, None] & (jnp.arange(left_Re.shape[1]) == local)
+    at_Re = from_R[:, None] & (jnp.arange(left_Re.shape[1], dtype=jnp.int32) == local)
     return _State(
         left_Re=left_Re - jnp.where(at_Re, moved, 0),
         load_R=load_R + jnp.where(to_R, moved, 0) - jnp.where(from_R, moved, 0),
         free_R=free_R - to_R,
-        expert_RS=jnp.where(at_RS, expert.astype(jnp.int32), expert_RS),
+        expert_RS=jnp.where(at_RS, expert, expert_RS),
         rows_RS=jnp.where(at_RS, moved, rows_RS),
         goes_on=found,
     )

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from expertmesh.core.op import Op
-from expertmesh.core.operands import check_type, debug_check_ids
+from expertmesh.core.operands import (
+    FLOATS,
+    INTEGERS,
+    check_arrays,
+    check_out_dtype,
+    check_type,
+    debug_check_ids,
+)
 from expertmesh.core.ops.row_map import RowMap, holds_token, move_values
 from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import TensorFormat
@@ -28,6 +35,7 @@ from expertmesh.ep.agreement import checksum, facts_of, say_prepared
 from expertmesh.ep.config import EpConfig, check_transport
 from expertmesh.ep.route import Axis, Route, all_gather, flatten_leading, make_route, sum_scatter
 from expertmesh.ep.transports import find_transport
+from expertmesh.ep.transports.names import parse
 from expertmesh.ep.wire import Wire, from_bytes, scale_of_zeros, to_bytes, travels
 
 
@@ -145,7 +153,7 @@ def _dispatch_reference(
     most_hosts: int,
 ) -> jax.Array:
     route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
-    move = find_transport(transport, route, tokens.dtype, axis).dispatch
+    move = find_transport(transport, route, tokens.dtype, axis, function="dispatch").dispatch
     return move(flatten_leading(tokens), route, axis=axis)[None]
 
 
@@ -162,8 +170,8 @@ def _combine_reference(
     wire_format: TensorFormat | str | None,
 ) -> jax.Array:
     route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
-    move = find_transport(transport, route, rows_1CD.dtype, axis, wire_format).combine
-    tokens_TD = move(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
+    chosen = find_transport(transport, route, rows_1CD.dtype, axis, wire_format, function="combine")
+    tokens_TD = chosen.combine(rows_1CD[0], route, axis=axis, wire=Wire(wire_format))
     return tokens_TD.reshape(*slot.shape[:-1], rows_1CD.shape[-1])
 
 
@@ -182,7 +190,7 @@ def _dispatch_quantized_reference(
 ) -> tuple[jax.Array, jax.Array]:
     route = _route(slot, source_1C, row_1GK, host_1GK, most_hosts)
     parts_T = flatten_leading(data), flatten_leading(scale)
-    chosen = find_transport(transport, route, jnp.uint8, axis)
+    chosen = find_transport(transport, route, jnp.uint8, axis, function="dispatch")
     if hasattr(chosen, "dispatch_parts"):
         data_CD, scale_CB = chosen.dispatch_parts(parts_T, route, axis=axis)
     else:
@@ -261,7 +269,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
       without a mesh, and over Auto axes without a MeshResource, where every device then holds everything.
 
     Raises:
-      TypeError: topk_idx is not integer.
+      TypeError: topk_idx is not an array of integers.
       ValueError: no leading dimension; a MeshResource without an EP axis; an EP axis that the mesh lacks; experts not
         divisible by the EP size; tokens not divisible by all axes that shard them; under overflow="error" a capacity
         below the tokens of one participant; more rows than int32 counts.
@@ -272,10 +280,7 @@ def prepare(topk_idx: jax.Array, config: EpConfig) -> Handle:
     Costs one all-gather of int32[T, K] over the EP axis; over Auto axes without a MeshResource, one of topk_idx.
     """
     EpConfig.check("prepare", config=config)
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(
-            f"prepare: topk_idx must be integers; got dtype={topk_idx.dtype}; pass expert ids, not scores"
-        )
+    check_arrays("prepare", INTEGERS, topk_idx=topk_idx)
     if topk_idx.ndim < 2:
         raise ValueError(
             f"prepare: topk_idx must be [..., K] with a dimension of tokens; got shape={topk_idx.shape}; "
@@ -332,7 +337,7 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
       QuantizedArray that quantizing the rows would give.
 
     Raises:
-      TypeError: any other dtype.
+      TypeError: no array, or any other dtype.
       ValueError: tokens do not fit the handle, or an unknown transport, or one that the platform lacks; a
         QuantizedArray whose scales do not belong to single tokens.
 
@@ -340,6 +345,7 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
     sharded over axes of the tokens.
     """
     check_type("dispatch", Handle, "pass what prepare made", handle=handle)
+    check_arrays("dispatch", tokens=tokens)
     transport = _transport("dispatch", handle, transport)
     _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
     if isinstance(tokens, QuantizedArray):
@@ -367,7 +373,7 @@ def combine(
     rows: jax.Array,
     *,
     transport: str | None = None,
-    wire_format: TensorFormat | str | None = None,
+    wire_format: TensorFormat | DTypeLike | None = None,
 ) -> jax.Array:
     """Adds up each token's rows: out[t] = sum_k rows[participant and row of slot[t, k]], unweighted.
 
@@ -375,44 +381,43 @@ def combine(
       handle: from `prepare`.
       rows: float[P, C, D], such as the experts' outputs times `dispatch_weights`. Padding rows are never read.
       transport: overrides the config's.
-      wire_format: an 8-bit format with blocks inside a token, or the name of a floating dtype, in which each rank's sum
-        for a token travels. Sums are added in float32 where they arrive. Not differentiable. None: sums travel in
-        float32 (in the rows' dtype if K is 1, for "all_to_all" and "ragged").
+      wire_format: an 8-bit format with blocks inside a token, or a floating dtype of 16 bits or more, in which each
+        rank's sum for a token travels. Sums are added in float32 where they arrive. Not differentiable. None: sums
+        travel in float32 (in the rows' dtype if K is 1, for "all_to_all" and "ragged").
 
     Returns:
       [..., D] in the rows' dtype, summed in float32; 0 for a token without rows. The cotangent of rows is `dispatch`
       of the output's cotangent: exactly 0 for padding.
 
     Raises:
-      TypeError: rows are not floating.
+      TypeError: rows are not an array of floats; a `wire_format` that is neither a format nor a dtype.
       ValueError: rows do not fit the handle, or an unknown transport, or one that the platform lacks; a `wire_format`
-        whose scales do not belong to single tokens, or together with "ring", which adds on the way.
+        whose scales do not belong to single tokens, of a dtype other than floats of 16 bits or more, or together with
+        "ring", which adds on the way.
 
     Costs what the transport costs.
     """
     check_type("combine", Handle, "pass what prepare made", handle=handle)
-    if not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise TypeError(
-            f"combine: rows must be floating, since they are added up; got dtype={rows.dtype}; "
-            "dequantize them first"
-        )
+    check_arrays("combine", FLOATS, rows=rows)
     _check_shape("combine", "rows", rows.shape[:-1], handle.source.shape)
     transport = _transport("combine", handle, transport)
     if wire_format is None:
         return _combine(rows, handle, transport=transport)
-    if not isinstance(wire_format, str):
-        _check_travels("combine", "wire_format", wire_format)
-    elif not jnp.issubdtype(jnp.dtype(wire_format), jnp.floating):
+    wire_format = _wire_format(wire_format)
+    if parse(transport).adds_on_the_way:
         raise ValueError(
-            "combine: wire_format must be a TensorFormat or a floating dtype; "
-            f"got wire_format={wire_format!r}; pass for example 'bfloat16'"
-        )
-    if transport == "ring":
-        raise ValueError(
-            "combine: wire_format must go with a transport that does not add on the way; got transport='ring'; "
-            "use 'auto' or 'all_to_all'"
+            "combine: wire_format must go with a transport that does not add on the way; "
+            f"got transport={transport!r}; use 'auto' or 'all_to_all'"
         )
     return _combine_fwd(rows, handle, transport=transport, wire_format=wire_format)[0]
+
+
+def _wire_format(given: TensorFormat | DTypeLike) -> TensorFormat | str:
+    """A format whose rows can be moved, or the name of a dtype in which sums can be."""
+    if not isinstance(given, TensorFormat):
+        return check_out_dtype("combine", given, "wire_format").name
+    _check_travels("combine", "wire_format", given)
+    return given
 
 
 def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
@@ -426,18 +431,14 @@ def dispatch_weights(handle: Handle, topk_weights: jax.Array) -> jax.Array:
       float32[P, C]. The cotangent of a weight is exactly its row's cotangent, 0 if it has no row.
 
     Raises:
-      TypeError: topk_weights is not floating.
+      TypeError: topk_weights is not an array of floats.
       ValueError: topk_weights does not fit the handle.
 
     Costs an all-gather of float32[T, K] over the EP axis, and its transpose a reduce-scatter.
     """
     check_type("dispatch_weights", Handle, "pass what prepare made", handle=handle)
+    check_arrays("dispatch_weights", FLOATS, topk_weights=topk_weights)
     _check_shape("dispatch_weights", "topk_weights", topk_weights.shape, handle.slot.shape)
-    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-        raise TypeError(
-            f"dispatch_weights: topk_weights must be floating; got dtype={topk_weights.dtype}; "
-            "cast them to float32"
-        )
     return _dispatch_weights(topk_weights.astype(jnp.float32), handle)
 
 

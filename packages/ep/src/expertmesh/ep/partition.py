@@ -30,8 +30,9 @@ from expertmesh.core.specs import (
 )
 from expertmesh.ep import hosts
 from expertmesh.ep.capacity import most_hosts
-from expertmesh.ep.config import TWO_LEVEL, EpConfig
+from expertmesh.ep.config import EpConfig
 from expertmesh.ep.route import Axis, outer_axis
+from expertmesh.ep.transports.names import TWO_LEVEL, parse
 
 
 def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
@@ -68,7 +69,7 @@ def resolve_axis(config: EpConfig, x: jax.Array) -> Axis:
 
 def is_two_level(transport: str, axis: Axis) -> bool:
     """Whether an exchange goes between hosts and then inside them: that takes two EP axes."""
-    return transport.partition(":")[0] == TWO_LEVEL and len(axis or ()) > 1
+    return parse(transport).is_two_level and len(axis or ()) > 1
 
 
 def resolve_transport(config: EpConfig, axis: Axis, x: jax.Array) -> str:

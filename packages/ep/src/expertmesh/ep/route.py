@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import vary_like
-from expertmesh.core.operands import is_routed, wide_ids
+from expertmesh.core.operands import routed_ids
 from expertmesh.core.ops.gather_rows import gather_rows
 from expertmesh.core.ops.permute import RowPlan, plan_rows
 from expertmesh.core.ops.row_map import RowMap
-from expertmesh.ep.capacity import recv_capacity
+from expertmesh.ep.capacity import worst_rows
 
 Axis = tuple[str, ...] | None
 
@@ -123,18 +123,15 @@ def make_route(
 def _ids_of_group(
     topk_idx_TK: jax.Array, num_experts: int, axis: Axis, checksum: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(ids_GK, stranger): the ids of all ranks, and the first rank that means another exchange, -1 for none.
-
-    Of several ranks -1 is the id of what is not routed.
+    """(ids_GK, stranger): `routed_ids` of all ranks, and the first rank that means another exchange, -1 for none.
 
     Ids travel with the checksum added, so that it costs no bytes. What is no id without this rank's own checksum is
     from a rank with another; a chance of (E + 1) in 2^CHECKSUM_BITS hides it. All ranks then see one, if perhaps not
     the same: ids are -1 in all, and nothing is exchanged.
     """
-    size = group_size(axis)
-    if size == 1 or topk_idx_TK.size == 0:
-        return all_gather(topk_idx_TK, axis), vary_like((topk_idx_TK,), jnp.int32(-1))
-    ids_TK = _known_ids(topk_idx_TK, num_experts)
+    size, ids_TK = group_size(axis), routed_ids(topk_idx_TK, None, num_experts)
+    if size == 1 or ids_TK.size == 0:
+        return all_gather(ids_TK, axis), vary_like((ids_TK,), jnp.int32(-1))
     known_GK = all_gather(ids_TK + jnp.int32(checksum), axis) - jnp.int32(checksum)
     first_R = known_GK.reshape(size, -1)[:, 0]
     other_R = (first_R < -1) | (first_R >= num_experts)
@@ -150,20 +147,13 @@ def _rows_of_host(slot_GK: jax.Array, capacity: int, axis: Axis) -> jax.Array:
     return jnp.where((place_GK >= 0) & (place_GK < rows), place_GK, -1)  # slots of none are below 0
 
 
-def _known_ids(topk_idx_TK: jax.Array, num_experts: int) -> jax.Array:
-    """int32, -1 for those not routed."""
-    topk_idx_TK = wide_ids(topk_idx_TK)
-    routed = is_routed(topk_idx_TK, num_experts)
-    return jnp.where(routed, topk_idx_TK, -1).astype(jnp.int32)
-
-
 def worst_capacity(
     num_experts: int, top_k: int, num_tokens: int, ep_size: int, alignment: int
 ) -> int:
     """`recv_capacity`, and 0 where nothing can arrive."""
     if num_tokens * top_k == 0:
         return 0
-    return recv_capacity(num_experts, top_k, num_tokens, ep_size, alignment)
+    return worst_rows(num_experts // ep_size, top_k, ep_size * num_tokens, alignment)
 
 
 def _check_countable(

@@ -22,6 +22,7 @@ from expertmesh.core.quantization.recipe import (
 from expertmesh.core.router.route import RouterConfig
 from expertmesh.core.specs import is_axis
 from expertmesh.ep import EpConfig, Overflow
+from expertmesh.ep.transports.names import parse
 from expertmesh.flax_moe.remat import REMAT_POLICIES
 
 __all__ = ["MoEConfig", "MoEOutput", "NULL_EXPERTS", "dispatches_quantized"]
@@ -272,7 +273,7 @@ class MoEOutput(NamedTuple):
       topk_idx: int32[..., K], the choices by descending score, -1 for a choice that is not routed. Record them to
         replay the routing.
       overflow: under `MoEConfig(overflow="error")`, for `expertmesh.ep.raise_overflow` outside jit; with `num_chunks` n
-        above 1 its arrays are [n]. None otherwise.
+        above 1, and tokens, its arrays are [n]. None otherwise.
       quant_state: the next call's `quant_state`; None unless the recipe is a DelayedScaling.
     """
 
@@ -413,7 +414,7 @@ def _check_spare_experts(config: MoEConfig) -> None:
 def _check_backward_combine(config: MoEConfig) -> None:
     if not config.quantize_backward_combine:
         return
-    if config.transport == "ring":
+    if parse(config.transport).adds_on_the_way:
         raise ValueError(
             "MoEConfig: quantize_backward_combine must go with a transport that does not add on the way; "
             "got transport='ring'; use 'auto' or 'all_to_all'"

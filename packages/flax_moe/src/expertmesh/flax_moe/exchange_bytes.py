@@ -14,6 +14,7 @@ from expertmesh.core.quantization.recipe import TensorFormat, current_recipe
 from expertmesh.core.support import platform_of
 from expertmesh.ep.transports import choose_auto
 from expertmesh.ep.transports.choice import Exchange
+from expertmesh.ep.transports.names import parse
 from expertmesh.ep.wire import sum_dtype
 from expertmesh.flax_moe.config import MoEConfig, dispatches_quantized
 
@@ -44,7 +45,7 @@ def exchange_bytes(
     """
     MoEConfig.check("exchange_bytes", config=config)
     check_counts("exchange_bytes", model_dim=model_dim, num_tokens=num_tokens, ep_size=ep_size)
-    if ep_size > 1 and config.transport.startswith("two_level"):
+    if ep_size > 1 and parse(config.transport).is_two_level:
         raise ValueError(
             "exchange_bytes: transport must be of one level; "
             f"got transport={config.transport!r}; name the transport inside a host"
@@ -61,7 +62,7 @@ def exchange_bytes(
     if dispatches_quantized(config.recipe):
         formats = config.recipe.formats()
         legs["dispatch"] = (_row_bytes(formats.x, D), jnp.uint8)
-        if config.transport != "ring":
+        if not parse(config.transport).adds_on_the_way:
             back = formats.grad_dgrad if config.quantize_backward_combine else config.dtype
             legs["backward_combine"] = (_row_bytes(back, D), config.dtype)
     return {
@@ -72,13 +73,13 @@ def exchange_bytes(
 
 def _sum_dtype(config: MoEConfig) -> DTypeLike:
     """In which what the experts of a rank make of a token travels back; "ring" adds on the way."""
-    if config.transport == "ring":
+    if parse(config.transport).adds_on_the_way:
         return accumulator_dtype(config.dtype)
     return sum_dtype(config.dtype, config.top_k)
 
 
 def _tokens_sent(config: MoEConfig, num_tokens: int, ep_size: int, dtype: DTypeLike) -> int:
-    name = config.transport.partition(":")[0]
+    name = parse(config.transport).base
     if name == "auto":
         name = choose_auto(
             Exchange(

@@ -20,6 +20,7 @@ from expertmesh.core.quantization.quantized import QuantizedArray
 from expertmesh.core.quantization.recipe import Recipe, TensorFormat
 from expertmesh.core.vjp import differentiable
 from expertmesh.ep import Handle, combine, dispatch
+from expertmesh.ep.transports.names import parse
 from expertmesh.flax_moe.remat import named
 
 __all__ = ["dispatch_quantized", "quantize_tokens"]
@@ -75,7 +76,8 @@ _WireFormat = TensorFormat | str | None
 
 def _plain_wire(handle: Handle, x: jax.Array) -> str | None:
     """The dtype in which sums of gradients travel where they are not quantized."""
-    return None if handle.transport == "ring" or x.dtype == jnp.float32 else x.dtype.name
+    plain = parse(handle.transport).adds_on_the_way or x.dtype == jnp.float32
+    return None if plain else x.dtype.name
 
 
 def _dispatch_fwd(

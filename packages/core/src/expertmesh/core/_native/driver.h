@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <string>
 
 namespace expertmesh {
@@ -34,16 +33,18 @@ struct Driver {
     Attribute* attributes;
     unsigned num_attributes;
   };
-  enum : int { kSuccess = 0, kMaxDynamicSharedBytes = 8, kClusterDimension = 4 };
+  enum : int { kMaxDynamicSharedBytes = 8, kClusterDimension = 4 };
   // CUtensorMapL2promotion: of 128 bytes; no interleaving, zeros out of bounds.
   enum : int { kNoInterleave = 0, kPromote128 = 2, kZeros = 0 };
 
   int (*GetErrorString)(int, const char**);
   int (*DeviceGet)(int*, int);
   int (*Retain)(Context*, int);
+  int (*Release)(int);
   int (*Push)(Context);
   int (*Pop)(Context*);
   int (*LibraryLoad)(Library*, const void*, void*, void*, unsigned, void*, void*, unsigned);
+  int (*LibraryUnload)(Library);
   int (*LibraryKernel)(Kernel*, Library, const char*);
   int (*SetAttribute)(int, int, Kernel, int);
   int (*GetFunction)(Function*, Kernel);
@@ -62,9 +63,11 @@ struct Driver {
     Find("cuGetErrorString", GetErrorString);
     Find("cuDeviceGet", DeviceGet);
     Find("cuDevicePrimaryCtxRetain", Retain);
+    Find("cuDevicePrimaryCtxRelease_v2", Release);
     Find("cuCtxPushCurrent_v2", Push);
     Find("cuCtxPopCurrent_v2", Pop);
     Find("cuLibraryLoadData", LibraryLoad);
+    Find("cuLibraryUnload", LibraryUnload);
     Find("cuLibraryGetKernel", LibraryKernel);
     Find("cuKernelSetAttribute", SetAttribute);
     Find("cuKernelGetFunction", GetFunction);

@@ -67,22 +67,24 @@ State& Process() {
 class InContext {
  public:
   explicit InContext(int device) {
-    int handle = 0;
     Driver::Context context = nullptr;
     error = Cuda().DeviceGet(&handle, device);
     if (!error) error = Cuda().Retain(&context, handle);
+    retained_ = !error;
     if (!error) error = Cuda().Push(context);
     pushed_ = !error;
-    this->handle = handle;
   }
   ~InContext() {
     Driver::Context context;
     if (pushed_) Cuda().Pop(&context);
+    if (retained_) Cuda().Release(handle);
   }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
   int error = 0, handle = 0;
 
  private:
-  bool pushed_ = false;
+  bool retained_ = false, pushed_ = false;
 };
 
 struct Wanted {
@@ -90,38 +92,68 @@ struct Wanted {
   int64_t shared;
 };
 
+void Check(int error) {
+  if (error) throw std::runtime_error(Cuda().Text(error));
+}
+
+// Machine code until `kept`: unloaded where it has no such kernel, or where another thread was faster.
+struct Library {
+  explicit Library(const void* code) {
+    Check(Cuda().LibraryLoad(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0));
+  }
+  ~Library() {
+    if (!kept) Cuda().LibraryUnload(library);
+  }
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  Driver::Library library = nullptr;
+  bool kept = false;
+};
+
+// The kernel of the process, loaded if it is not there yet; `code` makes the machine code.
+template <typename Code>
+Driver::Kernel KernelOf(const Wanted& wanted, Code code) {
+  State& state = Process();
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    const auto found = state.kernels.find(wanted.digest);
+    if (found != state.kernels.end()) return found->second.kernel;
+  }
+  Library made(code().data());
+  Driver::Kernel kernel = nullptr;
+  Check(Cuda().LibraryKernel(&kernel, made.library, std::string(wanted.name).c_str()));
+  std::lock_guard<std::mutex> lock(state.mutex);
+  const auto [at, inserted] = state.kernels.try_emplace(std::string(wanted.digest), Loaded{kernel, {}});
+  made.kept = inserted;
+  return at->second.kernel;
+}
+
 // The function on a device, loaded if it is not there yet; `code` makes the machine code. Throws what went wrong.
+// Nothing is locked while it loads: others may have to launch what loading waits for.
 template <typename Code>
 Driver::Function FunctionOn(int device, const Wanted& wanted, Code code) {
   const Driver& cuda = Cuda();
   if (!cuda.problem.empty()) throw std::runtime_error(cuda.problem);
-  std::lock_guard<std::mutex> lock(Process().mutex);
-  auto& kernels = Process().kernels;
-  auto found = kernels.find(wanted.digest);
-  if (found != kernels.end()) {
-    const auto here = found->second.functions.find(device);
-    if (here != found->second.functions.end()) return here->second;
+  State& state = Process();
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    const auto found = state.kernels.find(wanted.digest);
+    if (found != state.kernels.end()) {
+      const auto here = found->second.functions.find(device);
+      if (here != found->second.functions.end()) return here->second;
+    }
   }
-  const auto check = [&](int error) {
-    if (error) throw std::runtime_error(cuda.Text(error));
-  };
   const InContext context(device);
-  check(context.error);
-  Loaded loaded = found == kernels.end() ? Loaded{} : found->second;
-  if (loaded.kernel == nullptr) {
-    Driver::Library library = nullptr;
-    check(cuda.LibraryLoad(&library, code().data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
-    check(cuda.LibraryKernel(&loaded.kernel, library, std::string(wanted.name).c_str()));
-  }
-  check(cuda.SetAttribute(Driver::kMaxDynamicSharedBytes, static_cast<int>(wanted.shared), loaded.kernel,
-                          context.handle));
+  Check(context.error);
+  const Driver::Kernel kernel = KernelOf(wanted, code);
+  Check(cuda.SetAttribute(Driver::kMaxDynamicSharedBytes, static_cast<int>(wanted.shared), kernel, context.handle));
   Driver::Function function = nullptr;
-  check(cuda.GetFunction(&function, loaded.kernel));
+  Check(cuda.GetFunction(&function, kernel));
   // Not at its first launch, which may be recorded.
-  if (cuda.LoadFunction != nullptr) check(cuda.LoadFunction(function));
-  loaded.functions[device] = function;
-  kernels.insert_or_assign(std::string(wanted.digest), std::move(loaded));
-  return function;
+  if (cuda.LoadFunction != nullptr) Check(cuda.LoadFunction(function));
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return state.kernels.find(wanted.digest)->second.functions.try_emplace(device, function).first->second;
 }
 
 Driver::Function FunctionOf(int device, const Attributes& a) {

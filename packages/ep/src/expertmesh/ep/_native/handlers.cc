@@ -226,15 +226,18 @@ ffi::Error FindPeers(const Nccl& nccl, const Driver& cuda, Stream stream, Window
   return error ? FailCuda(cuda, "the peers' addresses cannot be read", error) : ffi::Error::Success();
 }
 
-// What a window is made of until it is registered: given back where that fails.
-struct Unregistered {
+// What a window is made of until it is the communicator's: given back where something fails before.
+struct Made {
   const Nccl& nccl;
   const Driver& cuda;
+  Comm comm;
   void* memory = nullptr;
+  void* handle = nullptr;  // of the registered memory
   Stream stream = nullptr;
 
-  ~Unregistered() {
+  ~Made() {
     if (stream != nullptr) cuda.StreamDestroy(stream);
+    if (handle != nullptr) Finish(nccl, comm, nccl.Deregister(comm, handle));
     if (memory != nullptr) nccl.Free(memory);
   }
 };
@@ -264,7 +267,7 @@ ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attribute
     *next.record = Record{};
     window.record = next.record;
   }
-  Unregistered made{nccl, cuda};
+  Made made{nccl, cuda, comm};
   int result = nccl.Alloc(&made.memory, next.bytes);
   if (result != Nccl::kSuccess) {
     return Fail("no " + std::to_string(next.bytes) + " bytes for the window: " + nccl.GetErrorString(result) +
@@ -276,13 +279,13 @@ ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attribute
   if (!error) error = cuda.StreamSynchronize(made.stream);
   if (error) return FailCuda(cuda, "the window cannot be cleared", error);
   // All ranks come here before any of them goes on: windows are clear, and no kernel writes the old ones any more.
-  result = Finish(nccl, comm, nccl.Register(comm, next.memory, next.bytes, &next.handle, Nccl::kSymmetric));
+  result = Finish(nccl, comm, nccl.Register(comm, next.memory, next.bytes, &made.handle, Nccl::kSymmetric));
+  next.handle = made.handle;
   if (result != Nccl::kSuccess || next.handle == nullptr) {
     return Fail(std::string("the window cannot be registered: ") +
                 (result != Nccl::kSuccess ? nccl.GetErrorString(result)
                                           : "the ranks do not all reach each other's memory"));
   }
-  made.memory = nullptr;
   const int reachable = nccl.Reachable(comm).ranks;
   if (reachable != next.size) {
     return Fail("all ranks of a group must reach each other's memory; " + std::to_string(reachable) + " of " +
@@ -297,6 +300,7 @@ ffi::Error Grow(const Nccl& nccl, const Driver& cuda, Comm comm, const Attribute
   std::lock_guard<std::mutex> lock(Process().mutex);
   Process().bytes += next.bytes - window.bytes;
   window = next;
+  made.memory = made.handle = nullptr;
   return ffi::Error::Success();
 }
 

@@ -25,6 +25,7 @@ from expertmesh.ep.transports import (
 )
 from expertmesh.ep.transports.block_transport import BlockTransport
 from expertmesh.ep.transports.choice import Exchange, Unlinked, choose, received
+from expertmesh.ep.transports.names import Name, parse
 from expertmesh.ep.transports.nvlink_by_row import NvlinkByRow
 from expertmesh.ep.wire import Wire
 
@@ -51,37 +52,47 @@ def find_transport(
     dtype: DTypeLike,
     axis: Axis,
     wire: TensorFormat | str | None = None,
+    *,
+    function: str,
 ) -> Transport:
     """The transport of that name: where nothing moves "local"; "all_to_all" for sums that it cannot send as `wire`.
 
     Raises:
-      ValueError: the transport cannot do this exchange, as on a platform that lacks it.
+      ValueError: the transport cannot do this exchange, as on a platform that lacks it; names `function`.
     """
     exchange = _exchange(route, dtype, axis)
     if not exchange.moves:
         return local
-    base, _, detail = (choose_auto(exchange) if name == "auto" else name).partition(":")
-    if reason := BY_NAME[base].unsupported(exchange):
+    chosen = _chosen(name, exchange)
+    if reason := BY_NAME[chosen.base].unsupported(exchange):
         reason = f"{reason}; got ep_size={exchange.ep_size}, axis={axis}"
-        raise ValueError(refusal("dispatch", "transport", name, reason))
-    if wire is not None and BY_NAME[base].unsupported(dataclasses.replace(exchange, wire=wire)):
-        return BY_NAME["all_to_all"]
-    return _detailed(base, detail) if detail else BY_NAME[base]
+        raise ValueError(refusal(function, "transport", name, reason))
+    if wire is not None:
+        exchange = dataclasses.replace(exchange, wire=wire)
+        if BY_NAME[chosen.base].unsupported(exchange):
+            return BY_NAME["all_to_all"]
+    return _of_name(chosen)
 
 
 def find_by_row(name: str, route: Route, dtype: DTypeLike, axis: Axis) -> Transport:
     """For few long rows, with one choice at most of a token on each rank: the transport of that name where it sends no
     other rows, as "ragged" and "nvlink" do, else "all_to_all"."""
     exchange = _exchange(route, dtype, axis)
-    base, _, detail = (choose_auto(exchange) if name == "auto" else name).partition(":")
+    base, sms, _ = _chosen(name, exchange)
     if base == "nvlink" and BY_NAME[base].unsupported(exchange) is None:
-        return NvlinkByRow(int(detail)) if detail else NvlinkByRow()
+        return NvlinkByRow() if sms is None else NvlinkByRow(sms)
     return BY_NAME["ragged" if base == "ragged" else "all_to_all"]
 
 
-def _detailed(base: str, detail: str) -> Transport:
-    """What follows the colon: the most SMs, or the transport inside a host."""
-    return nvlink.Nvlink(int(detail)) if base == "nvlink" else _two_level(detail)
+def _chosen(name: str, exchange: Exchange) -> Name:
+    """The parts of the name, or of that which "auto" stands for here."""
+    return parse(choose_auto(exchange) if name == "auto" else name)
+
+
+def _of_name(name: Name) -> Transport:
+    if name.sms is not None:
+        return nvlink.Nvlink(name.sms)
+    return BY_NAME[name.base] if name.inside is None else _two_level(name.inside)
 
 
 def _two_level(inside: str) -> two_level.TwoLevel:

@@ -167,7 +167,7 @@ def _slices(num_tokens: int, row_bytes: int) -> int:
 def _filling(row_bytes: float) -> int:
     """Senders that keep the links busy with such rows. More put rows into them faster than they leave, which then
     arrive long after their turn."""
-    return max(1, round(FILLED / (WARPS * min(row_bytes, STAGED))))
+    return max(1, round(FILLED / (WARPS * min(max(row_bytes, 1), STAGED))))
 
 
 def _groups(axis: Axis) -> np.ndarray:

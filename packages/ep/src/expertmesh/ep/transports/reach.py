@@ -8,6 +8,8 @@ import functools
 
 import jax
 
+from expertmesh.ep import hosts
+
 _LIBRARY = "libnvidia-ml.so.1"
 _NVLINK, _OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
 
@@ -22,9 +24,9 @@ def unsupported() -> str | None:
         devices = jax.devices("cuda")
     except RuntimeError:
         return "this process has no GPU, as where a program is compiled ahead of time"
-    hosts = {getattr(d, "slice_index", None) for d in devices}
-    if len(hosts) > 1:
-        return f"the job's GPUs are on {len(hosts)} hosts; name transport='nvlink' if groups do not cross them"
+    found = {hosts.host_of(device) for device in devices}
+    if len(found) > 1:
+        return f"the job's GPUs are on {len(found)} hosts; name transport='nvlink' if groups do not cross them"
     try:
         count, pairs = _linked()
     except (OSError, AttributeError) as error:

@@ -36,7 +36,7 @@ class TwoLevel:
     """The transport.
 
     Attributes:
-      find: `find(route, dtype, axis, wire) -> Transport`: the one inside a host.
+      find: `find(route, dtype, axis, wire, *, function) -> Transport`: the one inside a host.
     """
 
     find: Callable[..., Any]
@@ -45,7 +45,7 @@ class TwoLevel:
         between, inside = outer_route(route, axis), inner_route(route, axis)
         sent_SD = blocks.blocks_of_tokens(tokens_TD, between, group_size(outer_axis(axis)))
         received_SD = _cross(sent_SD, between, axis)
-        move = self.find(inside, tokens_TD.dtype, inner_axis(axis))
+        move = self.find(inside, tokens_TD.dtype, inner_axis(axis), function="dispatch")
         rows_CD: jax.Array = move.dispatch(received_SD, inside, axis=inner_axis(axis))
         return rows_CD
 
@@ -56,7 +56,9 @@ class TwoLevel:
         # float8 rows are added up in float32; 8-bit sums are quantized once, where they leave the host.
         values_CD = rows_CD.astype(jnp.float32) if rows_CD.dtype.itemsize < 2 else rows_CD
         inner_wire = PLAIN if isinstance(wire.format, TensorFormat) else wire
-        move = self.find(inside, values_CD.dtype, inner_axis(axis), inner_wire.format)
+        move = self.find(
+            inside, values_CD.dtype, inner_axis(axis), inner_wire.format, function="combine"
+        )
         sums_SD = move.combine(values_CD, inside, axis=inner_axis(axis), wire=inner_wire)
         back_SD = wire.decode(_cross(wire.encode(sums_SD), between, axis), sums_SD)
         tokens_TD = blocks.tokens_of_blocks(back_SD, between, group_size(outer_axis(axis)))
