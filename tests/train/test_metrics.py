@@ -77,7 +77,8 @@ def test_a_cut_run_continues_as_if_it_was_not(tmp_path):
     write_run(whole, 0, 7)
     write_run(cut, 0, 6)
     cut.write_text(cut.read_text() + "7,0.14285")  # torn
-    metrics.keep_until(cut, 4)
+    assert metrics.keep_until(cut, 7).startswith("cut.csv lacks 1 of 7 steps")
+    assert metrics.keep_until(cut, 4) is None
     write_run(cut, 4, 7)
 
     def without_speed(path):
@@ -197,7 +198,7 @@ def test_cut_to_nothing(tmp_path):
 def test_without_a_whole_row_the_file_begins_anew(tmp_path, text):
     path = tmp_path / "metrics.csv"
     path.write_text(text)
-    metrics.keep_until(path, 3)
+    assert metrics.keep_until(path, 3).startswith("metrics.csv lacks 3 of 3 steps")
     assert not path.exists()
     write_run(path, 3, 5)
     assert metrics.read_columns(path)["step"].tolist() == [4, 5]

@@ -50,14 +50,24 @@ def row(
     }
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Cuts the CSV back to the rows of the steps up to `step`; torn lines go, too, and a file without a whole one."""
+def keep_until(path: Path, step: int) -> str | None:
+    """Cuts the CSV back to the rows of the steps up to `step`; torn lines go, too, and a file without a whole one.
+
+    Returns:
+      A note if a step is missing.
+    """
     names, rows = _whole_rows(path) if path.exists() else ([], [])
     kept = [row for row in rows if int(row[0]) <= step]
-    if not kept:
+    if kept:
+        write_whole(path, "".join(",".join(line) + "\n" for line in [names, *kept]))
+    else:
         path.unlink(missing_ok=True)
-        return
-    write_whole(path, "".join(",".join(line) + "\n" for line in [names, *kept]))
+    missing = step - len(kept)
+    return (
+        f"{path.name} lacks {missing} of {step} steps, which are not trained again"
+        if missing
+        else None
+    )
 
 
 def read_columns(path: Path) -> dict[str, npt.NDArray[np.float64]]:
