@@ -531,10 +531,12 @@ def _is_null(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 def _sent(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
-    """The choices with -1 for those of null experts."""
+    """The choices with -1 for those of null experts. An id beyond all stays one, which the exchange finds."""
     if config.num_null_experts == 0:
         return topk_idx
-    return routed_ids(topk_idx, None, config.num_experts)
+    ids = jnp.minimum(wide_ids(topk_idx), config.num_candidates)
+    ids = routed_ids(ids, None, config.num_candidates + 1)
+    return jnp.where(_is_null(ids, config), -1, ids)
 
 
 def _gate(x: jax.Array, weight: jax.Array) -> jax.Array:
