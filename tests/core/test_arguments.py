@@ -7,6 +7,7 @@ import pytest
 from cases.typed import functions_of, refuses_others
 from expertmesh import core
 from expertmesh.core import PermutePlan, RouterConfig, plan_permute
+from expertmesh.core.operands import check_numbers
 
 INSTANCES = {
     RouterConfig: RouterConfig(top_k=2),
@@ -114,3 +115,12 @@ def test_a_config_of_another_kind_is_refused():
 def test_numbers_and_dtypes(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    idx = jnp.zeros((4, 2), jnp.int32)
+    assert core.expert_counts(idx, num_experts=np.int64(8)).shape == (8,)
+    check_numbers("f", "", least=0, x=np.float32(0.5), n=np.int32(2))
+    for value, kind in ((np.float32("nan"), ValueError), (np.bool_(True), TypeError)):
+        with pytest.raises(kind, match="f: x must be"):
+            check_numbers("f", "", x=value)

@@ -70,6 +70,8 @@ def _check_range(name: str, operand: str, x: Any) -> None:
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
         return
     held = jax.dtypes.canonicalize_dtype(x.dtype)
+    if held == x.dtype:
+        return
     least, most = int(x.min()), int(x.max())
     if least < np.iinfo(held).min or most > np.iinfo(held).max:
         raise ValueError(
@@ -82,10 +84,11 @@ def check_numbers(name: str, remedy: str, *, least: float = -math.inf, **numbers
     """Raises an error that names `name` and says `remedy` unless each is a finite number of at least `least`.
 
     Raises:
-      TypeError: not a Python number.
+      TypeError: no number of Python's or NumPy's.
       ValueError: infinite, NaN or below `least`.
     """
-    for option, value in numbers.items():
+    for option, given in numbers.items():
+        value = given.item() if isinstance(given, np.generic) else given
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError(
                 f"{name}: {option} must be a Python number; got {option}={value!r}; pass a float"
@@ -166,6 +169,16 @@ def check_counts(name: str, *, optional: bool = False, least: int = 1, **counts:
             raise ValueError(
                 f"{name}: {option} must be at least {least}; got {option}={value}; pass a positive int{others}"
             )
+
+
+def as_counts(name: str, *, least: int = 1, **counts: Any) -> tuple[int, ...]:
+    """Python's of ints, NumPy's too, that `check_counts` takes; in their order."""
+    ints: dict[str, Any] = {
+        option: value.item() if isinstance(value, np.integer) else value
+        for option, value in counts.items()
+    }
+    check_counts(name, least=least, **ints)
+    return tuple(ints.values())
 
 
 def exceeds(size: int, limit: int) -> bool:

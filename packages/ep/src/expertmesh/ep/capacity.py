@@ -1,11 +1,8 @@
 """How many rows a participant must be able to receive. Arithmetic on Python integers."""
 
 import math
-from typing import Any
 
-import numpy as np
-
-from expertmesh.core.operands import check_counts, check_numbers
+from expertmesh.core.operands import as_counts, check_numbers
 
 
 def recv_capacity(
@@ -60,16 +57,6 @@ def recv_capacity(
     check_numbers("recv_capacity", remedy, least=1, factor=factor)
     balanced = num_local * roundup(-(-tokens_per_rank * top_k // num_local), alignment)
     return min(worst, roundup(math.ceil(factor * balanced), alignment))
-
-
-def as_counts(name: str, *, least: int = 1, **counts: Any) -> tuple[int, ...]:
-    """Python's of ints, NumPy's too, that `check_counts` takes; in their order."""
-    ints: dict[str, Any] = {
-        option: value.item() if isinstance(value, np.integer) else value
-        for option, value in counts.items()
-    }
-    check_counts(name, least=least, **ints)
-    return tuple(ints.values())
 
 
 def worst_rows(num_local: int, top_k: int, num_tokens: int, alignment: int) -> int:

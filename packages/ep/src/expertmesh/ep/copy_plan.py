@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from expertmesh.core.op import Kernel, Op, vary_like
-from expertmesh.core.operands import INTEGERS, check_arrays
-from expertmesh.ep.capacity import as_counts
+from expertmesh.core.operands import INTEGERS, as_counts, check_arrays
 
 __all__ = ["CopyPlan", "least_rows_of_a_copy", "plan_copies"]
 

@@ -123,13 +123,15 @@ def make_route(
 def _ids_of_group(
     topk_idx_TK: jax.Array, num_experts: int, axis: Axis, checksum: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(ids_GK, stranger): `routed_ids` of all ranks, and the first rank that means another exchange, -1 for none.
+    """(ids_GK, stranger): `routed_ids` of several ranks, and the first rank that means another exchange, -1 for none.
 
     Ids travel with the checksum added, so that it costs no bytes. What is no id without this rank's own checksum is
     from a rank with another; a chance of (E + 1) in 2^CHECKSUM_BITS hides it. All ranks then see one, if perhaps not
     the same: ids are -1 in all, and nothing is exchanged.
     """
-    size, ids_TK = group_size(axis), routed_ids(topk_idx_TK, None, num_experts)
+    size = group_size(axis)
+    # Of one rank they are as given: the plan leaves out what is no expert's.
+    ids_TK = topk_idx_TK if size == 1 else routed_ids(topk_idx_TK, None, num_experts)
     if size == 1 or ids_TK.size == 0:
         return all_gather(ids_TK, axis), vary_like((ids_TK,), jnp.int32(-1))
     known_GK = all_gather(ids_TK + jnp.int32(checksum), axis) - jnp.int32(checksum)

@@ -122,19 +122,18 @@ def _check_no_losses(
 
 
 def _check_coefficients(function: str, coeffs: Mapping[str, Any]) -> None:
-    for name, given in coeffs.items():
-        value = given.item() if isinstance(given, np.generic) else given
-        if value is not None and not isinstance(value, int | float | jax.Array):
+    for name, value in coeffs.items():
+        if value is not None and not isinstance(value, int | float | np.number | jax.Array):
             raise TypeError(
                 f"{function}: {name} must be a number or a jax.Array; got {name}={value!r}; "
                 f"pass jnp.float32({name})"
             )
+        if isinstance(value, int | float | np.number):
+            check_numbers(function, "0 turns it off", least=0, **{name: value})
         if isinstance(value, jax.Array) and value.shape:
             raise ValueError(
                 f"{function}: {name} must be one number; got {name}.shape={value.shape}; pass a scalar"
             )
-        if isinstance(value, int | float):
-            check_numbers(function, "0 turns it off", least=0, **{name: value})
 
 
 def coefficient(config: MoEConfig, name: str, value: Coefficient | None) -> Coefficient:

@@ -183,8 +183,8 @@ class MoEConfig(Config):
         check_counts("MoEConfig", expert_dim=self.expert_dim, num_chunks=self.num_chunks)
         check_counts("MoEConfig", optional=True, shared_expert_dim=self.shared_expert_dim)
         check_counts("MoEConfig", optional=True, latent_dim=self.latent_dim)
-        for name in ("aux_loss_coeff", "z_loss_coeff"):
-            check_numbers("MoEConfig", "0 turns it off", least=0, **{name: getattr(self, name)})
+        coeffs = dict(aux_loss_coeff=self.aux_loss_coeff, z_loss_coeff=self.z_loss_coeff)
+        check_numbers("MoEConfig", "0 turns it off", least=0, **coeffs)
         if self.capacity_factor is not None:
             factor = dict(capacity_factor=self.capacity_factor)
             check_numbers("MoEConfig", "pass None for no dropping", least=1, **factor)

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource, current_resource
-from expertmesh.core.operands import check_counts
+from expertmesh.core.operands import as_counts
 from expertmesh.core.specs import merge_dim
 from expertmesh.flax_moe.config import MoEConfig
 
@@ -150,7 +150,7 @@ def _whole_names(config: MoEConfig) -> tuple[str, ...]:
 def param_shapes(model_dim: int, config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter, in the order of the tree."""
     MoEConfig.check("param_shapes", config=config)
-    check_counts("param_shapes", model_dim=model_dim)
+    (model_dim,) = as_counts("param_shapes", model_dim=model_dim)
     shapes = _shapes(model_dim, config, config.num_experts)
     return {name: shapes[name] for name in param_names(config)}
 

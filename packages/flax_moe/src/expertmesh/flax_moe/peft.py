@@ -60,8 +60,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }
 # What is read here, and what changes no result of adapters that are trained.
-_READ = {"r", "lora_alpha", "target_modules", "use_rslora"}
-_OTHERS = {
+_FREE = {
+    *("r", "lora_alpha", "target_modules", "use_rslora"),
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("corda_config", "eva_config", "lora_dropout", "layers_pattern", "megatron_core", "task_type"),
     *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
@@ -231,7 +231,7 @@ def _check_plain(config: Mapping[str, Any]) -> None:
     """Raises unless the adapters are W + alpha / rank A B of whole modules."""
     for key, value in config.items():
         allowed = _PLAIN.get(key, _ABSENT)
-        if key not in _READ | _OTHERS and value not in allowed:
+        if key not in _FREE and value not in allowed:
             raise ValueError(
                 f"peft: {key} must be {allowed[0]!r}; got {key}={value!r}; merge such adapters in PEFT"
             )

@@ -69,18 +69,19 @@ def _positive(text: str) -> float:
     return value
 
 
-def _factor(text: str) -> float:
+def _at_least(text: str, least: int, remedy: str) -> float:
     value = _float(text)
-    if not value >= 1:
-        raise _rule("a number of at least 1", "leave it out to drop nothing", text)
+    if not value >= least:
+        raise _rule(f"a number of at least {least}", remedy, text)
     return value
+
+
+def _factor(text: str) -> float:
+    return _at_least(text, 1, "leave it out to drop nothing")
 
 
 def _non_negative(text: str) -> float:
-    value = _float(text)
-    if not value >= 0:
-        raise _rule("a number of at least 0", "give 0 to switch it off", text)
-    return value
+    return _at_least(text, 0, "give 0 to switch it off")
 
 
 def _float(text: str) -> float:

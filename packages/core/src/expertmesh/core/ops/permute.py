@@ -401,9 +401,7 @@ def group_roll(
             f"{function}: roll must have rank 0 or one value per group; got roll.shape={roll.shape} for "
             f"{num_groups} groups; broadcast it to [P]"
         )
-    if jnp.iinfo(roll.dtype).bits < 32:  # which may not hold the number of experts
-        roll = roll.astype(jnp.int32)
-    return jnp.broadcast_to((roll % num_experts).astype(jnp.int32), (num_groups,))
+    return jnp.broadcast_to((wide_ids(roll) % num_experts).astype(jnp.int32), (num_groups,))
 
 
 def _rolled(topk_idx_PTK: jax.Array, roll_P: jax.Array | None, num_experts: int) -> jax.Array:

@@ -26,8 +26,8 @@ from expertmesh.core.op import Kernel, Op
 from expertmesh.core.operands import (
     FLOATS,
     INTEGERS,
+    as_counts,
     check_arrays,
-    check_counts,
     check_token_mask,
     of_live,
     wide_ids,
@@ -168,7 +168,7 @@ def expert_counts(topk_idx: jax.Array, *, num_experts: int) -> jax.Array:
     Costs an all-reduce of one [E] vector over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
     check_arrays("expert_counts", INTEGERS, topk_idx=topk_idx)
-    check_counts("expert_counts", num_experts=num_experts)
+    (num_experts,) = as_counts("expert_counts", num_experts=num_experts)
     count_E: jax.Array = _counts_op(topk_idx, None, num_experts=num_experts, sequence_dims=0)
     return count_E
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from expertmesh.core.op import Op
 from expertmesh.core.operands import (
     FLOATS,
+    as_counts,
     check_arrays,
-    check_counts,
     check_numbers,
     check_token_mask,
 )
@@ -98,6 +98,7 @@ def required_bias_histogram(
     Costs an all-reduce of one [E, B] array over the axes that shard tokens. Inside your own `shard_map`: the shard's.
     """
     RouterConfig.check("required_bias_histogram", config=config)
+    (num_bins,) = as_counts("required_bias_histogram", num_bins=num_bins)
     _check_histogram(logits, expert_bias, config, num_bins, bias_range)
     check_token_mask("required_bias_histogram", token_mask, logits.shape[:-1])
     operands = (jax.lax.stop_gradient(logits), jax.lax.stop_gradient(expert_bias))
@@ -138,7 +139,7 @@ def quantile_expert_bias(
     """
     _check_bias("quantile_expert_bias", expert_bias)
     _check_range("quantile_expert_bias", bias_range)
-    check_counts("quantile_expert_bias", top_k=top_k)
+    (top_k,) = as_counts("quantile_expert_bias", top_k=top_k)
     check_arrays("quantile_expert_bias", histogram=histogram)
     if histogram.ndim != 2 or histogram.shape[0] != expert_bias.shape[0] or not histogram.shape[1]:
         raise ValueError(
@@ -199,7 +200,6 @@ def _check_histogram(
             "use update_expert_bias"
         )
     _check_range(name, bias_range)
-    check_counts(name, num_bins=num_bins)
     if config.num_groups is not None:
         raise ValueError(
             f"{name}: groups must not be set, a group has no one score to beat; got num_groups={config.num_groups}; "
