@@ -11,10 +11,12 @@ from expertmesh.core import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QuantizedArray,
     dequantize,
     grouped_quantize,
     quantize,
 )
+from expertmesh.core.quantization.quantized import named
 
 FORMATS = [
     Float8CurrentScaling().formats().x,
@@ -89,3 +91,21 @@ def test_parts_that_do_not_fit():
         assert all(word in str(info.value) for word in ["dequantize", *words])
     with pytest.raises(TypeError, match="dequantize: the operand must be a QuantizedArray"):
         dequantize(jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_what_a_policy_keeps_by_name(dtype):
+    """Each number of a format, with its subnormals and its largest, is there in the backward."""
+    count = jnp.finfo(dtype).bits
+    codes = jnp.arange(2**count).astype(jnp.uint8 if count == 8 else jnp.uint4)
+    numbers = jax.lax.bitcast_convert_type(codes, dtype)
+    q = QuantizedArray(numbers, jnp.ones(()))
+
+    def product(x):
+        (kept,) = named((q,), ["some", "other"])
+        return x * kept.data.astype(jnp.float32)
+
+    x = jnp.ones(2**count)
+    policy = jax.checkpoint_policies.save_only_these_names("other")
+    _, pull = jax.vjp(jax.checkpoint(product, policy=policy), x)
+    np.testing.assert_array_equal(pull(x)[0], numbers.astype(jnp.float32))

@@ -9,7 +9,8 @@ Dimension key: P participants, C receive rows per participant, D model width, F 
 from collections.abc import Callable
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+
+from expertmesh.core.quantization import quantized
 
 __all__ = ["CHECKPOINT_NAMES", "REMAT_POLICIES", "named", "rematerialized"]
 
@@ -57,9 +58,7 @@ Constants: a policy made anew for each call would be traced anew.
 
 def named[Tree](value: str, tree: Tree) -> Tree:
     """The arrays of a pytree, under every name of a key of `CHECKPOINT_NAMES`."""
-    for name in CHECKPOINT_NAMES[value]:
-        tree = jax.tree.map(lambda x, name=name: checkpoint_name(x, name), tree)
-    return tree
+    return quantized.named(tree, CHECKPOINT_NAMES[value])
 
 
 def rematerialized[**P, Out](

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from expertmesh.core.quantization import numerics
-from expertmesh.core.quantization.quantized import QuantizedArray
+from expertmesh.core.quantization.quantized import QuantizedArray, bits_of
 
 
 def result_types(shape, counts, format):
@@ -14,22 +14,16 @@ def result_types(shape, counts, format):
     return jax.ShapeDtypeStruct(shape, format.dtype), jax.ShapeDtypeStruct(counts, scale)
 
 
-def bytes_of(x):
-    """Eight-bit floats as bytes, whose zero has the same bits; any other array as it is."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if narrow else x
-
-
 def as_bytes(x) -> tuple[jax.Array, jax.Array | None]:
     """An array and None, or of what is quantized in blocks the data as bytes and `scale_bytes`."""
     if not isinstance(x, QuantizedArray):
         return x, None
-    return bytes_of(x.data), scale_bytes(x.scale)
+    return bits_of(x.data), scale_bytes(x.scale)
 
 
 def scale_bytes(scale):
     """Scales as kernels read them: bytes of those that Triton has no type of."""
-    return bytes_of(scale) if scale.dtype == jnp.float8_e8m0fnu else scale
+    return bits_of(scale) if scale.dtype == jnp.float8_e8m0fnu else scale
 
 
 def stored_scale(scale, format):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
@@ -15,7 +14,7 @@ from expertmesh.core.mesh import current_resource, filter_roles
 from expertmesh.core.op import Kernel, Op, Plan, Query
 from expertmesh.core.quantization.delayed_scaling import DelayedState, init_delayed
 from expertmesh.core.quantization.quantize_rows import Moved
-from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized
+from expertmesh.core.quantization.quantized import QuantizedArray, is_quantized, named
 from expertmesh.core.quantization.recipe import DelayedScaling, LayerFormats, Recipe
 from expertmesh.core.specs import pad_spec, spec_axes, strip_axes
 
@@ -307,16 +306,15 @@ def residuals(x: Any, w: Any) -> tuple[Any, Any]:
     """What the backward reads of x, by `read_residual`, and of w; what is quantized, under names for checkpoint
     policies."""
 
-    def named(q: Any, name: str) -> Any:
+    def under(name: str, q: Any) -> Any:
         if isinstance(q, Moved):
-            return dataclasses.replace(q, base=named(q.base, name))
-        held = is_quantized(q) or isinstance(q, FeaturesFirst)
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), q) if held else q
+            return dataclasses.replace(q, base=under(name, q.base))
+        return named(q, [name]) if is_quantized(q) or isinstance(q, FeaturesFirst) else q
 
     turned = isinstance(x, QuantizedArray) and x.format.block in (None, (1, 128))
     if turned and _jax.runs_hopper_kernels():
         x = FeaturesFirst.of(x)
-    return named(x, "quantized_x"), named(w, "quantized_weight")
+    return under("quantized_x", x), under("quantized_weight", w)
 
 
 def read_residual(x: Any) -> Any:

@@ -1,11 +1,12 @@
 """QuantizedArray: 8- or 4-bit data with the scales that turn it back into numbers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from expertmesh.core.quantization.recipe import TensorFormat
 
@@ -112,6 +113,37 @@ def is_quantized(*operands: Any) -> bool:
 def is_plain(*operands: Any) -> bool:
     """Whether none of the operands is quantized."""
     return not is_quantized(*operands)
+
+
+def named[Tree](tree: Tree, names: Sequence[str]) -> Tree:
+    """The arrays of a pytree, each under all of these names for checkpoint policies; what is quantized as bits.
+
+    JAX rounds a float that a policy keeps to its exponent and mantissa (`jax.lax.reduce_precision`), as if it were an
+    IEEE float: E4M3 would have NaN from 256 on and no subnormals, E2M1 6 for 4.
+    """
+    kept: Tree = jax.tree.map(lambda x: _named(x, names), tree, is_leaf=is_quantized)
+    return kept
+
+
+def _named(x: Any, names: Sequence[str]) -> Any:
+    if isinstance(x, QuantizedArray):
+        return jax.tree.map(lambda leaf: of_bits(_named(bits_of(leaf), names), leaf.dtype), x)
+    for name in names:
+        x = checkpoint_name(x, name)
+    return x
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """A float of 8 or 4 bits as an integer, whose zero has the same bits; any other array as it is."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    narrow = {8: jnp.uint8, 4: jnp.uint4}.get(jnp.finfo(x.dtype).bits)
+    return x if narrow is None else jax.lax.bitcast_convert_type(x, narrow)
+
+
+def of_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """What `bits_of` was given, an array of this dtype."""
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def check_quantized(name: str, q: QuantizedArray) -> None:

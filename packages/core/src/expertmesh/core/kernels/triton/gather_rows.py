@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.formats import bytes_of
+from expertmesh.core.quantization.quantized import bits_of, of_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def gather(src, index, weight=None, *, tiles: Tiles | None = None):
     """[P, S, D] at [P, N, K] -> [P, N, D]."""
     (P, S, D), (_, N, K) = src.shape, index.shape
     tiles = fit(tiles or (COPY if K == 1 and weight is None else SUM), D)
-    words = bytes_of(src)
+    words = bits_of(src)
     out = launcher.triton_call(
         words, index, index if weight is None else weight,
         kernel=_gather_kernel,
@@ -69,7 +69,7 @@ def gather(src, index, weight=None, *, tiles: Tiles | None = None):
         num_warps=tiles.warps,
         S=S, N=N, K=K, D=D, WEIGHTED=weight is not None, BD=tiles.columns,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(out, src.dtype) if out.dtype != src.dtype else out
+    return of_bits(out, src.dtype)
 
 
 def fit(tiles: Tiles, width: int) -> Tiles:

@@ -11,7 +11,6 @@ from expertmesh.core import _jax
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.quantize import Rows, choose_moved
 from expertmesh.core.kernels.device import current_device
-from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.triton import quantize
 from expertmesh.core.kernels.triton.gather_rows import gather
 from expertmesh.core.kernels.triton.quantize import (
@@ -21,6 +20,7 @@ from expertmesh.core.kernels.triton.quantize import (
     store_along_rows,
 )
 from expertmesh.core.quantization.quantize_rows import Moved
+from expertmesh.core.quantization.quantized import bits_of
 
 
 def by_group_of(x, index, sizes, multiplier, **options):
@@ -82,7 +82,7 @@ def along_rows(rows, group_sizes):
     config = choose_moved(Rows(C, K, jnp.dtype(q.dtype), 0, current_device()))
     tiles, G = config.tiles, sizes.shape[0]
     TN = tiles.columns if config.transposed else launcher.divisor(K, tiles.columns)
-    TM, data = tiles.elements // TN, bytes_of(q.data)
+    TM, data = tiles.elements // TN, bits_of(q.data)
     shape = (K, C) if config.transposed else (1, C, K)
     out = launcher.triton_call(
         data, index, sizes,

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from expertmesh.core.kernels import launcher
 from expertmesh.core.kernels.choice.grouped_gemm import Config
-from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.low_rank import LowRank
 from expertmesh.core.kernels.triton.grouped_gemm import (
     RANK_STEP,
@@ -27,6 +26,7 @@ from expertmesh.core.kernels.triton.grouped_gemm import (
     tiles_of_groups,
     weight_tile,
 )
+from expertmesh.core.quantization.quantized import bits_of
 
 BLOCK = tl.constexpr(16)
 
@@ -156,8 +156,8 @@ def launch_rows(
     is added, its second operand [G, W, R] if `transposed`."""
     (C, D), (G, W, _), tiles = lhs.shape, rhs.shape, config.tiles
     return launcher.triton_call(
-        tiled(packed(lhs), (tiles.m, tiles.k // 2), tiles), bytes_of(lhs_scale),
-        tiled(packed(rhs), (1, tiles.n, tiles.k // 2), tiles), bytes_of(rhs_scale),
+        tiled(packed(lhs), (tiles.m, tiles.k // 2), tiles), bits_of(lhs_scale),
+        tiled(packed(rhs), (1, tiles.n, tiles.k // 2), tiles), bits_of(rhs_scale),
         total, group_sizes, *(low_rank or (None, None)),
         kernel=_rows_kernel,
         out_type=jax.ShapeDtypeStruct((C, W), out_dtype),
@@ -173,7 +173,7 @@ def launch_weights(lhs, lhs_scale, dy, dy_scale, total, group_sizes, *, config: 
     """[K, C] and [N, C], with scales of blocks along C -> [G, K, N]."""
     (K, C), N, G, tiles = lhs.shape, dy.shape[0], group_sizes.shape[0], config.tiles
     return launcher.triton_call(
-        packed(lhs), bytes_of(lhs_scale), packed(dy), bytes_of(dy_scale), total, group_sizes,
+        packed(lhs), bits_of(lhs_scale), packed(dy), bits_of(dy_scale), total, group_sizes,
         kernel=_weights_kernel,
         out_type=jax.ShapeDtypeStruct((G, K, N), out_dtype),
         grid=(config.programs,), num_warps=tiles.warps, num_stages=tiles.stages,

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from expertmesh.core.kernels import launcher
-from expertmesh.core.kernels.formats import bytes_of
 from expertmesh.core.kernels.triton.gather_rows import Tiles, fit
 from expertmesh.core.operands import wide_ids
+from expertmesh.core.quantization.quantized import bits_of, of_bits
 
 
 @triton.jit
@@ -206,7 +206,7 @@ ROWS = 1024  # rows that a program marks as padding
 def spread(x, row, source, *, tiles: Tiles = SPREAD):
     """[P, T, D] -> [P, N, D]: each token at its rows."""
     (P, T, D), N, K = x.shape, source.shape[1], row.shape[2]
-    tiles, words = fit(tiles, D), bytes_of(x)
+    tiles, words = fit(tiles, D), bits_of(x)
     out = launcher.triton_call(
         words, row, source,
         kernel=_spread_kernel,
@@ -215,7 +215,7 @@ def spread(x, row, source, *, tiles: Tiles = SPREAD):
         num_warps=tiles.warps,
         P=P, T=T, N=N, K=K, D=D, BD=tiles.columns, BR=CLEAR,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(out, x.dtype) if out.dtype != x.dtype else out
+    return of_bits(out, x.dtype)
 
 
 def unpermute_grad(dout, y, weight, row, source, *, tiles: Tiles = GRAD):
