@@ -28,6 +28,14 @@ def test_vmap_of_a_sum_over_shards(mode):
         np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(SUM)))(placed), x.sum(2))
 
 
+def test_vmap_over_what_an_explicit_axis_splits():
+    x = on_mesh(AxisType.Explicit, jnp.ones((8, 4, 16)), "dp")
+    with pytest.raises(ValueError, match="sum: .*vmap maps must not .*'dp'.*make it a dimension"):
+        jax.jit(jax.vmap(SUM))(x)
+    whole = jax.sharding.reshard(x, NamedSharding(x.sharding.mesh, P()))
+    np.testing.assert_array_equal(jax.vmap(SUM)(whole), x.sum(1))
+
+
 def test_a_kernels_results_vary_like_its_operands():
     """A custom call forgets over which axes its operands differ; shard_map refuses its result then."""
 

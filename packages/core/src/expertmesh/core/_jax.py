@@ -10,7 +10,7 @@ public. ci/matrix.toml has a cell for each pair of versions.
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -124,6 +124,25 @@ def target_capability() -> float:
 def runs_hopper_kernels() -> bool:
     """Whether kernels are compiled for a Hopper GPU."""
     return target_capability() == 9.0
+
+
+def shard_map(name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.shard_map`, whose error for a mapped axis names `name`: under `vmap` JAX takes the Explicit axes away that
+    split the mapped dimension, and the operands' types still have them."""
+
+    def call(*operands: Any) -> Any:
+        try:
+            return jax.shard_map(function, **options)(*operands)
+        except ValueError as error:
+            if "to be a subset of mesh.axis_names" not in str(error):
+                raise
+            raise ValueError(
+                f"{name}: a dimension that vmap maps must not be split over an Explicit axis; the operands' mesh has "
+                f"{sorted(options['axis_names'])}; make it a dimension of tokens, [..., D], or replicate it with "
+                "jax.sharding.reshard"
+            ) from error
+
+    return call
 
 
 def manual_mesh(mesh: Any) -> AbstractMesh:

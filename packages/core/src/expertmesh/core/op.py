@@ -639,14 +639,16 @@ def _on_shards(call: _Call, operands: tuple[jax.Array, ...], place: _Place) -> A
     ]
     held = [i for i, x in enumerate(placed) if x.size]
     function = _shard_function(call, plan)
-    results = jax.shard_map(
+    shards = _jax.shard_map(
+        call.op.name,
         _with_empty(function, placed, plan.operand_specs, place.free_shape),
         mesh=place.mesh,
         axis_names=place.explicit | place.auto,
         in_specs=tuple(plan.operand_specs[i] for i in held),
         out_specs=_one_or_all(plan.result_specs),
         check_vma=False,
-    )(*(placed[i] for i in held))
+    )
+    results = shards(*(placed[i] for i in held))
     return vary_like(placed, results)
 
 
