@@ -206,6 +206,14 @@ def test_statistics():
     assert not np.asarray(gradient).any()
 
 
+@pytest.mark.parametrize("experts", [7, 28, 60])
+def test_the_load_of_a_balanced_routing_is_one(experts):
+    """Whatever the experts' number: 1 / E is rounded."""
+    idx = (jnp.arange(3 * experts) % experts)[:, None]
+    got = jax.jit(router_statistics)(jnp.zeros((3 * experts, experts)), idx)
+    assert float(got.max_over_mean_load) == 1
+
+
 def test_statistics_of_certainty_and_of_nothing():
     logits = jnp.array([[200.0, -200.0, 0.0]])
     sure = router_statistics(logits, jnp.array([[0]]))

@@ -48,6 +48,24 @@ def test_equal_counts_move_nothing(count):
     np.testing.assert_array_equal(got, bias)
 
 
+@pytest.mark.parametrize("experts", [7, 28, 60, 64, 160])
+def test_an_expert_of_the_mean_does_not_move(experts):
+    """Whatever the experts' number: 1 / E is rounded."""
+    counts = np.full(experts, 3 * experts + 1)
+    counts[:2] += [-5, 5]
+    got = update_expert_bias(jnp.zeros(experts), jnp.asarray(counts), 0.25)
+    np.testing.assert_array_equal(got, np.sign(counts.mean() - counts) / 4)
+
+
+@pytest.mark.parametrize("experts", [7, 8, 28, 60])
+def test_a_bin_that_just_reaches_the_quantile(experts):
+    """It is found, not the next one that is not empty."""
+    histogram = np.zeros((experts, 16), np.int32)
+    histogram[:, 2], histogram[:, 12] = 3, 3 * experts - 3
+    got = quantile_expert_bias(jnp.zeros(experts), jnp.asarray(histogram), top_k=1)
+    np.testing.assert_array_equal(got, np.full(experts, -1 + 3 * 2 / 16))
+
+
 def test_updates_have_no_gradient_and_keep_the_dtype():
     histogram = jnp.ones((3, 4), jnp.int32)
 

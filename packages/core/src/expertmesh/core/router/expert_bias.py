@@ -59,7 +59,8 @@ def update_expert_bias(
     if jnp.issubdtype(count_E.dtype, jnp.unsignedinteger):  # whose differences wrap
         count_E = count_E.astype(f"int{max(8 * count_E.dtype.itemsize, 32)}")
     excess_E = (count_E - count_E[:1]).astype(jnp.float32)
-    direction_E = jnp.sign(jnp.mean(excess_E) - excess_E)
+    # Not the mean: XLA multiplies by a rounded 1 / E.
+    direction_E = jnp.sign(jnp.sum(excess_E) - excess_E.size * excess_E)
     bias_E = jax.lax.stop_gradient(expert_bias).astype(jnp.float32)
     return (bias_E + jax.lax.stop_gradient(rate) * direction_E).astype(expert_bias.dtype)
 
@@ -154,13 +155,13 @@ def quantile_expert_bias(
             f"got top_k={top_k}, {num_experts} experts; pass that of the router"
         )
     low, high = bias_range
-    count_EB = jax.lax.stop_gradient(histogram).astype(jnp.float32)
-    upto_EB = jnp.cumsum(count_EB, axis=1)
-    target_E = upto_EB[:, -1:] * top_k / num_experts
-    bin_E = jnp.argmax(upto_EB >= target_E, axis=1)[:, None]
-    inside_E = jnp.take_along_axis(count_EB, bin_E, axis=1)
-    before_E = jnp.take_along_axis(upto_EB, bin_E, axis=1) - inside_E
-    place_E = bin_E + (target_E - before_E) / jnp.maximum(inside_E, 1.0)
+    upto_EB = jnp.cumsum(jax.lax.stop_gradient(histogram).astype(jnp.float32), axis=1)
+    # In E-ths, not divided: XLA multiplies by a rounded 1 / E, and past the bin that just reaches it lies a far one.
+    reached_EB, target_E = upto_EB * num_experts, upto_EB[:, -1:] * top_k
+    bin_E = jnp.argmax(reached_EB >= target_E, axis=1)[:, None]
+    edges_EB = jnp.pad(reached_EB, ((0, 0), (1, 0)))
+    before_E, after_E = (jnp.take_along_axis(edges_EB, bin_E + i, axis=1) for i in (0, 1))
+    place_E = bin_E + (target_E - before_E) / jnp.maximum(after_E - before_E, 1.0)
     wanted_E = low + (high - low) / num_bins * place_E[:, 0]
     bias_E = jax.lax.stop_gradient(expert_bias).astype(jnp.float32)
     moved_E = bias_E + jax.lax.stop_gradient(rate) * (wanted_E - bias_E)

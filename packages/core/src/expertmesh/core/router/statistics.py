@@ -67,10 +67,10 @@ def router_statistics(
     entropy = _Entropy(ExpertScores(score_function))
     total = sum_op(logits, jnp.ones(1, jnp.float32), live, quantity=entropy)
     load_E = count_E.astype(jnp.float32)
-    mean = jnp.sum(load_E) / num_experts
+    routed = jnp.sum(load_E)
     return RouterStatistics(
         tokens_per_expert=count_E,
-        max_over_mean_load=jnp.max(load_E) / jnp.where(mean > 0, mean, 1.0),
+        max_over_mean_load=jnp.max(load_E) * num_experts / jnp.where(routed > 0, routed, 1.0),
         entropy=total / num_routed,
         num_masked=num_masked,
     )
