@@ -10,6 +10,7 @@ NAMES = {
     "float16": "F16",
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
+    "int32": "I32",
     "int64": "I64",
     "uint8": "U8",
 }

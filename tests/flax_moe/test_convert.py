@@ -27,6 +27,7 @@ from flax_moe.hf_oracle import (
     ERNIE,
     GPT_OSS,
     GRANITE,
+    JAMBA,
     LLAMA4,
     MIXTRAL,
     PHI,
@@ -137,6 +138,15 @@ def test_a_model_of_several_parts(folder):
     ours, found, config = converted(folder(several, weights), "expertmesh", "ours", *prefix)
     assert "language_model.model.layers.5.moe.shared_wi" in found and config == several
     same(converted(ours, "huggingface", "back", *prefix)[1], weights)
+
+
+def test_arrays_that_no_config_has(folder, tmp_path, capsys):
+    """The message names the text model, whose config says what there is."""
+    weights = {f"language_model.{name}": w for name, w in model(LLAMA4).items()}
+    weights["language_model.model.layers.5.feed_forward.router.bias"] = np.ones(4, np.float32)
+    given = folder({"text_config": LLAMA4}, weights), tmp_path / "target"
+    said = refused(capsys, *given, "--to", "expertmesh", "--prefix", "language_model.model.")
+    assert "the blocks of a llama4_text must have the arrays of its config alone" in said
 
 
 def test_8_bits_in_some_layers(folder):
@@ -319,6 +329,9 @@ def test_what_is_refused(folder, tmp_path, capsys):
             {"quantization_config": {"quant_method": "gptq"}},
             "quantization_config.quant_method must be 'fp8'",
         ),
+        ({"quantization_config": "fp8"}, "quantization_config of a deepseek_v3 must be a mapping"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128]}}, "be two ints of at least 1"),
+        ({"n_shared_experts": 1.0}, "n_shared_experts or num_shared_experts of"),
         ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
         ({"num_hidden_layers": 6}, "of layer 5's block; missing 53"),
         ({"moe_intermediate_size": 13}, "must be (13, 16), by the config's sizes"),
@@ -326,6 +339,18 @@ def test_what_is_refused(folder, tmp_path, capsys):
         source = folder(DEEPSEEK | change, weights)
         assert words in refused(capsys, source, target, "--to", "expertmesh")
         assert not target.exists(), change
+    for hf_config, step in (
+        (LLAMA4, "interleave_moe_layer_step"),
+        (JAMBA, "expert_layer_period"),
+        (ERNIE, "moe_layer_interval"),
+    ):
+        source = folder(hf_config | {step: 0}, weights)
+        said = refused(capsys, source, target, "--to", "expertmesh")
+        assert f"{step} of a {hf_config['model_type']} must be at least 1; got 0" in said
+    name = "model.layers.3.mlp.experts.0.up_proj.weight"
+    integers = weights | {name: weights[name].astype(np.int32)}
+    said = refused(capsys, folder(DEEPSEEK, integers), target, "--to", "expertmesh")
+    assert f"{name} must be floating point; got dtype=int32" in said and not target.exists()
     more = weights | {"model.layers.3.mlp.gate.bias": np.ones(16, np.float32)}
     said = refused(capsys, folder(DEEPSEEK, more), target, "--to", "expertmesh")
     assert "got also 1: model.layers.3.mlp.gate.bias; MoEConfig has no place" in said

@@ -1,5 +1,8 @@
 """Hugging Face's weights: loaded blocks compute the models' formulas, and go back bit for bit."""
 
+import contextlib
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -300,6 +303,8 @@ def without(mapping, key):
         (MODELS["minimax"] | {"shared_intermediate_size": 9}, ["shared_intermediate_size=9"]),
         (MODELS["minimax-m2"] | {"use_routing_bias": False}, ["use_routing_bias of", "True; got"]),
         (LING | {"score_function": "softmax"}, ["score_function of", "'sigmoid'; got"]),
+        (ERNIE | {"moe_norm_min": "0"}, ["moe_norm_min of", "must be a number; got '0'"]),
+        (DEEPSEEK | {"n_shared_experts": 1.0}, ["n_shared_experts or", "must be an int; got 1.0"]),
         (ERNIE | {"use_bias": True}, ["use_bias of a ernie4_5_moe", "no biases"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
@@ -314,6 +319,11 @@ def test_layers_that_no_model_has():
     for changed, words in (
         ({"num_hidden_layers": "2"}, "num_hidden_layers of a deepseek_v3 must be an int; got '2'"),
         ({"moe_layer_freq": 0}, "moe_layer_freq of a deepseek_v3 must be at least 1; got 0"),
+        (
+            {"mlp_layer_types": ["dense"]},
+            "must have an entry for each layer; got 1, none of layer 1",
+        ),
+        ({"mlp_layer_types": "dense"}, "mlp_layer_types of .* must be a list of str; got 'dense'"),
     ):
         with pytest.raises(ValueError, match=words):
             hf.moe_layers(DEEPSEEK | changed)
@@ -321,10 +331,38 @@ def test_layers_that_no_model_has():
         hf.moe_config("mixtral")
 
 
+# What a config may have beside what the examples have.
+MORE = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "mlp_layer_types": ["sparse"] * 9,
+    "moe_layers": [1],
+    "moe_layer_freq": 1,
+    "moe_norm_min": 1e-12,
+    "num_shared_experts": 1,
+    "text_config": None,
+    "quantization_config": None,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_value_of_another_type_is_a_value_error(model):
+    """Or no error; whatever the field."""
+    for config in (MODELS[model], MORE | MODELS[model]):
+        for key, value in itertools.product(config, (None, "x", 0, -1, 1.5, [], {})):
+            for read in (hf.moe_config, hf.moe_layers, lambda fields: hf.layer_layout(fields, 1)):
+                with contextlib.suppress(ValueError):
+                    read(config | {key: value})
+
+
 def test_weights_of_integers_are_refused():
     weights = {name: w.astype(np.int32) for name, w in make_weights(QWEN3, LAYER).items()}
-    with pytest.raises(TypeError, match="weight must be floating point; got dtype=int32"):
+    with pytest.raises(ValueError, match="weight must be floating point; got dtype=int32"):
         hf.load_layer(weights, QWEN3, LAYER)
+    weights = make_weights(DEEPSEEK, LAYER)
+    bias = f"model.layers.{LAYER}.mlp.gate.e_score_correction_bias"
+    with pytest.raises(ValueError, match="_bias must be floating point; got dtype=int64"):
+        hf.load_layer(weights | {bias: weights[bias].astype(int)}, DEEPSEEK, LAYER)
 
 
 def test_errors_name_what_is_missing_or_of_another_shape():

@@ -15,6 +15,7 @@ from expertmesh.flax_moe.checkpoint.export import StoredMatrices, bias_tensor, l
 from expertmesh.flax_moe.checkpoint.layout import any_layout, own_layout
 from expertmesh.flax_moe.checkpoint.stored import StoredLayer
 from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models.model_fields import name_of, of_text
 from expertmesh.flax_moe.models.places import Layout
 
 __all__ = ["convert"]
@@ -147,7 +148,7 @@ def _rest(weights: Mapping[str, Any], config: Mapping[str, Any], layers: list[_L
     outside = {name for layer in layers for name in layer.stored.layout.outside}
     if strange := [n for n in rest if n.startswith(blocks) and n not in outside]:
         raise ValueError(
-            f"convert: the blocks of a {config['model_type']} must have the arrays of its config alone; "
+            f"convert: the blocks of a {name_of(of_text(config))} must have the arrays of its config alone; "
             f"got also {len(strange)}: {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}; MoEConfig has no place "
             "for them"
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
+from expertmesh.flax_moe.models.model_fields import inner
 
 __all__ = ["Plan", "check_quantization", "with_quantization"]
 
@@ -36,13 +37,14 @@ class Plan:
 
 def check_quantization(config: Mapping[str, Any]) -> None:
     """Raises ValueError where weights are quantized otherwise than in 8-bit blocks, or in 4-bit ones of 32."""
-    method = (config.get(KEY) or {}).get("quant_method", "fp8")
+    method = inner(config, KEY).get("quant_method", "fp8")
     if method not in ("fp8", fp4_blocks.METHOD):
         raise ValueError(
             f"convert: {KEY}.quant_method must be 'fp8', with weight_block_size, {fp4_blocks.METHOD!r}, or absent; got "
             f"{method!r}; "
             "pass the weights of 16 bits"
         )
+    fp8_blocks.block_size(config)  # raises, whether there are such weights or not
 
 
 def with_quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

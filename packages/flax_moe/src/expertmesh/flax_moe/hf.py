@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.models import fp4_blocks, fp8_blocks
 from expertmesh.flax_moe.models.families import EXPERT_BIAS, FAMILIES, Array, Family, Half
-from expertmesh.flax_moe.models.model_fields import Fields, get, name_of, number, of_text
+from expertmesh.flax_moe.models.model_fields import Fields, name_of, number, of_text
 from expertmesh.flax_moe.models.places import (
     Index,
     Layout,
@@ -54,6 +54,7 @@ __all__ = [
     "MODEL_TYPES",
     "bias_array",
     "check_export",
+    "check_float",
     "check_shape",
     "check_there",
     "export_layer",
@@ -146,7 +147,7 @@ def load_layer(
 
     Raises:
       ValueError: names that are missing (they are counted, and the first are named), an array of another shape than the
-        config says, 8-bit weights without their scales.
+        config says or of integers, 8-bit weights without their scales.
     """
     weights = fp4_blocks.widened(weights, hf_config)
     layout = find_layout(weights, hf_config, layer, prefix=prefix)
@@ -282,7 +283,7 @@ def _bias(array: Array, block: str) -> Place:
 
 
 def _model_dim(hf_config: HfConfig) -> int:
-    return int(get(_text(hf_config)[0], "hidden_size"))
+    return number(_text(hf_config)[0], "hidden_size")
 
 
 def find_layout(
@@ -331,15 +332,12 @@ def read_param(
     def read(name: str, index: Slices) -> np.ndarray:
         check_shape(name, np.shape(weights[name]), layout.shapes[name])
         part = np.asarray(weights[name][index])
+        check_float(name, part.dtype)
         wanted = dtype
         if part.dtype.itemsize == 1:
             scale, blocks = read_scale(weights, hf_config, layout, name)
             part = fp8_blocks.widened(part, scale, blocks, index)
             wanted = jnp.bfloat16 if dtype is None else dtype
-        if not jnp.issubdtype(part.dtype, jnp.floating):
-            raise TypeError(
-                f"hf.load_layer: {name} must be floating point; got dtype={part.dtype}; pass the model's weights"
-            )
         return part if wanted is None else part.astype(wanted)
 
     return assemble(layout.places_of(param), ranges, read)
@@ -369,6 +367,7 @@ def read_bias(weights: Weights, layout: Layout) -> np.ndarray | None:
     name = layout.bias.name
     bias = np.asarray(weights[name])
     check_shape(name, bias.shape, layout.shapes[name])
+    check_float(name, bias.dtype)
     return bias.astype(np.float32).reshape(-1)
 
 
@@ -389,6 +388,14 @@ def check_shape(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None
         )
 
 
+def check_float(name: str, dtype: DTypeLike) -> None:
+    """Raises ValueError unless an array is of floating point."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"hf.load_layer: {name} must be floating point; got dtype={np.dtype(dtype)}; pass the model's weights"
+        )
+
+
 def _text(hf_config: Any) -> tuple[HfConfig, Family]:
     """The config of the text model, and its row."""
     if not isinstance(hf_config, Mapping):
@@ -397,7 +404,7 @@ def _text(hf_config: Any) -> tuple[HfConfig, Family]:
             f"hf: the config must be a mapping; got a {got}; pass the dict of config.json"
         )
     for fields in (hf_config, of_text(hf_config)):
-        if fields.get("model_type") in FAMILIES:
+        if fields.get("model_type") in MODEL_TYPES:
             return fields, FAMILIES[fields["model_type"]]
     raise ValueError(
         f"hf: model_type must be one of {', '.join(FAMILIES)}; got model_type={hf_config.get('model_type')!r}; "

@@ -36,6 +36,7 @@ class StoredLayer:
         """Raises the errors of reading, without reading anything but scales."""
         for name, shape in self.layout.shapes.items():
             hf.check_shape(name, np.shape(self.weights[name]), shape)
+            hf.check_float(name, self.weights[name].dtype)
             if self.weights[name].dtype.itemsize == 1:
                 hf.read_scale(self.weights, self.hf_config, self.layout, name)
 

@@ -4,11 +4,21 @@ Each law is a function of a config (`model_fields.py`). A law that a config cann
 the rule and the remedy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from expertmesh.core.ops.activation import Activation
-from expertmesh.flax_moe.models.model_fields import Fields, get, must, name_of, number, step
+from expertmesh.flax_moe.models.model_fields import (
+    Fields,
+    count,
+    entries,
+    get,
+    must,
+    name_of,
+    number,
+    real,
+    step,
+)
 
 __all__ = [
     "after_dense",
@@ -53,7 +63,7 @@ _ACTIVATIONS = {
 
 def hidden_act(fields: Fields) -> str:
     act = get(fields, "hidden_act")
-    if act not in _ACTIVATIONS:
+    if act not in tuple(_ACTIVATIONS):  # what is not hashable, too
         raise ValueError(
             f"hf: hidden_act must be one of {', '.join(_ACTIVATIONS)}; got hidden_act={act!r}; "
             "replace it in the config by the nearest of these"
@@ -68,9 +78,7 @@ def always_silu(fields: Fields) -> str:
 
 def clamped_swiglu(fields: Fields) -> Activation:
     must(fields, "swiglu_alpha", 1.702, why="MoEConfig has no swish of another slope")
-    return Activation(
-        function="quick_gelu", limit=float(get(fields, "swiglu_limit")), up_offset=1.0
-    )
+    return Activation(function="quick_gelu", limit=real(fields, "swiglu_limit"), up_offset=1.0)
 
 
 # ---- options of the block
@@ -100,14 +108,14 @@ def grouped_softmax(fields: Fields) -> dict[str, Any]:
         must(fields, "topk_method", "greedy")
     return {
         "use_pre_softmax": True,
-        "scaling_factor": float(get(fields, "routed_scaling_factor")),
+        "scaling_factor": real(fields, "routed_scaling_factor"),
         **(_groups(fields, 1) if limited else {}),
     }
 
 
 def biased_softmax(fields: Fields) -> dict[str, Any]:
     """Of Ernie: the bias is added to the softmax of all, weights are that of the chosen."""
-    least = fields.get("moe_norm_min") or 0
+    least = 0 if fields.get("moe_norm_min") is None else real(fields, "moe_norm_min")
     if least > 1e-12:
         raise ValueError(
             f"hf: moe_norm_min of a {name_of(fields)} must be at most 1e-12; got moe_norm_min={least}; "
@@ -129,7 +137,7 @@ def optional_bias(fields: Fields) -> dict[str, Any]:
         "score_function": "sigmoid",
         "use_expert_bias": bool(get(fields, "use_expert_bias")),
         "normalize": bool(get(fields, "norm_topk_prob")),
-        "scaling_factor": float(get(fields, "routed_scaling_factor")),
+        "scaling_factor": real(fields, "routed_scaling_factor"),
     }
 
 
@@ -141,7 +149,7 @@ def deepseek(fields: Fields) -> dict[str, Any]:
         "score_function": "sigmoid",
         "use_expert_bias": True,
         "normalize": bool(get(fields, "norm_topk_prob", "moe_renormalize")),
-        "scaling_factor": float(get(fields, "routed_scaling_factor")),
+        "scaling_factor": real(fields, "routed_scaling_factor"),
         **_groups(fields, 2),
     }
 
@@ -191,12 +199,15 @@ def expert_biases(fields: Fields) -> dict[str, Any]:
     return {"use_bias": True}
 
 
-def shared_width(key: str, *count: str) -> Callable[[Fields], dict[str, Any]]:
-    """The law of S: the field `key`, times the number of shared experts, the first of the fields `count`; 0 is none."""
+def shared_width(key: str, *counts: str) -> Callable[[Fields], dict[str, Any]]:
+    """The law of S: the field `key`, times the number of shared experts by the first of `counts`; 0 is none."""
 
     def of(fields: Fields) -> dict[str, Any]:
-        number = next((fields[name] or 0 for name in count if name in fields), 0) if count else 1
-        return {"shared_expert_dim": number * get(fields, key) or None}
+        width = number(fields, key)
+        if counts:
+            there = any(fields.get(name) is not None for name in counts)
+            width *= number(fields, *counts) if there else 0
+        return {"shared_expert_dim": width or None}
 
     return of
 
@@ -216,34 +227,43 @@ def all_layers(fields: Fields, layer: int) -> bool:
 
 def every_step(fields: Fields, layer: int) -> bool:
     every = step(fields, "decoder_sparse_step")
-    return layer not in (fields.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
+    return layer not in entries(fields, "mlp_only_layers", int) and (layer + 1) % every == 0
 
 
 def after_dense(fields: Fields, layer: int) -> bool:
     """By `mlp_layer_types` where it is there, else behind the first dense ones."""
-    if kinds := fields.get("mlp_layer_types"):
-        return bool(kinds[layer] == "sparse")
+    if kinds := entries(fields, "mlp_layer_types", str):
+        return _kind(fields, kinds, layer) == "sparse"
     first, every = number(fields, "first_k_dense_replace"), step(fields, "moe_layer_freq")
-    return bool(layer >= first and layer % every == 0)
+    return layer >= first and layer % every == 0
+
+
+def _kind(fields: Fields, kinds: Sequence[str], layer: int) -> str:
+    if layer >= len(kinds):
+        raise ValueError(
+            f"hf: mlp_layer_types of a {name_of(fields)} must have an entry for each layer; got {len(kinds)}, none of "
+            f"layer {layer}; pass the dict of config.json"
+        )
+    return kinds[layer]
 
 
 def after_few(fields: Fields, layer: int) -> bool:
-    return bool(layer >= get(fields, "num_dense_layers"))
+    return layer >= number(fields, "num_dense_layers")
 
 
 def listed(fields: Fields, layer: int) -> bool:
     """By `moe_layers` where it is there, else the last of every few."""
-    if (layers := fields.get("moe_layers")) is not None:
-        return layer in layers
-    return bool((layer + 1) % get(fields, "interleave_moe_layer_step") == 0)
+    if fields.get("moe_layers") is not None:
+        return layer in entries(fields, "moe_layers", int)
+    return (layer + 1) % count(fields, "interleave_moe_layer_step") == 0
 
 
 def periodic(fields: Fields, layer: int) -> bool:
-    period, offset = get(fields, "expert_layer_period"), get(fields, "expert_layer_offset")
-    return bool(layer % period == offset)
+    period, offset = count(fields, "expert_layer_period"), number(fields, "expert_layer_offset")
+    return layer % period == offset
 
 
 def between(fields: Fields, layer: int) -> bool:
-    first, last = get(fields, "moe_layer_start_index"), get(fields, "moe_layer_end_index")
+    first, last = number(fields, "moe_layer_start_index"), number(fields, "moe_layer_end_index")
     inside = first <= layer and (layer <= last or last == -1)
-    return bool(inside and (layer + 1) % get(fields, "moe_layer_interval") == 0)
+    return inside and (layer + 1) % count(fields, "moe_layer_interval") == 0

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from expertmesh.flax_moe.models.model_fields import inner
+
 __all__ = ["METHOD", "is_packed", "widened"]
 
 METHOD = "mxfp4"
@@ -27,7 +29,7 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # of
 
 def is_packed(hf_config: Mapping[str, Any]) -> bool:
     """Whether the config says that experts have 4 bits."""
-    return (hf_config.get("quantization_config") or {}).get("quant_method") == METHOD
+    return inner(hf_config, "quantization_config").get("quant_method") == METHOD
 
 
 def widened(weights: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

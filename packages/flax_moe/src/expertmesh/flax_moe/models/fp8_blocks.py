@@ -15,6 +15,7 @@ import numpy as np
 
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.recipe import TensorFormat
+from expertmesh.flax_moe.models.model_fields import inner
 
 __all__ = [
     "BLOCK",
@@ -45,8 +46,18 @@ def scale_shape(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
 
 def block_size(hf_config: Mapping[str, Any]) -> Block | None:
     """(out, in) of a block by the config, or None."""
-    block = (hf_config.get("quantization_config") or {}).get("weight_block_size")
-    return None if block is None else (int(block[0]), int(block[1]))
+    block = inner(hf_config, "quantization_config").get("weight_block_size")
+    return None if block is None else _two_counts(block)
+
+
+def _two_counts(block: Any) -> Block:
+    match block:
+        case int(out), int(into) if out > 0 and into > 0:
+            return out, into
+    raise ValueError(
+        f"hf: weight_block_size of the config's quantization_config must be two ints of at least 1; got {block!r:.80}; "
+        "pass the dict of config.json"
+    )
 
 
 def block_size_or_default(hf_config: Mapping[str, Any]) -> Block:
