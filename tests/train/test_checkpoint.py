@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -132,6 +133,20 @@ def test_no_checkpoint_was_finished(folder, tmp_path):
         (folder / str(step) / "manifest.json").unlink()
     assert checkpoint.restore(folder, target, lambda _: None) is None
     assert checkpoint.restore(tmp_path / "nothing", target, pytest.fail) is None
+
+
+def full_disk(*_, **__):
+    raise ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes to file 6 [os_error_code='28']")
+
+
+def test_what_the_system_refuses_orbax_is_its_error(folder, monkeypatch):
+    arrays = state((2, 4), "explicit", PartitionSpec("fsdp", "ep"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "save", full_disk)
+        with pytest.raises(OSError, match="No space left on device: '.*/checkpoints/5'"):
+            checkpoint.save(folder, 5, arrays, keep=2)
+    checkpoint.save(folder, 5, arrays, keep=2)
+    assert checkpoint.last_good(folder, pytest.fail) == 5
 
 
 def test_a_refused_checkpoint_is_written_anew(folder):

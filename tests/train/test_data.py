@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from expertmesh.train import data, order1
-from expertmesh.train.options import UsageError
+from expertmesh.train import data, order1, rundir
+from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
+from expertmesh.train.rundir import RunFolder
 
 pytestmark = pytest.mark.default_jax
 
@@ -35,12 +36,28 @@ def test_folder_is_split_by_file(tmp_path):
     assert list(corpus.train) == [i for _, i in names if i not in held_out for _ in range(50)]
 
 
-def test_few_files_give_the_last_one(tmp_path):
+def test_runs_are_no_text(tmp_path):
+    """Also in `.previous`, and before their first checkpoint; text may have options of its own."""
+    for name in ("a", "b/options.json"):
+        write(tmp_path, name, name.encode() * 9)
+    alone = data.load_corpus(tmp_path, seq_len=8).fingerprint
+    folder = RunFolder(tmp_path / "runs" / "x")
+    record = rundir.record(ModelOptions(), TrainingOptions(), alone)
+    for step in range(3):
+        rundir.begin(folder, record)
+        if step:
+            write(folder.checkpoints, f"{step}/state/d/0", b"weights")
+        assert data.load_corpus(tmp_path, seq_len=8).fingerprint == alone
+    assert sorted(path.name for path in folder.path.parent.iterdir()) == ["x", "x.previous"]
+
+
+def test_few_files_give_their_last_tenth(tmp_path):
     for name in "abc":
-        write(tmp_path, name, name.encode() * 20)
+        write(tmp_path, name, name.encode() * 40)
     corpus = data.load_corpus(tmp_path, seq_len=8)
-    assert bytes(corpus.train) == b"a" * 20 + b"b" * 20
-    assert bytes(corpus.valid) == b"c" * 20
+    assert bytes(corpus.train) == b"a" * 40 + b"b" * 40 + b"c" * 28
+    assert bytes(corpus.valid) == b"c" * 12
+    assert corpus.source == f"{tmp_path}: 3 files"
 
 
 def test_one_file_gives_its_last_tenth(tmp_path):
@@ -49,14 +66,28 @@ def test_one_file_gives_its_last_tenth(tmp_path):
     corpus = data.load_corpus(tmp_path / "text", seq_len=8)
     assert bytes(corpus.train) == text[:360]
     assert bytes(corpus.valid) == text[360:]
+    assert corpus.source == f"{tmp_path / 'text'}: 1 file"
 
 
 def test_bytes_are_capped(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "MAX_BYTES", 70)
-    for name in "abcd":
-        write(tmp_path, name, name.encode() * 30)
+    """It is said, and of the bytes that are read a tenth is held out."""
+    monkeypatch.setattr(data, "MAX_BYTES", 1 << 20)
+    for name in "abc":
+        write(tmp_path, name, name.encode() * (5 << 17))
     corpus = data.load_corpus(tmp_path, seq_len=8)
-    assert bytes(corpus.train) + bytes(corpus.valid) == b"a" * 30 + b"b" * 30 + b"c" * 10
+    assert bytes(corpus.train) + bytes(corpus.valid) == b"a" * (5 << 17) + b"b" * (3 << 17)
+    assert len(corpus.valid) == (1 << 20) // 10
+    assert corpus.source == f"{tmp_path}: the first 1 MiB of 3 files"
+
+
+@pytest.mark.parametrize("more", [b"", b"b"])
+def test_as_many_bytes_as_are_read_are_not_cut(tmp_path, monkeypatch, more):
+    monkeypatch.setattr(data, "MAX_BYTES", 1 << 20)
+    write(tmp_path, "a", b"a" * (1 << 20))
+    write(tmp_path, "b", more)
+    corpus = data.load_corpus(tmp_path, seq_len=8)
+    assert bytes(corpus.train) + bytes(corpus.valid) == b"a" * (1 << 20)
+    assert corpus.source.endswith("the first 1 MiB of 2 files" if more else ": 1 file")
 
 
 def test_standard_library_without_its_tests():
@@ -88,7 +119,7 @@ def test_fingerprint_tells_texts_and_splits_apart():
         ({}, 8, "which has no bytes"),
         ({"a": b""}, 8, "which has no bytes"),
         ({"a": b"x" * 80}, 8, "held-out part; got 8 bytes"),
-        ({"a": b"x" * 8, "b": b"y" * 9}, 8, "training part; got 8 bytes"),
+        ({str(i): b"x" for i in range(9)} | {"9": b"y" * 10}, 9, "training part; got 9 bytes"),
     ],
 )
 def test_unusable_data(tmp_path, files, seq_len, says):

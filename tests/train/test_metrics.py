@@ -1,7 +1,9 @@
 """Metrics: the CSV, its cut at a step, and the shares of the experts."""
 
 import csv
+import os
 import time
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +178,15 @@ def test_a_stall_is_named_as_the_reason(tmp_path, monkeypatch, stalled):
     assert str(error.value).endswith("; planted") == stalled
 
 
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    path = tmp_path / "metrics.csv"
+    with pytest.raises(OSError, match="No space left on device: '.*/metrics.csv'"):
+        write_run(path, 0, 3)
+    with pytest.raises(OSError, match="No space left on device: '.*/metrics.csv'"):
+        metrics.keep_until(path, 2)
+
+
 def test_dropped_choices_are_told_once(tmp_path, capsys):
     with Recorder(tmp_path / "m.csv", NAMES, start=0, steps=9, tokens=8, log_every=2) as recorder:
         for step in range(1, 9):
@@ -202,6 +213,27 @@ def test_without_a_whole_row_the_file_begins_anew(tmp_path, text):
     assert not path.exists()
     write_run(path, 3, 5)
     assert metrics.read_columns(path)["step"].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("tail", [b"\xff\xfe", b"\0" * 40, b'"\r\r\xff"\n', b"5,,\xff"])
+def test_bytes_after_the_rows_are_cut(tmp_path, tail):
+    """As a power loss leaves them."""
+    path = tmp_path / "metrics.csv"
+    write_run(path, 0, 4)
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert metrics.read_columns(path)["step"].tolist() == [1, 2, 3, 4]
+    assert metrics.keep_until(path, 5).startswith("metrics.csv lacks 1 of 5 steps")
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff\n", b"\0\n"])
+def test_a_row_whose_last_number_is_torn_is_cut(tmp_path, end):
+    path = tmp_path / "metrics.csv"
+    write_run(path, 0, 4)
+    path.write_bytes(path.read_bytes()[:-1] + end)
+    assert metrics.keep_until(path, 4).startswith("metrics.csv lacks 1 of 4 steps")
+    assert metrics.read_columns(path)["step"].tolist() == [1, 2, 3]
 
 
 def test_no_rows_no_columns(tmp_path):

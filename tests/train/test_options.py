@@ -1,13 +1,17 @@
 """Bad options: exit code 2 and one line on stderr with the value, the rule and the remedy."""
 
+import json
+import os
+import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from expertmesh.train import cli, job, mesh, rundir
+from expertmesh.train import checkpoint, cli, job, mesh, rundir
 from expertmesh.train.data import Corpus
 from expertmesh.train.devices import Cluster, detect_cluster, start
 from expertmesh.train.model import LAYER_INPUT
@@ -16,6 +20,7 @@ from expertmesh.train.options import (
     DeviceOptions,
     ModelOptions,
     Options,
+    RunOptions,
     TrainingOptions,
     UsageError,
 )
@@ -176,6 +181,27 @@ def test_batch_that_does_not_fit_the_devices():
         job.plan(options, CORPUS)
 
 
+def resumed(folder, recorded, **training):
+    """The batch size on 8 devices of a run that was started with another."""
+    was = TrainingOptions(batch_size=recorded)
+    rundir.begin(folder, rundir.record(ModelOptions(), was, "digest"))
+    run = RunOptions(out=folder.path, resume=True)
+    options = Options(training=TrainingOptions(**training), run=run)
+    return job.plan(options, CORPUS).options.training.batch_size
+
+
+def test_resume_keeps_the_batch_size_of_the_run(tmp_path):
+    """Unless another is given; it is no longer that of new runs, whatever the number of devices."""
+    folder = RunFolder(tmp_path / "run")
+    assert resumed(folder, 32) == 32
+    assert resumed(folder, 32, grad_accum=2) == 32
+    assert resumed(folder, 32, batch_size=16) == 16
+    says = "got batch-size=12 of the run that --resume continues with 8 devices.* or give --batch-size 16"
+    with pytest.raises(UsageError, match=says):
+        resumed(folder, 12)
+    assert resumed(folder, "12") == 8, "a damaged record is refused when the run begins"
+
+
 def test_what_offload_keeps_in_the_host(monkeypatch):
     for remat, kept in (("none", ()), ("full", (LAYER_INPUT,))):
         training = TrainingOptions(remat=remat, offload=True)
@@ -306,10 +332,12 @@ def test_a_new_run_moves_the_old_one_away(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert rundir.begin(folder, record()) is None
     folder.metrics.write_text("first")
-    assert "run.previous" in rundir.begin(folder, record())
+    note = rundir.begin(folder, record())
+    assert "run.previous" in note and "deleted" not in note
     assert not folder.metrics.exists()
     assert (tmp_path / "run.previous" / "metrics.csv").read_text() == "first"
-    assert rundir.begin(folder, record()) is not None
+    assert "run.previous now" in (note := rundir.begin(folder, record()))
+    assert note.endswith("the run that was there before is deleted")
     assert not (tmp_path / "run.previous" / "metrics.csv").exists()
 
 
@@ -323,11 +351,50 @@ def test_a_folder_is_of_one_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     rundir.begin(folder, record())
     with rundir.held(folder):
-        with pytest.raises(UsageError, match="must not be that of a run that goes on"):
+        with pytest.raises(UsageError, match="must not use or replace the folder of a run that"):
             rundir.begin(folder, record())
         with pytest.raises(UsageError, match="goes on"), rundir.held(folder):
             pass
     assert "run.previous" in rundir.begin(folder, record())
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_failed_start_leaves_its_folder_free(tmp_path, monkeypatch, killed):
+    """On a full disk nothing is left; a kill leaves a part of the record."""
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(UsageError, match="No space left on device; give another --out"):
+            rundir.begin(folder, record())
+    assert not list(folder.path.iterdir())
+    if killed:
+        (folder.path / "options.json.part").write_text("{")
+    assert rundir.begin(folder, record()) is None
+    assert sorted(file.name for file in folder.path.iterdir()) == ["checkpoints", "options.json"]
+
+
+def test_a_link_to_a_run_stays(tmp_path):
+    """What it leads to is moved, beside itself; it may lead to a folder that is yet to be made."""
+    scratch, folder = tmp_path / "scratch", RunFolder(tmp_path / "runs" / "a")
+    folder.path.parent.mkdir()
+    folder.path.symlink_to(scratch / "a")
+    for _ in range(3):
+        rundir.begin(folder, record())
+        assert folder.path.readlink() == scratch / "a" and folder.options.is_file()
+    assert sorted(path.name for path in scratch.iterdir()) == ["a", "a.previous"]
+    assert [path.name for path in folder.path.parent.iterdir()] == ["a"]
+
+
+def test_a_run_that_goes_on_is_not_replaced(tmp_path):
+    """One that was moved away and is resumed there."""
+    folder, previous = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run.previous")
+    for _ in range(2):
+        rundir.begin(folder, record())
+    with rundir.held(previous):
+        with pytest.raises(UsageError, match="a run that goes on; got .*run.previous; give"):
+            rundir.begin(folder, record())
+        assert folder.options.is_file() and previous.options.is_file()
+    rundir.begin(folder, record())
 
 
 def test_what_is_no_earlier_run_is_not_removed(tmp_path, monkeypatch):
@@ -368,3 +435,50 @@ def test_what_no_memory_holds_is_said_in_one_line(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "a device's memory must hold the state and a step; got " in line
     assert "ut of memory" in line and "--batch-size" in line
+
+
+TINY = (
+    "--steps 3 --layers 1 --model-dim 32 --heads 2 --experts 8 --expert-dim 16 --seq-len 16 "
+    "--eval-windows 8 --eval-every 100 --checkpoint-every 2 --log-every 1"
+).split()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Trains a tiny model into `tmp_path / "run"`, and returns the exit code."""
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
+    always = [*TINY, "--data", str(tmp_path / "text"), "--out", str(tmp_path / "run")]
+    return lambda *arguments: cli.main([*always, *arguments])
+
+
+@pytest.mark.parametrize("name", [None, "/runs/x"])
+def test_what_no_disk_holds_is_said_in_one_line(tiny, tmp_path, capsys, monkeypatch, name):
+    error = OSError(28, "No space left on device", name)
+    monkeypatch.setattr(checkpoint, "save", mock.Mock(side_effect=error))
+    assert tiny() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train: error: the system must let a run write its files; got ")
+    assert f"{name or tmp_path / 'run'}: No space left on device; make room" in line
+    assert line.endswith("--resume goes on from the last checkpoint")
+
+
+@pytest.mark.parametrize("error", [OSError("no such library"), BrokenPipeError(32, "Broken pipe")])
+def test_other_errors_are_not_those_of_a_disk(tiny, monkeypatch, error):
+    monkeypatch.setattr(checkpoint, "save", mock.Mock(side_effect=error))
+    with pytest.raises(OSError) as raised:
+        tiny()
+    assert raised.value is error
+
+
+def test_without_a_step_left_the_loss_is_known(tiny, tmp_path, capsys):
+    """The run was stopped after a step that was not validated, and is resumed with no more steps than that."""
+    folder = RunFolder(tmp_path / "run")
+    assert tiny() == 0
+    whole = json.loads(folder.summary.read_text())["valid_loss"]
+    assert tiny("--resume") == 0
+    assert json.loads(folder.summary.read_text())["valid_loss"] == whole
+    shutil.rmtree(folder.checkpoints / "3")
+    assert tiny("--resume", "--steps", "2") == 0
+    loss = json.loads(folder.summary.read_text())["valid_loss"]
+    assert 5 < loss < 6 and loss != whole
+    assert f"validation loss        {loss:.4f} nats per byte" in capsys.readouterr().out

@@ -116,8 +116,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder, capsys):
     assert "RUN must be the folder of a run" in said and "options.json" in said
     (folder / "metrics.csv").write_text(",".join(metrics.header(LAYERS, EXPERTS)) + "\n")
     assert report.main([str(folder)]) == 2
-    (folder / "metrics.csv").write_text("step,loss\n1,2.5\n")
-    assert report.main([str(folder)]) == 2
+    capsys.readouterr()
+    for names, words in (
+        ("step,loss", "such as rows_l0_e0; got step,"),
+        ("step,rows_l0_e0", "the columns of a run; got no loss"),
+    ):
+        (folder / "metrics.csv").write_text(f"{names}\n1,2.5\n")
+        assert report.main([str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
     assert report.main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
 
 
@@ -127,6 +134,16 @@ def test_a_damaged_record_is_said(folder, capsys, name, text):
     (folder / name).write_text(text)
     assert report.main([str(folder)]) == 2
     assert "RUN must be the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["exchange_bytes", "phases_ms"])
+@pytest.mark.parametrize("value", [[], None, 3, "x", {"combine": "x"}])
+def test_sizes_that_are_no_numbers_are_said(folder, capsys, key, value):
+    (folder / "summary.json").write_text(json.dumps({key: value}))
+    assert report.main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"summary.json must hold a mapping of numbers as {key}; got {value!r}; give" in said
+    assert said.count("\n") == 1
 
 
 def test_a_torn_row_is_left_out(folder):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.train.metrics import expert_shares, read_columns
+from expertmesh.train.metrics import expert_shares, header, read_columns
 from expertmesh.train.rundir import RunFolder
 
 Array = npt.NDArray[np.float64]
@@ -44,28 +44,29 @@ class Run:
     @property
     def phases(self) -> dict[str, float]:
         """Milliseconds of each phase of a block; {} without `--phases`, and while the run goes on."""
-        found: dict[str, float] = self.summary.get("phases_ms", {})
-        return found
+        return _sizes_by_name(self.summary, "phases_ms")
 
     @property
-    def exchange_bytes(self) -> dict[str, int]:
+    def exchange_bytes(self) -> dict[str, float]:
         """What a device sends in each leg, for one layer and microbatch; {} while the run goes on."""
-        found: dict[str, int] = self.summary.get("exchange_bytes", {})
-        return found
+        return _sizes_by_name(self.summary, "exchange_bytes")
 
 
 def read(path: Path) -> Run:
     """The run of a folder.
 
     Raises:
-      RunError: a file is missing or no step is in it.
+      RunError: a file is missing or damaged, or no step is in it.
     """
     folder = RunFolder(path)
     try:
         options = _mapping(folder.options)
         columns = read_columns(folder.metrics)
         layers, experts = sizes(columns)
+        _check_names(columns, header(layers, experts))
         summary = _mapping(folder.summary) if folder.summary.exists() else {}
+        for key in ("phases_ms", "exchange_bytes"):
+            _sizes_by_name(summary, key)
     except (OSError, ValueError) as error:
         raise RunError(
             f"RUN must be the folder of a run with a finished step; got {path}: {error}; "
@@ -83,10 +84,33 @@ def _mapping(path: Path) -> dict[str, Any]:
     return content
 
 
+def _sizes_by_name(summary: dict[str, Any], key: str) -> dict[str, float]:
+    """{} where it is left out."""
+    found = summary.get(key, {})
+    if not isinstance(found, dict) or not all(isinstance(n, int | float) for n in found.values()):
+        raise ValueError(f"summary.json must hold a mapping of numbers as {key}; got {found!r:.80}")
+    return found
+
+
+def _check_names(columns: dict[str, Array], names: list[str]) -> None:
+    if missing := [name for name in names if name not in columns]:
+        raise ValueError(
+            f"metrics.csv must have the columns of a run; got no {missing[0]}, {len(missing)} of {len(names)} missing"
+        )
+
+
 def sizes(columns: dict[str, Array]) -> tuple[int, int]:
-    """(layers, experts) of a CSV's columns."""
+    """(layers, experts) of a CSV's columns.
+
+    Raises:
+      ValueError: none of them is of an expert's rows.
+    """
     matches = (re.fullmatch(r"rows_l(\d+)_e(\d+)", name) for name in columns)
     numbers = [(int(match[1]), int(match[2])) for match in matches if match]
+    if not numbers:
+        raise ValueError(
+            f"metrics.csv must have a column of each expert's rows, such as rows_l0_e0; got {', '.join(columns):.80}"
+        )
     return 1 + max(layer for layer, _ in numbers), 1 + max(expert for _, expert in numbers)
 
 

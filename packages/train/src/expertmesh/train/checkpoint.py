@@ -7,11 +7,14 @@ files differ from it is corrupt. With several processes the folder must be on a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,14 @@ def save(folder: Path, step: int, state: Any, keep: int) -> None:
 
     What was not finished before `step` goes. Later steps, which a run that resumed from an earlier one has yet to
     reach, stay, and count for nothing. Every process calls it.
+
+    Raises:
+      OSError: a file cannot be written.
     """
     target = folder / str(step)
     if jax.process_index() == 0:
         (target / MANIFEST).unlink(missing_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _errors_of_system(target), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target.absolute() / "state", state, force=True)
     if jax.process_index() == 0:
         _write_manifest(target)
@@ -43,6 +49,24 @@ def save(folder: Path, step: int, state: Any, keep: int) -> None:
         finished = [old for old in steps if (folder / str(old) / MANIFEST).exists()]
         for old in set(steps) - set(finished[:keep]):
             shutil.rmtree(folder / str(old))
+
+
+@contextlib.contextmanager
+def _errors_of_system(target: Path) -> Iterator[None]:
+    """What the system refuses Orbax is an OSError; Orbax makes some of them ValueErrors.
+
+    Orbax logs each several times, with tracebacks. Its threads go on to do so after it has failed, so it stays silent.
+    """
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except ValueError as error:
+        if code := re.search(r"os_error_code='(\d+)'", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(target)) from error
+        raise
+    logger.setLevel(level)
 
 
 def restore(
@@ -134,9 +158,29 @@ def _digest(file: Path) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a text file such that a reader, after any crash, finds all of it or none."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
+    part = part_of(path)
+    try:
+        with naming(path), open(part, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def part_of(path: Path) -> Path:
+    """Where `write_whole` writes what becomes `path`; a crash may leave it."""
+    return path.with_name(path.name + ".part")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError names the file, also where the system does not: in a write, not in an open."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

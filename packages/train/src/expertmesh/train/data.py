@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from expertmesh.train.options import UsageError
+from expertmesh.train.options import MAX_BYTES, UsageError
+from expertmesh.train.rundir import RunFolder
 
 Bytes = npt.NDArray[np.uint8]
 
-MAX_BYTES = 64 << 20
-HELD_OUT = 10  # one file in ten, or the last tenth of a single file
+HELD_OUT = 10  # one file in ten, or the last tenth of fewer
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -46,14 +46,16 @@ class Corpus:
 def load_corpus(path: Path | None, seq_len: int) -> Corpus:
     """The corpus at `path` (a file or a folder), or the standard library's sources when None.
 
-    Takes the first MAX_BYTES in the order of the sorted file names.
+    Takes the first MAX_BYTES in the order of the sorted file names; where there are more, `source` says so. Runs in the
+    folder are no text.
 
     Raises:
       UsageError: if nothing can be read, or a part is shorter than one sequence and its target byte.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     name = "the standard library" if path is None else str(path)
-    files = _read(sorted(_list(root, only_python=path is None)))
+    paths = sorted(_list(root, only_python=path is None))
+    files, is_cut = _read(paths)
     if not files:
         raise UsageError(
             f"--data must hold text; got {name}, which has no bytes; give a file or folder with text"
@@ -65,7 +67,14 @@ def load_corpus(path: Path | None, seq_len: int) -> Corpus:
                 f"--data must have more than seq_len bytes in its {part} part; got {len(data)} bytes "
                 f"of {name} with --seq-len {seq_len}; give more text or a smaller --seq-len"
             )
-    return Corpus(train, valid, f"{name}: {len(files)} files")
+    said = _counted(len(files))
+    if is_cut:
+        said = f"the first {MAX_BYTES >> 20} MiB of {_counted(len(paths))}"
+    return Corpus(train, valid, f"{name}: {said}")
+
+
+def _counted(files: int) -> str:
+    return f"{files} file{'s' * (files != 1)}"
 
 
 def batch_starts(
@@ -103,6 +112,9 @@ def _list(root: Path, only_python: bool) -> Iterator[Path]:
         yield root
         return
     for folder, folders, names in os.walk(root, onerror=_unreadable):
+        if RunFolder(Path(folder)).has_run:
+            folders.clear()
+            continue
         folders[:] = [f for f in folders if not f.startswith(".")]
         if only_python:
             folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS]
@@ -111,21 +123,22 @@ def _list(root: Path, only_python: bool) -> Iterator[Path]:
         yield from (file for file in files if os.path.isfile(file))
 
 
-def _read(files: list[Path]) -> list[Bytes]:
-    """The contents of the files that are not empty, up to MAX_BYTES in all."""
-    contents, left = [], MAX_BYTES
+def _read(files: list[Path]) -> tuple[list[Bytes], bool]:
+    """The contents of the files that are not empty, up to MAX_BYTES in all; and whether there is more."""
+    contents: list[Bytes] = []
+    left = MAX_BYTES
     for file in files:
         try:
             with open(file, "rb") as stream:
-                data = np.frombuffer(stream.read(left), np.uint8)
+                data = np.frombuffer(stream.read(left + 1), np.uint8)
         except OSError as error:
             _unreadable(error)
+        if len(data[:left]):
+            contents.append(data[:left])
+        if len(data) > left:
+            return contents, True
         left -= len(data)
-        if len(data):
-            contents.append(data)
-        if not left:
-            break
-    return contents
+    return contents, False
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -136,12 +149,12 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _split(files: list[Bytes]) -> tuple[Bytes, Bytes]:
-    """Training and held-out bytes: by file; a single file gives its last tenth."""
-    if len(files) == 1:
-        cut = len(files[0]) - len(files[0]) // HELD_OUT
-        return files[0][:cut], files[0][cut:]
-    last = min(HELD_OUT, len(files)) - 1
-    held_out = [i % HELD_OUT == last for i in range(len(files))]
+    """Training and held-out bytes: by file; fewer than HELD_OUT files give the last tenth of their bytes."""
+    if len(files) < HELD_OUT:
+        text = np.concatenate(files)
+        cut = len(text) - len(text) // HELD_OUT
+        return text[:cut], text[cut:]
+    held_out = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(files))]
     train = [data for data, out in zip(files, held_out, strict=True) if not out]
     valid = [data for data, out in zip(files, held_out, strict=True) if out]
     return np.concatenate(train), np.concatenate(valid)

@@ -73,7 +73,7 @@ def run(options: Options) -> int:
 
     Raises:
       UsageError: for input that the user can put right.
-      TrainingError: the devices' memory does not hold the step.
+      TrainingError: the devices' memory does not hold the step, or the disk not a file of the run.
     """
     corpus = data.load_corpus(options.training.data, options.model.seq_len)
     devices.start(options.devices)
@@ -89,6 +89,14 @@ def run(options: Options) -> int:
                 f"a device's memory must hold the state and a step; got {str(error).splitlines()[0]}; give a larger "
                 "--grad-accum, --remat full or --offload, or fewer tokens by --batch-size"
             ) from error
+        except OSError as error:
+            if error.errno is None or isinstance(error, ConnectionError):  # of no file
+                raise
+            raise TrainingError(
+                f"the system must let a run write its files; got {error.filename or job.folder.path}: "
+                f"{error.strerror}; make room or give the right to write, then --resume goes on from the last "
+                "checkpoint"
+            ) from error
 
 
 def _run(job: Job, stack: contextlib.ExitStack) -> int:
@@ -99,13 +107,15 @@ def _run(job: Job, stack: contextlib.ExitStack) -> int:
         start, state = _begin(job, stack)
         began = time.perf_counter()
         step, signal_number, state = _loop(job, functions, start, state)
+        # If no step was left to train, the last row may lack it.
+        valid_loss = functions.evaluate(state) if step == start else None
         phases = _phases(job, functions, step, state) if signal_number is None else {}
     if signal_number is not None:
         name = signal.Signals(signal_number).name
         _say(f"stopped by {name} after step {step}; --resume continues from its checkpoint")
         return 128 + signal_number
     if jax.process_index() == 0:
-        _report(job, time.perf_counter() - began, phases)
+        _report(job, time.perf_counter() - began, phases, valid_loss)
     return 0
 
 
@@ -229,13 +239,18 @@ def _fill(options: Options) -> Options:
     """The options with the batch size and the compute dtype decided for the devices at hand."""
     training, count = options.training, jax.device_count()
     unit, batch_size = count * training.grad_accum, training.batch_size
+    recorded = None
     if batch_size is None:
-        batch_size = -(-SMALLEST_BATCH // unit) * unit
+        recorded = rundir.batch_size_of(RunFolder(options.run.out)) if options.run.resume else None
+        batch_size = recorded or -(-SMALLEST_BATCH // unit) * unit
     if batch_size % unit:
+        of_run, remedy = "", f"give --batch-size {-(-batch_size // unit) * unit}"
+        if recorded:
+            of_run = " of the run that --resume continues"
+            remedy = f"take devices that divide it, or {remedy}, which makes another run of it"
         raise UsageError(
             "--batch-size must be a multiple of the number of devices times --grad-accum; "
-            f"got batch-size={batch_size} with {count} devices, grad-accum={training.grad_accum}; "
-            f"give --batch-size {-(-batch_size // unit) * unit}"
+            f"got batch-size={batch_size}{of_run} with {count} devices, grad-accum={training.grad_accum}; {remedy}"
         )
     dtype = options.model.dtype
     if dtype == "auto":
@@ -308,17 +323,17 @@ def _check_steps(steps: int, step: int) -> None:
 
 
 def _on_first_process(action: Callable[[], str | None]) -> None:
-    """Runs `action` on process 0 and prints its note; a UsageError there stops every process."""
-    error = None
+    """Runs `action` on process 0 and prints its note; an error there stops every process."""
+    error: Exception | None = None
     if jax.process_index() == 0:
         try:
             if note := action():
                 _say(note)
-        except UsageError as caught:
+        except (UsageError, OSError) as caught:
             error = caught
     failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
     if failed:
-        raise error or UsageError("process 0 refused the options; its message says why")
+        raise error or UsageError("process 0 could not begin; its message says why")
 
 
 def _functions(job: Job) -> Functions:
@@ -419,8 +434,11 @@ def _flush(recorder: Recorder) -> None:
         raise
 
 
-def _report(job: Job, seconds: float, phases: dict[str, float]) -> None:
-    """Writes the pictures and the summary, and prints the result. For process 0."""
+def _report(job: Job, seconds: float, phases: dict[str, float], valid_loss: float | None) -> None:
+    """Writes the pictures and the summary, and prints the result. For process 0.
+
+    `valid_loss`: None where the last step's row has it.
+    """
     from expertmesh.train import plots  # 0.8 s of imports that only this needs
 
     try:
@@ -433,7 +451,8 @@ def _report(job: Job, seconds: float, phases: dict[str, float]) -> None:
     share, layer, expert, steps = metrics.smallest_share(shares_NLE)
     plots.plot_loss(columns, job.order1_loss, job.folder.loss_plot)
     plots.plot_experts(columns["step"], shares_NLE, job.folder.experts_plot)
-    valid_loss, dropped = float(columns["valid_loss"][-1]), columns["dropped"]
+    valid_loss = float(columns["valid_loss"][-1]) if valid_loss is None else valid_loss
+    dropped = columns["dropped"]
     speed, meter = metrics.median_speed(columns), _meter(job)
     summary = {
         "valid_loss": valid_loss,

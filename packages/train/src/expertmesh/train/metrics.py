@@ -8,7 +8,6 @@ there was a validation after the step), entropy_l<layer> (of the router, in nats
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +84,19 @@ def read_columns(path: Path) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _whole_rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """(names, the lines of steps): without those that are torn."""
-    with open(path, newline="") as stream:
-        lines = list(csv.reader(stream))
+    """(names, the lines of steps): without those that are torn, which may hold any bytes."""
+    lines = [line.split(",") for line in path.read_text(errors="replace").split("\n")[:-1]]
     names = lines[0] if lines else []
-    return names, [line for line in lines[1:] if len(line) == len(names) and line[0].isdecimal()]
+    return names, [line for line in lines[1:] if len(line) == len(names) and _is_row(line)]
+
+
+def _is_row(cells: list[str]) -> bool:
+    """Whether they are a step, and numbers or nothing."""
+    try:
+        numbers = [float(cell) for cell in cells if cell]
+    except ValueError:
+        return False
+    return bool(numbers) and cells[0].isdecimal()
 
 
 def expert_shares(

@@ -19,6 +19,9 @@ OPTIMIZERS = ("adamw", "muon")
 # What is done again in the backward, rising; those between are policies of the block, as expertmesh.flax_moe.remat.
 REMAT = ("none", "save_8_bits", "save_min", "recompute", "full")
 
+# What is read of --data.
+MAX_BYTES = 64 << 20
+
 
 class UsageError(ValueError):
     """Input that the user can put right. The message is one line: what, rule, value, remedy."""
@@ -172,14 +175,16 @@ class TrainingOptions:
     data: Path | None = _option(
         None,
         _path,
-        "text file or folder; unset: the sources of this Python's standard library",
+        f"text file or folder; its first {MAX_BYTES >> 20} MiB are read, and every tenth file is held out, of fewer "
+        "than ten files the last tenth; unset: the sources of this Python's standard library",
         "PATH",
     )
     steps: int = _option(200, _count, "training steps")
     batch_size: int | None = _option(
         None,
         _count,
-        "sequences per step; unset: 8, or the next multiple of the number of devices times --grad-accum",
+        "sequences per step; unset: 8, or the next multiple of the number of devices times --grad-accum, and under "
+        "--resume the run's own",
     )
     grad_accum: int = _option(
         1,

@@ -17,6 +17,7 @@ from types import TracebackType
 import jax
 from tqdm import tqdm
 
+from expertmesh.train.checkpoint import naming
 from expertmesh.train.metrics import Row, row
 from expertmesh.train.options import TrainingError
 from expertmesh.train.step import StepMetrics
@@ -56,7 +57,7 @@ class Recorder:
         self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=MARKS)
         self._apart = 0.0
         self._alarmed = False
-        self._writes = jax.process_index() == 0
+        self._writes, self._path = jax.process_index() == 0, path
         if self._writes:
             new = not path.exists()
             self._stream = open(path, "a", newline="")
@@ -76,7 +77,8 @@ class Recorder:
     ) -> None:
         if self._writes:
             self._progress.close()
-            self._stream.close()
+            with naming(self._path):
+                self._stream.close()
 
     def add(self, step: int, metrics: StepMetrics, valid_loss: float | None) -> None:
         """Notes a step that was started, and the validation loss after it if there was one."""
@@ -101,12 +103,14 @@ class Recorder:
         """Puts every row on disk.
 
         Raises:
+          OSError: the disk does not take them.
           TrainingError: a step's loss or gradient was not finite, so that the state is not worth keeping.
         """
         broken = self._write(len(self._pending))
         if self._writes:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            with naming(self._path):
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
         if broken is not None:
             step, metrics = broken
             raise TrainingError(
@@ -125,7 +129,8 @@ class Recorder:
         speed = self._speed(self._finished(steps[-1]))
         if self._writes:
             rows = [row(step, m, speed, v) for (step, _, v), m in zip(done, on_host, strict=True)]
-            self._writer.writerows(rows)
+            with naming(self._path):
+                self._writer.writerows(rows)
             mfu = None if speed is None else self._mfu(speed)
             self._progress.show(describe(rows[-1], mfu), rows[-1]["step"], len(rows))
             self._alarm(rows)

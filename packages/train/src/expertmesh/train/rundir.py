@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from expertmesh.train.checkpoint import write_whole
+from expertmesh.train.checkpoint import part_of, write_whole
 from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
 
 EXACT = (
@@ -42,6 +42,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was started here. Text may have an `options.json` of its own."""
+        return self.options.is_file() and self.checkpoints.is_dir()
 
     @property
     def metrics(self) -> Path:
@@ -81,8 +86,9 @@ def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
     """
     try:
         note = _move_away(folder)
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.resolve().mkdir(parents=True, exist_ok=True)
         write_whole(folder.options, json.dumps(content, indent=1))
+        folder.checkpoints.mkdir()
     except OSError as error:
         raise UsageError(
             f"--out must be a folder that can be written; got {folder.path}: {error.strerror}; "
@@ -92,10 +98,11 @@ def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
 
 
 def _is_other(folder: RunFolder) -> bool:
-    """Whether files that are no run's are there."""
+    """Whether files that are no run's are there. What a start that failed has left of its record is none."""
     path = folder.path
-    empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    return not empty and not folder.options.is_file()
+    if not path.exists() or folder.options.is_file():
+        return False
+    return not path.is_dir() or any(file != part_of(folder.options) for file in path.iterdir())
 
 
 def _move_away(folder: RunFolder) -> str | None:
@@ -106,20 +113,24 @@ def _move_away(folder: RunFolder) -> str | None:
         )
     if not folder.options.is_file():
         return None
-    if folder.path.resolve() == Path.cwd():
+    path = folder.path.resolve()  # a link stays
+    if path == Path.cwd():
         raise UsageError(
             f"--out must not be the working folder if that holds a run; got {folder.path}; give another --out, or "
             "--resume"
         )
-    previous = RunFolder(folder.path.with_name(folder.path.name + ".previous"))
+    previous = RunFolder(path.with_name(path.name + ".previous"))
     if _is_other(previous):
         raise UsageError(
             f"--out holds a run, which goes to {previous.path}; got other files there; move them, or give another --out"
         )
-    with held(folder):
+    deletes = previous.options.is_file()
+    replaced = held(previous) if previous.path.exists() else contextlib.nullcontext()
+    with held(folder), replaced:
         shutil.rmtree(previous.path, ignore_errors=True)
-        folder.path.rename(previous.path)
-    return f"{folder.path} held a run, which is in {previous.path} now; --resume would have continued it"
+        path.rename(previous.path)
+    note = f"{folder.path} held a run, which is in {previous.path} now; --resume would have continued it"
+    return f"{note}; the run that was there before is deleted" if deletes else note
 
 
 @contextlib.contextmanager
@@ -145,16 +156,22 @@ def _lock(number: int, folder: RunFolder) -> None:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UsageError(
-            f"--out must not be that of a run that goes on; got {folder.path}; give another --out, or stop that run"
+            f"--out must not use or replace the folder of a run that goes on; got {folder.path}; give another --out, "
+            "or stop that run"
         ) from error
 
 
-def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
-    """Compares `content` with the run's record; returns a note if the rest of the run will differ.
+def batch_size_of(folder: RunFolder) -> int | None:
+    """The batch size of the run there; None where there is no record of it, which `check_resumable` says."""
+    try:
+        size = _recorded(folder)[2].get("batch_size")
+    except UsageError:
+        return None
+    return size if isinstance(size, int) and size > 0 else None
 
-    Raises:
-      UsageError: if there is no run, or its model, data or optimizer are others.
-    """
+
+def _recorded(folder: RunFolder) -> tuple[dict[str, Any], object, dict[str, Any]]:
+    """The model, the data's digest and the training of the run's record."""
     try:
         recorded = json.loads(folder.options.read_text())
         model, text, training = (recorded[name] for name in ("model", "data", "training"))
@@ -165,6 +182,16 @@ def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
             f"--resume must find a run in --out; got {folder.path} without a readable "
             f"{folder.options.name}; leave --resume out to start one, or give its --out"
         ) from error
+    return model, text, training
+
+
+def check_resumable(folder: RunFolder, content: dict[str, Any]) -> str | None:
+    """Compares `content` with the run's record; returns a note if the rest of the run will differ.
+
+    Raises:
+      UsageError: if there is no run, or its model, data or optimizer are others.
+    """
+    model, text, training = _recorded(folder)
     if changed := _changes(model, content["model"]):
         raise UsageError(
             f"--resume must keep the options of the model; got {changed}; give the values the run "
