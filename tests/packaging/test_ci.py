@@ -303,6 +303,18 @@ def test_find_python_says_what_to_do(interpreters):
     assert "set PYTHON=" in result.stderr
 
 
+def test_try_wheels_finds_a_python(interpreters, tmp_path):
+    """Where `python3` is too old; it stops here for want of git."""
+    _, environment = interpreters
+    (tmp_path / "shims/git").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "shims/git").chmod(0o755)
+    command = [ROOT / "ci/try-wheels", tmp_path / "wheels"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode and "too old" not in result.stderr
+    program = "import sys; sys.exit(sys.version_info < (3, 12))"
+    subprocess.run([tmp_path / "wheels/env/bin/python", "-c", program], check=True)
+
+
 WORKFLOWS = {
     path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()
 }
