@@ -259,6 +259,9 @@ class Turns:
         self.mark("done")
 
 
+WARM, TRACES = 3, 5  # calls that are traced
+
+
 class Kernel(NamedTuple):
     """What a GPU ran: its name, its time, and the instruction of the program that it belongs to, "" if unknown."""
 
@@ -282,6 +285,11 @@ def kernels(call: Callable, operands: tuple) -> list[Kernel]:
         Kernel(e["name"], e["dur"], e.get("args", {}).get("hlo_op", ""))
         for e in sorted(ran, key=lambda e: e["ts"])
     ]
+
+
+def traces(call: Callable, operands: tuple) -> list[list[Kernel]]:
+    """The kernels of calls in a row, the first of which, slower ones, are left out."""
+    return [kernels(call, operands) for _ in range(WARM + TRACES)][WARM:]
 
 
 def _places(types, like):

@@ -446,7 +446,7 @@ PHASES = {
     "quantize": r"quantize|^_blocks_|^_both_|^_square_|^_scaled_|_amax_",
     "dispatch": r"Dispatch|^_spread",
     "combine": r"Combine|^_gather_kernel|^_unpermute_grad",
-    "sums over devices": r"nccl.*(AllReduce|ReduceScatter)",
+    "sums over devices": r"nccl.*(AllReduce|ReduceScatter)|^psum",  # XLA names its own kernel for few numbers so
     "route": r"^_(choose|probs|z|grad|count|scan|place|plan)_|nccl",
 }
 REVERSED = {"dispatch": "combine", "combine": "dispatch"}
@@ -472,6 +472,19 @@ def phase_of(
     return which, REVERSED.get(phase, phase) if which == "backward" else phase
 
 
+def phases_of(
+    kernels: list[_measure.Kernel], text_of: dict[str, str], shape: Shape, experts: int
+) -> collections.Counter:
+    """(pass, phase) -> microseconds of a step."""
+    found: collections.Counter = collections.Counter()
+    begun = False
+    for kernel in kernels:
+        text = text_of.get(kernel.instruction, "")
+        begun = begun or _program.is_backward(text)
+        found[phase_of(kernel, text, shape, experts, begun=begun)] += kernel.microseconds
+    return found
+
+
 def rows_of_phases(
     shape: Shape,
     mesh,
@@ -479,20 +492,18 @@ def rows_of_phases(
     turns: _measure.Turns | None = None,
     recipe: str | None = None,
 ):
-    """Each phase of the forward and of the backward in one step, and its share of all kernels' time."""
+    """Each phase of the forward and of the backward in a step, the median of some, and its share of them all."""
     arrays = operands(shape, mesh)
     config = shape.config(transport=transport, recipe=recipe)
     call = jax.jit(passes(moe, config)["forward and backward"]).lower(*arrays).compile()
     text_of = _program.instructions(call.as_text())
     experts = shape.experts // (mesh.shape["ep"] if mesh else 1)
-    phases: collections.Counter = collections.Counter()
-    begun = False
     with turns.mine() if turns else contextlib.nullcontext():
-        for kernel in _measure.kernels(call, arrays):
-            text = text_of.get(kernel.instruction, "")
-            begun = begun or _program.is_backward(text)
-            phases[phase_of(kernel, text, shape, experts, begun=begun)] += kernel.microseconds
-    total = phases.total()
+        found = _measure.traces(call, arrays)
+    traces = [phases_of(kernels, text_of, shape, experts) for kernels in found]
+    names = dict.fromkeys(name for trace in traces for name in trace)
+    phases = {name: statistics.median(trace[name] for trace in traces) for name in names}
+    total = sum(phases.values())
     for (which, phase), microseconds in phases.items():
         yield _measure.row(
             bench="moe_block",

@@ -18,7 +18,6 @@ from benchmarks.single_gpu_blocks import BOTH, RECIPES
 from expertmesh.flax_moe import moe
 
 SHAPES = [single_gpu_blocks.SHAPES[i] for i in (0, 4, 7, 8, 13)]
-TRACES, WARM = 5, 3
 # Seconds of kernels where there are none: without a GPU the rows show that this runs.
 NONE = 1e-9
 # By the first that is part of the name of a kernel that is no GEMM.
@@ -40,7 +39,7 @@ def parts(shape: moe_block.Shape, arrays: tuple, recipe: str | None) -> dict[str
     """kind -> (seconds, bytes) of a step."""
     step = block_launches.step(moe, shape, arrays, recipe, BOTH, "auto")
     text_of = _program.instructions(step.as_text())
-    traces = [_measure.kernels(step, arrays) for _ in range(WARM + TRACES)][WARM:]
+    traces = _measure.traces(step, arrays)
     times = [collections.Counter() for _ in traces]
     for found, time in zip(traces, times, strict=True):
         for kernel in found:
@@ -57,7 +56,7 @@ def copy_rate() -> float:
     size = 2**29 if jax.default_backend() == "gpu" else 2**16
     x = jnp.zeros(size // 2, jnp.bfloat16)
     copy = jax.jit(lambda x: x + 1).lower(x).compile()
-    traces = [_measure.kernels(copy, (x,)) for _ in range(WARM + TRACES)][WARM:]
+    traces = _measure.traces(copy, (x,))
     microseconds = (sum(kernel.microseconds for kernel in found) for found in traces)
     return 2 * size / max(1e-6 * statistics.median(microseconds), NONE)
 

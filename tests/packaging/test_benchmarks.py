@@ -108,6 +108,7 @@ def weight_of(shape: str, scope: str) -> str:
         ("Dispatch<2>", "", ("forward", "dispatch")),
         ("grouped_requantize", "", ("forward", "quantize")),
         ("ncclDevKernel_ReduceScatter", weight_of("8,128", "transpose(f)"), ("backward", "sums over devices")),
+        ("psum_21_0_fusion_1", weight_of("64,8", "transpose(f)"), ("backward", "sums over devices")),
         ("loop_add_fusion", weight_of("64,128", "transpose(f)"), ("backward", "other")),
     ],
 )  # fmt: skip
