@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from expertmesh.train import data, order1, rundir
+from expertmesh.train.checkpoint import part_of
 from expertmesh.train.options import ModelOptions, TrainingOptions, UsageError
 from expertmesh.train.rundir import RunFolder
 
@@ -48,6 +49,8 @@ def test_runs_are_no_text(tmp_path):
         if step:
             write(folder.checkpoints, f"{step}/state/d/0", b"weights")
         assert data.load_corpus(tmp_path, seq_len=8).fingerprint == alone
+    folder.options.rename(part_of(folder.options))  # as a kill leaves it
+    assert data.load_corpus(tmp_path, seq_len=8).fingerprint == alone
     assert sorted(path.name for path in folder.path.parent.iterdir()) == ["x", "x.previous"]
 
 

@@ -366,11 +366,39 @@ def test_a_failed_start_leaves_its_folder_free(tmp_path, monkeypatch, killed):
         patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UsageError, match="No space left on device; give another --out"):
             rundir.begin(folder, record())
-    assert not list(folder.path.iterdir())
+    assert [file.name for file in folder.path.iterdir()] == ["checkpoints"] and not folder.has_run
     if killed:
         (folder.path / "options.json.part").write_text("{")
     assert rundir.begin(folder, record()) is None
     assert sorted(file.name for file in folder.path.iterdir()) == ["checkpoints", "options.json"]
+
+
+def test_a_failed_start_keeps_the_run_before_the_last(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    rundir.begin(folder, record())
+    folder.metrics.write_text("good")
+    real = os.mkdir
+
+    def refused(path, *mode):
+        if Path(path) == folder.checkpoints:
+            raise OSError(28, "No space left on device")
+        real(path, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refused)
+        with pytest.raises(UsageError, match="No space left"):
+            rundir.begin(folder, record())
+    assert rundir.begin(folder, record()) is None
+    assert (tmp_path / "run.previous" / "metrics.csv").read_text() == "good"
+
+
+def test_links_that_lead_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(
+        UsageError, match="--out must be a folder that can be written; got .*; give"
+    ):
+        rundir.begin(RunFolder(tmp_path / "a"), record())
 
 
 def test_a_link_to_a_run_stays(tmp_path):

@@ -65,6 +65,7 @@ def _errors_of_system(target: Path) -> Iterator[None]:
     except ValueError as error:
         if code := re.search(r"os_error_code='(\d+)'", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(target)) from error
+        logger.setLevel(level)
         raise
     logger.setLevel(level)
 

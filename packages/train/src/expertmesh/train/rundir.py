@@ -45,8 +45,9 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was started here. Text may have an `options.json` of its own."""
-        return self.options.is_file() and self.checkpoints.is_dir()
+        """Whether a run was started here, or was about to be. Text may have an `options.json` of its own."""
+        record = self.options.is_file() or part_of(self.options).is_file()
+        return record and self.checkpoints.is_dir()
 
     @property
     def metrics(self) -> Path:
@@ -86,23 +87,29 @@ def begin(folder: RunFolder, content: dict[str, Any]) -> str | None:
     """
     try:
         note = _move_away(folder)
-        folder.path.resolve().mkdir(parents=True, exist_ok=True)
+        # The record last: a folder with one is that of a run.
+        (folder.path.resolve() / folder.checkpoints.name).mkdir(parents=True, exist_ok=True)
         write_whole(folder.options, json.dumps(content, indent=1))
-        folder.checkpoints.mkdir()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter where links lead in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"--out must be a folder that can be written; got {folder.path}: {error.strerror}; "
-            "give another --out"
+            f"--out must be a folder that can be written; got {folder.path}: {reason}; give another --out"
         ) from error
     return note
 
 
 def _is_other(folder: RunFolder) -> bool:
-    """Whether files that are no run's are there. What a start that failed has left of its record is none."""
+    """Whether files that are no run's are there. What a start that failed has left is none."""
     path = folder.path
     if not path.exists() or folder.options.is_file():
         return False
-    return not path.is_dir() or any(file != part_of(folder.options) for file in path.iterdir())
+    return not path.is_dir() or any(not _is_of_start(folder, file) for file in path.iterdir())
+
+
+def _is_of_start(folder: RunFolder, file: Path) -> bool:
+    """Whether it is what `begin` makes before the record."""
+    empty = file == folder.checkpoints and file.is_dir() and not any(file.iterdir())
+    return empty or file == part_of(folder.options)
 
 
 def _move_away(folder: RunFolder) -> str | None:
