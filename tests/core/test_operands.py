@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,9 @@ CALLS = [
     partial(core.unpermute, jnp.ones((1, PLAN.source.shape[1], 3)), PLAN, jnp.ones(IDX.shape)),
     partial(core.update_expert_bias, BIAS, BIAS, 0.1),
 ]
+# Operands that may be QuantizedArrays or, where the result has a dtype of its own, floats of 8 bits.
+FACTORS = {"gemm x", "gemm w", "grouped_gemm lhs", "grouped_gemm rhs"}
+NARROW = {*FACTORS, "gathered_gemm x", "gathered_gemm rhs"}
 # Operands that may be of any numbers.
 ANY = {
     *(
@@ -116,6 +120,28 @@ def test_what_is_no_array_is_named(call, operand, optional):
             replaced(call, operand, other)
 
 
+@pytest.mark.parametrize("call, operand, optional", list(arguments()))
+def test_eight_bits_come_quantized_and_only_where_that_is_said(call, operand, optional):
+    name = call.func.__name__
+    given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments[operand]
+    quantized = core.quantize(jnp.asarray(given, jnp.float32), FORMAT)
+    if f"{name} {operand}" not in FACTORS:
+        rule = rf"{name}: {operand} must be an array of .*; got a QuantizedArray; .*dequantize"
+        with pytest.raises(TypeError, match=rule):
+            replaced(call, operand, quantized)
+    if f"{name} {operand}" not in ANY | NARROW:
+        with pytest.raises(TypeError, match=rf"{name}: {operand} must be .*got dtype=float8"):
+            replaced(call, operand, quantized.data)
+
+
+def test_the_weight_of_an_adapted_may_be_quantized():
+    weight = core.quantize(W[0], FORMAT, axis=0)
+    want = core.dense(X, core.dequantize(weight))
+    np.testing.assert_allclose(core.dense(X, core.Adapted(weight)), want, rtol=1e-6)
+    with pytest.raises(TypeError, match="dense: weight must be .*; got a list; "):
+        core.dense(X, core.Adapted(W[0].tolist()))
+
+
 def test_the_calls_are_valid_and_of_every_function_that_takes_an_array():
     for call in CALLS:
         call()
@@ -130,6 +156,38 @@ def test_the_calls_are_valid_and_of_every_function_that_takes_an_array():
 
 def test_arrays_of_numpy_are_arrays():
     np.testing.assert_array_equal(core.gemm(np.asarray(X), np.asarray(W[0])), core.gemm(X, W[0]))
+
+
+class Variable:
+    """As those of Flax: a pytree that JAX takes for an array, with the attributes of one."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getattr__(self, name):
+        return getattr(self.value, name)
+
+    def __jax_array__(self):
+        return self.value
+
+
+jax.tree_util.register_pytree_node(
+    Variable, lambda x: ((x.value,), None), lambda _, children: Variable(*children)
+)
+
+
+def test_a_variable_is_an_array():
+    for call in (
+        lambda x: core.activate(x, core.Activation(function="gelu", gated=False)),
+        lambda x: core.router_z_loss(x, coeff=0.1),
+    ):
+        np.testing.assert_array_equal(call(Variable(LOGITS)), call(LOGITS))
+
+
+def test_the_weight_of_an_adapted_is_quantized():
+    want, got = (core.quantize_weight(w, "fp8_current") for w in (W[0], core.Adapted(W[0])))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 F8, INT = jnp.float8_e4m3fn, jnp.int32

@@ -22,6 +22,7 @@ from ep.exchange_case import (
 )
 from ep.exchange_oracle import KINDS, axes_of, routing
 from expertmesh.core.mesh import MeshResource, global_shard_guard
+from expertmesh.core.testing import relative_error
 from expertmesh.ep import EpConfig, combine, dispatch, dispatch_weights, prepare
 
 RING = ["ring", "all_to_all"]
@@ -327,6 +328,34 @@ def test_dispatches_any_dtype(payload, transport):
     np.testing.assert_array_equal(np.asarray(rows, np.float64), want)
 
 
+@covering(
+    "size, transport",
+    [1, 2],
+    ["all_to_all", "ring"],
+    covers=[(1, "all_to_all"), (2, "all_to_all"), (2, "ring")],
+)
+def test_the_gradient_of_tokens_of_8_bits(size, transport):
+    """A token's is the sum of its rows', in float32, rounded once."""
+    mesh = jax.make_mesh((size,), ("ep",))
+    topk = jnp.asarray(routing("holes", 40, 3, 8))
+    config = EpConfig(num_experts=8, alignment=4, axis="ep", transport=transport)
+    place = partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("ep")))
+    handle = prepare(place(topk), config)
+    scale = np.random.default_rng(3).normal(size=handle.source.shape).astype(np.float32)
+    scale = place(jnp.asarray(scale, jnp.float8_e4m3fn).astype(jnp.float32)[..., None])
+
+    def weighed(x):
+        return (scale * dispatch(handle, x).astype(jnp.float32)).sum()
+
+    x = place(jnp.ones((40, 6), jnp.float8_e4m3fn))
+    with jax.set_mesh(mesh):
+        got = np.asarray(jax.jit(jax.grad(weighed))(x), np.float64)
+    rows, source = np.asarray(scale, np.float64).reshape(-1), np.asarray(handle.source).reshape(-1)
+    want = np.zeros(40)
+    np.add.at(want, source[source >= 0] // 3, rows[source >= 0])
+    assert relative_error(got, want[:, None].repeat(6, 1)) < 2.0**-4
+
+
 def loss(topk, x, w, *, config):
     """A small block: its gradient meets every public function and both transposes."""
     handle = prepare(topk, config)
@@ -473,12 +502,12 @@ def with_roles(function):
         (
             lambda i, x, c: combine(prepare(i, c), None),
             TypeError,
-            "combine: rows must be an array of floats; got None; pass",
+            "combine: rows must be an array of floats of at least 16 bits; got None; pass",
         ),
         (
             lambda i, x, c: dispatch_weights(prepare(i, c), 1.0),
             TypeError,
-            "dispatch_weights: topk_weights must be an array of floats; got a float; pass",
+            "dispatch_weights: topk_weights must be an array of floats of at least 16 bits; got a float; pass",
         ),
         (lambda i, x, c: prepare(i[0], c), ValueError, "shape=(2,)"),
         (lambda i, x, c: dispatch(prepare(i, c), x[:7]), ValueError, "(7,)"),

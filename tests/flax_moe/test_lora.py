@@ -42,6 +42,7 @@ from expertmesh.flax_moe import (
     param_specs,
     peft,
     permute_experts,
+    quantize_weights,
     split_wi,
     with_lora,
 )
@@ -147,7 +148,7 @@ def ran(mode, config, data, adapters):
     "mode, options",
     [
         full("single", MANY),
-        ("single", dict(use_bias=False, expert_dim=8)),
+        ("single", dict(use_bias=False, expert_dim=8, latent_dim=8)),
         full("single", dict(latent_dim=8, activation="gelu_exact")),
         ("explicit", MANY),
         full("resource", MANY),
@@ -284,6 +285,18 @@ def test_weights_of_8_bits(recipe):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     kept = [x for x in jax.tree.leaves(got[2]) if getattr(x, "shape", ()) == params["wi"].shape]
     assert kept and all(x.dtype.itemsize == 1 for x in kept)
+
+
+def test_chunks_quantize_the_base_once():
+    options = dict(recipe="fp8_block", use_bias=False, expert_dim=128)
+    data = make_data(make_config(**options), (4, 4, 128))
+    params = with_lora(data.params, drawn(lora_shapes(128, make_config(**options), LORA)), LORA)
+    config = make_config(num_chunks=2, **options)
+    whole = moe(params, data.x, make_config(**options)).y
+    np.testing.assert_allclose(moe(params, data.x, config).y, whole, rtol=1e-5, atol=1e-6)
+    of_base, of_adapted = (quantize_weights(p, config) for p in (data.params, params))
+    for want, got in zip(*map(jax.tree.leaves, (of_base, of_adapted)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 @pytest.mark.full
@@ -596,7 +609,7 @@ def test_errors():
         TypeError, match=r"targets must be a tuple of names; got 'wi'; pass \('wi',"
     ):
         LoRA(rank=4, alpha=1, targets="wi")
-    with pytest.raises(TypeError, match=r"lora: wo.a must be an array; got NoneType"):
+    with pytest.raises(TypeError, match=r"lora: wo.a must be an array of floats .*; got None"):
         with_lora(data.params, {"wo": {}}, LORA)
     with pytest.raises(
         ValueError, match="targets must be weights of the block, wi, wo; got shared_wi"

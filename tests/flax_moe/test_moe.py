@@ -588,8 +588,10 @@ def test_parameter_errors(name):
 def test_input_errors():
     config = make_config()
     data = make_data(config)
-    with pytest.raises(TypeError, match=r"moe: x must be floating point; got dtype=int32; cast"):
+    with pytest.raises(TypeError, match=r"moe: x must be an array of floats .*dtype=int32; cast"):
         moe(data.params, jnp.zeros((4, 16), jnp.int32), config)
+    with pytest.raises(TypeError, match=r"moe: x must be .*16 bits; got dtype=float8_e4m3fn; cast"):
+        moe(data.params, jnp.zeros((4, 16), jnp.float8_e4m3fn), config)
     with pytest.raises(ValueError, match=r"moe: x must be \[..., D\].*got x.shape=\(16,\)"):
         moe(data.params, jnp.zeros(16), config)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from expertmesh.core import Activation
+from expertmesh.core import Activation, TensorFormat, quantize
 from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource, global_shard_guard
 from expertmesh.flax_moe import (
@@ -31,6 +31,8 @@ from expertmesh.flax_moe.params import (
     whole_specs,
 )
 from flax_moe.moe_oracle import make_config, make_data
+
+FP8 = TensorFormat(dtype="float8_e4m3fn")
 
 CONFIG = make_config()
 RESOURCE = MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
@@ -229,11 +231,24 @@ def test_trees_that_are_taken(use_bias, num_held, dtype):
         (lambda p: p | {"shared_wi": p["wi"]}, ValueError, "got also shared_wi"),
         (lambda p: without(p, "wi_bias"), ValueError, "missing wi_bias"),
         (lambda p: without(p, "wi_bias", "wo_bias"), ValueError, "missing wi_bias, wo_bias"),
-        (lambda p: p | {"wo": [[1.0]]}, TypeError, "wo must be an array; got list"),
+        (
+            lambda p: p | {"wo": [[1.0]]},
+            TypeError,
+            "wo must be an array of floats of at least 16 bits; got a list",
+        ),
         (lambda p: p | {"wo": types.SimpleNamespace(shape=(8, 12, 16))}, TypeError, "an array"),
         (lambda p: p | {"wo": types.SimpleNamespace(dtype=jnp.float32)}, TypeError, "an array"),
-        (lambda p: p | {"wo": p["wo"].astype(int)}, TypeError, "wo must be floating point"),
-        (lambda p: p | {"wo": p["wo"].astype("float8_e4m3fn")}, TypeError, "of 16 bits or more"),
+        (
+            lambda p: p | {"wo": p["wo"].astype(int)},
+            TypeError,
+            "wo must be an array of floats of at least 16 bits; got dtype=int32",
+        ),
+        (
+            lambda p: p | {"wo": p["wo"].astype("float8_e4m3fn")},
+            TypeError,
+            "of at least 16 bits; got dtype=float8",
+        ),
+        (lambda p: p | {"wo": quantize(p["wo"], FP8)}, TypeError, "wo must be an array of floats"),
         (lambda p: p | {"wi": p["wo"]}, ValueError, "wi must be [E, D, 2, F] = (8, 16, 2, 12)"),
         (lambda p: p | {"wo_bias": p["wo"]}, ValueError, "wo_bias must be [E, D] = (8, 16)"),
     ],

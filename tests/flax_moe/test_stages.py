@@ -263,7 +263,7 @@ def test_pipeline(recipe):
                 {"latent_up": 3}, x, dataclasses.replace(c, latent_dim=16)
             ),
             TypeError,
-            "stages.from_latent: latent_up must be an array; got int",
+            "stages.from_latent: latent_up must be an array of floats .*; got a int",
         ),
         (
             lambda p, x, c: stages.from_latent([1], x, dataclasses.replace(c, latent_dim=16)),

@@ -78,6 +78,7 @@ def test_copies_numbers_of_every_width_to_the_bit(dtype):
         ((1, 0, 512), (1, 9, 1), "bfloat16", "rows to read"),
         ((1, 8, 512), (1, 9, 2), "int32", "added"),
         ((1, 8, 512), (1, 9, 1), "float8_e8m0fnu", "zero"),
+        ((1, 8, 512), (1, 9, 1), "float4_e2m1fn", "8, 16 or 32 bits"),
     ],
 )
 def test_what_the_kernel_refuses(shape, index, dtype, words):

@@ -464,7 +464,7 @@ def test_second_call_does_not_trace_again():
         (
             lambda i, x, p: unpermute(permute(x.astype(jnp.int32), p), p),
             TypeError,
-            "y must be an array of floats; got dtype=int32",
+            "y must be an array of floats of at least 16 bits; got dtype=int32",
         ),
         (lambda i, x, p: unpermute(permute(x, p), p, x), ValueError, "map: (2, 13, 3)"),
         (lambda i, x, p: move_values(x, p), ValueError, "map: (2, 13, 3)"),

@@ -20,29 +20,44 @@ class Kind:
       words: what they are called.
       dtypes: of which theirs must be a subtype; () for any.
       remedy: what to do with other numbers.
+      bytes: of a number at least.
     """
 
     words: str
     dtypes: tuple[type, ...]
     remedy: str
+    bytes: int = 0
+
+    def __contains__(self, dtype: DTypeLike) -> bool:
+        if self.dtypes and not any(jnp.issubdtype(dtype, each) for each in self.dtypes):
+            return False
+        return not self.bytes or jnp.dtype(dtype).itemsize >= self.bytes
 
 
 NUMBERS = Kind("numbers", (), "")
-FLOATS = Kind("floats", (jnp.floating,), "cast it to float32 or bfloat16")
+ANY_FLOATS = Kind("floats", (jnp.floating,), "cast it to float32 or bfloat16")
+FLOATS = Kind("floats of at least 16 bits", (jnp.floating,), "cast it to float32 or bfloat16", 2)
 INTEGERS = Kind("integers", (jnp.integer,), "cast it to int32")
 BOOLS = Kind("bools", (jnp.bool_,), "compare it with 0")
 FLAGS = Kind("bools or integers", (jnp.bool_, jnp.integer), "compare it with 0")
 
 
 def check_arrays(
-    name: str, kind: Kind = NUMBERS, *, optional: bool = False, **operands: Any
+    name: str,
+    kind: Kind = NUMBERS,
+    /,
+    *,
+    optional: bool = False,
+    quantized: bool = False,
+    **operands: Any,
 ) -> None:
     """Raises an error that names `name` unless each operand is an array of such numbers.
 
-    An array is what has a shape and a dtype, so of NumPy and a QuantizedArray too; lists and Python numbers are none.
+    An array is what has a shape and a dtype, so of NumPy and a variable of Flax; lists and Python numbers are none.
 
     Args:
       optional: whether None passes.
+      quantized: whether a QuantizedArray passes, which is of the numbers that it stands for.
       operands: by the names that `name` has for them.
 
     Raises:
@@ -58,11 +73,21 @@ def check_arrays(
                 f"{name}: {operand} must be an array of {kind.words}; got {got}; pass a jax.Array, as by "
                 "jax.numpy.asarray"
             )
-        if kind.dtypes and not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
+        if not quantized and not _is_one(x):
+            raise TypeError(
+                f"{name}: {operand} must be an array of {kind.words}; got a {type(x).__name__}; "
+                "dequantize or merge it into a jax.Array"
+            )
+        if x.dtype not in kind:
             raise TypeError(
                 f"{name}: {operand} must be an array of {kind.words}; got dtype={x.dtype}; {kind.remedy}"
             )
         _check_range(name, operand, x)
+
+
+def _is_one(x: Any) -> bool:
+    """Whether it is one array, or a variable that stands for one, and no pytree of several."""
+    return hasattr(x, "__jax_array__") or jax.tree_util.all_leaves([x])
 
 
 def _check_range(name: str, operand: str, x: Any) -> None:

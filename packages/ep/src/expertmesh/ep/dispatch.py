@@ -345,7 +345,7 @@ def dispatch(handle: Handle, tokens: Any, *, transport: str | None = None) -> An
     sharded over axes of the tokens.
     """
     check_type("dispatch", Handle, "pass what prepare made", handle=handle)
-    check_arrays("dispatch", tokens=tokens)
+    check_arrays("dispatch", quantized=True, tokens=tokens)
     transport = _transport("dispatch", handle, transport)
     _check_shape("dispatch", "tokens", tokens.shape[:-1], handle.slot.shape[:-1])
     if isinstance(tokens, QuantizedArray):
@@ -464,7 +464,9 @@ def _combine_fwd(
         most_hosts=handle.most_hosts,
         wire_format=wire_format,
     )
-    return _combine_rows(rows, *handle.row_maps, **options), handle
+    # A float of 8 bits, a cotangent of tokens of such: it is added up in float32, whatever the transport.
+    values = rows.astype(jnp.float32) if rows.dtype.itemsize < 2 else rows
+    return _combine_rows(values, *handle.row_maps, **options).astype(rows.dtype), handle
 
 
 def _combine_bwd(handle: Handle, d_tokens: jax.Array, *, transport: str) -> tuple[jax.Array, None]:

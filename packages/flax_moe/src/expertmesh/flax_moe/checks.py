@@ -1,11 +1,11 @@
 """What a block and its stages refuse, and which experts they hold. Errors name `function`."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType
@@ -14,7 +14,7 @@ from expertmesh.core.mesh import current_resource
 from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays, check_numbers
 from expertmesh.core.specs import axes_of_type, entry_axes, mesh_of
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params, check_array
+from expertmesh.flax_moe.params import GATE, GATE_BIAS, Params
 
 __all__ = [
     "Coefficient",
@@ -31,14 +31,12 @@ __all__ = [
 
 Coefficient = float | jax.Array
 
+TOKENS = dataclasses.replace(FLOATS, remedy="cast it to config.dtype")
+
 
 def check_tokens(function: str, x: jax.Array) -> None:
     """Raises unless x is float[..., D] with tokens, its sizes numbers."""
-    check_array(function, "x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{function}: x must be floating point; got dtype={x.dtype}; cast it to config.dtype"
-        )
+    check_arrays(function, TOKENS, x=x)
     if x.ndim < 2:
         raise ValueError(
             f"{function}: x must be [..., D] with tokens; got x.shape={x.shape}; add x[None]"

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from expertmesh.core.config import Config
 from expertmesh.core.linear.adapted import Adapted
 from expertmesh.core.mesh import MeshResource
-from expertmesh.core.operands import as_dtype, check_counts, check_numbers
+from expertmesh.core.operands import FLOATS, as_dtype, check_arrays, check_counts, check_numbers
 from expertmesh.core.quantization.quantize import plain
 from expertmesh.flax_moe.config import MoEConfig
 from expertmesh.flax_moe.params import (
@@ -36,7 +36,6 @@ from expertmesh.flax_moe.params import (
     LAYERS,
     LogicalAxes,
     Params,
-    check_array,
     keys_of,
     param_shapes,
     param_specs,
@@ -297,7 +296,8 @@ def _check_adapters(params: Params, adapters: Adapters, lora: LoRA) -> None:
                 "init_lora for this config"
             )
         for part, shape in low_rank(name, tuple(params[name].shape), lora.rank).items():
-            check_array("lora", f"{name}.{part}", adapter.get(part))
+            given: dict[str, Any] = {f"{name}.{part}": adapter.get(part)}
+            check_arrays("lora", FLOATS, **given)
             if adapter[part].shape != shape:
                 raise ValueError(
                     f"lora: {part} of {name} must be {shape}, by the weight and rank={lora.rank}; "

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
-from expertmesh.core.linear.adapted import Adapted
+from expertmesh.core.linear.adapted import Adapted, check_weights
 from expertmesh.core.mesh import MeshResource, current_resource
-from expertmesh.core.operands import as_counts
+from expertmesh.core.operands import FLOATS, as_counts, check_arrays
 from expertmesh.core.specs import merge_dim
 from expertmesh.flax_moe.config import MoEConfig
 
@@ -47,7 +47,6 @@ __all__ = [
     "SHARED_GATE",
     "LogicalAxes",
     "Params",
-    "check_array",
     "check_names",
     "check_params",
     "check_part",
@@ -65,6 +64,9 @@ __all__ = [
 ]
 
 Params = Mapping[str, jax.Array]
+WEIGHTS = dataclasses.replace(
+    FLOATS, remedy="cast it to config.param_dtype, and quantize by config.recipe"
+)
 
 GATE = ("gate_kernel",)
 GATE_BIAS = ("gate_bias",)
@@ -375,8 +377,8 @@ def _check_apart(function: str, params: Params, name: str, pair: Sequence[str]) 
 
 
 def _stack(function: str, params: Params, names: Sequence[str], axis: int) -> jax.Array:
-    for name in names:
-        check_array(function, name, params[name])
+    halves: dict[str, Any] = {name: params[name] for name in names}
+    check_arrays(function, FLOATS, **halves)
     shapes = [params[name].shape for name in names]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -426,7 +428,7 @@ def check_part(
     _require(function, params, weights, "use init_params")
     part = {name: params[name] for name in names if name in params}
     _check_biases(function, part, config.use_bias and len(weights) < len(names))
-    _check_floating(function, part)
+    check_weights(function, WEIGHTS, **part)
     check_shapes(function, part, model_dim, config, num_experts)
     return part
 
@@ -438,7 +440,7 @@ def gate_part(
     _check_mapping(function, params)
     _check_gate(function, params, config, needed)
     part = {name: params[name] for name in GATE + GATE_BIAS if name in params}
-    _check_floating(function, part)
+    check_weights(function, WEIGHTS, **part)
     check_shapes(function, part, model_dim, config, config.num_experts)
     return part
 
@@ -483,7 +485,7 @@ def check_names(
             "shared experts"
         )
     _check_biases(function, params, config.use_bias)
-    _check_floating(function, params)
+    check_weights(function, WEIGHTS, **params)
 
 
 def _check_mapping(function: str, params: object) -> None:
@@ -504,21 +506,3 @@ def _check_biases(function: str, params: Params, wanted: bool) -> None:
     if wanted or any(name in params for name in BIASES):
         remedy = "pass all biases or none, and where there are none use_bias=False"
         _require(function, params, BIASES, remedy)
-
-
-def _check_floating(function: str, params: Params) -> None:
-    for name, array in params.items():
-        check_array(function, name, array)
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise TypeError(
-                f"{function}: {name} must be floating point of 16 bits or more; got dtype={array.dtype}; cast it to "
-                "config.param_dtype, and quantize by config.recipe"
-            )
-
-
-def check_array(function: str, name: str, value: Any) -> None:
-    """TypeError that names `function` unless `value` is an array."""
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        raise TypeError(
-            f"{function}: {name} must be an array; got {type(value).__name__}; pass jnp.asarray({name})"
-        )

@@ -30,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from expertmesh import ep
+from expertmesh.core.linear.adapted import check_weights
 from expertmesh.core.linear.dense import dense
 from expertmesh.core.mesh import MeshResource, current_resource, global_shard_guard
 from expertmesh.core.operands import (
@@ -74,7 +75,6 @@ from expertmesh.flax_moe.params import (
     SHARED,
     SHARED_GATE,
     Params,
-    check_array,
     check_part,
     gate_part,
     whole_params,
@@ -485,7 +485,7 @@ class _Dense:
         if names == LATENT[1:]:
             up = whole_params(function, params, names).get("latent_up")
             if up is not None:
-                check_array(function, "latent_up", up)
+                check_weights(function, latent_up=up)
                 width = up.shape[-1] if up.shape else width
         return cls(
             check_part(function, params, names, width, config, config.num_experts), config, given

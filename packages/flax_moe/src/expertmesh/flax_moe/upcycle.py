@@ -20,12 +20,14 @@ copies.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.flax_moe.config import MoEConfig
-from expertmesh.flax_moe.params import EXPERTS, check_array, initializers, param_names, split_wi
+from expertmesh.flax_moe.params import EXPERTS, initializers, param_names, split_wi
 
 __all__ = ["upcycle"]
 
@@ -125,8 +127,9 @@ def _noisy(key: jax.Array, w: jax.Array, noise: float) -> jax.Array:
 
 def _parts(dense: Dense, config: MoEConfig) -> int:
     """G, after the errors about the dense layer's shapes."""
-    for name in ("wi", "wo", *(name for name in ("wi_bias", "wo_bias") if name in dense)):
-        check_array("upcycle", name, dense.get(name))
+    weights: dict[str, Any] = {name: dense.get(name) for name in ("wi", "wo")}
+    biases: dict[str, Any] = {name: dense[name] for name in ("wi_bias", "wo_bias") if name in dense}
+    check_arrays("upcycle", FLOATS, **weights, **biases)
     wi, wo = dense["wi"].shape, dense["wo"].shape
     pair = (2,) if config.act.gated else ()
     if len(wo) != 2 or wi != (wo[1], *pair, wo[0]):

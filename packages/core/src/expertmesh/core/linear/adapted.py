@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from expertmesh.core.operands import FLOATS, Kind, check_arrays
 from expertmesh.core.specs import pad_spec
 
 __all__ = ["Adapted", "low_rank_spec"]
@@ -68,6 +69,13 @@ def is_low_rank(w: Any) -> bool:
 def base_of(w: Any) -> Any:
     """The weight itself."""
     return w.weight if isinstance(w, Adapted) else w
+
+
+def check_weights(name: str, kind: Kind = FLOATS, /, **weights: Any) -> None:
+    """Raises an error that names `name` unless each is an array of floats, or an Adapted of one, quantized or not."""
+    for operand, weight in weights.items():
+        given = {operand: base_of(weight)}
+        check_arrays(name, kind, quantized=isinstance(weight, Adapted), **given)
 
 
 def without_base(w: Any) -> Adapted | None:

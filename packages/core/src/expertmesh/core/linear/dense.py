@@ -16,7 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.linear.adapted import Adapted
+from expertmesh.core.linear.adapted import Adapted, check_weights
 from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.gemm import DENSE, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
@@ -82,7 +82,8 @@ def dense(
     """
     recipe = as_recipe(recipe) or current_recipe()
     extra = NonDiffOperands(state, key, weight_quantized)
-    check_arrays("dense", FLOATS, x=x, weight=weight)
+    check_arrays("dense", FLOATS, x=x)
+    check_weights("dense", weight=weight)
     count = num_contracted("dense", x, weight, contracting_dims, 0)
     if count > 1:
         if isinstance(weight, Adapted):

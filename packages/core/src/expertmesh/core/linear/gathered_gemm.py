@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
-from expertmesh.core.operands import FLOATS, check_arrays, check_type
+from expertmesh.core.operands import ANY_FLOATS, check_arrays, check_type
 from expertmesh.core.ops.permute import PermutePlan
 from expertmesh.core.ops.row_map import RowMap
 from expertmesh.core.quantization.quantize_rows import Moved
@@ -43,7 +43,7 @@ def gathered_gemm(
     Hopper the weight's gradient does so too; other GPUs permute first, as the reference always does.
     """
     check_type("gathered_gemm", PermutePlan, "pass what plan_permute made", plan=plan)
-    check_arrays("gathered_gemm", FLOATS, x=x, rhs=rhs)
+    check_arrays("gathered_gemm", ANY_FLOATS, x=x, rhs=rhs)
     flat = x.ndim == 2
     if x.shape[:-1] != plan.row.shape[:-1]:
         raise ValueError(

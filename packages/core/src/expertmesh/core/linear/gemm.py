@@ -16,7 +16,7 @@ from expertmesh.core.linear.apply import apply_linear, layer_of
 from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Term, Terms
 from expertmesh.core.linear.pair import dequantized, precision_of, rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, check_arrays
+from expertmesh.core.operands import ANY_FLOATS, FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
 from expertmesh.core.quantization.quantize import quantize
 from expertmesh.core.quantization.quantize_rows import Copies
@@ -211,7 +211,7 @@ def gemm(
 
 def check_operands(name: str, x: Any, w: Any, bias: jax.Array | None) -> None:
     """Raises where the operands of GEMM `name` do not fit."""
-    check_arrays(name, FLOATS, x=x, w=w)
+    check_arrays(name, ANY_FLOATS, quantized=True, x=x, w=w)
     check_arrays(name, FLOATS, optional=True, bias=bias)
     if x.ndim < 1 or w.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from expertmesh.core.linear.adapted import Adapted
+from expertmesh.core.linear.adapted import Adapted, check_weights
 from expertmesh.core.linear.grouped_gemm import apply_grouped, check_operands
 from expertmesh.core.linear.layer import DenseState, NonDiffOperands, num_contracted
 from expertmesh.core.linear.quantize_weight import QuantizedWeight
@@ -93,7 +93,8 @@ def grouped_dense(
     """
     recipe = as_recipe(recipe) or current_recipe()
     extra = NonDiffOperands(state, key, weight_quantized)
-    check_arrays("grouped_dense", FLOATS, x=x, weight=weight)
+    check_arrays("grouped_dense", FLOATS, x=x)
+    check_weights("grouped_dense", weight=weight)
     if num_contracted("grouped_dense", x, weight, contracting_dims, 1) > 1:
         raise ValueError(
             f"grouped_dense: one dimension must be contracted; got contracting_dims={contracting_dims}; reshape x and "

@@ -36,7 +36,7 @@ from expertmesh.core.linear.grouped_reference import (
 from expertmesh.core.linear.layer import Layer, Linear, NonDiffOperands, Specs, Term, Terms
 from expertmesh.core.linear.pair import rows_unsupported, unsupported
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import FLOATS, INTEGERS, check_arrays
+from expertmesh.core.operands import ANY_FLOATS, FLOATS, INTEGERS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, grouped_quantize_delayed_both
 from expertmesh.core.quantization.quantize_rows import (
     Copies,
@@ -535,7 +535,7 @@ def check_operands(
 ) -> None:
     """Raises where the operands of grouped GEMM `name` do not fit; with `debug` the sizes are checked as they run."""
 
-    check_arrays(name, FLOATS, lhs=lhs, rhs=rhs)
+    check_arrays(name, ANY_FLOATS, quantized=True, lhs=lhs, rhs=rhs)
     check_arrays(name, FLOATS, optional=True, bias=bias)
     check_arrays(name, INTEGERS, group_sizes=group_sizes)
     for what, remedy in _broken_rules(lhs, rhs, group_sizes):

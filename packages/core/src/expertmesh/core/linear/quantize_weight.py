@@ -7,9 +7,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from expertmesh.core import _jax
-from expertmesh.core.linear.adapted import base_of
+from expertmesh.core.linear.adapted import base_of, check_weights
 from expertmesh.core.mesh import current_resource
-from expertmesh.core.operands import FLOATS, check_arrays
 from expertmesh.core.quantization.delayed_scaling import DelayedState, quantize_delayed
 from expertmesh.core.quantization.quantize import plain, quantize, quantize_square
 from expertmesh.core.quantization.quantized import QuantizedArray
@@ -92,7 +91,7 @@ def quantize_weight(
     or square blocks on GPUs other than Hopper's. Scales of a whole tensor are reduced over the axes that shard it;
     nothing else crosses devices.
     """
-    check_arrays("quantize_weight", FLOATS, weight=weight)
+    check_weights("quantize_weight", weight=weight)
     recipe = as_recipe(recipe) or current_recipe()
     if recipe is None:
         raise ValueError(

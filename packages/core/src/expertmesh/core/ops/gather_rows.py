@@ -95,7 +95,7 @@ def _unsupported(src: jax.Array, index: jax.Array, weight: jax.Array | None = No
 
 def copy_unsupported(x: jax.Array, index: jax.Array) -> str | None:
     """What keeps the kernels from copying rows of x [P, S, D] from or to index [P, N, K], or None."""
-    if x.dtype.itemsize > 4 or x.dtype in (jnp.bool_, jnp.float8_e8m0fnu, jnp.int4, jnp.uint4):
+    if x.dtype.itemsize > 4 or x.dtype in NOT_MOVED:
         return f"rows must be of numbers of 8, 16 or 32 bits whose zero is all bits 0; they are {x.dtype}"
     if not x.size or not index.size:
         return f"there must be rows to read and to write; shapes are {x.shape}, {index.shape}"
@@ -113,6 +113,7 @@ def sum_unsupported(x: jax.Array, index: jax.Array) -> str | None:
     return copy_unsupported(x, index)
 
 
+NOT_MOVED = jnp.bool_, jnp.float8_e8m0fnu, jnp.int4, jnp.uint4, jnp.float4_e2m1fn
 SHORT_ROW = 512  # bytes; a program of a kernel has a row to itself
 MAX_TERMS = 32
 

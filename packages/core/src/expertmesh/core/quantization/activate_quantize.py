@@ -136,7 +136,7 @@ def _copies(
     spec: PartitionSpec | None,
 ) -> Copies:
     for format in formats:
-        check_source(name, source.base, format)
+        check_source(name, source.base, format, quantized=True)
     return quantize_rows(name, source, group_sizes, formats, spec=spec)
 
 

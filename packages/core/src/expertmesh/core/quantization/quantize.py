@@ -621,8 +621,9 @@ def quantize_dbias(
     return q, _dbias_op(x, operand_specs=(spec,), feature_dims=feature_dims, out_dtype=dtype)
 
 
-def check_source(name: str, x: Any, format: Any) -> None:
-    check_arrays(name, FLOATS, x=x)
+def check_source(name: str, x: Any, format: Any, *, quantized: bool = False) -> None:
+    """Raises an error that names `name` unless x has a dtype that is quantized, and is not quantized or may be."""
+    check_arrays(name, FLOATS, quantized=quantized, x=x)
     if not isinstance(format, TensorFormat):
         raise TypeError(
             f"{name}: format must be a TensorFormat; got {format!r}; take it from recipe.formats()"

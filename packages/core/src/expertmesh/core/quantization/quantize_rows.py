@@ -504,7 +504,7 @@ def grouped_quantize_both(
     """
     name, source = "grouped_quantize", as_rows(x)
     for format in filter(None, formats):
-        check_source(name, source.base, format)
+        check_source(name, source.base, format, quantized=True)
     return quantize_rows(name, source, group_sizes, formats, **options)
 
 

@@ -74,18 +74,16 @@ class Nvlink:
         self, rows_CD: jax.Array, route: Route, *, axis: Axis, wire: Wire = PLAIN
     ) -> jax.Array:
         (num_tokens, top_k), num_features = route.slot_TK.shape, rows_CD.shape[1]
-        narrow = rows_CD.dtype.itemsize < 2  # float8 rows are added up in float32
-        values_CD = rows_CD.astype(jnp.float32) if narrow else rows_CD
-        name = str(wire.format or sum_dtype(values_CD.dtype, top_k))
-        types = [jax.ShapeDtypeStruct((num_tokens, num_features), values_CD.dtype)]
+        name = str(wire.format or sum_dtype(rows_CD.dtype, top_k))
+        types = [jax.ShapeDtypeStruct((num_tokens, num_features), rows_CD.dtype)]
         row_bytes = num_features * jnp.dtype(name).itemsize
         halves = min(2, ADDED // max(1, num_tokens), row_bytes // LONG)
         slices = max(halves, _slices(num_tokens, row_bytes))
         half, wire_type = self.sms // 2, WIRES[name]
         call = self._call(
-            _native.COMBINE, types, (values_CD,), route, axis, half, row_bytes, slices, wire_type
+            _native.COMBINE, types, (rows_CD,), route, axis, half, row_bytes, slices, wire_type
         )
-        return call[0].astype(rows_CD.dtype)
+        return call[0]
 
     def unsupported(self, exchange: Exchange) -> str | None:
         """Why the transport cannot do this exchange, or None."""

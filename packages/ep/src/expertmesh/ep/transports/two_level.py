@@ -53,13 +53,12 @@ class TwoLevel:
         self, rows_CD: jax.Array, route: Route, *, axis: Axis, wire: Wire = PLAIN
     ) -> jax.Array:
         between, inside = outer_route(route, axis), inner_route(route, axis)
-        # float8 rows are added up in float32; 8-bit sums are quantized once, where they leave the host.
-        values_CD = rows_CD.astype(jnp.float32) if rows_CD.dtype.itemsize < 2 else rows_CD
+        # Sums of 8 bits are quantized once, where they leave the host.
         inner_wire = PLAIN if isinstance(wire.format, TensorFormat) else wire
         move = self.find(
-            inside, values_CD.dtype, inner_axis(axis), inner_wire.format, function="combine"
+            inside, rows_CD.dtype, inner_axis(axis), inner_wire.format, function="combine"
         )
-        sums_SD = move.combine(values_CD, inside, axis=inner_axis(axis), wire=inner_wire)
+        sums_SD = move.combine(rows_CD, inside, axis=inner_axis(axis), wire=inner_wire)
         back_SD = wire.decode(_cross(wire.encode(sums_SD), between, axis), sums_SD)
         tokens_TD = blocks.tokens_of_blocks(back_SD, between, group_size(outer_axis(axis)))
         return tokens_TD.astype(rows_CD.dtype)
