@@ -99,7 +99,8 @@ def test_rounding(dtype):
     ties = (numbers[1:] + numbers[:-1]) / 2
     x = np.concatenate([numbers, ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9)])
     x = np.concatenate([x, rng.normal(size=COUNT) * 2.0 ** rng.integers(-20, 20, COUNT)])
-    x = x.astype(np.float32)
+    # XLA:CPU deals 4-bit numbers out to its threads one by one, and two of them may write the same byte.
+    x = x[: len(x) // 16 * 16].astype(np.float32)
     most = numerics.largest(dtype)
     want = np.clip(x, -most, most).astype(dtype)
 
