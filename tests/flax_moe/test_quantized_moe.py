@@ -91,7 +91,10 @@ def test_against_the_emulation(recipe, cached, changes):
     (_, output), gradients = jax.jit(value_and_gradients(block, config))(*place(data, config, None))
     tokens = np.arange(data.x[..., 0].size).reshape(data.x.shape[:-1])
     parts = [tokens[j :: config.num_chunks].ravel() for j in range(config.num_chunks)]
-    assert_result(output, gradients, quantized_oracle.run(data, config, parts), TOLERANCE)
+    x, of_x = data.x.reshape(-1, data.x.shape[-1]), config.recipe.formats().x
+    multiplier = quantized_oracle.multiplier_of_tokens(x, np.full(len(x), True), of_x)
+    want = quantized_oracle.run(data, config, parts, multipliers={"wi": (multiplier, None)})
+    assert_result(output, gradients, want, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, full(AxisType.Auto)])
