@@ -117,8 +117,8 @@ LAYOUTS = {
         [
             (GATHER, TP, "f8e4m3fn[1,64,128]"),
             (GATHER, TP, "f8e8m0fnu[1,64,4]"),
-            (GATHER, TP, "f8e4m3fn[1,64,128]"),
-            (GATHER, TP, "f8e8m0fnu[1,2,128]"),
+            (GATHER, TP, "u8[1,64,128]"),  # what a checkpoint policy may keep, as bits
+            (GATHER, TP, "u8[1,2,128]"),
             (SCATTER, TP, "f32[1,32,128]"),
             (TOTAL, TOKENS, "f32[128,64]"),
             (TOTAL, TOKENS, "f32[64]"),
