@@ -35,8 +35,8 @@ class Kind:
 
 
 NUMBERS = Kind("numbers", (), "")
-ANY_FLOATS = Kind("floats", (jnp.floating,), "cast it to float32 or bfloat16")
 FLOATS = Kind("floats of at least 16 bits", (jnp.floating,), "cast it to float32 or bfloat16", 2)
+ANY_FLOATS = dataclasses.replace(FLOATS, words="floats", bytes=0)
 INTEGERS = Kind("integers", (jnp.integer,), "cast it to int32")
 BOOLS = Kind("bools", (jnp.bool_,), "compare it with 0")
 FLAGS = Kind("bools or integers", (jnp.bool_, jnp.integer), "compare it with 0")

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from expertmesh.core.config import Config
 from expertmesh.core.op import Kernel, Op
-from expertmesh.core.operands import ANY_FLOATS, FLOATS, check_arrays, check_numbers
+from expertmesh.core.operands import FLOATS, check_arrays, check_numbers
 from expertmesh.core.vjp import differentiable
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "check_activation", "gated_activation"]
@@ -145,19 +145,24 @@ def gated_activation(h: jax.Array, *, activation: str | Activation) -> jax.Array
     Raises:
       ValueError: unknown activation, one without a gate, or a shape that is not [..., 2, F].
     """
-    checked = check_gated("gated_activation", h, activation)
-    check_arrays("gated_activation", FLOATS, h=h)
-    return _activate(h, activation=checked)
+    return _activate(h, activation=check_gated("gated_activation", h, activation))
 
 
-def check_gated(name: str, h: Any, activation: str | Activation) -> Activation:
-    """The Activation, after the errors of `gated_activation`, which name `name`; h may be quantized."""
+def check_gated(
+    name: str, h: Any, activation: str | Activation, *, quantized: bool = False
+) -> Activation:
+    """The Activation, after the errors of `gated_activation`, which name `name`.
+
+    Args:
+      quantized: whether h may be a QuantizedArray.
+    """
     check_activation(name, activation)
     activation = Activation.of(activation)
     if not activation.gated:
         raise ValueError(
             f"{name}: activation must have a gate; got activation={activation}; use activate"
         )
+    check_arrays(name, FLOATS, quantized=quantized, h=h)
     _check_pair(name, h)
     return activation
 
@@ -188,7 +193,6 @@ def _check_function(name: str, field: str, function: str) -> None:
 
 
 def _check_pair(name: str, h: jax.Array) -> None:
-    check_arrays(name, ANY_FLOATS, quantized=True, h=h)
     if h.ndim < 2 or h.shape[-2] != 2:
         raise ValueError(
             f"{name}: h must have shape [..., 2, F]; got h.shape={h.shape}; "

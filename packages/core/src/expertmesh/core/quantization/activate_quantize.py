@@ -81,7 +81,7 @@ def activate_quantize(
       As `activate` and `grouped_quantize`.
     """
     name = "activate_quantize"
-    activation = check_gated(name, h, activation)
+    activation = check_gated(name, h, activation, quantized=True)
     source = Activated(h, weights, row_source, activation)
     return _copies(name, source, group_sizes, formats, spec)
 
@@ -118,7 +118,7 @@ def activate_grad_quantize(
       As `activate` and `grouped_quantize`; ValueError: `d_out` of another shape.
     """
     name = "activate_grad_quantize"
-    activation = check_gated(name, h, activation)
+    activation = check_gated(name, h, activation, quantized=True)
     if d_out.shape != (*h.shape[:2], h.shape[3]):
         raise ValueError(
             f"{name}: d_out must have the shape of the activation, {(*h.shape[:2], h.shape[3])}; got {d_out.shape}; "

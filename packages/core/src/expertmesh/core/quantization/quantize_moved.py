@@ -53,7 +53,7 @@ def quantize_moved(rows: Moved, group_sizes: jax.Array, format: TensorFormat) ->
     Under sharding P keeps its axes; S and D are held whole.
     """
     name, tokens = "quantize_moved", rows.base
-    check_source(name, tokens, format, quantized=True)
+    check_source(name, tokens, format)
     group_sizes = checked_groups(name, rows.shape, group_sizes)
     if format.block is not None:
         raise ValueError(
